@@ -68,7 +68,7 @@ def train_alike(
 
 
 def hugging(kind: str) -> nn.Module:
-    """A small one, where Hugging Face's library is installed."""
+    """Return a small model, where Hugging Face's library is installed."""
     pytest.importorskip("transformers")
     import third_party
 

@@ -21,7 +21,7 @@ DIGITS = "configs/mlp_digits.yaml"
 
 
 def balanced_speedup(stages: int, accumulate: int) -> float:
-    """What a pipeline that never empties gains over one that does after N microbatches, all stages alike: (N+P-1)/N."""
+    """Return what a pipeline that never empties gains over one that does after N microbatches, all stages alike: (N+P-1)/N."""
     return (accumulate + stages - 1) / accumulate
 
 

@@ -27,7 +27,7 @@ SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 
 @pytest.fixture()
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, with the search path for modules put back afterwards."""
+    """Return an empty current folder, with the search path for modules put back afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path

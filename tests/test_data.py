@@ -37,7 +37,7 @@ def expect_files(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small cifar10 in its official layout; returns the root."""
+    """Write a small cifar10 in its official layout; return the root."""
     folder, draw = tmp_path / "cifar-10-batches-bin", np.random.RandomState(0)
     folder.mkdir()
     for file in sets.FILES["cifar10"]:
@@ -70,7 +70,7 @@ def idx_files(folder: Path, train: int = 7, test: int = 5) -> Dict[str, np.ndarr
 
 
 def numbered(count: int, test: int = 3, seed: int = 0, augment: bool = False) -> TensorData:
-    """Samples whose values and labels are their numbers."""
+    """Return samples whose values and labels are their numbers."""
     x, y = torch.arange(count).float().view(-1, 1, 1, 1).expand(count, 1, 4, 4), torch.arange(count)
     return TensorData((x, y), (x[:test], y[:test]), seed, augment)
 

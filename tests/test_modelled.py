@@ -56,7 +56,7 @@ def make_slow(seconds: float) -> nn.Module:
 
 
 def model(*parts: nn.Module) -> nn.Module:
-    """A stage a part; with running statistics and dropout."""
+    """Return a stage a part; with running statistics and dropout."""
     torch.manual_seed(0)
     first = [nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)]
     return nn.Sequential(*first, *map(ipu_pipe.begin_stage, parts), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(16, 10)))

@@ -33,7 +33,7 @@ def preact(depth: int) -> Callable[..., Any]:
 
 
 def owners(model: nn.Module, example: torch.Tensor) -> List[List[str]]:
-    """Per stage the modules that own its parameters."""
+    """Return per stage the modules that own its parameters."""
     stages = partition(model, example).stages
     return [list(dict.fromkeys(n.rpartition(".")[0] for n in s.parameters)) for s in stages]
 
@@ -66,7 +66,7 @@ def test_resnet50_for_cifar_has_the_size_and_the_107_weights_of_pipemare() -> No
 
 
 def literal_resnet(held: Dict[str, torch.Tensor], depths: List[int], x: torch.Tensor) -> torch.Tensor:
-    """The network in evaluation mode, written out from torchvision's names; v1.5: the stride is in the 3x3."""
+    """Return the network in evaluation mode, written out from torchvision's names; v1.5: the stride is in the 3x3."""
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
         mean, variance = held[f"{name}.running_mean"], held[f"{name}.running_var"]

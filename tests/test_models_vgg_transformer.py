@@ -23,7 +23,7 @@ TRANSLATION.update(feedforward=24, dropout=0.0)
 
 
 def names(model: nn.Module, x: torch.Tensor) -> List[str]:
-    """The modules at which stages begin."""
+    """Return the modules at which stages begin."""
     return [stage.name for stage in partition(model, x).stages]
 
 
@@ -32,7 +32,7 @@ def linear(inputs: int, outputs: int) -> int:
 
 
 def seeded(make: Callable[..., nn.Module], **args: Any) -> Any:
-    """The model from a fixed seed, its weights moved from special points such as biases at zero."""
+    """Return the model from a fixed seed, its weights moved from special points such as biases at zero."""
     torch.manual_seed(5)
     model = make(**args)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def seeded(make: Callable[..., nn.Module], **args: Any) -> Any:
 
 
 def pairs(batch: int, tokens: int, padded: int = 0) -> torch.Tensor:
-    """Source and target tokens (batch, 2, tokens), the last `padded` of them padding."""
+    """Return source and target tokens (batch, 2, tokens), the last `padded` of them padding."""
     x = torch.randint(1, 11, (batch, 2, tokens), generator=torch.Generator().manual_seed(0))
     return F.pad(x[..., : tokens - padded], (0, padded))
 
@@ -311,7 +311,7 @@ SMALL: Dict[str, Callable[[], nn.Module]] = {
 
 
 def example(name: str) -> List[torch.Tensor]:
-    """One microbatch, x and y, of the model in SMALL."""
+    """Return one microbatch, x and y, of the model in SMALL."""
     torch.manual_seed(0)
     if name.startswith("transformer_lm"):
         return [torch.randint(11, (2, 8)), torch.randint(11, (2, 8))]

@@ -38,7 +38,7 @@ PIPELINES = ["pipedream_2bw", "pipedream_flush", "gpipe", "pipedream"]
 
 
 def hardware(**changes: Any) -> Hardware:
-    """Servers of two devices of 1 FLOP a second, and slow links between the servers."""
+    """Return servers of two devices of 1 FLOP a second, and slow links between the servers."""
     figures: Dict[str, Any] = {
         "devices": 4,
         "device": {"memory_bytes": 1e4, "usable_share": 1.0, "memory_bandwidth": 1e9,
@@ -61,7 +61,7 @@ def units(rng: np.random.Generator, count: int) -> Tuple[Unit, ...]:
 
 
 def problem(seed: int = 0, count: int = 6, memory: Optional[float] = None, **changes: Any) -> Problem:
-    """A small one."""
+    """Return a small problem."""
     machine = hardware(**changes)
     result = units(np.random.default_rng(seed), count)
     return Problem(result, 8.0, machine, machine.device.usable_bytes if memory is None else memory, "float32", 1)
@@ -268,7 +268,7 @@ def test_the_largest_batch_is_planned() -> None:
 
 
 def run(capsys: Any, *arguments: str) -> str:
-    """Standard output of the command."""
+    """Return the standard output of the command."""
     command.main(["configs/mlp_digits.yaml", *arguments])
     return str(capsys.readouterr().out)
 

@@ -25,7 +25,7 @@ UNITS = tuple(Unit(f"unit{i}", 5.0, 10.0, 1000, 4.0, 40.0) for i in range(4))
 
 
 def problem(memory: float, **device: Any) -> Problem:
-    """Four units of 1000 float32 weights with Adam, 16 bytes of each on the device without streaming, 8 of them state."""
+    """Return four units of 1000 float32 weights with Adam, 16 bytes of each on the device without streaming, 8 of them state."""
     rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1.0}}
     figures: Dict[str, Any] = {
         "devices": 2,

@@ -62,7 +62,7 @@ PLAIN = {"name": "sgd", "lr": 0.05}
 
 
 def both(tmp_path: Path, method: str = "gpipe", name: str = "residual", ipu: Any = None, **keys: Any) -> Any:
-    """The same run by the emulator and on the double: equal in weights, close in what is measured of them."""
+    """Run by the emulator and on the double: equal in weights, close in what is measured of them."""
     ours = run(make_config(method, "poptorch", ipu, **keys), tmp_path / "ipu", name)
     theirs = run(make_config(method, **{**keys, "precision": "float32"}), tmp_path / "emulator", name)
     assert_same_weights(tmp_path / "ipu", tmp_path / "emulator")

@@ -58,7 +58,7 @@ def data(count: int) -> Tuple[Any, Any]:
 
 
 def pipeline(poptorch: Any, ipus: Sequence[int] = (0, 1), accumulation: int = 4) -> Any:
-    """Options of a pipeline of blocks A, B, ... on the given IPUs."""
+    """Return options of a pipeline of blocks A, B, ... on the given IPUs."""
     stages = [poptorch.Stage("ABCDEFGH"[i]).ipu(ipu) for i, ipu in enumerate(ipus)]
     options = poptorch.Options().setExecutionStrategy(poptorch.PipelinedExecution(*stages))
     options.Training.gradientAccumulation(accumulation)
@@ -282,7 +282,7 @@ def test_output_modes(poptorch: Any, mode: str, period: Any, rows: Sequence[int]
 
 
 def updates(poptorch: Any, optimizer: Callable[..., Any], count: int = 3, **training_options: Any) -> Any:
-    """The executor after so many updates of two microbatches."""
+    """Return the executor after so many updates of two microbatches."""
     options = poptorch.Options()
     options.Training.gradientAccumulation(2)
     for name, value in training_options.items():
@@ -294,7 +294,7 @@ def updates(poptorch: Any, optimizer: Callable[..., Any], count: int = 3, **trai
 
 
 def reference(optimizer: Callable[..., Any], count: int = 3) -> Dict[str, torch.Tensor]:
-    """The weights of plain PyTorch."""
+    """Return the weights of plain PyTorch."""
     model = Forward(plain)
     plain_optimizer, (x, y) = optimizer(model.parameters()), data(8)
     for _ in range(count):

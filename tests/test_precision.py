@@ -84,7 +84,7 @@ def emulated(
 def literally(
     stages: List[nn.Module], method: Method, accumulate: int, data: List[Any], make: Any, args: Any
 ) -> List[LiteralStage]:
-    """Weights of low precision, where a backward reads other ones than its forward, and float32 ones that updates change;
+    """Return weights of low precision, where a backward reads other ones than its forward, and float32 ones that updates change;
     BatchNorm stays as it is. Elsewhere each stage's forward, and the loss, under autocast."""
     P = len(stages)
     schedule = make_schedule(method, P, len(data), accumulate)

@@ -49,7 +49,7 @@ pytestmark = needs_processes
 
 
 def command_line(out: Path, *args: str) -> List[str]:
-    """Arguments of tools/train.py, on the digits."""
+    """Return arguments of tools/train.py, on the digits."""
     sets = [*SHORT, "backend.name=distributed", *[a for a in args if "=" in a]]
     return [
         DIGITS, "--out", str(out), *[i for pair in sets for i in ("--set", pair)], *[a for a in args if "=" not in a],
@@ -80,7 +80,7 @@ def run(ranks: int, out: Path, *args: str) -> forked.Ended:
 
 
 def run_by_torchrun(ranks: int, out: Path, *args: str) -> forked.Ended:
-    """The same by torchrun."""
+    """Run the same by torchrun."""
     process = launch(ranks, out, *args)
     printed, error = process.communicate(timeout=240)
     return forked.Ended(process.returncode, printed, error)
@@ -225,7 +225,7 @@ def test_a_run_goes_on_on_another_layout(tmp_path: Path) -> None:
 
 
 def _children(parent: int) -> List[int]:
-    """Processes that `parent` has started, by /proc/PID/stat: "PID (name) state PPID ..."."""
+    """Return processes that `parent` has started, by /proc/PID/stat: "PID (name) state PPID ..."."""
     children = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -273,7 +273,7 @@ def test_a_rank_without_progress_ends_the_job_at_the_deadline(tmp_path: Path) ->
 
 
 def _is_on(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
+    """Return whether the process is there and no zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

@@ -30,7 +30,7 @@ class Turned:
 
 
 def lines_of(updates: int, seconds: float, per_epoch: Optional[int], evaluates: bool = False) -> List[str]:
-    """What a run says whose updates take so long."""
+    """Return what a run says whose updates take so long."""
     clock, lines = Turned(), []
     bar = Bar(0, per_epoch, Lines(updates, per_epoch, lines.append, clock))
     for done in range(1, updates + 1):

@@ -62,7 +62,8 @@ class Listed:
 
 
 def drawn(stages: int, count: int, bound: int, stashes: bool, every: int = 1) -> List[Stated]:
-    """Each replay reads every stage a drawn number of replays late and updates one drawn stage, as randomized PipeDream does.
+    """Make replays, each of which reads every stage a drawn number of replays late and updates one drawn
+    stage, as randomized PipeDream does.
     `every`: of so many replays the last one alone updates."""
     generator = np.random.default_rng(5)
     history = [[0] * stages]  # updates of the stages before each replay

@@ -34,7 +34,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
 
 
 def make_mixed(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Muon on matrices and AdamW on the rest, of parameter groups or of one stage's parameters."""
+    """Return Muon on matrices and AdamW on the rest, of parameter groups or of one stage's parameters."""
     groups = parameters if isinstance(parameters[0], dict) else [{"params": parameters, "stage": 0}]
     parts = []
     for number, make in enumerate((getattr(torch.optim, "Muon", torch.optim.SGD), torch.optim.AdamW)):
@@ -65,7 +65,7 @@ class Row:
 
 
 def momentum_steps(rate: Any = lambda k: LR, shrink: Q = Q(1)) -> List[Tuple[Q, Q, Q]]:
-    """(w, v, g) after each update of plain momentum."""
+    """Return (w, v, g) after each update of plain momentum."""
     w, v, states = START, Q(0), []
     for k, g in enumerate(GRADIENTS):
         g = g * shrink
@@ -215,7 +215,7 @@ def test_the_table_has_every_rule() -> None:
 
 
 def rules_of_one_weight(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
-    """A single weight on the second of three stages, where PB's lag is 2."""
+    """Return a single weight on the second of three stages, where PB's lag is 2."""
     method = resolve_method(row.method, row.args)
     weight = nn.Parameter(torch.tensor([float(START)], dtype=torch.float64))
     optimizer = torch.optim.SGD([{"params": [weight], "stage": 1}], lr=float(LR), momentum=float(M))

@@ -127,7 +127,7 @@ SHARES = (0.4, 0.1, 0.3, 0.2)  # of a direction of curvature 3
 
 
 def job(lr: float, **keys: Any) -> Job:
-    """Four stages on a loss with one direction, the same sample again and again."""
+    """Return four stages on a loss with one direction, the same sample again and again."""
     columns = torch.tensor([3 * share for share in SHARES]).sqrt()
     parts: List[nn.Module] = [make_part(i, float(column)) for i, column in enumerate(columns)]
     model = nn.Sequential(parts[0], *map(begin_stage, parts[1:]))

@@ -141,7 +141,7 @@ def test_what_cannot_be_chosen_is_reported(keys: Any, message: str) -> None:
 
 
 def printed(capsys: Any, *arguments: str) -> str:
-    """What the command says."""
+    """Return what the command says."""
     train.main(list(arguments))
     return str(capsys.readouterr().out)
 

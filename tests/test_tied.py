@@ -33,7 +33,7 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
 
 
 def untied(stages: List[nn.Module], name: str) -> List[nn.Module]:
-    """Copies of their own in the place of replicas."""
+    """Return copies of their own in the place of replicas."""
     for s, ties in TIES[name].items():
         for weight in ties:
             module, _, leaf = weight.rpartition(".")

@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, me
 
 
 def described(out: Path, method: str, **keys: Any) -> Path:
-    """A config file of a run into `out`."""
+    """Return a config file of a run into `out`."""
     base: Dict[str, Any] = {
         "model": {"entry": "tests.tied_models:lm"}, "data": {"name": "tests.tied_models:tokens"}, "method": method,
         "micro_batch_size": 2, "gradient_accumulation": 4, "steps": 6, "optimizer": SGD, "backend": {"threads": 1},
@@ -134,7 +134,7 @@ def described(out: Path, method: str, **keys: Any) -> Path:
 
 
 def launched(ranks: int, out: Path, method: str, *more: str, **keys: Any) -> List[str]:
-    """A run on processes; its faults. `more`: arguments of the command."""
+    """Run on processes; return the faults. `more`: arguments of the command."""
     arguments = [str(described(out, method, **keys)), "--out", str(out), "--set", "backend.name=distributed", *more]
     done = forked.run_ranks(ranks, "train", arguments)
     faults = [line for line in done.error.splitlines() if line.startswith("error: ")]

@@ -22,7 +22,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command with arguments."""
+    """Return the command with arguments."""
     return functools.partial(run_here, schedule, monkeypatch=monkeypatch, capsys=capsys)
 
 

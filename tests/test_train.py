@@ -99,7 +99,7 @@ def test_three_kinds_of_methods_train_and_write_all_outputs(method: str, tmp_pat
 
 
 def with_state() -> nn.Module:
-    """A model with running statistics and dropout."""
+    """Return a model with running statistics and dropout."""
     torch.manual_seed(0)
     first = [nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2)]
     return nn.Sequential(
@@ -128,7 +128,7 @@ def test_a_finished_run_says_so(tmp_path: Path, run_tool: Any) -> None:
 
 
 def slow(name: str) -> Any:
-    """A timer by which one module takes longer than all others."""
+    """Return a timer by which one module takes longer than all others."""
 
     def time_passes(model: Any, losses: Any, begins: Any, backward_flops: Any) -> PassSeconds:
         seconds = [100.0 if i == begins.get(name) else 1.0 for i in range(len(backward_flops))]

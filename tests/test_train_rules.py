@@ -26,7 +26,7 @@ ADAMW = ["optimizer={name: adamw, lr: 0.003, momentum: null}"]
 
 
 def keys(row: Row) -> List[str]:
-    """A row of the table as --set pairs."""
+    """Return a row of the table as --set pairs."""
     args: Dict[str, Any] = dict(row.args)
     if row.switch:
         args["warmup"] = {"epochs": row.switch / 44}  # 44 updates an epoch

@@ -32,7 +32,8 @@ SEQUENCES = {"gpt2": 10, "bert": 8}
 
 
 def draw_samples(kind: str, count: int, seed: int = 0) -> List[Dict[str, torch.Tensor]]:
-    """Sentences for a language model with more or fewer ignored labels, one of them with none that counts; or with a class."""
+    """Return sentences for a language model with more or fewer ignored labels, one of them with
+    none that counts; or with a class."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(count):
@@ -230,7 +231,7 @@ def test_modes_are_those_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
 
 
 def make_grouped(folder: Path, method: str = "", **changes: Any) -> Any:
-    """A trainer whose optimizer has two groups with rates of their own."""
+    """Return a trainer whose optimizer has two groups with rates of their own."""
     trainer = make_trainer(folder, method=method, save_strategy="no", eval_strategy="no", num_train_epochs=1, **changes)
     parameters = list(trainer.model.parameters())
     groups = [{"params": parameters[:5], "lr": 0.01}, {"params": parameters[5:], "lr": 0.001}]

@@ -50,7 +50,7 @@ def commands(text: str) -> Iterator[List[str]]:
 
 
 def run(words: List[str], monkeypatch: pytest.MonkeyPatch) -> object:
-    """The exit code of a command in the current folder."""
+    """Return the exit code of a command in the current folder."""
     if words[0] == "ipu-pipe":
         monkeypatch.setattr(sys, "argv", list(words))
         with pytest.raises(SystemExit) as left:

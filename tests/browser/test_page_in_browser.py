@@ -66,7 +66,7 @@ class Page:
         return str(self.one(css).text).replace("\u202f", " ")
 
     def settled(self) -> List[float]:
-        """The stretch of time that is drawn, in nanoseconds, once nothing is left to draw."""
+        """Return the stretch of time that is drawn, in nanoseconds, once nothing is left to draw."""
         self.script("window.drawn = 0; requestAnimationFrame(() => requestAnimationFrame(() => window.drawn = 1))")
         self.until(lambda: self.script("return window.drawn"))
         return [float(self.one("#canvas").get_attribute(f"data-{end}")) for end in ("from", "to")]
@@ -91,7 +91,7 @@ class Page:
         assert self.driver.save_screenshot(str(SHOTS / f"{name}.png"))
 
     def colours(self) -> int:
-        """How many colours the timeline shows."""
+        """Return how many colours the timeline shows."""
         return int(
             self.script(
                 """const c = document.createElement("canvas"), from = document.getElementById("canvas");
