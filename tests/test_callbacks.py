@@ -58,6 +58,7 @@ def test_a_run_that_is_asked_to_end_is_one_planned_that_long(method: str, tmp_pa
     assert read_numbers(tmp_path / "cut") == read_numbers(tmp_path / "planned")
 
 
+@pytest.mark.slow
 def test_processes_end_where_the_emulator_does(tmp_path: Path) -> None:
     """Asked at update 5, two stages of pipedream end after 6, with norms on their way that no update asks for any more."""
     metrics = f"metrics=[accuracy, top3, '{NEW}:confidence', {{entry: '{NEW}:Spread', args: {{scale: 2}}}}]"

@@ -33,6 +33,7 @@ def read(folder: Path) -> Dict[str, Any]:
     return {name: read_json(folder / f"{name}.json")["methods"] for name in ("throughput", "memory", "communication")}
 
 
+@pytest.mark.slow
 def test_resnet34_on_four_devices_sends_what_the_paper_states(tmp_path: Path) -> None:
     """Laskin et al. 2020, Table 2, which rounds to 0.1 MB and calls MiB so; batches of 2 in the place of 32, numbers of 4 bytes
     in the place of 2, which a CPU multiplies ten times as fast: linear in both."""

@@ -55,6 +55,7 @@ def same_as_docs(name: str, found: PredictedRows) -> None:
 # ---- tables
 
 
+@pytest.mark.slow
 @counts
 def test_the_local_papers_speedups_are_predicted_within_eight_points() -> None:
     """Nothing is fitted: model, hardware's file and schedule alone. Better than the balanced bound by far."""
