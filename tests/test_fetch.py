@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -26,6 +25,7 @@ from ipu_pipe.data import fetch as fetch_set
 from ipu_pipe.data import load_data, sets
 from ipu_pipe.errors import BadInput, RunFault
 from tests.command_line import Done, run_here
+from tests.support.processes import hear_interrupts
 from tests.support.runs import ROOT
 
 fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is the function
@@ -360,11 +360,6 @@ def test_command_help_lists_sizes_and_licences(run: Run, fake: Fake) -> None:
     for name, package in fetch_module.PACKAGES.items():
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"  {name} ")]
         assert f"{package.megabytes} MB" in line and package.licence in line
-
-
-def hear_interrupts() -> None:
-    """Undo that a shell which runs the tests in the background has interrupts ignored, as children inherit."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_command_interrupted_leaves_nothing(fake: Fake, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Iterator, List, NamedTuple, Tuple
 
 import pytest
 
+from tests.support.processes import hear_interrupts
 from tests.support.runs import ROOT
 
 REPEATS = int(os.environ.get("IPU_PIPE_INTERRUPTS", "4"))
@@ -27,11 +28,6 @@ PATIENCE = 30.0  # seconds from Ctrl-C to the end on a machine as busy as may be
 STARTUP = 0.2  # seconds until the tool's first lines have run
 # Python's own start, in which it answers Ctrl-C by itself, is not the tool's: the scene begins when that is over
 STARTED = "import runpy, sys; sys.argv.pop(0); print('up', flush=True); runpy.run_path(sys.argv[0], run_name='__main__')"
-
-
-def hear_interrupts() -> None:
-    """Undo that a shell which runs the tests in the background has interrupts ignored, as children inherit."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture()

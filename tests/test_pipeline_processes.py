@@ -12,10 +12,21 @@ import torch.distributed as dist
 from torch import nn
 
 import ipu_pipe
-from ipu_pipe.errors import BadInput, RunFault, end_process
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.schedule.methods import METHODS
-from tests.support.loops import EPOCH, STAGES, UPDATES, Case, Loop, make_batch, make_model, make_pipeline, make_sgd
-from tests.support.processes import run_in_group
+from tests.support.loops import (
+    EPOCH,
+    STAGES,
+    UPDATES,
+    Case,
+    Loop,
+    make_batch,
+    make_model,
+    make_pipeline,
+    make_sgd,
+    take_share,
+)
+from tests.support.processes import end_rank, run_in_group
 from tests.support.runs import assert_same, needs_processes
 from tests.support.slow import mark_slow
 from tests.test_pipeline import CASES
@@ -35,11 +46,6 @@ def place(name: str, case: Case) -> Case:
 
 
 ON_PROCESSES = {name: place(name, case) for name, case in CASES.items() if name not in EMULATED}
-
-
-def take_share(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return this replica's part of a batch."""
-    return x.chunk(pipe.replicas)[pipe.replica], y.chunk(pipe.replicas)[pipe.replica]
 
 
 def take_needed(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tuple[Any, Any]:
@@ -224,12 +230,6 @@ def test_functions_are_called_after_updates_as_on_the_emulator(tmp_path: Path) -
 
 
 # ---- errors: one line each, on every rank
-
-
-def end_rank(folder: Path, rank: int) -> None:
-    """Note that a rank has come to its end, and end it at once, as a script that raises does."""
-    (folder / f"{rank}.ended").touch()
-    end_process(0)
 
 
 def shuffle_alone(rank: int, folder: Path) -> None:

@@ -28,7 +28,7 @@ from ipu_pipe.run.train import train
 from ipu_pipe.store.checkpoint import FILES
 from ipu_pipe.store.folder import lock_folder
 from tests import forked
-from tests.support.processes import run_in_group
+from tests.support.processes import hear_interrupts, run_in_group
 from tests.support.runs import (
     DIGITS,
     ROOT,
@@ -65,13 +65,8 @@ def launch(ranks: int, out: Path, *args: str, restarts: int = 0) -> "subprocess.
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=hears_interrupts,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=hear_interrupts,
     )  # fmt: skip
-
-
-def hears_interrupts() -> None:
-    """A shell that runs the tests in the background has them ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(ranks: int, out: Path, *args: str) -> forked.Ended:
