@@ -27,6 +27,7 @@ from ipu_pipe.update.optimizer import OptimizersByGroup
 from ipu_pipe.update.rates import choose_anneal_updates, scale_for_update_size
 from ipu_pipe.update.rules import RULES, Setting, compute_spectrain_horizon, list_conflicts
 from tests.staged_models import MODELS, batches, whole
+from tests.support.slow import mark_slow
 from tests.test_emulator_exact import assert_equal, emulate, fresh, literal, plain_training
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2)
@@ -332,7 +333,7 @@ def test_spike_compensation_with_delay_one_is_nesterov() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", mark_slow(MODELS, lambda model: model != "convolution"))
 @pytest.mark.parametrize("name", list(ROWS))
 def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumulate: int) -> None:
     row = ROWS[name]
