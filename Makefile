@@ -1,4 +1,4 @@
-# make train   trains a staged ResNet on CIFAR-10      make test   runs the tests
+# make train   trains a staged ResNet on CIFAR-10      make test   runs the tests in five minutes
 # Both set up everything they need in .venv. PYTHON=... chooses the interpreter it is made with.
 
 PYTHON ?= python3
@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/%s.txt" % {(3, 8): "py38-torch2.0.1", (3, 9): "py39-torch2.8", (3, 10): "py310-torch2.13"}.get(sys.version_info[:2], "py311-torch2.13"))')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test test-ipu-floor lint hostile simulate kills wheel site browser chromium bench equality sweep reproduce reproduce-full clean
+.PHONY: help install train test test-slow test-all test-ipu-floor lint hostile simulate kills wheel site browser chromium bench equality sweep reproduce reproduce-full clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test test-ipu-floor lint hostile simulate kills wheel site browser bench equality sweep reproduce reproduce-full clean"
+	@echo "targets: install train test test-slow test-all test-ipu-floor lint hostile simulate kills wheel site browser bench equality sweep reproduce reproduce-full clean"
 
 install: $(VENV)/.installed
 
@@ -32,8 +32,17 @@ train: install
 # Two tests run at a time. JOBS=1 runs one after another.
 JOBS ?= 2
 
+# `test` leaves out the tests marked slow (CONTRIBUTING.md), `test-slow` runs these alone, `test-all` both.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
 test: install
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(PYTEST)
+
+test-slow: install
+	$(PYTEST) -m 'slow and not browser'
+
+test-all: install
+	$(PYTEST) -m 'not browser'
 
 # Test the IPU backend against the double of PopTorch on the Python and torch of PopTorch 3.4. FLOOR chooses the interpreter.
 FLOOR ?= $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.8.*/bin/python) python3.8)
@@ -43,7 +52,7 @@ IPU_TESTS := tests/test_ipu_options.py tests/test_poptorch_backend.py tests/test
     tests/test_poptorch_loop.py
 
 test-ipu-floor: $(FLOOR_VENV)/.installed
-	$(FLOOR_VENV)/bin/python -m pytest $(IPU_TESTS)
+	$(FLOOR_VENV)/bin/python -m pytest -m 'not browser' $(IPU_TESTS)
 
 $(FLOOR_VENV)/.installed: pyproject.toml constraints/py38-torch2.0.1.txt
 	@$(FLOOR) $(IS_FLOOR) || { echo "error: FLOOR=$(FLOOR) is not Python 3.8" >&2; exit 2; }

@@ -76,7 +76,7 @@ class Spread:
 
 
 def confidence(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Mean greatest probability."""
+    """Return the mean greatest probability."""
     return output.softmax(dim=1).amax(dim=1).mean()
 
 

@@ -212,7 +212,7 @@ def _timeless(value: Any) -> Any:
 
 
 def _trace(path: Path) -> List[Any]:
-    """The events of a trace without their times."""
+    """Return the events of a trace without their times."""
     with gzip.open(path, "rt") as file:
         records = json.load(file)["traceEvents"]
     work = [r for r in records if r["ph"] == "X"]
@@ -220,7 +220,7 @@ def _trace(path: Path) -> List[Any]:
 
 
 def _found(run: Path, text: Any) -> Dict[str, Any]:
-    """What a run left in its folder."""
+    """Return what a run left in its folder."""
     content: Dict[str, Any] = {}
     for path in sorted(p for p in run.rglob("*") if p.is_file() and "tensorboard" not in p.parts):
         name = str(path.relative_to(run))
@@ -243,7 +243,7 @@ def _found(run: Path, text: Any) -> Dict[str, Any]:
 
 
 def _said(text: str) -> List[str]:
-    """Printed lines without times, progress and the launcher's own."""
+    """Return the printed lines without times, progress and the launcher's own."""
     lines = [line.rstrip() for line in text.splitlines()]
     noise = re.compile(r"^(W|E|\[W|Root Cause|Failures|=+|-+|throughput)|elastic|%\|")
     told_lines = [line for line in lines if line and not noise.search(line)]

@@ -44,12 +44,12 @@ def updates_of(case: Case) -> int:
 
 
 def drains_of(case: Case) -> List[int]:
-    """Where the pipeline empties in between."""
+    """Return where the pipeline empties in between."""
     return [case[3] * 5] if updates_of(case) > 5 else []
 
 
 def begins(model: nn.Module, ranks: int) -> List[str]:
-    """The model's stages on so many ranks: the first ones merged."""
+    """Return the model's stages on so many ranks: the first ones merged."""
     if isinstance(model, Skipping):
         return ["b", "c", "d"][-(ranks - 1) :]
     if len(list(model.children())) < len(model):  # type: ignore[arg-type]
@@ -70,18 +70,18 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def numbers_of(case: Case, model: nn.Module) -> ModelPrecision:
-    """Those that a fresh model computes in from here on: mixed ones where the case's name asks for it."""
+    """Return those that a fresh model computes in from here on: mixed ones where the case's name asks for it."""
     row = resolve_precision(MIXED, resolve_method(case[1], case[2])) if case[0].startswith("mixed") else "float64"
     return ModelPrecision(model, row, DTYPES[row], torch.device("cpu"), is_given=False)
 
 
 def data_of(case: Case, numbers: ModelPrecision) -> List[Any]:
-    """Its microbatches."""
+    """Return its microbatches."""
     return [(x.to(numbers.inputs), y) for x, y in batches(case[3] * updates_of(case))]
 
 
 def clip_of(case: Case) -> Any:
-    """(norm, scope) that the case's name asks for."""
+    """Return (norm, scope) that the case's name asks for."""
     scopes = {"clip-stage": "stage", "clip-global": "global", "clip-delayed": "delayed_global"}
     return next(((0.3, scope) for word, scope in scopes.items() if case[0].startswith(word)), None)
 

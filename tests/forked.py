@@ -33,14 +33,14 @@ class Ended(NamedTuple):
 
 
 def context() -> ForkServerContext:
-    """Where processes come from. The server is started with the first of them."""
+    """Return where processes come from. The server is started with the first of them."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOADED)
     return server
 
 
 def of_rank(rank: int, ranks: int, port: int) -> Dict[str, str]:
-    """The variables with which a launcher starts a rank."""
+    """Return the variables with which a launcher starts a rank."""
     return {
         "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),

@@ -54,7 +54,7 @@ class Tally:
 
     @property
     def files(self) -> Set[str]:
-        """The files entered."""
+        """Return the files entered."""
         return {name for name, _ in self.functions}
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> None:

@@ -24,7 +24,7 @@ Weights = Dict[str, torch.Tensor]
 
 
 def lag_formula(method: Method, stages: int, stage: int, accumulate: int) -> float:
-    """D of a stage, counted from 0, by the papers' closed forms."""
+    """Return D of a stage, counted from 0, by the papers' closed forms."""
     if method.delay is not None and not method.delay.drawn:
         return method.delay.greatest if method.delay.table is None else max(method.delay.table[stage])
     if stages == 1 or method.flushes:
@@ -64,7 +64,7 @@ class LiteralRules:
         return self.lr / max(self.lag, 1) ** power
 
     def forward(self, weights: Weights, state: "State", k: int) -> Weights:
-        """What a forward reads instead of the version `weights`, whose state is `state`, after k updates."""
+        """Return what a forward reads instead of the version `weights`, whose state is `state`, after k updates."""
         if k < self.switch:
             return weights
         if self.method.name == "spectrain":
@@ -83,7 +83,7 @@ class LiteralRules:
         return {name: w.add(state.velocity[name], alpha=-self.rate(k) * horizon) for name, w in weights.items()}
 
     def backward(self, weights: Weights, state: "State", k: int, lag: int) -> Weights:
-        """What a backward or a recomputation reads instead of the newest `weights`, `lag` updates after the forward's."""
+        """Return what a backward or a recomputation reads instead of the newest `weights`, `lag` updates after the forward's."""
         if k < self.switch:
             return weights
         if self.method.name == "spectrain" and self.ahead:
@@ -157,7 +157,7 @@ class LiteralStage:
         return {name: stage.told(there, version) for name, (stage, there) in self.ties.items()}
 
     def told(self, name: str, version: Optional[int]) -> torch.Tensor:
-        """A weight as a later stage has it, in its newest version if None."""
+        """Return a weight as a later stage has it, in its newest version if None."""
         if name in self.ties:
             stage, there = self.ties[name]
             return stage.told(there, version)
@@ -165,7 +165,8 @@ class LiteralStage:
         return self.history[self.known if version is None else version][name]
 
     def recompute(self, m: int, inputs: Optional[Sequence[torch.Tensor]]) -> Tuple[torch.Tensor, ...]:
-        """The forward again with what is in memory now; `inputs` None: those of the forward, which a segment's head kept."""
+        """Run the forward again with what is in memory now; `inputs` None: those of the
+        forward, which a segment's head kept."""
         buffers = [b.clone() for b in self.module.buffers()]
         input_kept = self.in_flight[m][1] if inputs is None else inputs
         outputs = self._run(m, input_kept, self._read_now(m))
@@ -366,7 +367,8 @@ def replay(
 
 
 def _recomputations(schedule: Schedule, method: Method) -> Dict[Tuple[int, int], Tuple[int, bool]]:
-    """(slot, stage) -> (microbatch, whether the stage begins a segment): a wave through each segment, one stage a slot, that
+    """Return (slot, stage) -> (microbatch, whether the stage begins a segment): a wave through
+    each segment, one stage a slot, that
     ends `turn` slots before its last stage's backward."""
     P = schedule.stages
     segments = method.segments or max(round(P**0.5), 1)

@@ -70,7 +70,7 @@ class NcclDouble:
             self._loaded.add(what)
 
     def pending(self) -> int:
-        """Receives that occupy the GPU."""
+        """Return receives that occupy the GPU."""
         return sum(not transfer.is_completed() for transfer in self._posted)
 
     def _message(self, kind: str, tensor: torch.Tensor, other: int, group: Any = None, tag: int = 0) -> Any:

@@ -46,7 +46,7 @@ def residual() -> List[nn.Module]:
 
 
 def tied() -> List[nn.Module]:
-    """The second stage's weight is the last one's, too."""
+    """Return a model whose second stage's weight is the last one's, too."""
     stages: List[nn.Module] = [
         nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
         nn.Sequential(nn.Linear(9, 9), nn.Tanh()),
@@ -58,7 +58,7 @@ def tied() -> List[nn.Module]:
 
 
 def thrice() -> List[nn.Module]:
-    """A weight of three stages, of which the last one has no other."""
+    """Return a weight of three stages, of which the last one has no other."""
     stages: List[nn.Module] = [
         nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
         nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 12), nn.Tanh()),
@@ -80,7 +80,7 @@ TIED = {"tied": tied, "thrice": thrice}
 
 
 def twice() -> nn.Sequential:
-    """A module of two weights that runs again after others."""
+    """Return a module of two weights that runs again after others."""
     torch.manual_seed(3)
     again = nn.Linear(4, 4)
     return nn.Sequential(
@@ -112,7 +112,7 @@ MODELS: Dict[str, Callable[[], List[nn.Module]]] = {"mlp": mlp, "convolution": c
 
 
 def whole(stages: List[nn.Module]) -> nn.Sequential:
-    """The unsplit model, annotated at every stage."""
+    """Return the unsplit model, annotated at every stage."""
     return nn.Sequential(*[begin_stage(stage) for stage in stages])
 
 
@@ -203,7 +203,7 @@ def make_gate() -> nn.Module:
 
 
 def batches(count: int, size: int = 3, dtype: Any = torch.float64) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    """Random microbatches for any of the models."""
+    """Return random microbatches for any of the models."""
     generator = torch.Generator().manual_seed(5)
     return [
         (torch.randn(size, 12, generator=generator, dtype=dtype), torch.randint(0, 4, (size,), generator=generator))

@@ -28,7 +28,7 @@ MIB = 2**20
 
 @lru_cache(maxsize=None)
 def resnet50_weights(classes: int) -> Tuple[int, ...]:
-    """Parameters by stage, one stage a weight tensor."""
+    """Return parameters by stage, one stage a weight tensor."""
     model = resnet.resnet50(classes, small_images=classes == 10)
     part = partition(model, torch.zeros(1, 3, 32, 32), "finest")
     return tuple(size for _, _, size in describe_stages(part, model))
@@ -93,12 +93,13 @@ def test_pipedream_rounded_counts_the_dataflow_schedules_lags(P: int, N: int) ->
 
 
 def activation_stash(P: int, turn: int = 1) -> np.ndarray:
-    """Microbatches (P,) that a stage of the dataflow schedule keeps between two steps, without recomputation: 2(P-i) + turn."""
+    """Return microbatches (P,) that a stage of the dataflow schedule keeps between two steps,
+    without recomputation: 2(P-i) + turn."""
     return 2 * np.arange(P - 1, -1, -1) + (turn if P > 1 else 0)
 
 
 def recompute_stash(P: int, segments: int = 0) -> np.ndarray:
-    """Microbatches (P,) kept with PipeMare's recomputation, as its appendix A.3 counts them, without the turn.
+    """Return microbatches (P,) kept with PipeMare's recomputation, as its appendix A.3 counts them, without the turn.
 
     At the first stage of a segment the 2(P-i) microbatches that it has sent on, of which it keeps at least the input; at the
     j-th stage (from 1) of a segment of S, the 2(S-j) whose activations are recomputed ahead of their backward.

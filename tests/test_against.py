@@ -93,8 +93,8 @@ def test_a_method_that_does_not_drain_keeps_its_batch() -> None:
     assert choose_accumulations(config("method=pipemare")) == [2]
 
 
-def test_both_stories_are_told_and_drawn(tmp_path: Path) -> None:
-    said = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
+def test_both_comparisons_are_printed_and_drawn(tmp_path: Path) -> None:
+    printed = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
     results = read_json(tmp_path / "run" / "against.json")
     assert results["run"]["method"] == "pipedream"
     assert results["same_samples"]["samples"] == results["run"]["samples"] == 24 * 16
@@ -106,21 +106,21 @@ def test_both_stories_are_told_and_drawn(tmp_path: Path) -> None:
         assert 0.5 * slots < run["slots"] <= slots < results["same_samples"]["slots"]
         assert run["curve"][0]["slots"] == 0 and run["curve"][-1]["slots"] == run["slots"]
     best = max(run["final"]["test_accuracy"] for run in results["same_time"])
-    lines = said.splitlines()
+    lines = printed.splitlines()
     assert lines[1].startswith("the same samples, 384: test accuracy") and lines[1].endswith("points")
-    assert f"{best:.3f} by gpipe at its best" in said and f"the same time, {slots:,.0f} slots (planned)" in said
-    assert "planned (of the schedule" in said and lines[-1].startswith("throughput: ")
+    assert f"{best:.3f} by gpipe at its best" in printed and f"the same time, {slots:,.0f} slots (planned)" in printed
+    assert "planned (of the schedule" in printed and lines[-1].startswith("throughput: ")
     pytest.importorskip("matplotlib")
     assert (tmp_path / "run" / "against.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_method_that_takes_no_longer_is_not_run_again(tmp_path: Path) -> None:
-    said = train_against(config("method=gpipe"), config("method=pipedream"), tmp_path / "run")
-    assert "the same time: pipedream takes no longer" in said
+    printed = train_against(config("method=gpipe"), config("method=pipedream"), tmp_path / "run")
+    assert "the same time: pipedream takes no longer" in printed
     assert read_json(tmp_path / "run" / "against.json")["same_time"] == []
 
 
-def test_a_rate_that_is_too_high_is_told_and_the_others_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_that_is_too_high_is_reported_and_the_others_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = equal_time.train
 
     def train(config: Any, out: Path, **how: Any) -> Any:
@@ -129,9 +129,9 @@ def test_a_rate_that_is_too_high_is_told_and_the_others_count(tmp_path: Path, mo
         return whole(config, out, **how)
 
     monkeypatch.setattr(equal_time, "train", train)
-    said = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
-    assert "8 microbatches per update" in said and "update 3 of method gpipe: the training loss is nan" in said
-    assert "by gpipe at its best" in said
+    printed = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
+    assert "8 microbatches per update" in printed and "update 3 of method gpipe: the training loss is nan" in printed
+    assert "by gpipe at its best" in printed
 
 
 def test_a_restart_goes_on_with_its_own_runs_and_overwrites_the_others(
@@ -156,9 +156,9 @@ def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
 
     both = run("pipedream", 1.5, 100.0), run("gpipe", 1.25, 250.0)
     first, second = summary("pipedream", 10, 2), summary("gpipe", 10, 2)
-    said = describe(first, second, *both, [run("gpipe", 2.0, 99.0, 4), run("gpipe", 1.75, 98.0, 8)])
-    assert "test loss 1.500 by pipedream, 1.250 by gpipe: +0.250" in said
-    assert "test loss 1.500 by pipedream, 1.750 by gpipe at its best: -0.250" in said
+    printed = describe(first, second, *both, [run("gpipe", 2.0, 99.0, 4), run("gpipe", 1.75, 98.0, 8)])
+    assert "test loss 1.500 by pipedream, 1.250 by gpipe: +0.250" in printed
+    assert "test loss 1.500 by pipedream, 1.750 by gpipe at its best: -0.250" in printed
 
 
 def test_slots_of_several_stages_a_device_are_not_compared(tmp_path: Path) -> None:

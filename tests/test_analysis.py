@@ -103,7 +103,7 @@ def test_where_flops_do_not_tell_times_the_gain_lies_in_the_range(begins: List[i
     assert low - 1e-9 <= before["span_ns"] / after["span_ns"] - 1 <= high + 1e-9
 
 
-def test_even_stages_are_told_as_the_schedules_own_bubble() -> None:
+def test_even_stages_are_reported_as_the_schedules_own_bubble() -> None:
     result = analyze(modelled("gpipe", [0, 5], 2, 3), "even")
     # (P - 1) / (N + P - 1), Huang et al. 2019; a little else for the updates, which are compute
     assert result["planned_bubble_fraction"] == pytest.approx(1 / 3)
@@ -114,10 +114,10 @@ def test_even_stages_are_told_as_the_schedules_own_bubble() -> None:
 
 def test_why_there_is_no_gain() -> None:
     trace = modelled("gpipe", [0, 1, 2], 3, 2)
-    for key, said in {"units": "units", "method": "does not name its method"}.items():
+    for key, reason in {"units": "units", "method": "does not name its method"}.items():
         metadata = {other: value for other, value in trace.metadata.items() if other != key}
         result = analyze(trace._replace(metadata=metadata), "x")["bottleneck"]
-        assert result["gain"] is None and result["move"] is None and said in result["why_no_gain"]
+        assert result["gain"] is None and result["move"] is None and reason in result["why_no_gain"]
     assert analyze(trace, "x")["bottleneck"]["gain_if_balanced"] > 0.3
     other = analyze(trace._replace(metadata={**trace.metadata, "method": "of another version"}), "x")
     assert "cannot be rebuilt" in other["bottleneck"]["why_no_gain"]
@@ -268,7 +268,7 @@ def test_memory_over_time_is_thinned_but_keeps_its_peak() -> None:
 # ---- the whole
 
 
-def test_replicas_devices_are_told_apart() -> None:
+def test_replicas_devices_are_distinguished() -> None:
     events = [event(0, "forward", 0, 10), event(2, "forward", 0, 30, stage=0), event(1, "forward", 10, 20, stage=1)]
     result = by_hand(events, method="gpipe", stages=2, replicas=2, device_of_stage=[0, 1], accumulate=1, microbatches=1)
     assert [device["index"] for device in result["devices"]] == [0, 1, 2, 3] and result["devices"][3]["idle_ns"] == 30

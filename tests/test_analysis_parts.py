@@ -98,7 +98,7 @@ events_drawn = st.lists(
 
 
 def literal(drawn: Sequence[Drawn], device: int, span: Tuple[int, int]) -> Dict[str, Any]:
-    """Every nanosecond of a device looked at on its own."""
+    """Look at every nanosecond of a device on its own."""
     of_device = [e for e in drawn if e[0] == device]
     computes = [e for e in of_device if e[1] in COMPUTE]
     begin = min((e[2] for e in computes), default=span[0])

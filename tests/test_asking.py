@@ -84,7 +84,7 @@ def test_blocks_and_mixed_precision_give_it_too() -> None:
         flow.engine.close()
 
 
-def test_what_cannot_be_taken_is_told() -> None:
+def test_what_cannot_be_taken_is_reported() -> None:
     assert all(list_requested_fields(loss) == () for loss in (F.cross_entropy, torch.nn.MSELoss(), torch.dot))
     assert refusal(Two(), PARTS, loss=weighted).startswith("loss: takes weights of the batch, which besides labels has no fields")
     assert "besides labels has a, b: must be" in refusal(Two(), NAMED_PAIRS, loss=weighted)

@@ -68,7 +68,7 @@ def train_alike(
 
 
 def hugging(kind: str) -> nn.Module:
-    """A small one, where Hugging Face's library is installed."""
+    """Return a small model, where Hugging Face's library is installed."""
     pytest.importorskip("transformers")
     import third_party
 
@@ -237,7 +237,7 @@ def test_nests() -> None:
 # ---- what is refused
 
 
-def test_outputs_that_are_no_tensor_are_told() -> None:
+def test_outputs_that_are_no_tensor_are_reported() -> None:
     bert, returns = hugging("bert"), "returns SequenceClassifierOutput(logits)"
     line = refusal(bert, sentences())
     assert returns in line and "model.output: logits" in line and "loss: model" in line
@@ -250,7 +250,7 @@ def test_outputs_that_are_no_tensor_are_told() -> None:
     assert "model.output: logits: the model returns tuple(0, 1)" in line
 
 
-def test_batches_that_cannot_be_are_told() -> None:
+def test_batches_that_cannot_be_are_reported() -> None:
     a, b, y = PARTS[0]
     for batch, words in (
         ({"a": a, "b": b}, ("a, b", "labels, label, target, targets", "from_loader(..., labels=NAME)", "loss: model")),
@@ -372,8 +372,8 @@ def test_a_microbatch_is_a_batch_of_the_loader_where_the_config_does_not_say(tmp
     keys: Dict[str, Any] = {"stages": 2, "log": {"tensorboard": False, "trace": False}}
     run = ipu_pipe.train(ipu_pipe.configure(steps=2, **keys), first, model=model, data=streamed(), quiet=True)
     assert run["batch"]["micro_batch_size"] == 4
-    said = ipu_pipe.configure(steps=2, micro_batch_size=4, **keys)
-    ipu_pipe.train(said, tmp_path / "said", model=twin, data=streamed(), quiet=True)
+    explicit = ipu_pipe.configure(steps=2, micro_batch_size=4, **keys)
+    ipu_pipe.train(explicit, tmp_path / "said", model=twin, data=streamed(), quiet=True)
     assert_same(model.state_dict(), twin.state_dict())
     longer = ipu_pipe.train(ipu_pipe.configure(steps=3, **keys), first, model=model, data=streamed(), quiet=True, resume=True)
     assert longer["steps"] == 3 and longer["batch"]["micro_batch_size"] == 4
@@ -415,7 +415,7 @@ def test_loaders_that_give_no_batch_are_refused() -> None:
 # ---- samples that no update has
 
 
-def test_samples_left_out_are_told() -> None:
+def test_samples_left_out_are_reported() -> None:
     x, y = torch.randn(23, 3), torch.randint(0, 4, (23,))
     loader = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
     keys = {"steps": None}

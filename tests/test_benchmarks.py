@@ -13,6 +13,7 @@ from tests.support.runs import ROOT, needs_processes
 PIPELINE = "--accumulate 2 --rounds 1 --microbatches 8 --methods pipedream --schedules zbv --models resnet --objects zbv"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tool, arguments",
     [

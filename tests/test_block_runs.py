@@ -301,7 +301,7 @@ def make_run(label: str, step: float, last: float) -> vector_grids.StepRun:
     return vector_grids.StepRun(label, "pipedream", {}, step, [(0, 0, 9.0), (1, 2, last)])
 
 
-def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Path) -> None:
+def test_the_best_step_of_each_row_is_reported_with_what_the_paper_says(tmp_path: Path) -> None:
     claims = [vector_grids.compare_pairs(f"{a} is better than {b}", [(a, b)]) for a, b in ("AB", "BA", "CA")]
     grid = vector_grids.VectorGrid(
         "tiny", "Tiny", "nobody", "small", lambda seed: make_random_quadratic(40, D, 5, seed), [], claims

@@ -58,6 +58,7 @@ def test_a_run_that_is_asked_to_end_is_one_planned_that_long(method: str, tmp_pa
     assert read_numbers(tmp_path / "cut") == read_numbers(tmp_path / "planned")
 
 
+@pytest.mark.slow
 def test_processes_end_where_the_emulator_does(tmp_path: Path) -> None:
     """Asked at update 5, two stages of pipedream end after 6, with norms on their way that no update asks for any more."""
     metrics = f"metrics=[accuracy, top3, '{NEW}:confidence', {{entry: '{NEW}:Spread', args: {{scale: 2}}}}]"
@@ -107,7 +108,7 @@ def test_what_callbacks_see(tmp_path: Path) -> None:
     assert watches.seen[-1] == ("end", 4, report["stopped"])
 
 
-def test_what_a_callback_raises_is_told_with_its_name(tmp_path: Path) -> None:
+def test_what_a_callback_raises_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as raised:
         go(tmp_path / "run", "steps=4", f"callbacks=['{NEW}:Fails']")
     line = str(find_user_fault(raised.value))

@@ -54,16 +54,16 @@ def test_experiments_run_from_a_clone(arguments: List[str]) -> None:
     ("schedule", ASKED), ("stability", ["mlp_digits", "--curvature", "1", "--json"]),
 ])  # fmt: skip
 def test_a_command_is_the_same_by_both_ways(name: str, arguments: List[str]) -> None:
-    code, said, error = ran("-m", "ipu_pipe", name, *arguments)
-    assert (code, error) == (0, "") and (code, said, error) == ran(f"tools/{name}.py", *arguments)
+    code, printed, error = ran("-m", "ipu_pipe", name, *arguments)
+    assert (code, error) == (0, "") and (code, printed, error) == ran(f"tools/{name}.py", *arguments)
 
 
-@pytest.mark.parametrize("arguments, told", [([], "required: COMMAND"), (["trian", "--help"], "'trian'")])
-def test_no_command_is_bad_input(arguments: Tuple[str, ...], told: str) -> None:
-    code, said, error = ran("-m", "ipu_pipe", *arguments)
-    assert (code, said, error.count("\n")) == (2, "", 1) and error.startswith("error: ") and told in error
+@pytest.mark.parametrize("arguments, message", [([], "required: COMMAND"), (["trian", "--help"], "'trian'")])
+def test_no_command_is_bad_input(arguments: Tuple[str, ...], message: str) -> None:
+    code, printed, error = ran("-m", "ipu_pipe", *arguments)
+    assert (code, printed, error.count("\n")) == (2, "", 1) and error.startswith("error: ") and message in error
 
 
 def test_help_names_the_commands() -> None:
-    code, said, error = ran("-m", "ipu_pipe", "--help")
-    assert (code, error) == (0, "") and all(command.replace("_", "-") in said for command in COMMANDS)
+    code, printed, error = ran("-m", "ipu_pipe", "--help")
+    assert (code, error) == (0, "") and all(command.replace("_", "-") in printed for command in COMMANDS)

@@ -21,7 +21,7 @@ DIGITS = "configs/mlp_digits.yaml"
 
 
 def balanced_speedup(stages: int, accumulate: int) -> float:
-    """What a pipeline that never empties gains over one that does after N microbatches, all stages alike: (N+P-1)/N."""
+    """Return what a pipeline that never empties gains over one that does after N microbatches, all stages alike: (N+P-1)/N."""
     return (accumulate + stages - 1) / accumulate
 
 
@@ -33,6 +33,7 @@ def read(folder: Path) -> Dict[str, Any]:
     return {name: read_json(folder / f"{name}.json")["methods"] for name in ("throughput", "memory", "communication")}
 
 
+@pytest.mark.slow
 def test_resnet34_on_four_devices_sends_what_the_paper_states(tmp_path: Path) -> None:
     """Laskin et al. 2020, Table 2, which rounds to 0.1 MB and calls MiB so; batches of 2 in the place of 32, numbers of 4 bytes
     in the place of 2, which a CPU multiplies ten times as fast: linear in both."""
@@ -80,9 +81,9 @@ def test_methods_do_the_same_work_and_leave_their_traces(tmp_path: Path) -> None
 
 def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:
     config = load_config(str(ROOT / DIGITS), ["backend.threads=1", "log.tensorboard=false", "evaluate.every=0"])
-    said: List[str] = []
-    comparison = compare_methods(config, ["gpipe", "pipedream"], tmp_path, steps=2, say=said.append, rounds=3)
-    assert [line.partition(":")[0] for line in said] == ["gpipe", "pipedream"] * 3
+    lines: List[str] = []
+    comparison = compare_methods(config, ["gpipe", "pipedream"], tmp_path, steps=2, say=lines.append, rounds=3)
+    assert [line.partition(":")[0] for line in lines] == ["gpipe", "pipedream"] * 3
     for name, speed in comparison["throughput"].items():
         rates = speed["samples_per_second_by_round"]
         assert len(rates) == 3 and speed["samples_per_second"] == sorted(rates)[1]
@@ -113,14 +114,14 @@ def test_processes_are_started_and_measured_beside_what_was_planned(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "stderr, told",
+    "stderr, message",
     [
         ("torchrun says much\nerror: update 0: the training loss is nan\nmore\n", "the training loss is nan"),
         ("Killed\n", "Killed"),
         ("", "exit code 1"),
     ],
 )  # fmt: skip
-def test_a_fault_of_started_processes_is_one_line(stderr: str, told: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_fault_of_started_processes_is_one_line(stderr: str, message: str, tmp_path: Path, monkeypatch: Any) -> None:
     asked: List[Any] = []
 
     def run(command: List[str], **how: Any) -> Any:
@@ -129,7 +130,7 @@ def test_a_fault_of_started_processes_is_one_line(stderr: str, told: str, tmp_pa
 
     monkeypatch.setattr(method_comparison.subprocess, "run", run)
     config = load_config(str(ROOT / DIGITS), ["backend.name=distributed"])
-    with pytest.raises(RunFault, match=f"^pipedream on 3 processes: .*{told}$"):
+    with pytest.raises(RunFault, match=f"^pipedream on 3 processes: .*{message}$"):
         run_turn(config, tmp_path / "run", 3)
     assert asked[0][asked[0].index("--nproc_per_node") + 1] == "3" and asked[0][-1] == str(tmp_path / "run")
 
@@ -150,7 +151,7 @@ def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "args, told",
+    "args, message",
     [
         ([], "CONFIG: missing"),
         ([DIGITS], "--out: missing"),
@@ -163,9 +164,9 @@ def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path:
         (["nothing.yaml", "--out", "x"], "no such config file"),
     ],
 )
-def test_bad_input_is_one_line(args: Any, told: str) -> None:
+def test_bad_input_is_one_line(args: Any, message: str) -> None:
     code, _, error = collect(*args)
-    assert code == 2 and told in error and len(error.splitlines()) == 1
+    assert code == 2 and message in error and len(error.splitlines()) == 1
     assert not (ROOT / "x").exists()
 
 

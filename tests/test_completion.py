@@ -26,7 +26,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offered(script: Path, line: str, folder: Path) -> List[str]:
-    """What bash has for the last word of `line`, which is typed in `folder`."""
+    """Return what bash has for the last word of `line`, which is typed in `folder`."""
     asked = f"""
         source {script}
         COMP_WORDS=({line.rpartition(" ")[0]} "{line.rpartition(" ")[2]}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))

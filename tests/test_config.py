@@ -27,7 +27,7 @@ SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 
 @pytest.fixture()
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, with the search path for modules put back afterwards."""
+    """Return an empty current folder, with the search path for modules put back afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
@@ -148,8 +148,8 @@ def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(
     Path("own.yaml").write_text(f"devices: 2\ndevice: {DEVICE}\n")
     assert faults_of("hardware: own.yaml") == ["own.yaml: devices: 2: must be at most 1: no level of links holds more"]
     Path("own.yaml").write_text(f"devices: 1\ndevice: {DEVICE}\n")
-    for said in ("pod16", "own.yaml", f"{{devices: 1, device: {DEVICE}}}"):
-        Path("x.yaml").write_text(f"{SMALLEST}hardware: {said}\n")
+    for value in ("pod16", "own.yaml", f"{{devices: 1, device: {DEVICE}}}"):
+        Path("x.yaml").write_text(f"{SMALLEST}hardware: {value}\n")
         config = load_config("x.yaml")
         assert read_hardware(config.hardware).devices in (1, 16)
         Path("y.yaml").write_text(dump_config(config))
@@ -169,7 +169,7 @@ def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (SMALLEST.splitlines()[1], "x.yaml: model: missing: must be given"),
         (SMALLEST.splitlines()[0], "x.yaml: data: missing: must be given"),
@@ -179,12 +179,12 @@ def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(
         ("- a", "x.yaml: must be a mapping of keys to values, as in configs/mlp_digits.yaml"),
     ],
 )
-def test_a_config_without_what_it_needs(text: str, said: str, here: Path) -> None:
+def test_a_config_without_what_it_needs(text: str, message: str, here: Path) -> None:
     Path("x.yaml").write_text(text)
-    assert list_faults(load_config, "x.yaml") == [said]
+    assert list_faults(load_config, "x.yaml") == [message]
 
 
-def test_all_faults_are_told_at_once_each_with_the_place_of_its_value(here: Path) -> None:
+def test_all_faults_are_reported_at_once_each_with_the_place_of_its_value(here: Path) -> None:
     Path("base.yaml").write_text(SMALLEST + "seed: abc\noptimizer: {lr: 0.1, momentum: 2}\n")
     Path("x.yaml").write_text("extends: base.yaml\nmethod: gpippe\nfoo_size: 1\noptimizer: {lr: -1}\n")
     faults = list_faults(load_config, "x.yaml", ["epochs=0", "nonsense", "steps=[", "log.every.x=1"])
@@ -206,7 +206,7 @@ def test_all_faults_are_told_at_once_each_with_the_place_of_its_value(here: Path
         ("seed=\udcff", "--set seed=\\udcff: line 1: "),
     ],
 )  # fmt: skip
-def test_a_wrong_override_is_told_as_such(override: str, begins: str, here: Path) -> None:
+def test_a_wrong_override_is_reported_as_such(override: str, begins: str, here: Path) -> None:
     check(faults_of("method: pipedream\n", override), begins)
 
 
@@ -399,7 +399,7 @@ def test_files_that_are_no_config_are_refused_unread(here: Path) -> None:
         check(list_faults(load_config, name), f"{place}: line 2: " if name == "latin.yaml" else f"{place}: ")
 
 
-def test_a_file_without_permission_is_told_as_such(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_permission_is_reported_as_such(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> int:
         raise PermissionError(13, "Permission denied")
 
@@ -442,7 +442,7 @@ def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "accumulate", "updates"),
+    ("text", "accumulate", "updates"),
     [
         ("", 1, range(512)),
         ("log: {trace: {}}", 8, range(64)),
@@ -453,8 +453,8 @@ def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
         ("", 1000, range(1)),
     ],
 )
-def test_traced_updates(here: Path, said: str, accumulate: int, updates: range) -> None:
-    chosen = read(said).log.trace
+def test_traced_updates(here: Path, text: str, accumulate: int, updates: range) -> None:
+    chosen = read(text).log.trace
     assert chosen is not None and chosen.updates(accumulate) == updates
 
 

@@ -181,7 +181,7 @@ def test_units_hold_every_weight_once_and_add_up() -> None:
         assert [u.name for u in costed.units] == names.split() and "by shape" in costed.how
 
 
-def test_a_forward_that_looks_at_values_is_run_and_said_so() -> None:
+def test_a_forward_that_looks_at_values_is_run_and_reported() -> None:
     look = lambda m, x: m.b(x) if float(x.sum()) > 1e9 else m.b(m.a(x))  # noqa: E731
     model, x = Composed(look, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(6, 4)
     costed = count_units(model, x)

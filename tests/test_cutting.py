@@ -266,7 +266,7 @@ def overwrites_a_view(self: Any, x: torch.Tensor) -> torch.Tensor:
     return b + rows.sum() + h  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("act, told", [
+@pytest.mark.parametrize("act, message", [
     (by_value, r"stage 0: a number read from a tensor \(if, item, int\) in the model's own forward: .*emulator"),
     (by_list, r"stage 0: tolist in the model's own forward: in a module that is cut, the forward depends on a tensor's values"),
     (draws, r"model: Does: cut into pieces it is not the same model: the output of inner.b"),
@@ -277,9 +277,9 @@ def overwrites_a_view(self: Any, x: torch.Tensor) -> torch.Tensor:
     (overwrites_a_view, r"model: Does: cut into pieces it is not the same model"),
     (lambda self, x: self.inner.a(x), r"stages: inner.b: does not run in this forward after the stages before"),
 ])  # fmt: skip
-def test_what_cannot_be_cut_is_refused_with_place_and_remedy(act: Any, told: str) -> None:
+def test_what_cannot_be_cut_is_refused_with_place_and_remedy(act: Any, message: str) -> None:
     model, x = Does(act), torch.randn(2, 4)
-    with pytest.raises(BadInput, match=told) as refused:
+    with pytest.raises(BadInput, match=message) as refused:
         verify_pieces(model, cut_model(model, ["inner.b"], x), x)
     assert len(refused.value.faults) == 1
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()) and not torch.jit.is_tracing()

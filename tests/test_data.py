@@ -37,7 +37,7 @@ def expect_files(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small cifar10 in its official layout; returns the root."""
+    """Write a small cifar10 in its official layout; return the root."""
     folder, draw = tmp_path / "cifar-10-batches-bin", np.random.RandomState(0)
     folder.mkdir()
     for file in sets.FILES["cifar10"]:
@@ -70,7 +70,7 @@ def idx_files(folder: Path, train: int = 7, test: int = 5) -> Dict[str, np.ndarr
 
 
 def numbered(count: int, test: int = 3, seed: int = 0, augment: bool = False) -> TensorData:
-    """Samples whose values and labels are their numbers."""
+    """Return samples whose values and labels are their numbers."""
     x, y = torch.arange(count).float().view(-1, 1, 1, 1).expand(count, 1, 4, 4), torch.arange(count)
     return TensorData((x, y), (x[:test], y[:test]), seed, augment)
 
@@ -457,7 +457,7 @@ def test_loader_drops_the_last_short_batch() -> None:
     ([3, 4, 4, 4], ["batch 2 of 4 has 4 samples, its first 3"]),
     ([4, 4, 4, 6], ["batch 4 of 4 has 6 samples, its first 4"]),
 ])  # fmt: skip
-def test_batches_of_several_sizes_are_told_with_their_place(sizes: List[int], words: List[str]) -> None:
+def test_batches_of_several_sizes_are_reported_with_their_place(sizes: List[int], words: List[str]) -> None:
     """Story: micro_batch_size, which nobody had set, was blamed for a loader's smaller last batch."""
     data = from_loader([(torch.zeros(size, 1), torch.zeros(size)) for size in sizes])
     first = data.read_batch_size()

@@ -21,6 +21,7 @@ from tests import forked
 from tests.distributed_worker import ADAMW, SGD, Case
 from tests.slot_simulation import PLAYED
 from tests.support.runs import needs_processes
+from tests.support.slow import mark_slow
 from tests.test_rules import ROWS
 
 pytestmark = needs_processes
@@ -135,7 +136,7 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
 PLACEMENTS = {(0, 1): 1, (0, 1, 2, 3): 1, (0, 0, 1, 1): 3, (0, 1, 1, 0): 3, (0, 1, 0, 1): 4, (0, 0, 0, 0): 6}
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", mark_slow(PLACEMENTS, lambda placement: placement == (0, 1)))
 def test_processes_give_the_emulators_weights(placement: Sequence[int], tmp_path: Path) -> None:
     chosen = [case for case in cases() if _can_share(case, placement)][:: PLACEMENTS[tuple(placement)]]
     stages, ranks = len(placement), max(placement) + 1

@@ -157,9 +157,9 @@ def test_the_settings_of_a_repository_decide_what_has_changed(settings: Dict[str
         git(tmp_path / "r", "config", key, value)
 
     def compare() -> List[bool]:
-        said = find_commit(tmp_path / "r")
-        assert said is not None
-        return [said["dirty"], bool(git(tmp_path / "r", "status", "--porcelain", "--untracked-files=no"))]
+        commit = find_commit(tmp_path / "r")
+        assert commit is not None
+        return [commit["dirty"], bool(git(tmp_path / "r", "status", "--porcelain", "--untracked-files=no"))]
 
     seen = [compare()]
     (tmp_path / "r" / ".gitattributes").write_text("a text\n")

@@ -15,19 +15,21 @@ import torch
 
 import ipu_pipe
 from tests.support.runs import assert_same
+from tests.support.slow import mark_slow
 from tests.test_examples import EXAMPLES, LOOPS, run_script
 from tests.test_tutorials import blocks, commands
 
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "own_loop"])
+@pytest.mark.parametrize("name", mark_slow(["plain_loop", "own_loop"], lambda name: name == "own_loop"))
 def test_a_loop_runs(name: str, tmp_path: Path) -> None:
     printed = run_script([str(EXAMPLES / f"{name}.py")], tmp_path)
     # 0.1 by chance
     assert printed.startswith("test accuracy ") and float(printed.split()[-1]) > 0.8
 
 
+@pytest.mark.slow
 def test_accelerate_has_the_same_losses_and_rates_on_two_ranks(tmp_path: Path) -> None:
     """Accelerate's own scheduler steps once for each process, so on two ranks its rates would fall twice as fast."""
     pytest.importorskip("accelerate")
@@ -40,6 +42,7 @@ def test_accelerate_has_the_same_losses_and_rates_on_two_ranks(tmp_path: Path) -
     assert lines[-1].startswith("test accuracy ")
 
 
+@pytest.mark.slow
 def test_a_loop_of_lightning_runs(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     printed = run_script([str(EXAMPLES / "lightning_loop.py"), "60"], tmp_path)
@@ -140,6 +143,7 @@ atexit.register(lambda: print("group:", torch.distributed.is_initialized()))
 """
 
 
+@pytest.mark.slow
 def test_a_loop_leaves_no_process_group_to_the_end_of_the_interpreter(tmp_path: Path) -> None:
     """Taking down the interpreter around gloo's threads aborted every third run, after all its work was done."""
     (block,) = [block for block in blocks(PAGE) if block.file]

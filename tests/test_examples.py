@@ -13,6 +13,7 @@ from typing import Any, Dict, List
 import pytest
 
 import ipu_pipe
+from tests.support.slow import mark_slow
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # tests/test_example_loops.py
@@ -29,7 +30,11 @@ def run_script(words: List[str], folder: Path) -> str:
     return str(done.stdout)
 
 
-@pytest.mark.parametrize("script", RUNS, ids=lambda script: script.stem)
+# on one process and on two, which `make test` runs
+QUICK = {"fine_tuning", "two_processes"}
+
+
+@pytest.mark.parametrize("script", mark_slow(RUNS, lambda script: script.stem in QUICK), ids=lambda script: script.stem)
 def test_an_example_runs(script: Path, tmp_path: Path) -> None:
     """Run each as users do. Those of torchvision and timm run with the tests' torchvision where none can be imported."""
     text, prefix = script.read_text(encoding="utf-8"), []
@@ -45,7 +50,8 @@ def test_an_example_runs(script: Path, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / script.stem / "summary.json").is_file()
 
 
-def said(cell: Any, stream: str) -> str:
+def read_output(cell: Any, stream: str) -> str:
+    """Return what a cell has printed to a stream."""
     return "".join(output["text"] for output in cell.get("outputs", []) if output.get("name") == stream)
 
 
@@ -60,7 +66,7 @@ def run_notebook(file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, firs
     assert all(cell.get("outputs", []) == [] for cell in book.cells), "is kept without outputs"
     book.cells.insert(0, nbformat.v4.new_code_cell(first))
     nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
-    assert [said(cell, "stderr") for cell in book.cells] == [""] * len(book.cells)
+    assert [read_output(cell, "stderr") for cell in book.cells] == [""] * len(book.cells)
     return list(book.cells)
 
 
@@ -73,9 +79,9 @@ def list_shown(cells: List[Any], kind: str) -> List[str]:
 def test_a_notebook_runs_and_its_progress_is_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     often = "import ipu_pipe.run.progress as p; p.LINE_SECONDS = p.EPOCH_SECONDS = 0.0"
     cells = run_notebook(EXAMPLES / "first_steps.ipynb", tmp_path, monkeypatch, often)
-    training: List[Any] = [cell for cell in cells if "throughput: " in said(cell, "stdout")]
+    training: List[Any] = [cell for cell in cells if "throughput: " in read_output(cell, "stdout")]
     assert len(training) == 1
-    lines = said(training[0], "stdout")
+    lines = read_output(training[0], "stdout")
     assert "\nupdate 1/" in lines and "\r" not in lines and "\x1b" not in lines
     assert list_shown(cells, "image/png")
 
@@ -84,12 +90,13 @@ def test_every_notebook_is_run_here() -> None:
     assert {file.name for file in EXAMPLES.glob("*.ipynb")} == {"first_steps.ipynb", "own_loop.ipynb"}
 
 
+@pytest.mark.slow
 def test_the_notebook_of_a_loop_of_ones_own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = run_notebook(EXAMPLES / "own_loop.ipynb", tmp_path, monkeypatch)
     assert len(list_shown(cells, "image/png")) == 2
     schedule, trace = list_shown(cells, "text/html")
     assert "reads weight version" in schedule and trace.startswith("<iframe")
-    printed = "".join(said(cell, "stdout") for cell in cells)
+    printed = "".join(read_output(cell, "stdout") for cell in cells)
     assert "pipemare: staleness by stage [8, 7, 6, 5, 4, 3, 2, 1]" in printed
     assert printed.count("largest stable") >= 2
 

@@ -62,16 +62,17 @@ def read_grid(file: Path) -> TrainingGrid:
     return TrainingGrid.model_validate(yaml.safe_load(file.read_text()))
 
 
+@pytest.mark.slow
 def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     experiment = load_experiment(file)
-    said: List[str] = []
-    outcome = experiment.run(Request(tmp_path / "runs", jobs=2, say=said.append))
+    lines: List[str] = []
+    outcome = experiment.run(Request(tmp_path / "runs", jobs=2, say=lines.append))
     folder, rows = outcome.folder, outcome.results["rows"]
     assert folder == tmp_path / "runs" / "digits"
     runs = [(curve["label"], curve["seed"]) for curve in outcome.findings.curves]
     assert runs == [(row, seed) for row in experiment.labels for seed in (0, 1)]
-    assert len(said) == 7 and said[-1].startswith("[6/6]")
+    assert len(lines) == 7 and lines[-1].startswith("[6/6]")
     sync, bad = outcome.findings.curves[0], outcome.findings.curves[-1]
     assert sync["diverged"] is None and "loss is" in bad["diverged"]
     assert sync["curve"][0][0] == 0 and sync["curve"][-1][1] > sync["curve"][-1][0]  # gpipe has bubbles
@@ -189,6 +190,7 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
     assert {verdict["verdict"] for verdict in results["verdicts"]} == {"not run"} and results["agrees"] is False
 
 
+@pytest.mark.slow
 def test_a_row_begins_with_the_weights_at_the_end_of_another(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +224,7 @@ def test_time_by_fill_and_drain_is_that_of_equation_1(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         (("seeds: [0, 1]", "seeds: 3"), "seeds: 3: "),
         (("title: Digits", "titel: Digits"), "titel: "),
@@ -235,10 +237,10 @@ def test_time_by_fill_and_drain_is_that_of_equation_1(tmp_path: Path, monkeypatc
         (("steps: 30", "stepz: 30"), "rows.sync on full: stepz: 30: "),
     ],
 )
-def test_a_wrong_file_is_told_in_one_line(file: Path, change: Any, said: str) -> None:
+def test_a_wrong_file_is_reported_in_one_line(file: Path, change: Any, message: str) -> None:
     file.write_text(TEXT.replace(*change))
     faults = list_faults(load_experiment, file)
-    assert any(said in fault and str(file) in fault for fault in faults), faults
+    assert any(message in fault and str(file) in fault for fault in faults), faults
 
 
 def test_rows_that_cannot_be_built_are_refused_before_any_run(
@@ -281,6 +283,7 @@ def test_the_command_lists_and_refuses(run: Any) -> None:
         assert done.returncode == 2 and f"error: {place}: " in done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_prints_json(file: Path, tmp_path: Path, run: Any) -> None:
     done = run(file, "--seeds", "1", "--rows", "sync", "--json", "--runs", tmp_path / "r")
     results = json.loads(done.stdout)

@@ -22,7 +22,7 @@ from tests.test_train import config
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with auxiliary heads and checkpoints after 4, 8 and 12 updates, whose second was the best."""
+    """Return the folder of a run with auxiliary heads and checkpoints after 4, 8 and 12 updates, whose second was the best."""
     out = tmp_path_factory.mktemp("trained") / "run"
     keys = ["checkpoint.every=4", "checkpoint.keep=9", "model.args.width=8", "stages=2", "method=local_greedy"]
     train(config(*keys, "evaluate.steps=4", "evaluate.subset=64"), out, quiet=True)
@@ -41,8 +41,8 @@ def test_a_file_holds_the_weights_without_heads(
     if expected is None:
         expected = checkpoint.load(trained / "checkpoints" / "step-12").manifest["position"]["best_step"]
     file = tmp_path / "new" / "model.safetensors"
-    code, said, error = run_tool(str(trained), "--to", str(file), *step)
-    assert (code, error) == (0, "") and f"step-{expected}" in said
+    code, printed, error = run_tool(str(trained), "--to", str(file), *step)
+    assert (code, error) == (0, "") and f"step-{expected}" in printed
     saved, weights = load_file(file), checkpoint.read_weights(trained / "checkpoints" / f"step-{expected}")
     assert len(weights) > len(saved) > 0  # the heads are for training only
     assert all(torch.equal(saved[name], weights[name]) for name in saved)
@@ -65,8 +65,8 @@ def test_what_cannot_be_exported_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN").symlink_to(trained)
-    code, said, error = run_tool(*arguments)
-    assert (code, said) == (2, "") and error.startswith(f"error: {place}") and error.count("\n") == 1, error
+    code, printed, error = run_tool(*arguments)
+    assert (code, printed) == (2, "") and error.startswith(f"error: {place}") and error.count("\n") == 1, error
     assert [path.name for path in tmp_path.iterdir()] == ["RUN"]
 
 

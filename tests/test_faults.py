@@ -39,6 +39,7 @@ from ipu_pipe.store.folder import RunFolder, read_summary
 from tests import forked
 from tests.command_line import run_here
 from tests.support.runs import DIGITS, ROOT, list_faults, needs_processes
+from tests.support.slow import mark_slow
 from tools.experiments.experiment import Findings, Outcome, Request, call_with_picklable_faults, run_all
 
 
@@ -119,7 +120,7 @@ class Fuse(nn.Module):
 
 
 def staged(data: Data, where: str = "") -> nn.Module:
-    """Three stages, a fuse in the second."""
+    """Return three stages, a fuse in the second."""
     return nn.Sequential(nn.Linear(4, 4), begin_stage(nn.Linear(4, 4)), Fuse(data, where), begin_stage(nn.Linear(4, 3)))
 
 
@@ -247,7 +248,7 @@ def test_a_fault_leaves_its_process_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "variables, told",
+    "variables, message",
     [
         ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK: abc: must be a whole number from 0 to 1"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: 2: must be a whole number from 0 to 1"),
@@ -261,9 +262,9 @@ def test_a_fault_leaves_its_process_whole() -> None:
         ({"MASTER_PORT": "0x10"}, "MASTER_PORT: 0x10: must be a port"),
     ],
 )
-def test_what_a_launcher_says_is_checked(variables: Dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_launcher_says_is_checked(variables: Dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = read_launch(variables).faults
-    assert fault.startswith(told) and len(fault) < 200
+    assert fault.startswith(message) and len(fault) < 200
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
     assert list_faults(train, load_config(DIGITS), "nowhere") == [fault]  # on the emulator, too
@@ -278,7 +279,7 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, capsys: A
 
 
 @needs_processes
-def test_a_launcher_without_a_meeting_place_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_without_a_meeting_place_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(key, value)
     with pytest.raises(BadInput, match="MASTER_ADDR: missing.*MASTER_PORT: missing"):
@@ -295,7 +296,7 @@ def free_port() -> int:
 
 
 def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int, BaseException]:
-    """The ranks of `asked` meet, each in a thread; what each was refused with."""
+    """Let the ranks of `asked` meet, each in a thread; return what each was refused with."""
     port, faults, stores = free_port(), {}, []  # a store ends when nothing holds it
 
     def one(rank: int) -> None:
@@ -371,7 +372,7 @@ def test_ranks_meet_again_after_a_restart_that_not_every_machine_counts() -> Non
 
 
 @needs_processes
-def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as used:
         used.bind(("", 0))
         used.listen(1)
@@ -400,7 +401,7 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatc
 
 
 @needs_processes
-def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_rank_that_is_stopped_is_reported_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It listens, but does not answer: torch would wait without end."""
     monkeypatch.setattr(launch, "ANSWER", 0.5)
     with socket.socket() as stopped:
@@ -435,7 +436,7 @@ def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults:
 
 @needs_processes
 @pytest.mark.parametrize("at", ["connecting", "grouping"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", mark_slow([0, 1], lambda victim: victim == 0))
 def test_a_rank_that_is_stopped_while_joining_ends_the_others(
     at: str, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,7 +501,7 @@ libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
 
 
 @needs_processes
-def test_a_fault_of_the_users_on_one_rank_is_told_by_it_alone(tmp_path: Path) -> None:
+def test_a_fault_of_the_users_on_one_rank_is_reported_by_it_alone(tmp_path: Path) -> None:
     out = tmp_path / "run"
     sets = [
         "model.entry=tests.test_faults:model_of_a_config", "model.args={}", 'stages=["1"]', "log.tensorboard=false",
@@ -566,7 +567,7 @@ def _is_alive(pid: int) -> bool:
 # ---- disks and streams
 
 
-def test_closed_and_full_outputs_are_told_in_a_line() -> None:
+def test_closed_and_full_outputs_are_reported_in_a_line() -> None:
     tool = f"{sys.executable} tools/schedule.py pipedream --stages 2 --microbatches 4 --format json"
     for redirected, code, begin in (
         (">&-", 1, "error: standard output: is closed"),
@@ -580,7 +581,7 @@ def test_closed_and_full_outputs_are_told_in_a_line() -> None:
         assert len(done.stderr.splitlines()) == bool(begin)
 
 
-def test_results_that_cannot_be_written_are_told_with_their_file(tmp_path: Path) -> None:
+def test_results_that_cannot_be_written_are_reported_with_their_file(tmp_path: Path) -> None:
     (tmp_path / "throughput.json").mkdir()
     with pytest.raises(RunFault, match="throughput.json: cannot be written: Is a directory"):
         write_comparison({"throughput": {}}, tmp_path)

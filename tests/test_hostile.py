@@ -65,7 +65,7 @@ def test_what_is_accepted_although_it_is_not_what_was_saved(tmp_path: Path) -> N
     assert "initial" in str(differs_from(end, run))
     save_file({"w": torch.tensor([0.0, 1.0, 2.0000002])}, run / LAST / "optimizer.safetensors")
     assert "optimizer.safetensors" in str(differs_from(end, run))
-    case = CASE._replace(differs=lambda said: differs_from(end, run))
+    case = CASE._replace(differs=lambda printed: differs_from(end, run))
     assert judged(case, 0, "", "").startswith("differs: ") and judged(case, 2, "", "error: refused\n") == ""
     assert judged(CASE._replace(differs=json.loads), 0, "no JSON", "").startswith("differs: its result cannot be read")
 

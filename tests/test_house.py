@@ -213,6 +213,6 @@ def test_a_measure_that_got_worse_is_named():
     assert Measure("x", 1).down
 
 
-def test_an_imperative_is_told_from_a_noun_phrase():
+def test_an_imperative_is_distinguished_from_a_noun_phrase():
     assert begins_with_verb("Return the loss.") and begins_with_verb("Sum the losses.")
     assert not begins_with_verb("Sum of the losses.") and not begins_with_verb("The loss.")

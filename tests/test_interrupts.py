@@ -19,6 +19,7 @@ from typing import Iterator, List, NamedTuple, Tuple
 
 import pytest
 
+from tests.support.processes import hear_interrupts
 from tests.support.runs import ROOT
 
 REPEATS = int(os.environ.get("IPU_PIPE_INTERRUPTS", "4"))
@@ -27,11 +28,6 @@ PATIENCE = 30.0  # seconds from Ctrl-C to the end on a machine as busy as may be
 STARTUP = 0.2  # seconds until the tool's first lines have run
 # Python's own start, in which it answers Ctrl-C by itself, is not the tool's: the scene begins when that is over
 STARTED = "import runpy, sys; sys.argv.pop(0); print('up', flush=True); runpy.run_path(sys.argv[0], run_name='__main__')"
-
-
-def hear_interrupts() -> None:
-    """Undo that a shell which runs the tests in the background has interrupts ignored, as children inherit."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture()
@@ -58,7 +54,8 @@ class Ended(NamedTuple):
 
 
 def interrupted(seed: int, out: Path) -> Ended:
-    """A run of the digits, TensorBoard on, that gets Ctrl-C at a moment drawn from `seed`; every third gets a second one."""
+    """Train the digits, TensorBoard on, in a process that gets Ctrl-C at a moment drawn from `seed`;
+    every third gets a second one."""
     drawn = random.Random(seed)
     process = subprocess.Popen(
         [sys.executable, "-c", STARTED, "tools/train.py", "configs/mlp_digits.yaml", "--out", str(out)],
@@ -90,6 +87,7 @@ def interrupted(seed: int, out: Path) -> Ended:
         process.wait()
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_any_moment_ends_a_run(tmp_path: Path, load: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Story: with TensorBoard on, one in five hung for up to two minutes in the writer's queue, on a busy machine."""
     with ThreadPoolExecutor(JOBS) as pool:

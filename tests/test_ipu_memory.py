@@ -14,7 +14,7 @@ KEYS = ["method=pipedream_flush", "gradient_accumulation=16", "evaluate.every=0"
 
 
 def held(*keys: str) -> List[Tuple[int, int]]:
-    """Microbatches in flight and bytes of activations, stage by stage."""
+    """Return microbatches in flight and bytes of activations, stage by stage."""
     rows = build_memory_table(build(load_config("configs/mlp_digits.yaml", [*KEYS, *keys])))
     return [(row["in_flight"], row["activation_bytes"]) for row in rows]
 

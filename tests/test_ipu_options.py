@@ -119,9 +119,9 @@ REFUSED: List[Tuple[str, Dict[str, Any], Dict[str, Any]]] = [
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_what_no_ipu_can_do_is_refused_by_key_and_value(case: int) -> None:
-    said, ipu, keys = REFUSED[case]
+    key_and_value, ipu, keys = REFUSED[case]
     lines = faults(ipu, **keys)
-    assert len(lines) == 1 and lines[0].startswith(f"{said}: "), lines
+    assert len(lines) == 1 and lines[0].startswith(f"{key_and_value}: "), lines
 
 
 def test_popart_options_are_those_of_the_published_list() -> None:
@@ -134,14 +134,14 @@ def test_popart_options_are_those_of_the_published_list() -> None:
 
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.is_stale])
 def test_asynchronous_methods_are_refused_with_the_nearest_that_runs(method: str) -> None:
-    said = faults(method=method, optimizer={"momentum": 0.9})[0]
-    assert said.startswith(f"method: {method}: a PopTorch pipeline is flushed at every weight update")
-    assert any(f"use {near}" in said for near in ("pipedream_flush", "gpipe"))
+    fault = faults(method=method, optimizer={"momentum": 0.9})[0]
+    assert fault.startswith(f"method: {method}: a PopTorch pipeline is flushed at every weight update")
+    assert any(f"use {near}" in fault for near in ("pipedream_flush", "gpipe"))
 
 
 def test_layers_in_two_blocks_are_refused_and_all_other_methods_run() -> None:
-    (said,) = faults(method="local_overlapping")
-    assert "two IPUs" in said and "local_greedy" in said
+    (fault,) = faults(method="local_overlapping")
+    assert "two IPUs" in fault and "local_greedy" in fault
     for name, method in METHODS.items():
         refused = method.is_stale or method.order is not None or name in ("local_overlapping", "local_sgd")
         assert bool(check_method(method)) == refused, name
@@ -161,11 +161,11 @@ INVENTED = {
 
 
 @pytest.mark.parametrize("what", INVENTED)
-def test_a_row_of_which_nobody_said_that_poptorch_runs_it_is_refused(what: str, monkeypatch: Any) -> None:
+def test_a_row_that_does_not_state_that_poptorch_runs_it_is_refused(what: str, monkeypatch: Any) -> None:
     invented = replace(INVENTED[what], name="invented")
     monkeypatch.setitem(METHODS, "invented", invented)
-    (said,) = faults(method="invented")
-    assert said.startswith("method: invented: PopTorch is not known to run") and "gpipe or pipedream_flush" in said
+    (fault,) = faults(method="invented")
+    assert fault.startswith("method: invented: PopTorch is not known to run") and "gpipe or pipedream_flush" in fault
     new_method = replace(GPIPE, name="invented", source="another", default_accumulate=DefaultAccumulate.ONE)
     assert check_method(new_method) == [] and get_execution(new_method) == PIPELINED  # neither alters what runs
 
@@ -234,11 +234,11 @@ OF_MODELS: List[Tuple[str, Dict[str, Any], Dict[str, Any], Dict[str, Any]]] = [
 
 @pytest.mark.parametrize("case", range(len(OF_MODELS)))
 def test_models_that_do_not_fit_are_refused_by_key_and_value(case: int) -> None:
-    said, ipu, keys, facts = OF_MODELS[case]
+    key_and_value, ipu, keys, facts = OF_MODELS[case]
     settings = config(ipu, **keys)
     assert refuses(settings, FACTS) == [] or not facts
     lines = refuses(settings, FACTS._replace(**facts))
-    assert any(line.startswith(f"{said}: ") for line in lines), lines
+    assert any(line.startswith(f"{key_and_value}: ") for line in lines), lines
 
 
 def test_replicas_of_one_process_count_for_its_ipus() -> None:
@@ -246,8 +246,8 @@ def test_replicas_of_one_process_count_for_its_ipus() -> None:
     assert refuses(settings, FACTS) == []
     many = settings.model_copy(update={"replicas": 64})
     assert refuses(many, FACTS)[0].startswith("replicas: 64: ") and refuses(many, FACTS, local_replicas=16) == []
-    (said,) = refuses(config({"tensor_locations": SHARDS}, replicas=2), FACTS, local_replicas=1)
-    assert said.startswith("backend.ipu.tensor_locations.optimizer.replicated_tensor_sharding: true: ")
+    (fault,) = refuses(config({"tensor_locations": SHARDS}, replicas=2), FACTS, local_replicas=1)
+    assert fault.startswith("backend.ipu.tensor_locations.optimizer.replicated_tensor_sharding: true: ")
 
 
 # ---- poptorch.Options
@@ -369,8 +369,8 @@ def test_graphcores_own_recipe_is_a_config() -> None:
 def test_the_papers_tables_start_on_ipus_in_their_precision(name: str, poptorch: Any, monkeypatch: Any) -> None:
     """They are in bfloat16, which PopTorch does not take; their first lines say what to set."""
     path = ROOT / "configs" / f"{name}.yaml"
-    (said,) = [line for line in path.read_text().splitlines() if "--set backend.name=poptorch" in line]
-    settings = [word for word in said.split() if "=" in word]
+    (command,) = [line for line in path.read_text().splitlines() if "--set backend.name=poptorch" in line]
+    settings = [word for word in command.split() if "=" in word]
     with pytest.raises(BadInput, match="precision: bfloat16: is not supported on IPUs"):
         load_config(path, settings[:1])
     stated = load_config(path, settings)

@@ -16,14 +16,16 @@ from ipu_pipe.run.train import train
 from ipu_pipe.store.folder import read_starts
 from tests import kills
 from tests.support.runs import needs_processes, read_numbers
+from tests.support.slow import mark_slow
 
 SETTINGS = ["steps=4", "checkpoint.every=2", "evaluate.every=0", "log.tensorboard=false"]
 
 
 @needs_processes
-def test_a_dozen_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills_in_all", mark_slow([1, 12], lambda count: count == 1))
+def test_killed_runs_end_as_if_never_killed(kills_in_all: int, tmp_path: Path) -> None:
     count, seed = 0, 0
-    while count < 12:
+    while count < kills_in_all:
         count += kills.run_seed(seed, tmp_path / str(seed))
         seed += 1
         assert seed < 12, "ranks outlive their kills: are their moments counted?"

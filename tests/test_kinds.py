@@ -83,7 +83,7 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
 
 
 @pytest.mark.parametrize("line", list(WRONG))
-def test_what_is_of_a_wrong_kind_is_told_before_anything_is_written(line: str, tmp_path: Path) -> None:
+def test_what_is_of_a_wrong_kind_is_reported_before_anything_is_written(line: str, tmp_path: Path) -> None:
     data, loss = ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)), nn.functional.cross_entropy
     usual = {"config": ipu_pipe.configure(**SHORT), "model": model(), "data": data, "loss": loss}
     (fault,) = list_faults(ipu_pipe.train, out=tmp_path / "run", quiet=True, **{**usual, **WRONG[line]})

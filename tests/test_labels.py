@@ -43,7 +43,7 @@ def settings() -> Any:
 
 
 @pytest.mark.parametrize("wrong", [3, -1])
-def test_a_wrong_label_of_the_first_microbatch_is_told_with_the_classes(wrong: int) -> None:
+def test_a_wrong_label_of_the_first_microbatch_is_reported_with_the_classes(wrong: int) -> None:
     with pytest.raises(BadInput, match=f"data: label {wrong}: the model gives 3 classes: must be from 0 to 2"):
         build(settings(), nn.Linear(4, 3), source(wrong, 5))
     build(settings(), nn.Linear(4, 3), source(-100, 5))  # which the loss leaves out

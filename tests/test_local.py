@@ -302,7 +302,7 @@ def test_boundaries_that_a_skip_connection_crosses_are_refused() -> None:
 
 
 def bias_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
-    """A user's head."""
+    """Return a user's head."""
     return nn.Sequential(nn.Flatten(), nn.Linear(activation[0].numel(), output.shape[1], bias=False))
 
 
@@ -440,6 +440,7 @@ def test_clipping_by_block_and_replicas_train(tmp_path: Path) -> None:
 # ---- processes
 
 
+@pytest.mark.slow
 @needs_processes
 def test_processes_give_the_emulators_weights_and_half_the_traffic() -> None:
     cases = "pipedream local_greedy local_chunked local_overlapping last_layers"

@@ -18,6 +18,7 @@ from ipu_pipe.errors import BadInput, RunFault, end_process
 from tests.support.loops import Case, Loop, make_batch, make_model, make_sgd
 from tests.support.processes import run_in_group
 from tests.support.runs import assert_same, needs_processes
+from tests.support.slow import mark_slow
 
 SHARED = "do not shard the loader by rank"
 BATCH = 4
@@ -97,8 +98,13 @@ def read_other_batches(rank: int, folder: Path, make_loader: Callable[[int], Any
     end_process(0)
 
 
+WRONG_LOADERS = [shuffle_alone, shard_by_default, prepare_by_accelerate, shard_mappings]
+# which `make test` runs
+QUICK = [shuffle_alone, shard_by_default]
+
+
 @needs_processes
-@pytest.mark.parametrize("make_loader", [shuffle_alone, shard_by_default, prepare_by_accelerate, shard_mappings])
+@pytest.mark.parametrize("make_loader", mark_slow(WRONG_LOADERS, QUICK.__contains__))
 def test_ranks_that_read_other_batches_are_refused(make_loader: Any, tmp_path: Path) -> None:
     if make_loader is prepare_by_accelerate:
         pytest.importorskip("accelerate")

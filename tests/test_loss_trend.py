@@ -32,21 +32,21 @@ def draw(seed: int, count: int, deviation: float, start: float = 2.3, end: float
 
 @pytest.mark.parametrize("count", [20, 50, 1000])
 @pytest.mark.parametrize("deviation", [0.0, 0.01, 0.5])
-def test_losses_that_stay_or_rise_are_told(count: int, deviation: float) -> None:
-    told = [describe(draw(seed, count, deviation)) for seed in range(20)]
-    assert sum(text is not None for text in told) >= 18
+def test_losses_that_stay_or_rise_are_reported(count: int, deviation: float) -> None:
+    texts = [describe(draw(seed, count, deviation)) for seed in range(20)]
+    assert sum(text is not None for text in texts) >= 18
     for seed in range(20):
         assert describe(draw(seed, count, deviation, end=2.3 + 10 * deviation)) is not None
 
 
 @pytest.mark.parametrize("count", [50, 1000])
 @pytest.mark.parametrize("fall", [0.05, 1.0])
-def test_losses_that_fall_are_not_told(count: int, fall: float) -> None:
+def test_losses_that_fall_are_not_reported(count: int, fall: float) -> None:
     for seed in range(20):
         assert describe(draw(seed, count, fall / 10, end=2.3 - fall)) is None
 
 
-def test_losses_that_fall_early_or_rise_again_are_not_told() -> None:
+def test_losses_that_fall_early_or_rise_again_are_not_reported() -> None:
     for seed in range(20):
         settled = draw(seed, 980, 0.02, 0.1, 0.1)
         assert describe([2.3 - 0.11 * i for i in range(20)] + settled) is None

@@ -17,7 +17,7 @@ BASE = 0.4
 
 
 def by_torch(make: Callable[[torch.optim.Optimizer], Any], updates: int) -> List[float]:
-    """The rates that a torch scheduler, stepped after every update, gives to `updates` updates."""
+    """Return the rates that a torch scheduler, stepped after every update, gives to `updates` updates."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE)
     scheduler = make(optimizer)
     rates = []

@@ -38,14 +38,15 @@ def test_what_two_processes_found_makes_a_description() -> None:
     assert [key for key, figure in hardware.list_figures() if not figure.confirmed] == ["device.usable_share"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_description_that_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "mine.yaml"
     main(["--out", str(out), "--seconds", "0.001"])
     result = read_hardware(str(out))
     assert set(result.device.rates) == {"float32", "float64", "bfloat16"} and result.find_rate("bfloat16") > 0
     assert result.links[0].name == "gloo" and result.device.memory_bytes.value > 1e8
-    said = capsys.readouterr().out.splitlines()
-    assert said[-1] == f"written: {out}" and len(said) == 1 + len(result.list_figures())
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == f"written: {out}" and len(printed) == 1 + len(result.list_figures())
 
 
 def test_plans_for_this_machine_time_the_models_parts() -> None:
@@ -74,6 +75,6 @@ def test_arguments_that_cannot_be_are_refused_by_key(key: str, value: str) -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_told() -> None:
+def test_a_gpu_that_is_not_there_is_reported() -> None:
     with pytest.raises(BadInput, match="^--device: cuda: this PyTorch finds no GPU: must be cpu$"):
         main(["--device", "cuda"])

@@ -32,7 +32,7 @@ class Started(NamedTuple):
 
 
 def start(folder: Path, **keys: Any) -> Started:
-    """Two processes that train the sleeping model."""
+    """Return two processes that train the sleeping model."""
     with socket.socket() as free_socket:
         free_socket.bind(("localhost", 0))
         port = free_socket.getsockname()[1]
@@ -89,7 +89,7 @@ def slept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def during(intervals: Any, begin: int, end: int) -> int:
-    """Nanoseconds of the intervals (begin, end) that lie within."""
+    """Return nanoseconds of the intervals (begin, end) that lie within."""
     return sum(max(0, min(b, end) - max(a, begin)) for a, b in intervals)
 
 
@@ -172,6 +172,7 @@ def test_the_metadata_tell_the_run_and_its_units(slept: Path) -> None:
     assert units["two"]["crossing_bytes"] == 4 * BATCH * WIDTH
 
 
+@pytest.mark.slow
 @needs_processes
 def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path: Path) -> None:
     keys = {

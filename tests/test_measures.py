@@ -50,7 +50,8 @@ class Drift(nn.Module):
 
 
 def layers(structure: Structure) -> List[nn.Module]:
-    """Four blocks in a row, with running statistics, dropout and, where each runs once, a buffer that moves and is read."""
+    """Return four blocks in a row, with running statistics, dropout and, where each runs once, a
+    buffer that moves and is read."""
     torch.manual_seed(3)
     result = [
         nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Tanh()),
@@ -248,6 +249,7 @@ rows: {greedy: {}, last: {method: last_layers, method_args: {layers: 2}}}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure, pictures", [
     ("{name: angles, every: 2, samples: 16}", ["angles.png"]),
     ("{name: fit}", ["accuracy.png", "training.png"]),
@@ -262,6 +264,7 @@ def test_each_measure_writes_its_results(measure: str, pictures: List[str], tmp_
     assert all(row["final"] is not None and row["step"] == 4 for row in outcome.results["rows"])
 
 
+@pytest.mark.slow
 def test_a_window_of_microbatches_counts_those_of_every_replica(tmp_path: Path) -> None:
     """LocalSGD's windows were of its updates, longer than the run, and its rows were called diverged."""
     file = tmp_path / "one.yaml"
@@ -277,7 +280,7 @@ def test_a_window_of_microbatches_counts_those_of_every_replica(tmp_path: Path) 
     ("{name: angle}", "measure.name: angle: "),
     ("{name: fit, every: 0}", "measure.every: 0: "),
     ("{name: filters, tensor: fc1.weight}", "measure.tensor: fc1.weight: "),
-    ("{name: angles, samples: 101}", "measure.samples: 101: "),
+    pytest.param("{name: angles, samples: 101}", "measure.samples: 101: ", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_bad_measures_are_refused(measure: str, fault: str, tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
@@ -314,10 +317,10 @@ def test_random_labels_are_drawn_by_the_seed_alone() -> None:
     assert torch.equal(sets._draw_labels((x.flip(0), y * 0), 0, "train")[1], drawn.train[1])
 
 
-@pytest.mark.parametrize("name, value, told", [
+@pytest.mark.parametrize("name, value, message", [
     ("digits", 1, "data.random_labels: 1: must be true or false"),
     ("synthetic", True, "data.random_labels: True: "),
     ("shakespeare", True, "data.random_labels: True: unknown key for shakespeare"),
 ])  # fmt: skip
-def test_random_labels_are_refused_where_they_have_no_meaning(name: str, value: Any, told: str) -> None:
-    assert told in str(list_faults(load_data, name, random_labels=value))
+def test_random_labels_are_refused_where_they_have_no_meaning(name: str, value: Any, message: str) -> None:
+    assert message in str(list_faults(load_data, name, random_labels=value))

@@ -83,7 +83,7 @@ def test_a_regression_says_its_own_metrics_and_no_accuracy(tmp_path: Path, capsy
     assert set(report["initial"]) == {"test_loss", "test_accuracy", "test_r2", "test_mae"}
 
 
-@pytest.mark.parametrize("chosen, told", [
+@pytest.mark.parametrize("chosen, message", [
     (["acuracy"], "metrics: acuracy: nearest is accuracy"),
     (["accuracy", "accuracy"], "metrics: accuracy: "),
     ([3], "metrics: 3: must be a name, a function"),
@@ -91,13 +91,13 @@ def test_a_regression_says_its_own_metrics_and_no_accuracy(tmp_path: Path, capsy
     ({"a b": confidence}, "metrics: .*a b.*: must be letters"),
     (["tests.callbacks_of_runs:nothing"], "metrics: .*has no nothing"),
 ])  # fmt: skip
-def test_what_is_no_metric_is_refused_in_a_line(chosen: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=told) as refused:
+def test_what_is_no_metric_is_refused_in_a_line(chosen: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=message) as refused:
         go(tmp_path / "run", "steps=2", metrics=chosen)
     assert len(refused.value.faults) == 1 and not (tmp_path / "run").exists()
 
 
-def test_a_metric_that_does_not_fit_the_outputs_is_told(tmp_path: Path) -> None:
+def test_a_metric_that_does_not_fit_the_outputs_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput, match=r"metrics: mse: outputs \(64, 10\) and labels \(64,\): must be tensors of one shape"
     ):

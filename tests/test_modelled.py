@@ -56,7 +56,7 @@ def make_slow(seconds: float) -> nn.Module:
 
 
 def model(*parts: nn.Module) -> nn.Module:
-    """A stage a part; with running statistics and dropout."""
+    """Return a stage a part; with running statistics and dropout."""
     torch.manual_seed(0)
     first = [nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)]
     return nn.Sequential(*first, *map(ipu_pipe.begin_stage, parts), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(16, 10)))
@@ -165,8 +165,8 @@ def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
         config("method=pipedream", "steps=2"), tmp_path / "run", model=model(make_slow(0.001), make_slow(0.01)), quiet=True
     )
     trace = read_store(tmp_path / "run" / "trace" / "modelled.trace")
-    said = read_trace_file(tmp_path / "run")["otherData"]
-    assert trace.metadata["modelled"] is said["modelled"] is True and "measured here" in said["why_modelled"]
+    other_data = read_trace_file(tmp_path / "run")["otherData"]
+    assert trace.metadata["modelled"] is other_data["modelled"] is True and "measured here" in other_data["why_modelled"]
     rows = list(trace.events.rows())
     took = {(e.kind, e.stage): e.end_ns - e.start_ns for e in rows if e.microbatch == 1}
     tells_backwards = hasattr(torch._C._autograd, "_get_sequence_nr")  # torch 2.0 does not
@@ -213,8 +213,8 @@ def test_the_numbers_of_a_run_are_those_without_a_profile(tmp_path: Path, monkey
     assert all(torch.equal(with_profile[key], without[key]) for key in without)
     summary = read_summary(tmp_path / "b")
     assert summary["modelled_utilization"] is None and summary["planned_utilization"] > 0
-    said = read_store(tmp_path / "b" / "trace" / "modelled.trace").metadata["why_modelled"]
-    assert "FLOPs" in said and "could not be timed (ZeroDivisionError: division by zero)" in said
+    reason = read_store(tmp_path / "b" / "trace" / "modelled.trace").metadata["why_modelled"]
+    assert "FLOPs" in reason and "could not be timed (ZeroDivisionError: division by zero)" in reason
 
 
 def test_an_optimizer_of_the_users_own_makes_no_step_more(tmp_path: Path) -> None:

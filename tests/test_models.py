@@ -33,7 +33,7 @@ def preact(depth: int) -> Callable[..., Any]:
 
 
 def owners(model: nn.Module, example: torch.Tensor) -> List[List[str]]:
-    """Per stage the modules that own its parameters."""
+    """Return per stage the modules that own its parameters."""
     stages = partition(model, example).stages
     return [list(dict.fromkeys(n.rpartition(".")[0] for n in s.parameters)) for s in stages]
 
@@ -66,7 +66,7 @@ def test_resnet50_for_cifar_has_the_size_and_the_107_weights_of_pipemare() -> No
 
 
 def literal_resnet(held: Dict[str, torch.Tensor], depths: List[int], x: torch.Tensor) -> torch.Tensor:
-    """The network in evaluation mode, written out from torchvision's names; v1.5: the stride is in the 3x3."""
+    """Return the network in evaluation mode, written out from torchvision's names; v1.5: the stride is in the 3x3."""
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
         mean, variance = held[f"{name}.running_mean"], held[f"{name}.running_var"]
@@ -221,7 +221,7 @@ def test_convolutions_start_with_he_initialization_by_fan_out_and_norms_as_the_i
     assert all(bool((m.weight == 1).all()) and bool((m.bias == 0).all()) for m in norms)
 
 
-@pytest.mark.parametrize("make, args, said", [
+@pytest.mark.parametrize("make, args, message", [
     (resnets.resnet18, {"classes": 0}, "classes: 0: must be at least 1"),
     (resnets.resnet50, {"norm": "layer"}, "norm: layer: must be batch or group"),
     (resnets.preact_resnet20, {"classes": -1}, "classes: -1: must be at least 1"),
@@ -229,5 +229,5 @@ def test_convolutions_start_with_he_initialization_by_fan_out_and_norms_as_the_i
     (mlps.mlp, {"width": 0}, "mlp: width: 0: must be at least 1"),
     (mlps.mlp, {"classes": 0}, "mlp: classes: 0: must be at least 1"),
 ])  # fmt: skip
-def test_impossible_arguments_are_refused(make: Callable[..., nn.Module], args: Dict[str, Any], said: str) -> None:
-    assert list_faults(make, **args) == [said]
+def test_impossible_arguments_are_refused(make: Callable[..., nn.Module], args: Dict[str, Any], message: str) -> None:
+    assert list_faults(make, **args) == [message]

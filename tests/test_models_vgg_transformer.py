@@ -23,7 +23,7 @@ TRANSLATION.update(feedforward=24, dropout=0.0)
 
 
 def names(model: nn.Module, x: torch.Tensor) -> List[str]:
-    """The modules at which stages begin."""
+    """Return the modules at which stages begin."""
     return [stage.name for stage in partition(model, x).stages]
 
 
@@ -32,7 +32,7 @@ def linear(inputs: int, outputs: int) -> int:
 
 
 def seeded(make: Callable[..., nn.Module], **args: Any) -> Any:
-    """The model from a fixed seed, its weights moved from special points such as biases at zero."""
+    """Return the model from a fixed seed, its weights moved from special points such as biases at zero."""
     torch.manual_seed(5)
     model = make(**args)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def seeded(make: Callable[..., nn.Module], **args: Any) -> Any:
 
 
 def pairs(batch: int, tokens: int, padded: int = 0) -> torch.Tensor:
-    """Source and target tokens (batch, 2, tokens), the last `padded` of them padding."""
+    """Return source and target tokens (batch, 2, tokens), the last `padded` of them padding."""
     x = torch.randint(1, 11, (batch, 2, tokens), generator=torch.Generator().manual_seed(0))
     return F.pad(x[..., : tokens - padded], (0, padded))
 
@@ -311,7 +311,7 @@ SMALL: Dict[str, Callable[[], nn.Module]] = {
 
 
 def example(name: str) -> List[torch.Tensor]:
-    """One microbatch, x and y, of the model in SMALL."""
+    """Return one microbatch, x and y, of the model in SMALL."""
     torch.manual_seed(0)
     if name.startswith("transformer_lm"):
         return [torch.randint(11, (2, 8)), torch.randint(11, (2, 8))]
@@ -331,7 +331,7 @@ def test_no_weight_is_derived_and_saved(name: str) -> None:
     assert observe_training(model, x, y, lambda x, y: F.cross_entropy(model(x), y)).derived == []
 
 
-@pytest.mark.parametrize("make, args, said", [
+@pytest.mark.parametrize("make, args, message", [
     (vgg.vgg11, {"classes": 0}, "classes: 0: must be at least 1"),
     (vgg.vgg13, {"width": 0}, "width: 0: must be at least 1"),
     (vgg.vgg16, {"norm": "batch"}, "norm: batch: must be none or group"),
@@ -350,16 +350,16 @@ def test_no_weight_is_derived_and_saved(name: str) -> None:
     (transformer.transformer_translation, {"width": 9, "heads": 3},
      "transformer_translation: width: 9: must be even, half sines and half cosines"),
 ])  # fmt: skip
-def test_impossible_arguments_are_refused(make: Callable[..., nn.Module], args: Dict[str, Any], said: str) -> None:
-    assert list_faults(make, **args) == [said]
+def test_impossible_arguments_are_refused(make: Callable[..., nn.Module], args: Dict[str, Any], message: str) -> None:
+    assert list_faults(make, **args) == [message]
 
 
-@pytest.mark.parametrize("make, shape, said", [
+@pytest.mark.parametrize("make, shape, message", [
     (lambda: transformer.transformer_lm(**LM), (2, 9), "x: (2, 9): must be tokens (B, T), T at most the context, 8"),
     (lambda: transformer.transformer_lm(**LM), (2, 2, 4),
      "x: (2, 2, 4): must be tokens (B, T), T at most the context, 8"),
     (lambda: transformer.transformer_translation(**TRANSLATION), (2, 8),
      "x: (2, 8): must be (B, 2, T), source and shifted target tokens"),
 ])  # fmt: skip
-def test_inputs_of_another_shape_are_refused(make: Callable[[], nn.Module], shape: Any, said: str) -> None:
-    assert list_faults(make(), torch.ones(shape, dtype=torch.int64)) == [said]
+def test_inputs_of_another_shape_are_refused(make: Callable[[], nn.Module], shape: Any, message: str) -> None:
+    assert list_faults(make(), torch.ones(shape, dtype=torch.int64)) == [message]

@@ -88,7 +88,7 @@ def test_every_form_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> N
     assert report["name"] == "torch.optim.rmsprop.RMSprop" and report["settings"]["alpha"] == 0.9
 
 
-def test_an_optimizer_that_is_none_or_not_of_the_model_is_told_in_a_line(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_none_or_not_of_the_model_is_reported_in_a_line(tmp_path: Path) -> None:
     net, other = model(), model()
     used = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     plain(net, used, steps=1)
@@ -157,7 +157,7 @@ def test_a_scheduler_may_be_stepped_by_epochs_and_composes_with_rules() -> None:
     assert t1.rules.rates(20)[0] == 0.25 and 0 < t1.rules.rates(1)[0] < 1.0
 
 
-def test_a_scheduler_that_cannot_be_played_is_told_in_a_line() -> None:
+def test_a_scheduler_that_cannot_be_played_is_reported_in_a_line() -> None:
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "member": 0}], lr=0.1, momentum=0.9)
     wrong = {
         r"OneCycleLR: changes momentum: .*cycle_momentum=False": lambda o: lr_scheduler.OneCycleLR(

@@ -218,7 +218,7 @@ def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
     ({"by_stage": {"momentun": [0.9, 0.9]}}, "momentun"),
     ({"reference_batch_size": 8, "by_stage": {"lr": [0.1, 0.1]}}, "optimizer.reference_batch_size: 8: "),
 ])  # fmt: skip
-def test_what_does_not_fit_is_told_in_a_line(optimizer: Dict[str, Any], key: str) -> None:
+def test_what_does_not_fit_is_reported_in_a_line(optimizer: Dict[str, Any], key: str) -> None:
     with pytest.raises(BadInput, match=key) as refused:
         build(ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}), model(), data())
     assert len(refused.value.faults) == 1

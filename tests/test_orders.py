@@ -25,14 +25,14 @@ GENERATED = [name for name, method in METHODS.items() if method.order and name !
 
 
 def make(name: str, P: int, M: int, durations: Sequence[float] = (1, 1, 1), link: float = 0.0, **args: Any) -> Schedule:
-    """The schedule of a batch on P devices."""
+    """Return the schedule of a batch on P devices."""
     method = resolve_method(name, {**args, "durations": durations, "link": link})
     stages = P * (1 if method.order is None else method.order.stages_per_device)
     return make_schedule(method, stages, M, M)
 
 
 def time(schedule: Schedule, durations: Sequence[float] = (1, 1, 1), link: float = 0.0) -> Tuple[float, float]:
-    """What makespan and span have beside the work of a device."""
+    """Return what makespan and span have beside the work of a device."""
     bubbles = compute_bubbles(schedule, durations, link)
     work = schedule.microbatches * sum(durations)
     return bubbles.makespan - work, bubbles.span - work
@@ -42,7 +42,7 @@ def time(schedule: Schedule, durations: Sequence[float] = (1, 1, 1), link: float
 
 
 def halve(P: int) -> Tuple[float, float]:
-    """V-half's bubble and activations, as the generator of its authors has them for P > 2."""
+    """Return V-half's bubble and activations, as the generator of its authors has them for P > 2."""
     return ((3 * P - 4) / 2 if P % 2 else (3 * P - 7) / 2), P // 2 + 1
 
 
@@ -256,7 +256,7 @@ def test_pytorch_validates_our_csv(name: str, P: int, M: int, tmp_path: Path) ->
 
 
 def order_of(schedules: Any, name: str, P: int, v: int, M: int) -> Dict[int, List[Any]]:
-    """The order of one of PyTorch's classes, which needs of a real one only its sizes."""
+    """Return the order of one of PyTorch's classes, which needs of a real one only its sizes."""
     theirs = getattr(schedules, name).__new__(getattr(schedules, name))
     theirs.pp_group_size, theirs._n_microbatches, theirs.n_local_stages = P, M, v
     theirs._stages, theirs.num_stages, theirs._num_stages = [types.SimpleNamespace()] * v, P * v, P * v

@@ -55,16 +55,16 @@ def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert shipped.find_config("configs/mlp_digits.yaml") == Path("configs/mlp_digits.yaml")
 
 
-@pytest.mark.parametrize("called, said", [
+@pytest.mark.parametrize("called, expected", [
     ("tools/train.py", "run: python tools/fetch_data.py x; tools/train.py"),
     ("/usr/bin/ipu-pipe", "run: ipu-pipe fetch-data x; ipu-pipe train"),
     ("C:/bin/ipu-pipe.exe", "run: ipu-pipe fetch-data x; ipu-pipe train"),
     ("/a/ipu_pipe/__main__.py", "run: python -m ipu_pipe fetch-data x; python -m ipu_pipe train"),
     ("/a/pytest/__main__.py", "run: python tools/fetch_data.py x; tools/train.py"),
 ])  # fmt: skip
-def test_commands_are_named_as_they_are_called(called: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_named_as_they_are_called(called: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [called])
-    assert shipped.name_commands("run: python tools/fetch_data.py x; tools/train.py") == said
+    assert shipped.name_commands("run: python tools/fetch_data.py x; tools/train.py") == expected
 
 
 def test_what_runs_from_a_clone_alone_keeps_its_name() -> None:
@@ -164,3 +164,18 @@ def test_ci_runs_as_on_a_machine_that_was_never_used(tmp_path: Path) -> None:
     printed = [line for line in lines if line and "=" not in line]
     assert set(printed) == {f"{folder}:" for folder in folders} and str(home) not in folders
     assert not [folder for folder in folders if Path(folder).exists()]
+
+
+def test_every_test_is_run_by_make_test_or_by_make_test_slow() -> None:
+    """CI runs both, so that none is left out and none runs twice."""
+    makefile = (ROOT / "Makefile").read_text()
+    (default,) = re.findall(r"^addopts = .* -m '([^']*)'", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    chosen = dict(re.findall(r"^(test[-a-z]*): install\n\t\$\(PYTEST\)(?: -m '(.*)')?$", makefile, re.MULTILINE))
+    assert chosen.keys() == {"test", "test-slow", "test-all"}
+    for slow in (False, True):
+        for browser in (False, True):
+            marks = {"slow": slow, "browser": browser}
+            runs = {target: eval(expression or default, {}, marks) for target, expression in chosen.items()}
+            assert runs["test"] + runs["test-slow"] == runs["test-all"] == (not browser)
+    in_ci = re.findall(r"^make (test[-a-z]*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert in_ci == ["test", "test-slow"]

@@ -26,19 +26,19 @@ OF_NO_PAPER = {"async_frontier"}
 
 @lru_cache(maxsize=None)
 def list_experiments() -> FrozenSet[str]:
-    """The names of all experiments."""
+    """Return the names of all experiments."""
     return frozenset(one.name for one in find_experiments([]))
 
 
 def read_rows() -> List[Row]:
-    """The rows of the papers' tables, cell by cell."""
+    """Return the rows of the papers' tables, cell by cell."""
     lines = (RESULTS / "papers.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     return [(a, b, c, d, e) for a, b, c, d, e in (row for row in cells if len(row) == 5) if a not in ("item", "---")]
 
 
 def list_numbers(text: str) -> List[int]:
-    """The numbers of a list such as "1, 3 to 5"."""
+    """Return the numbers of a list such as "1, 3 to 5"."""
     return [
         number
         for low, high in re.findall(r"(\d+)(?: to (\d+))?", text)
@@ -47,7 +47,7 @@ def list_numbers(text: str) -> List[int]:
 
 
 def compute_status(name: str, claims: str) -> str:
-    """The status of some claims of an experiment, of all where none are named; in counts where they differ."""
+    """Return the status of some claims of an experiment, of all where none are named; in counts where they differ."""
     file = RESULTS / name / "results.json"
     if not file.is_file():
         return NOT_RUN

@@ -30,7 +30,7 @@ def model(
 def every_cut(
     units: int, count: int, costs: Callable[[IntArray, IntArray], Callable[[int], FloatArray]]
 ) -> Optional[List[float]]:
-    """Greatest cost and sum of squares of the best of all by_stage."""
+    """Return the greatest cost and sum of squares of the best of all by_stage."""
     result = []
     for inner in itertools.combinations(range(1, units), count - 1):
         edges = [0, *inner, units]

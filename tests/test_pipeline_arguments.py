@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ipu_pipe
-from ipu_pipe.errors import BadInput, Divergence, RunFault, end_process
+from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.pipeline.arguments import require_current_gpu
 from ipu_pipe.pipeline.pipeline import Update
-from tests.support.loops import STAGES, Case, Loop, make_batch, make_model, make_sgd
-from tests.support.processes import run_in_group
+from tests.support.loops import STAGES, Case, Loop, make_batch, make_model, make_sgd, take_share
+from tests.support.processes import end_rank, run_in_group
 from tests.support.runs import assert_same, needs_processes
 
 ON_TWO: Dict[str, Any] = {"backend": "distributed", "deadline": 60}
@@ -30,16 +30,6 @@ def make_arguments(**keys: Any) -> ipu_pipe.Pipeline:
     model = keys.pop("model", None) or make_model()
     optimizer = keys.pop("optimizer", None) or make_sgd(model.parameters())
     return ipu_pipe.Pipeline(model, nn.functional.cross_entropy, optimizer, **{"stages": STAGES, **keys})
-
-
-def take_share(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    return x.chunk(pipe.replicas)[pipe.replica], y.chunk(pipe.replicas)[pipe.replica]
-
-
-def end_rank(folder: Path, rank: int) -> None:
-    """Note that a rank has come to its end, and end it at once, as a script that raises does."""
-    (folder / f"{rank}.ended").touch()
-    end_process(0)
 
 
 def run_to_the_end(work: Any, folder: Path) -> None:

@@ -12,11 +12,23 @@ import torch.distributed as dist
 from torch import nn
 
 import ipu_pipe
-from ipu_pipe.errors import BadInput, RunFault, end_process
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.schedule.methods import METHODS
-from tests.support.loops import EPOCH, STAGES, UPDATES, Case, Loop, make_batch, make_model, make_pipeline, make_sgd
-from tests.support.processes import run_in_group
+from tests.support.loops import (
+    EPOCH,
+    STAGES,
+    UPDATES,
+    Case,
+    Loop,
+    make_batch,
+    make_model,
+    make_pipeline,
+    make_sgd,
+    take_share,
+)
+from tests.support.processes import end_rank, run_in_group
 from tests.support.runs import assert_same, needs_processes
+from tests.support.slow import mark_slow
 from tests.test_pipeline import CASES
 
 pytestmark = needs_processes
@@ -34,11 +46,6 @@ def place(name: str, case: Case) -> Case:
 
 
 ON_PROCESSES = {name: place(name, case) for name, case in CASES.items() if name not in EMULATED}
-
-
-def take_share(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return this replica's part of a batch."""
-    return x.chunk(pipe.replicas)[pipe.replica], y.chunk(pipe.replicas)[pipe.replica]
 
 
 def take_needed(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tuple[Any, Any]:
@@ -73,7 +80,7 @@ def write_expected(folder: Path, names: List[str]) -> None:
         torch.save({"state": state, "losses": loop.losses, "left": loop.left}, folder / f"{name}.pt")
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", mark_slow(range(4), lambda part: part == 0))
 def test_every_method_gives_the_emulators_bits(part: int, tmp_path: Path) -> None:
     names = sorted(ON_PROCESSES)[part::4]
     write_expected(tmp_path, names)
@@ -225,12 +232,6 @@ def test_functions_are_called_after_updates_as_on_the_emulator(tmp_path: Path) -
 # ---- errors: one line each, on every rank
 
 
-def end_rank(folder: Path, rank: int) -> None:
-    """Note that a rank has come to its end, and end it at once, as a script that raises does."""
-    (folder / f"{rank}.ended").touch()
-    end_process(0)
-
-
 def shuffle_alone(rank: int, folder: Path) -> None:
     loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 20})
     with pytest.raises(RunFault) as fault:
@@ -270,7 +271,10 @@ def call_differently(rank: int, folder: Path) -> None:
     end_rank(folder, rank)
 
 
-@pytest.mark.parametrize("work", [shuffle_alone, fail_on_one_rank, call_differently])
+ERRORS = [shuffle_alone, fail_on_one_rank, call_differently]
+
+
+@pytest.mark.parametrize("work", mark_slow(ERRORS, lambda work: work is not call_differently))
 def test_an_error_ends_every_rank(work: Any, tmp_path: Path) -> None:
     run_in_group(2, work, tmp_path)
     assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 import ipu_pipe
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import METHODS
+from tests.support.slow import mark_slow
 
 UPDATES = 7
 # norms of earlier updates, which clip later ones, begin anew after a drain, and are late by up to 7 updates
@@ -210,7 +211,14 @@ def resume_everywhere(variant: Variant, scope: Optional[str], folder: Path) -> T
 ROUNDS = {"diloco": [3, 6], "diloco_streams": [2, 4, 6], "local_greedy_blocks": [6]}
 
 
-@pytest.mark.parametrize("name", sorted(VARIANTS))
+# one of each kind of state, which `make test` runs
+QUICK = {
+    "gpipe", "pipedream", "pipedream_adam", "pipemare_warmup", "pb_sc_lwp", "spectrain", "local_greedy", "local_greedy_blocks",
+    "local_sgd_rounds", "diloco_streams", "randomized_pipedream", "rows_backwards",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mark_slow(sorted(VARIANTS), QUICK.__contains__))
 def test_a_saved_state_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     allowed = list_scopes(variant)

@@ -38,7 +38,7 @@ PIPELINES = ["pipedream_2bw", "pipedream_flush", "gpipe", "pipedream"]
 
 
 def hardware(**changes: Any) -> Hardware:
-    """Servers of two devices of 1 FLOP a second, and slow links between the servers."""
+    """Return servers of two devices of 1 FLOP a second, and slow links between the servers."""
     figures: Dict[str, Any] = {
         "devices": 4,
         "device": {"memory_bytes": 1e4, "usable_share": 1.0, "memory_bandwidth": 1e9,
@@ -61,7 +61,7 @@ def units(rng: np.random.Generator, count: int) -> Tuple[Unit, ...]:
 
 
 def problem(seed: int = 0, count: int = 6, memory: Optional[float] = None, **changes: Any) -> Problem:
-    """A small one."""
+    """Return a small problem."""
     machine = hardware(**changes)
     result = units(np.random.default_rng(seed), count)
     return Problem(result, 8.0, machine, machine.device.usable_bytes if memory is None else memory, "float32", 1)
@@ -268,7 +268,7 @@ def test_the_largest_batch_is_planned() -> None:
 
 
 def run(capsys: Any, *arguments: str) -> str:
-    """Standard output of the command."""
+    """Return the standard output of the command."""
     command.main(["configs/mlp_digits.yaml", *arguments])
     return str(capsys.readouterr().out)
 
@@ -345,8 +345,8 @@ def test_a_config_is_written_for_what_was_planned_or_not_at_all(capsys: Any, tmp
 def test_the_configs_hardware_is_the_default(capsys: Any) -> None:
     """And so is its method; of one that cannot be planned it says so."""
     command.main(["configs/mlp_digits.yaml", "--set", "hardware=v100x8", "method=local_overlapping", "--top", "1"])
-    said = capsys.readouterr()
-    assert "8 devices of v100x8" in said.out and "method: local_overlapping: cannot be planned" in said.err
+    printed = capsys.readouterr()
+    assert "8 devices of v100x8" in printed.out and "method: local_overlapping: cannot be planned" in printed.err
 
 
 @pytest.mark.parametrize("name, asked", [("v100x8", []), ("pod4", []), ("v100x8", ["--methods", "local_chunked"])])
@@ -356,19 +356,19 @@ def test_local_methods_are_planned_and_written(name: str, asked: List[str], caps
     size = "500kB" if name == "v100x8" else "189MB"  # a fifth is code
     local = ["--set", "method=local_greedy", "--hardware", name, "--devices", "4", "--memory", size, "--top", "40"]
     command.main(["configs/mlp_digits.yaml", *local, *asked, "--json", "--write", str(file)])
-    said = capsys.readouterr()
-    plans = json.loads(said.out)["plans"]
+    printed = capsys.readouterr()
+    plans = json.loads(printed.out)["plans"]
     methods = {plan["method"] for plan in plans}
     usual = {"local_greedy", "pipedream_flush"} | (set() if name == "pod4" else {"pipedream_2bw", "gpipe", "zb_h1"})
     methods -= {*BY_DEVICE} - {"zb_h1"}  # as many as the few units have stages for
-    assert methods == ({"local_chunked"} if asked else usual) and "not planned" not in said.err
+    assert methods == ({"local_chunked"} if asked else usual) and "not planned" not in printed.err
     written, best = load_config(file), plans[0]
     assert written.method == best["method"] and best["depth"] > 1
     if best["method"] == "local_chunked":
         assert list(written.method_args.blocks) == best["stages"]
 
 
-@pytest.mark.parametrize("arguments, said", [
+@pytest.mark.parametrize("arguments, message", [
     ([], "--hardware: missing"),
     (["--hardware", "v100"], "--hardware: v100: must be one of"),
     (["--hardware", "v100x8", "--devices", "0"], "--devices: 0: must be"),
@@ -377,8 +377,8 @@ def test_local_methods_are_planned_and_written(name: str, asked: List[str], caps
     (["--hardware", "v100x8", "--precision", "int8"], "--precision: int8: must be one of"),
     (["--hardware", "v100x8", "--devices", "2", "--memory", "1kB"], "no configuration fits v100x8"),
 ])  # fmt: skip
-def test_bad_input_is_told(arguments: List[str], said: str, capsys: Any) -> None:
-    assert any(said in fault for fault in list_faults(run, capsys, *arguments))
+def test_bad_input_is_reported(arguments: List[str], message: str, capsys: Any) -> None:
+    assert any(message in fault for fault in list_faults(run, capsys, *arguments))
 
 
 @pytest.mark.parametrize("text, size", [("16GB", 16e9), ("900MiB", 900 * 2**20), ("16e9", 16e9), ("1.5TB", 1.5e12)])

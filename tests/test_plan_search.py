@@ -25,7 +25,7 @@ PIPELINES = ["pipedream_2bw", "pipedream_flush", "gpipe"]
 
 
 def slow(seed: int, devices: int = 8) -> Hardware:
-    """Servers of two or four devices of 1 FLOP a second, whose links are anything between fast and the bottleneck."""
+    """Return servers of two or four devices of 1 FLOP a second, whose links are anything between fast and the bottleneck."""
     rng = np.random.default_rng(seed)
     rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1.0}}
     figures: Dict[str, Any] = {
@@ -43,7 +43,7 @@ def slow(seed: int, devices: int = 8) -> Hardware:
 
 
 def problem(seed: int, memory: float = 1e9, devices: int = 8, count: int = 8) -> Problem:
-    """Units of any size on such hardware."""
+    """Return units of any size on such hardware."""
     rng = np.random.default_rng(seed)
     units = tuple(
         Unit(f"unit{i}", f, 2 * f, int(rng.integers(0, 30)), 4.0 * rng.integers(1, 9), 40.0)
@@ -53,7 +53,7 @@ def problem(seed: int, memory: float = 1e9, devices: int = 8, count: int = 8) ->
 
 
 def every(given: Problem, asked: List[Candidate]) -> List[Prediction]:
-    """All candidates that fit, on every layout, each played."""
+    """Return all candidates that fit, on every layout, each played."""
     result = []
     for candidate in asked:
         for layout in list_layouts(candidate.depth, candidate.width):
@@ -102,7 +102,7 @@ def test_bounds_hold_where_messages_wait() -> None:
 
 
 def played_one_by_one(monkeypatch: pytest.MonkeyPatch) -> List[int]:
-    """Passes of the schedules that are played pass by pass from now on."""
+    """Return passes of the schedules that are played pass by pass from now on."""
     counts: List[int] = []
 
     def counting(schedule: Schedule, costs: Costs, updates: int) -> Any:

@@ -25,7 +25,7 @@ UNITS = tuple(Unit(f"unit{i}", 5.0, 10.0, 1000, 4.0, 40.0) for i in range(4))
 
 
 def problem(memory: float, **device: Any) -> Problem:
-    """Four units of 1000 float32 weights with Adam, 16 bytes of each on the device without streaming, 8 of them state."""
+    """Return four units of 1000 float32 weights with Adam, 16 bytes of each on the device without streaming, 8 of them state."""
     rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1.0}}
     figures: Dict[str, Any] = {
         "devices": 2,
@@ -51,7 +51,7 @@ def test_state_leaves_the_device_and_costs_its_traffic_at_each_update() -> None:
     assert result[1].seconds - result[0].seconds == pytest.approx(2 * state / 100.0)
 
 
-def test_it_is_planned_where_nothing_else_fits_and_said_so() -> None:
+def test_it_is_planned_where_nothing_else_fits_and_printed() -> None:
     """Not where something fits, nor on devices without such memory, nor beyond what that holds."""
 
     def plan(given: Problem) -> Any:

@@ -27,7 +27,7 @@ links: [{name: sockets, bandwidth: 1e9, latency: 100e-6}]
 
 
 @needs_processes
-def test_what_is_planned_trains_on_as_many_processes_and_is_told_beside_what_was_measured(
+def test_what_is_planned_trains_on_as_many_processes_and_is_reported_beside_what_was_measured(
     tmp_path: Path, capsys: Any
 ) -> None:
     hardware, planned, out = (tmp_path / name for name in ("two.yaml", "planned.yaml", "run"))
@@ -36,10 +36,10 @@ def test_what_is_planned_trains_on_as_many_processes_and_is_told_beside_what_was
         str(ROOT / "configs" / "mlp_digits.yaml"), "--set", "steps=4", "backend.name=distributed", "backend.threads=1",
     ]
     plan.main([*digits, "evaluate.every=0", "--hardware", str(hardware), "--json", "--write", str(planned)])
-    said = capsys.readouterr()
-    best = json.loads(said.out)["plans"][0]
+    output = capsys.readouterr()
+    best = json.loads(output.out)["plans"][0]
     assert (best["depth"], best["width"]) == (2, 1)
-    assert f"torchrun --nproc_per_node 2 tools/train.py {planned}" in said.err
+    assert f"torchrun --nproc_per_node 2 tools/train.py {planned}" in output.err
     assert load_config(planned).stages == best["stages"]
 
     ran = forked.run_ranks(2, "train", [str(planned), "--out", str(out)], GLOO_SOCKET_IFNAME="lo")

@@ -53,6 +53,7 @@ from tests.support.runs import (
     read_trace_file,
     read_weights,
 )
+from tests.support.slow import mark_slow
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 DOUBLE = str(ROOT / "tests" / "poptorch_double" / "path")
@@ -61,7 +62,7 @@ PLAIN = {"name": "sgd", "lr": 0.05}
 
 
 def both(tmp_path: Path, method: str = "gpipe", name: str = "residual", ipu: Any = None, **keys: Any) -> Any:
-    """The same run by the emulator and on the double: equal in weights, close in what is measured of them."""
+    """Run by the emulator and on the double: equal in weights, close in what is measured of them."""
     ours = run(make_config(method, "poptorch", ipu, **keys), tmp_path / "ipu", name)
     theirs = run(make_config(method, **{**keys, "precision": "float32"}), tmp_path / "emulator", name)
     assert_same_weights(tmp_path / "ipu", tmp_path / "emulator")
@@ -244,7 +245,7 @@ def test_a_small_pod_is_shared_by_training_and_evaluation(poptorch: Any, tmp_pat
     assert one["final"] == other["final"]
 
 
-def test_times_cycles_and_profiles_are_told(poptorch: Any, tmp_path: Path) -> None:
+def test_times_cycles_and_profiles_are_reported(poptorch: Any, tmp_path: Path) -> None:
     profile = {"directory": str(tmp_path / "profile"), "blocks": "stage.*"}
     ipu = {"log_cycle_count": True, "profile": profile, "engine_options": {"debug.instrument": "true"}}
     summary = run(make_config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
@@ -349,10 +350,10 @@ CHANGES = [[0, 2.0], [2, 64.0], [5, 0.5]]
 
 @pytest.mark.parametrize("ipu, optimizer", [
     ({}, SGD),
-    ({}, PLAIN),
-    ({}, ADAM),
-    ({"device_iterations": 2}, SGD),
-    ({"use_combined_accum": True}, SGD),
+    pytest.param({}, PLAIN, marks=pytest.mark.slow),
+    pytest.param({}, ADAM, marks=pytest.mark.slow),
+    pytest.param({"device_iterations": 2}, SGD, marks=pytest.mark.slow),
+    pytest.param({"use_combined_accum": True}, SGD, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_loss_scaling_that_changes_in_a_run_changes_no_weight(
     poptorch: Any, tmp_path: Path, ipu: Any, optimizer: Any
@@ -464,19 +465,19 @@ def test_a_second_error_before_the_next_checkpoint_ends_the_run(poptorch: Any, t
 MEMORY, ATTACHING = "poplar_graph_memory_allocation_error", "poptorch_cpp_error"
 
 
-@pytest.mark.parametrize("event, error, said", [
+@pytest.mark.parametrize("event, error, message", [
     ("compile", lambda p: p.Error("Out of memory on tile 0", MEMORY), "take more stages"),
     ("execute", lambda p: p.UnrecoverableError("dead", "poplar_unrecoverable_error"), "poplar_unrecoverable_error: dead"),
     ("attach", lambda p: p.Error("Failed to acquire 4 IPU(s)", ATTACHING), "wait_for_ipu=true"),
     ("execute", lambda p: AssertionError("Invalid batch\n dimension"), "AssertionError: Invalid batch dimension"),
 ])  # fmt: skip
-def test_both_families_of_errors_are_told_in_one_line(
-    poptorch: Any, tmp_path: Path, event: str, error: Callable[[Any], BaseException], said: str
+def test_both_families_of_errors_are_reported_in_one_line(
+    poptorch: Any, tmp_path: Path, event: str, error: Callable[[Any], BaseException], message: str
 ) -> None:
     poptorch.recorded.fail(event, 1, error(poptorch))
     with pytest.raises(RunFault) as caught:
         run(make_config(on="poptorch"), tmp_path, "mlp")
-    assert said in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).startswith("poptorch: ")
+    assert message in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).startswith("poptorch: ")
 
 
 def test_ctrl_c_leaves_no_wrapper_and_no_ipu_held(poptorch: Any, tmp_path: Path) -> None:
@@ -544,10 +545,10 @@ UNFIT: List[Tuple[Dict[str, Any], Dict[str, Any], List[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("keys, parts, said", UNFIT)
-def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any, keys: Any, parts: Any, said: List[str]) -> None:
+@pytest.mark.parametrize("keys, parts, words", UNFIT)
+def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any, keys: Any, parts: Any, words: List[str]) -> None:
     (fault,) = faults(make_config(on="poptorch", **keys), **parts)
-    assert all(part in fault for part in said), fault
+    assert all(part in fault for part in words), fault
 
 
 def test_a_weight_is_accepted_where_it_changes_nothing(poptorch: Any) -> None:
@@ -577,22 +578,22 @@ def make_unfaithful(what: str) -> nn.Module:
     return nn.Sequential(first, nn.Linear(12, 4))
 
 
-@pytest.mark.parametrize("what, said", [
+@pytest.mark.parametrize("what, message", [
     ("function", "model: Own: .*never calls its backward"),
     ("counter", "model: 0.seen: training writes an integer buffer"),
     ("no_grad", r"model: mean in 0.*: torch.no_grad\(\) has no effect inside a forward"),
 ])  # fmt: skip
-def test_what_poptorch_would_compute_otherwise_is_refused_by_name(poptorch: Any, what: str, said: str) -> None:
+def test_what_poptorch_would_compute_otherwise_is_refused_by_name(poptorch: Any, what: str, message: str) -> None:
     (fault,) = faults(make_config(on="poptorch", stages=["1"]), model=make_unfaithful(what))
-    assert re.match(said, fault), fault
+    assert re.match(message, fault), fault
     build(make_config(on="poptorch", stages=["1"]), model=make_unfaithful("nothing"), data=Source())
 
 
 def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any) -> None:
     keys = {"on": "poptorch", "precision": "16.32", "stages": 1}
     biased = nn.Sequential(nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 1, 1), nn.Flatten(), nn.Linear(12, 4))
-    (said,) = faults(make_config(**keys), model=biased)
-    assert said.startswith("precision: 16.32: ") and "bias=False" in said
+    (fault,) = faults(make_config(**keys), model=biased)
+    assert fault.startswith("precision: 16.32: ") and "bias=False" in fault
     x, y = torch.zeros(64, 12, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
 
     class Normalized(nn.Linear):
@@ -603,8 +604,8 @@ def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any)
         def _normalize(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    (said,) = faults(make_config(**keys), model=Normalized(12, 4), data=Bytes((x, y), (x, y), 5))
-    assert said.startswith("precision: 16.32: inputs are uint8")
+    (fault,) = faults(make_config(**keys), model=Normalized(12, 4), data=Bytes((x, y), (x, y), 5))
+    assert fault.startswith("precision: 16.32: inputs are uint8")
 
 
 def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_taken(poptorch: Any) -> None:
@@ -614,8 +615,8 @@ def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_
         groups: Any = [{"params": wide}, {"params": biases, **of_biases}]
         return {"model": net, "optimizer": torch.optim.SGD(groups, lr=0.05)}
 
-    (said,) = faults(make_config(on="poptorch"), **how(lr=0.1))
-    assert said.startswith("optimizer: parameter groups with different learning rates: ")
+    (fault,) = faults(make_config(on="poptorch"), **how(lr=0.1))
+    assert fault.startswith("optimizer: parameter groups with different learning rates: ")
     build(make_config(on="poptorch"), data=Source(), **how(weight_decay=0.1))
     build(make_config(), data=Source(), **how(lr=0.1))
 
@@ -627,7 +628,7 @@ def test_an_optimizer_of_the_users_own_is_translated(poptorch: Any, tmp_path: Pa
     assert_same_weights(tmp_path / "emulator", tmp_path / "poptorch")
 
 
-def test_a_machine_with_too_few_ipus_is_told_before_compiling(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_machine_with_too_few_ipus_is_reported_before_compiling(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "2")
     with pytest.raises(BadInput, match="this machine has no device of 4 IPUs.*compile_only=true"):
         run(make_config(on="poptorch"), tmp_path, "mlp")
@@ -673,6 +674,7 @@ def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(poptorch: Any, tm
         check(make_config("local_greedy", "poptorch", {"local": "decoupled"}), tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_instances_evaluate_shares_of_the_test_set(tmp_path: Path) -> None:
     """Two instances of poprun, one of which has a batch more; both make as many calls, since their replicas wait for one
     another."""
@@ -702,7 +704,7 @@ def test_launchers_that_do_not_fit_are_refused(poptorch: Any, tmp_path: Path, mo
         check(make_config(on="poptorch"), tmp_path / "none")
 
 
-def test_an_sdk_that_is_not_switched_on_is_told(poptorch: Any, monkeypatch: Any) -> None:
+def test_an_sdk_that_is_not_switched_on_is_reported(poptorch: Any, monkeypatch: Any) -> None:
     import builtins
 
     real = builtins.__import__
@@ -724,10 +726,10 @@ def test_without_poptorch_the_command_says_so_in_one_line(monkeypatch: Any, caps
     monkeypatch.chdir(ROOT)
     out = str(tmp_path / "run")
     arguments = [DIGITS, "--set", *SHORT, "method=gpipe", "--out", out]
-    code, _, said = run_here(tool, *arguments, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 2 and len(said.splitlines()) == 1
-    assert said.startswith("error: backend.name: poptorch: ") and "backend.name=emulator" in said
-    assert all(part in said for part in ("Poplar SDK 3.4", "Python 3.8", "torch 2.0.1"))
+    code, _, printed = run_here(tool, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    assert code == 2 and len(printed.splitlines()) == 1
+    assert printed.startswith("error: backend.name: poptorch: ") and "backend.name=emulator" in printed
+    assert all(part in printed for part in ("Poplar SDK 3.4", "Python 3.8", "torch 2.0.1"))
     assert not Path(out).exists()
 
 
@@ -793,7 +795,7 @@ def test_the_analysis_of_other_executions_of_all_ipus(
         assert figure["difference"] is None or not figure["name"].startswith("devices[")
 
 
-@pytest.mark.parametrize("blocks", [2, 4])
+@pytest.mark.parametrize("blocks", mark_slow([2, 4], lambda blocks: blocks == 2))
 def test_the_analysis_of_blocks_on_ipus_of_their_own(blocks: int, tmp_path: Path) -> None:
     """Each is a device with its stage; checkpoints and evaluations are not the bubble's."""
     keys = [*SHORT[:-1], "checkpoint.every=2", "method=local_greedy", f"stages={blocks}"]
@@ -808,6 +810,7 @@ def test_the_analysis_of_blocks_on_ipus_of_their_own(blocks: int, tmp_path: Path
         assert device["outside_ns"] > 0
 
 
+@pytest.mark.slow
 def test_blocks_do_not_wait_for_results_that_are_read_late(tmp_path: Path) -> None:
     """Rank 0 reads losses for a line of metrics alone: sends of the others' results would wait for it, and it for activations."""
     keys = ["steps=40", "log.tensorboard=false", "gradient_accumulation=2", "micro_batch_size=4", "log.every=40"]

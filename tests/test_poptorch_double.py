@@ -58,7 +58,7 @@ def data(count: int) -> Tuple[Any, Any]:
 
 
 def pipeline(poptorch: Any, ipus: Sequence[int] = (0, 1), accumulation: int = 4) -> Any:
-    """Options of a pipeline of blocks A, B, ... on the given IPUs."""
+    """Return options of a pipeline of blocks A, B, ... on the given IPUs."""
     stages = [poptorch.Stage("ABCDEFGH"[i]).ipu(ipu) for i, ipu in enumerate(ipus)]
     options = poptorch.Options().setExecutionStrategy(poptorch.PipelinedExecution(*stages))
     options.Training.gradientAccumulation(accumulation)
@@ -71,10 +71,10 @@ def training(poptorch: Any, forward: Any = plain, options: Any = None, optimizer
     return poptorch.trainingModel(model, options, result)
 
 
-def refused(error: Any, said: str, call: Callable[[], Any]) -> None:
+def refused(error: Any, message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(error) as caught:
         call()
-    assert said in str(caught.value), str(caught.value)
+    assert message in str(caught.value), str(caught.value)
 
 
 # ---- names and values
@@ -104,9 +104,9 @@ WRONG: List[Tuple[Any, Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("call, error, said", WRONG)
-def test_wrong_names_and_values_are_refused(poptorch: Any, call: Any, error: Any, said: str) -> None:
-    refused(error or poptorch.Error, said, lambda: call(poptorch))
+@pytest.mark.parametrize("call, error, message", WRONG)
+def test_wrong_names_and_values_are_refused(poptorch: Any, call: Any, error: Any, message: str) -> None:
+    refused(error or poptorch.Error, message, lambda: call(poptorch))
 
 
 def test_errors_are_no_runtime_errors(poptorch: Any) -> None:
@@ -173,11 +173,11 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("forward, options, said", LAYOUTS)
-def test_layouts_that_no_pipeline_has_are_refused(poptorch: Any, forward: Any, options: Any, said: str) -> None:
+@pytest.mark.parametrize("forward, options, message", LAYOUTS)
+def test_layouts_that_no_pipeline_has_are_refused(poptorch: Any, forward: Any, options: Any, message: str) -> None:
     result = options(poptorch)
     parts = result.Training.gradient_accumulation * result.replication_factor
-    refused((poptorch.Error, AssertionError), said, lambda: training(poptorch, forward, result)(*data(2 * parts)))
+    refused((poptorch.Error, AssertionError), message, lambda: training(poptorch, forward, result)(*data(2 * parts)))
 
 
 def test_an_inference_pipeline_wants_as_many_device_iterations_as_stages(poptorch: Any) -> None:
@@ -226,10 +226,10 @@ FORWARDS: List[Tuple[Any, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("forward, error, said", FORWARDS)
-def test_forwards_that_cannot_be_compiled_are_refused(poptorch: Any, forward: Any, error: str, said: str) -> None:
+@pytest.mark.parametrize("forward, error, message", FORWARDS)
+def test_forwards_that_cannot_be_compiled_are_refused(poptorch: Any, forward: Any, error: str, message: str) -> None:
     kinds = {"Error": poptorch.Error, "DoubleRefuses": poptorch._errors.DoubleRefuses}
-    refused(kinds.get(error, NotImplementedError), said, lambda: training(poptorch, forward)(*data(2)))
+    refused(kinds.get(error, NotImplementedError), message, lambda: training(poptorch, forward)(*data(2)))
 
 
 def test_integer_buffers_are_constants(poptorch: Any, monkeypatch: Any) -> None:
@@ -282,7 +282,7 @@ def test_output_modes(poptorch: Any, mode: str, period: Any, rows: Sequence[int]
 
 
 def updates(poptorch: Any, optimizer: Callable[..., Any], count: int = 3, **training_options: Any) -> Any:
-    """The executor after so many updates of two microbatches."""
+    """Return the executor after so many updates of two microbatches."""
     options = poptorch.Options()
     options.Training.gradientAccumulation(2)
     for name, value in training_options.items():
@@ -294,7 +294,7 @@ def updates(poptorch: Any, optimizer: Callable[..., Any], count: int = 3, **trai
 
 
 def reference(optimizer: Callable[..., Any], count: int = 3) -> Dict[str, torch.Tensor]:
-    """The weights of plain PyTorch."""
+    """Return the weights of plain PyTorch."""
     model = Forward(plain)
     plain_optimizer, (x, y) = optimizer(model.parameters()), data(8)
     for _ in range(count):
@@ -349,15 +349,15 @@ def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(popt
     refused(poptorch._errors.DoubleRefuses, "Accl1___a.weight", lambda: result.setOptimizer(optimizer))
 
 
-@pytest.mark.parametrize("optimizer, error, said", [
+@pytest.mark.parametrize("optimizer, error, message", [
     (lambda p, ps: torch.optim.SGD(ps, lr=0.1), NotImplementedError, "torch's own"),
     (lambda p, ps: p.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.5), AssertionError, "dampening"),
     (lambda p, ps: p.optim.Adam(ps, lr=0.1, amsgrad=True), ValueError, "Only non-amsgrad"),
     (lambda p, ps: p.optim.SGD(ps, lr=0.1, maximize=True), AssertionError, "maximize=True has no meaning"),
     (lambda p, ps: p.optim.SGD(list(ps)[1:], lr=0.1), AssertionError, "in no group of the optimizer: a.weight"),
 ])  # fmt: skip
-def test_optimizers_that_no_ipu_has_are_refused(poptorch: Any, optimizer: Any, error: Any, said: str) -> None:
-    refused(error, said, lambda: training(poptorch, optimizer=lambda ps: optimizer(poptorch, ps)))
+def test_optimizers_that_no_ipu_has_are_refused(poptorch: Any, optimizer: Any, error: Any, message: str) -> None:
+    refused(error, message, lambda: training(poptorch, optimizer=lambda ps: optimizer(poptorch, ps)))
 
 
 def test_constants_of_a_compiled_optimizer_do_not_change(poptorch: Any) -> None:
@@ -404,19 +404,19 @@ def test_devices_are_held_and_given_back(poptorch: Any, monkeypatch: Any) -> Non
     refused(poptorch.Error, "No IPU detected", lambda: poptorch.inferenceModel(Forward(plain))(data(2)[0]))
 
 
-@pytest.mark.parametrize("change, said", [
+@pytest.mark.parametrize("change, message", [
     (lambda o: o.useIpuId(1), "targeting a specific id"),
     (lambda o: o.logCycleCount(True), "only supported on actual IPU hardware"),
     (lambda o: o.useIpuModel(True), "cannot be used if the IPU model"),
 ])  # fmt: skip
-def test_an_offline_target_compiles_and_does_not_run(poptorch: Any, change: Any, said: str) -> None:
+def test_an_offline_target_compiles_and_does_not_run(poptorch: Any, change: Any, message: str) -> None:
     """CompilerImpl.cpp: it takes neither a device's id nor a cycle counter."""
     result = training(poptorch, options=poptorch.Options().useOfflineIpuTarget(2))
     result.compile(*data(2))
     refused(AssertionError, "Trying to run a model on an offline device", lambda: result(*data(2)))
     options = poptorch.Options().useOfflineIpuTarget(2)
     change(options)
-    refused(poptorch.Error, said, lambda: training(poptorch, options=options).compile(*data(2)))
+    refused(poptorch.Error, message, lambda: training(poptorch, options=options).compile(*data(2)))
 
 
 def test_faults_of_the_device_can_be_ordered_and_lose_it(poptorch: Any, monkeypatch: Any) -> None:

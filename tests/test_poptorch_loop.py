@@ -23,6 +23,7 @@ from ipu_pipe.pipeline.build import build
 from ipu_pipe.schedule.methods import resolve_method
 from tests.support.ipu_runs import Source, make_config, make_model, run
 from tests.support.runs import assert_close, assert_same, read_column, read_weights
+from tests.support.slow import mark_slow
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 
@@ -143,7 +144,11 @@ def train_on_double(case: Case, folder: Path) -> Dict[str, torch.Tensor]:
     return read_weights(folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+# one of each kind, which `make test` runs
+QUICK = {"gpipe", "pipedream_flush", "calls of 3, replicas", "local losses", "clipped"}
+
+
+@pytest.mark.parametrize("name", mark_slow(CASES, QUICK.__contains__))
 def test_a_loop_gives_the_weights_of_train_and_of_the_emulator(poptorch: Any, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     expected = train_on_double(case, tmp_path)
@@ -223,7 +228,10 @@ def test_memory_schedule_and_trace_are_those_of_the_ipus(poptorch: Any, tmp_path
     loop.pipe.close()
 
 
-@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "calls of 2", "local losses"])
+SAVED = ["gpipe", "pipedream_flush", "calls of 2", "local losses"]
+
+
+@pytest.mark.parametrize("name", mark_slow(SAVED, lambda name: name == "calls of 2"))
 def test_a_saved_state_goes_on_to_the_same_bits(poptorch: Any, name: str) -> None:
     """From a new object before its first step, and from one that has made some."""
     case = CASES[name]
@@ -417,7 +425,7 @@ def test_an_exception_in_the_loop_releases_the_ipus(poptorch: Any) -> None:
 # ---- a planned run, whose data its engine reads ahead by number
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", mark_slow(["sync", "async"], lambda mode: mode == "sync"))
 def test_an_engine_of_a_planned_run_gives_a_call_and_takes_its_updates(poptorch: Any, tmp_path: Path, mode: str) -> None:
     settings = make_config(on="poptorch", ipu={"device_iterations": 2, "data_loading": {"mode": mode}})
     run(settings, tmp_path, "mlp")

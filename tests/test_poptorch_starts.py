@@ -106,16 +106,16 @@ def run(settings: Any, out: Path, **keys: Any) -> None:
 # ---- loading
 
 
-def test_a_fault_of_the_loading_process_is_told_with_its_cause(poptorch: Any, tmp_path: Path, capfd: Any) -> None:
+def test_a_fault_of_the_loading_process_is_reported_with_its_cause(poptorch: Any, tmp_path: Path, capfd: Any) -> None:
     cases = [
         (9, ValueError("no such\npicture"), RunFault, "poptorch: loading data: ValueError: no such"),
         (9, BadInput("data.root: x.jpg: is no picture"), BadInput, "data.root: x.jpg: is no picture"),
         (1, OSError("disk"), RunFault, "poptorch: loading data: OSError: disk"),  # while the process starts
     ]
-    for at, error, kind, said in cases:
+    for at, error, kind, line in cases:
         with pytest.raises(kind) as caught:
             run(config(ASYNC), tmp_path, data=Source(at, error))
-        assert str(caught.value) == said
+        assert str(caught.value) == line
     with pytest.raises(RunFault, match="the worker process exited without an error message .*: is there room .*/dev/shm"):
         run(config(ASYNC), tmp_path, data=Source(9, SystemExit(1)))
     assert "Traceback" not in capfd.readouterr().err

@@ -84,7 +84,7 @@ def emulated(
 def literally(
     stages: List[nn.Module], method: Method, accumulate: int, data: List[Any], make: Any, args: Any
 ) -> List[LiteralStage]:
-    """Weights of low precision, where a backward reads other ones than its forward, and float32 ones that updates change;
+    """Return weights of low precision, where a backward reads other ones than its forward, and float32 ones that updates change;
     BatchNorm stays as it is. Elsewhere each stage's forward, and the loss, under autocast."""
     P = len(stages)
     schedule = make_schedule(method, P, len(data), accumulate)
@@ -260,7 +260,7 @@ def test_a_model_with_a_block_of_its_own_is_looked_at_as_it_runs() -> None:
     assert len(build(digits("precision=bfloat16_mixed", "stages=2"), model=model).partition) == 2
 
 
-def test_what_is_meant_is_said() -> None:
+def test_the_meaning_of_a_precision_is_printed() -> None:
     assert "forward and loss under autocast" in format_opening(build(digits("precision=bfloat16_mixed")))
     assert "a backward of pipemare reads other weights than its forward" in format_opening(build(digits(*MASTERED)))
     with pytest.raises(BadInput, match="precision: float16: must be .*; did you mean bfloat16_mixed"):

@@ -37,7 +37,7 @@ counts = pytest.mark.skipif(FlopCounterMode is None, reason="this PyTorch counts
 
 
 def written(name: str) -> Dict[str, Any]:
-    """A table as it stands in docs/."""
+    """Return a table as it stands in docs/."""
     return dict(json.loads((ROOT / "docs" / "results" / name / "results.json").read_text(encoding="utf-8")))
 
 
@@ -55,6 +55,7 @@ def same_as_docs(name: str, found: PredictedRows) -> None:
 # ---- tables
 
 
+@pytest.mark.slow
 @counts
 def test_the_local_papers_speedups_are_predicted_within_eight_points() -> None:
     """Nothing is fitted: model, hardware's file and schedule alone. Better than the balanced bound by far."""
@@ -238,7 +239,7 @@ def test_blocks_end_where_one_activation_crosses() -> None:
 
 
 def simple(lockstep: bool = True, host: Any = None) -> Any:
-    """A device does a FLOP a second, and moves bytes at once."""
+    """Return hardware whose device does a FLOP a second, and moves bytes at once."""
     rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1}}
     device = {"memory_bytes": 1e9, "usable_share": 1, "memory_bandwidth": 1e15, "rates": rates}
     links = [{"name": "all", "bandwidth": 1e15, "latency": 0.0}]

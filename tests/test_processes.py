@@ -28,7 +28,7 @@ from ipu_pipe.run.train import train
 from ipu_pipe.store.checkpoint import FILES
 from ipu_pipe.store.folder import lock_folder
 from tests import forked
-from tests.support.processes import run_in_group
+from tests.support.processes import hear_interrupts, run_in_group
 from tests.support.runs import (
     DIGITS,
     ROOT,
@@ -49,7 +49,7 @@ pytestmark = needs_processes
 
 
 def command_line(out: Path, *args: str) -> List[str]:
-    """Arguments of tools/train.py, on the digits."""
+    """Return arguments of tools/train.py, on the digits."""
     sets = [*SHORT, "backend.name=distributed", *[a for a in args if "=" in a]]
     return [
         DIGITS, "--out", str(out), *[i for pair in sets for i in ("--set", pair)], *[a for a in args if "=" not in a],
@@ -65,13 +65,8 @@ def launch(ranks: int, out: Path, *args: str, restarts: int = 0) -> "subprocess.
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=hears_interrupts,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=hear_interrupts,
     )  # fmt: skip
-
-
-def hears_interrupts() -> None:
-    """A shell that runs the tests in the background has them ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(ranks: int, out: Path, *args: str) -> forked.Ended:
@@ -80,7 +75,7 @@ def run(ranks: int, out: Path, *args: str) -> forked.Ended:
 
 
 def run_by_torchrun(ranks: int, out: Path, *args: str) -> forked.Ended:
-    """The same by torchrun."""
+    """Run the same by torchrun."""
     process = launch(ranks, out, *args)
     printed, error = process.communicate(timeout=240)
     return forked.Ended(process.returncode, printed, error)
@@ -225,7 +220,7 @@ def test_a_run_goes_on_on_another_layout(tmp_path: Path) -> None:
 
 
 def _children(parent: int) -> List[int]:
-    """Processes that `parent` has started, by /proc/PID/stat: "PID (name) state PPID ..."."""
+    """Return processes that `parent` has started, by /proc/PID/stat: "PID (name) state PPID ..."."""
     children = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -237,6 +232,7 @@ def _children(parent: int) -> List[int]:
 by_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
 
 
+@pytest.mark.slow
 @by_proc
 def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_goes_on(tmp_path: Path) -> None:
     how = ["steps=30000", "checkpoint.every=20", "stages=2", "evaluate.every=0"]
@@ -255,6 +251,7 @@ def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_goes_on(tmp
         assert set(FILES) | {"manifest.json"} == {file.name for file in step.iterdir()}
 
 
+@pytest.mark.slow
 @by_proc
 def test_a_rank_without_progress_ends_the_job_at_the_deadline(tmp_path: Path) -> None:
     """Story: rank 0 named rank 1, which waited for rank 2 itself."""
@@ -271,7 +268,7 @@ def test_a_rank_without_progress_ends_the_job_at_the_deadline(tmp_path: Path) ->
 
 
 def _is_on(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
+    """Return whether the process is there and no zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
@@ -284,6 +281,7 @@ def _ended(pids: List[int], seconds: float) -> bool:
     return not any(map(_is_on, pids))
 
 
+@pytest.mark.slow
 @by_proc
 def test_ranks_end_with_their_launcher_and_the_run_goes_on(tmp_path: Path) -> None:
     """Story: the ranks of a killed launcher went on, and a resumed run wrote into the same folder beside them."""
@@ -310,8 +308,9 @@ def test_ranks_end_with_their_launcher_and_the_run_goes_on(tmp_path: Path) -> No
     assert f"resuming after update {newest}" in printed, error
 
 
+@pytest.mark.slow
 @by_proc
-def test_a_folder_in_use_is_told_once_and_ctrl_c_to_the_launcher_ends_all(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_reported_once_and_ctrl_c_to_the_launcher_ends_all(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with lock_folder(out):
         code, _, error = run(2, out, "stages=2")
@@ -326,6 +325,7 @@ def test_a_folder_in_use_is_told_once_and_ctrl_c_to_the_launcher_ends_all(tmp_pa
     assert not [line for line in error.splitlines() if "tools/train.py" in line and "File" in line], error
 
 
+@pytest.mark.slow
 def test_two_nodes_run_unchanged(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -429,7 +429,7 @@ def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
     assert bool(layer.weight.isnan().all()) and bool(layer.bias.isnan().all())
 
 
-@pytest.mark.parametrize("how, told", [
+@pytest.mark.parametrize("how, message", [
     (["method=pipemare", "method_args.constant_delay={updates: 2}"], "delays that are not the pipeline's own"),
     (["method=gpipe", "clip={norm: 1.0, scope: delayed_global}"], "use scope: global"),
     (["method=pipedream", "stages=1"], "at most 1 device"),
@@ -437,10 +437,10 @@ def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
     (["method=dualpipe_v", "stages=4", "gradient_accumulation=3"], "error: gradient_accumulation: 3: "),
     (["method=interleaved_1f1b", "stages=8", "stages_per_device=4"], "error: stages: 8: "),  # they divide modules
 ])  # fmt: skip
-def test_what_makes_no_sense_on_processes_is_refused(how: List[str], told: str, tmp_path: Path) -> None:
+def test_what_makes_no_sense_on_processes_is_refused(how: List[str], message: str, tmp_path: Path) -> None:
     code, _, error = run(2, tmp_path / "run", "stages=2", *how)
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert code != 0 and len(lines) == 1 and told in lines[0]
+    assert code != 0 and len(lines) == 1 and message in lines[0]
 
 
 def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(tmp_path: Path) -> None:
@@ -451,12 +451,12 @@ def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(tmp
     assert code == 0 and json.loads(printed)["weights"] == weights, error
 
 
-def test_bad_input_is_told_once(tmp_path: Path) -> None:
+def test_bad_input_is_reported_once(tmp_path: Path) -> None:
     code, _, error = run_by_torchrun(2, tmp_path / "run", "method=pipedream_2bw", "gradient_accumulation=1", "stages=2")
     assert code != 0 and error.count("error: ") == 1 and "two weight versions" in error
 
 
-def test_without_a_launcher_it_is_told_how(tmp_path: Path) -> None:
+def test_without_a_launcher_the_error_says_how_to_start(tmp_path: Path) -> None:
     arguments = [DIGITS, "--out", str(tmp_path / "run"), "--set", "backend.name=distributed"]
     done = subprocess.run([sys.executable, "tools/train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "torchrun --nproc_per_node" in done.stderr and len(done.stderr.splitlines()) == 1

@@ -30,9 +30,9 @@ class Turned:
 
 
 def lines_of(updates: int, seconds: float, per_epoch: Optional[int], evaluates: bool = False) -> List[str]:
-    """What a run says whose updates take so long."""
-    clock, said = Turned(), []
-    bar = Bar(0, per_epoch, Lines(updates, per_epoch, said.append, clock))
+    """Return what a run says whose updates take so long."""
+    clock, lines = Turned(), []
+    bar = Bar(0, per_epoch, Lines(updates, per_epoch, lines.append, clock))
     for done in range(1, updates + 1):
         clock.now += seconds
         bar.advance(1.0, 0.5, 64.0)
@@ -40,13 +40,13 @@ def lines_of(updates: int, seconds: float, per_epoch: Optional[int], evaluates: 
             clock.now += 5.0
             bar.show_evaluation(EvaluationResult(0.5, {"accuracy": 0.75}))
     bar.end_epoch()
-    return said
+    return lines
 
 
 def test_a_line_every_half_minute() -> None:
-    said = lines_of(updates=100, seconds=1.0, per_epoch=1000)
-    assert [line.partition(",")[0] for line in said] == ["update 30/100", "update 60/100", "update 90/100"]
-    assert said[0] == "update 30/100, epoch 0.03: loss 1.000 accuracy 0.500, 64 samples/s"
+    lines = lines_of(updates=100, seconds=1.0, per_epoch=1000)
+    assert [line.partition(",")[0] for line in lines] == ["update 30/100", "update 60/100", "update 90/100"]
+    assert lines[0] == "update 30/100, epoch 0.03: loss 1.000 accuracy 0.500, 64 samples/s"
 
 
 def test_a_line_at_an_epochs_end_though_not_more_than_one_a_second() -> None:
@@ -56,14 +56,14 @@ def test_a_line_at_an_epochs_end_though_not_more_than_one_a_second() -> None:
     assert [line.partition(":")[0] for line in quick] == [f"update {n}0/125, epoch {n}" for n in (4, 8, 12)]
 
 
-def test_without_epochs_none_are_told() -> None:
-    said = lines_of(updates=40, seconds=1.0, per_epoch=None)
-    assert said == ["update 30/40: loss 1.000 accuracy 0.500, 64 samples/s"]
+def test_without_epochs_lines_name_none() -> None:
+    lines = lines_of(updates=40, seconds=1.0, per_epoch=None)
+    assert lines == ["update 30/40: loss 1.000 accuracy 0.500, 64 samples/s"]
 
 
 def test_an_epochs_end_and_its_evaluation_are_one_line() -> None:
-    said = lines_of(updates=35, seconds=1.0, per_epoch=20, evaluates=True)
-    assert said == ["update 20/35, epoch 1: loss 1.000 accuracy 0.500, 64 samples/s, test loss 0.500 accuracy 0.750"]
+    lines = lines_of(updates=35, seconds=1.0, per_epoch=20, evaluates=True)
+    assert lines == ["update 20/35, epoch 1: loss 1.000 accuracy 0.500, 64 samples/s, test loss 0.500 accuracy 0.750"]
 
 
 @pytest.mark.parametrize("colours", ["", "1"])
@@ -75,9 +75,9 @@ def test_what_is_no_terminal_gets_no_carriage_returns(monkeypatch: pytest.Monkey
     with Progress().show_bar(3, 0, 3) as bar:
         for _ in range(3):
             bar.advance(1.0, None, 8.0)
-    said: Any = sys.stderr.getvalue()
+    printed: Any = sys.stderr.getvalue()
     lines = [f"update {n}/3, epoch {e}: loss 1.000, 8 samples/s" for n, e in ((1, 0.33), (2, 0.67), (3, 1), (3, 1))]
-    assert said.split("\n") == [*lines, ""]
+    assert printed.split("\n") == [*lines, ""]
 
 
 # ---- --quiet
@@ -91,7 +91,7 @@ def test_quiet_training_prints_nothing(tmp_path: Path, more: List[str], monkeypa
     assert (tmp_path / "run" / "summary.json").exists() == ("--dry-run" not in more)
 
 
-def test_quiet_faults_and_json_are_told(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_quiet_runs_print_faults_and_json_alone(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     done = run_here(train_command, DIGITS, "--quiet", "--set", "seed=-1", monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: --set seed=-1: seed: -1: ")
     train(load_config(DIGITS, ["steps=1"]), tmp_path, quiet=True)

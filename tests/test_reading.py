@@ -59,7 +59,7 @@ def config_updates(config: Any) -> int:
     return int(320 // (8 * 4 * config.replicas))
 
 
-def test_a_loss_that_is_not_finite_is_told_of_its_own_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_finite_is_reported_of_its_own_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, messages = load_config(DIGITS, [*SHORT, "optimizer.lr=1e18"]), []
     for run, waits in (("a", False), ("b", True)):
         monkeypatch.setattr(engines, "does_reading_synchronize", lambda device, waits=waits: waits)

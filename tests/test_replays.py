@@ -62,7 +62,8 @@ class Listed:
 
 
 def drawn(stages: int, count: int, bound: int, stashes: bool, every: int = 1) -> List[Stated]:
-    """Each replay reads every stage a drawn number of replays late and updates one drawn stage, as randomized PipeDream does.
+    """Make replays, each of which reads every stage a drawn number of replays late and updates one drawn
+    stage, as randomized PipeDream does.
     `every`: of so many replays the last one alone updates."""
     generator = np.random.default_rng(5)
     history = [[0] * stages]  # updates of the stages before each replay
@@ -152,18 +153,18 @@ def plan(replays: List[Stated], reach: int = 3) -> ReplayPlan:
 GOOD = [Stated(4, [0, 0], [0, 0], [1]), Stated(2, [0, 1], [0, 1], [0]), Stated(3, [0, 1], [1, 1], [0, 1])]
 
 
-@pytest.mark.parametrize("number, wrong, said", [
+@pytest.mark.parametrize("number, wrong, message", [
     (1, Stated(2, [0, 2], [0, 2], [0]), "replay 1: forward of microbatch 2, stage 1: version 2: must be from 0 to 1"),
     (2, Stated(3, [0, 1], [2, 1], []), "replay 2: backward of microbatch 3, stage 0: version 2: must be from 0 to 1"),
     (2, Stated(3, [1, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 0: must be from 1 to 1"),
     (0, Stated(4, [0, -1], [0, 0], [1]), "replay 0: forward of microbatch 4, stage 1: version -1: must be from 0 to 0"),
     (1, Stated(2, [0, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 1: must be from 0 to 0"),
 ])  # fmt: skip
-def test_a_read_of_what_no_earlier_replay_has_made_is_refused_in_one_line(number: int, wrong: Stated, said: str) -> None:
+def test_a_read_of_what_no_earlier_replay_has_made_is_refused_in_one_line(number: int, wrong: Stated, message: str) -> None:
     good, replays = plan(list(GOOD)), list(GOOD)
     assert [good.replay(i).updates.tolist() for i in range(3)] == [[1], [0], [0, 1]]
     replays[number] = wrong
-    assert list_faults(lambda: plan(replays).replay(0)) == [f"{said}, the updates that earlier replays have made"]
+    assert list_faults(lambda: plan(replays).replay(0)) == [f"{message}, the updates that earlier replays have made"]
 
 
 def test_a_planned_order_reads_within_its_reach() -> None:
@@ -175,7 +176,7 @@ def test_a_planned_order_reads_within_its_reach() -> None:
     assert max(m - int(reads.replay(m).forward.versions.min()) for m in range(64)) > 2 * (4 + 1 + 1)
 
 
-def test_a_version_older_than_the_source_said_is_refused() -> None:
+def test_a_version_older_than_the_source_stated_is_refused() -> None:
     late = [Stated(m, [max(m - 2, 0)], [m], [0]) for m in range(9)]
     assert plan(late, reach=2).replay(0).microbatch == 0
     with pytest.raises(BadInput, match="^replay 2: forward of microbatch 2, stage 0: version 0: must be from 1 to 2"):

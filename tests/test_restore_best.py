@@ -41,8 +41,8 @@ def test_the_model_has_the_best_weights_when_the_run_ends(method: str, tmp_path:
     report = went(tmp_path / "run", method, STOPS, model=model, callbacks=[sees])
     step, last = report["restored_step"], report["steps"]
     assert (step, last) == ((16, 24) if method == "local_greedy" else (4, 12))
-    said = f"restored the best weights, of step {step}: {tmp_path}/run/checkpoints/step-{step}"
-    assert capsys.readouterr().out.rstrip().splitlines()[-1] == said
+    line = f"restored the best weights, of step {step}: {tmp_path}/run/checkpoints/step-{step}"
+    assert capsys.readouterr().out.rstrip().splitlines()[-1] == line
     best, newest = read_weights(tmp_path / "run", step), read_weights(tmp_path / "run", last)
     assert holds(model.state_dict(), best) and not holds(model.state_dict(), newest)
     assert sees.model.keys() == best.keys() and holds({"1.weight": sees.model["1.weight"]}, best)
@@ -71,7 +71,7 @@ def test_the_newest_may_be_the_best_and_a_run_need_not_stop(tmp_path: Path, caps
     assert holds(second.state_dict(), read_weights(tmp_path / "whole", 4))
 
 
-def test_a_wrong_kind_is_told() -> None:
+def test_a_wrong_kind_is_reported() -> None:
     with pytest.raises(BadInput, match="early_stopping.restore_best"):
         config("early_stopping={restore_best: 3}")
 

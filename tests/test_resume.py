@@ -41,7 +41,7 @@ def keys(*over: str) -> List[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that has ended, with checkpoints after 4, 8 and 12 updates; not to be changed."""
+    """Return the folder of a run that has ended, with checkpoints after 4, 8 and 12 updates; not to be changed."""
     out = tmp_path_factory.mktemp("trained") / "run"
     train(config(*keys()), out, quiet=True)
     return out
@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cut(trained: Path, tmp_path: Path) -> Path:
-    """The same run, killed after 8 updates."""
+    """Return the same run, killed after 8 updates."""
     out = tmp_path / "cut"
     shutil.copytree(trained, out)
     shutil.rmtree(out / "checkpoints" / "step-12")
@@ -67,7 +67,7 @@ def refused(out: Path, *over: str) -> List[str]:
 
 @pytest.fixture(scope="module")
 def job(trained: Path) -> Any:
-    """The same run, about to go on."""
+    """Return the same run, about to go on."""
     return build(config(*keys()), done=8)
 
 
@@ -99,7 +99,8 @@ def write_schema_1(path: Path) -> None:
 
 
 def damaged(data: bytes, count: int, seed: int) -> Any:
-    """(what, bytes): one bit flipped at each end, in the middle and at `count` other places, and the file cut or made longer."""
+    """Return (what, bytes): one bit flipped at each end, in the middle and at `count` other
+    places, and the file cut or made longer."""
     draw = random.Random(seed)
     for place in [0, 7, 8, 9, len(data) // 2, len(data) - 1, *draw.sample(range(len(data)), count)]:
         bit = draw.randrange(8)
@@ -110,7 +111,7 @@ def damaged(data: bytes, count: int, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
-def test_every_flipped_bit_and_every_cut_is_told(name: str, cut: Path) -> None:
+def test_every_flipped_bit_and_every_cut_is_detected(name: str, cut: Path) -> None:
     """Story: a flipped bit in the position resumed from update 0 with exit code 0."""
     folder = cut / "checkpoints" / "step-8"
     file, whole = folder / name, (folder / name).read_bytes()

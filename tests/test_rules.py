@@ -27,6 +27,7 @@ from ipu_pipe.update.optimizer import OptimizersByGroup
 from ipu_pipe.update.rates import choose_anneal_updates, scale_for_update_size
 from ipu_pipe.update.rules import RULES, Setting, compute_spectrain_horizon, list_conflicts
 from tests.staged_models import MODELS, batches, whole
+from tests.support.slow import mark_slow
 from tests.test_emulator_exact import assert_equal, emulate, fresh, literal, plain_training
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2)
@@ -34,7 +35,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
 
 
 def make_mixed(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Muon on matrices and AdamW on the rest, of parameter groups or of one stage's parameters."""
+    """Return Muon on matrices and AdamW on the rest, of parameter groups or of one stage's parameters."""
     groups = parameters if isinstance(parameters[0], dict) else [{"params": parameters, "stage": 0}]
     parts = []
     for number, make in enumerate((getattr(torch.optim, "Muon", torch.optim.SGD), torch.optim.AdamW)):
@@ -65,7 +66,7 @@ class Row:
 
 
 def momentum_steps(rate: Any = lambda k: LR, shrink: Q = Q(1)) -> List[Tuple[Q, Q, Q]]:
-    """(w, v, g) after each update of plain momentum."""
+    """Return (w, v, g) after each update of plain momentum."""
     w, v, states = START, Q(0), []
     for k, g in enumerate(GRADIENTS):
         g = g * shrink
@@ -215,7 +216,7 @@ def test_the_table_has_every_rule() -> None:
 
 
 def rules_of_one_weight(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
-    """A single weight on the second of three stages, where PB's lag is 2."""
+    """Return a single weight on the second of three stages, where PB's lag is 2."""
     method = resolve_method(row.method, row.args)
     weight = nn.Parameter(torch.tensor([float(START)], dtype=torch.float64))
     optimizer = torch.optim.SGD([{"params": [weight], "stage": 1}], lr=float(LR), momentum=float(M))
@@ -332,7 +333,7 @@ def test_spike_compensation_with_delay_one_is_nesterov() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", mark_slow(MODELS, lambda model: model != "convolution"))
 @pytest.mark.parametrize("name", list(ROWS))
 def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumulate: int) -> None:
     row = ROWS[name]
@@ -473,7 +474,7 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize("method, args, kind, options, said", [
+@pytest.mark.parametrize("method, args, kind, options, message", [
     (PB, {"spike_compensation": SC}, "adamw", {}, "velocity of SGD"),
     (PB, {"weight_prediction": WP}, "adam", {}, "use form: difference"),
     (PB, {"weight_prediction": WP}, "sgd", {}, "must be above 0"),
@@ -498,12 +499,12 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
     ("gpipe", {"t1": {"anneal_updates": 3}}, "sgd", {}, "no gradient is stale"),
     ("gpipe", {"warmup": {"epochs": 1}}, "sgd", {}, "no gradient is stale"),
 ])  # fmt: skip
-def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, options: Any, said: str) -> None:
+def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, options: Any, message: str) -> None:
     faults = list_conflicts(args, resolve_method(method, args), kind, options)
-    assert any(said in fault for fault in faults), faults
+    assert any(message in fault for fault in faults), faults
 
 
-@pytest.mark.parametrize("method, args, said", [
+@pytest.mark.parametrize("method, args, message", [
     ("pipemare", {"hogwild": {"max": 3}, "constant_delay": {"updates": 2}}, "cannot be combined"),
     ("pipemare", {"recompute": {"segments": 2}, "stash": True}, "recompute: true"),
     ("pipemare", {"recompute": {"segments": 2}, "schedule": "1f1b"}, "dataflow"),
@@ -511,8 +512,8 @@ def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, op
     ("pipedream_2bw", {"constant_delay": {"updates": 3}}, "two weight versions"),
     ("spectrain", {"stash": True}, "predicts"),
 ])  # fmt: skip
-def test_axes_are_refused_with_the_reason(method: str, args: Any, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_axes_are_refused_with_the_reason(method: str, args: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         resolve_method(method, args)
 
 

@@ -127,7 +127,7 @@ SHARES = (0.4, 0.1, 0.3, 0.2)  # of a direction of curvature 3
 
 
 def job(lr: float, **keys: Any) -> Job:
-    """Four stages on a loss with one direction, the same sample again and again."""
+    """Return four stages on a loss with one direction, the same sample again and again."""
     columns = torch.tensor([3 * share for share in SHARES]).sqrt()
     parts: List[nn.Module] = [make_part(i, float(column)) for i, column in enumerate(columns)]
     model = nn.Sequential(parts[0], *map(begin_stage, parts[1:]))
@@ -178,7 +178,7 @@ def test_the_emulator_diverges_where_theory_says(name: str) -> None:
         assert (max(losses[-third:]) > max(losses[third:-third])) == (factor > 1)
 
 
-def test_each_stage_is_told_apart_by_its_delay_and_curvature() -> None:
+def test_each_stage_is_distinguished_by_its_delay_and_curvature() -> None:
     analysis = analyze_job(job(0.1, method="pipelined_backprop"), samples=4, iterations=20, by_stage=True)
     stages = analysis["stages"]
     assert [s["delay"] for s in stages] == [6, 4, 2, 0] and [s["rate"] for s in stages] == [0.1] * 4
@@ -241,7 +241,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_config_is_told_stage_by_stage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_is_described_stage_by_stage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     asked = (DIGITS, "--set", "method=pipemare", "optimizer.lr=0.5", "gradient_accumulation=1")
     content = json.loads(printed(capsys, *asked, "--json"))

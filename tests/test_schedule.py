@@ -27,7 +27,7 @@ SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
 
 
 def accumulates(method: Method, P: int, M: int) -> List[int]:
-    """Some N: one, several that do and do not divide M, the whole run, more than the run."""
+    """Return some N: one, several that do and do not divide M, the whole run, more than the run."""
     smallest = P if method.forward_reads is Reads.DOUBLE_BUFFERED else 1
     return sorted(N for N in {1, 2, 3, 7, M, P, P + 1} if N >= smallest)
 
@@ -174,7 +174,7 @@ def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: i
     assert len(heads) == segments
 
     def late(heads: List[int]) -> List[int]:
-        """Stages that recompute before all is there; a forward may be in the same slot (turn 0, last stage)."""
+        """Return stages that recompute before all is there; a forward may be in the same slot (turn 0, last stage)."""
         return sorted({
             s
             for s in range(P)
@@ -188,7 +188,7 @@ def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: i
 
 
 def damaged(name: str, stage: int, kind: int, **changes: int) -> Schedule:
-    """A schedule of 3 stages whose first run of `kind` on `stage` is shifted or shortened."""
+    """Return a schedule of 3 stages whose first run of `kind` on `stage` is shifted or shortened."""
     schedule = make_schedule(METHODS[name], 3, 6, 3)
     part = schedule.stretches[0]
     runs = part.runs.copy()

@@ -10,12 +10,16 @@ from tests.simulation.cases import DEADLINE, Case
 from tests.simulation.network import Loss, Network
 from tests.simulation.ranks import check_run, prepare, run_seeds, split_by_case, train
 from tests.support.runs import needs_processes
+from tests.support.slow import mark_slow
 
 pytestmark = needs_processes
 SEEDS = 1000
+# which `make test` runs
+QUICK = 100
+GROUPS = mark_slow(split_by_case(range(SEEDS)), lambda seeds: seeds[0] < QUICK)
 
 
-@pytest.mark.parametrize("seeds", split_by_case(range(SEEDS)), ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+@pytest.mark.parametrize("seeds", GROUPS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 def test_seeds_of_the_simulated_network(seeds: Tuple[int, ...]) -> None:
     failures = run_seeds(seeds)
     assert not failures, "\n".join(failures)
@@ -35,6 +39,7 @@ def test_no_more_messages_are_kept_than_microbatches_are_in_flight() -> None:
     assert report.peak_memory[1]["buffers"] <= (in_flight + posted) * message + losses
 
 
+@pytest.mark.slow
 def test_a_rank_may_be_lost_at_any_call() -> None:
     """While the engine started, or replicas waited for an evaluation, others ended with a traceback."""
     keys = {

@@ -39,7 +39,7 @@ MOMENTA = [0.0, 0.1, 0.5, 0.9, 0.99, 0.999]
 
 
 def powers(*parts: Tuple[int, float]) -> List[float]:
-    """A polynomial written as (power, coefficient), from the highest down."""
+    """Return a polynomial written as (power, coefficient), from the highest down."""
     highest = max(power for power, _ in parts)
     return [sum(c for p, c in parts if p == power) for power in range(highest, -1, -1)]
 
@@ -100,7 +100,7 @@ def test_pipemares_polynomials(forward: int, backward: int) -> None:
     same_roots(at_step(make_pipemare(forward, backward, delta, curvature=h), step), list(apart))
 
     def corrected(size: float, difference: int) -> Any:
-        """-step size z^n (z - g) + step size z^n n (1 - g) (z - 1)."""
+        """Return -step size z^n (z - g) + step size z^n n (1 - g) (z - 1)."""
         inner = np.polysub(np.array([1, -1]) * difference * (1 - g), [1, -g])
         return np.polymul([step * size] + [0] * difference, inner)
 
@@ -149,7 +149,7 @@ def test_lemma_3_bounds_it_with_momentum(delay: int, momentum: float) -> None:
 
 
 def drawn(rng: np.random.Generator) -> Recurrence:
-    """Any of the papers' rules, with any numbers."""
+    """Return any of the papers' rules, with any numbers."""
     m = float(rng.choice([0.0, rng.uniform(0, 0.98)]))
     if rng.random() < 0.5:
         delay = int(rng.integers(0, 13))
@@ -319,7 +319,7 @@ def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
 
 
 def quadratic(seed: int) -> Tuple[Any, Any, float]:
-    """(batches' matrices (b, d, d), their optima, L) of f = mean over b of (x - c_b)' A_b (x - c_b) / 2."""
+    """Return (batches' matrices (b, d, d), their optima, L) of f = mean over b of (x - c_b)' A_b (x - c_b) / 2."""
     rng = np.random.default_rng(seed)
     roots = rng.normal(size=(5, 6, 6))
     matrices = roots @ roots.transpose(0, 2, 1) / 6

@@ -160,7 +160,7 @@ def test_a_weight_on_two_stages_is_refused_and_named() -> None:
         partition(nn.Sequential(twice, begin_stage(nn.ReLU()), twice), x)
 
 
-@pytest.mark.parametrize("stages, said", [
+@pytest.mark.parametrize("stages, message", [
     (["layers.7"], "stages: layers.7: the model has no module of that name, nearest is layers"),
     (["stem"], "stages: stem: nothing runs between this boundary and the one before (the model begins at stem)"),
     (["head", "layers.1"], "stages: names must be in the order of execution: layers.1, head"),
@@ -171,9 +171,9 @@ def test_a_weight_on_two_stages_is_refused_and_named() -> None:
     ("coarse", "stages: coarse: must be a count"),
     ({"finest": "x"}, "stages: x: must be a whole number >= 1"),
 ])  # fmt: skip
-def test_impossible_choices_are_refused(stages: Any, said: str) -> None:
+def test_impossible_choices_are_refused(stages: Any, message: str) -> None:
     faults = list_faults(partition, model(), X, stages)
-    assert any(fault.startswith(said) for fault in faults), faults
+    assert any(fault.startswith(message) for fault in faults), faults
 
 
 def make_auxiliary() -> nn.Module:

@@ -122,7 +122,7 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
         assert predict_config_cut(job).prediction.samples_per_second == pytest.approx(1 / best)
 
 
-@pytest.mark.parametrize("keys, said", [
+@pytest.mark.parametrize("keys, message", [
     ({"hardware": None}, "stages: auto: needs to know the devices: hardware: a name or file, or processes"),
     ({"hardware": None, "stages": {"count": 2, "by": "hardware"}}, "stages.by: hardware: needs to know the devices"),
     ({"method": "local_overlapping"}, "stages: auto: the planner knows pipelines of one loss and a block a stage"),
@@ -135,13 +135,13 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
     ({"method": "zbv", "gradient_accumulation": 8, "hardware": "pod4"}, "stages: auto: devices in lock-step do not run zbv"),
     ({"method": "zb_auto", "method_args": {"activation_limit": 2}}, "stages: auto: the planner knows zb_auto without"),
 ])  # fmt: skip
-def test_what_cannot_be_chosen_is_told(keys: Any, said: str) -> None:
+def test_what_cannot_be_chosen_is_reported(keys: Any, message: str) -> None:
     faults = list_faults(lambda: build(config(**keys)))
-    assert any(said in fault for fault in faults), faults
+    assert any(message in fault for fault in faults), faults
 
 
 def printed(capsys: Any, *arguments: str) -> str:
-    """What the command says."""
+    """Return what the command says."""
     train.main(list(arguments))
     return str(capsys.readouterr().out)
 
@@ -153,21 +153,21 @@ def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) ->
     printed(capsys, str(file), "--out", out)
     stages = load_config(Path(out) / "config.yaml").stages
     assert isinstance(stages, list) and stages == chosen(config())
-    said = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=3")
-    assert "another steps" in said and "another stages" not in said and "another hardware" not in said
-    said = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=4", "hardware=v100x8")
-    assert "the run continues with another hardware" in said
+    output = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=3")
+    assert "another steps" in output and "another stages" not in output and "another hardware" not in output
+    output = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=4", "hardware=v100x8")
+    assert "the run continues with another hardware" in output
 
 
 def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     """Each figure as predicted and for which hardware, memory against the limit, and what holds it back."""
     arguments = ["configs/mlp_digits.yaml", "--dry-run", "--set"]
-    said = printed(capsys, *arguments, "hardware=v100x8")
-    lines = said.splitlines()
+    output = printed(capsys, *arguments, "hardware=v100x8")
+    lines = output.splitlines()
     table = lines[lines.index("predicted on v100x8, not measured") + 1 :]
     assert "memory   share of usable" in table[0]
     prediction = predict_config_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).prediction
-    assert f"predicted {prediction.samples_per_second:.4g} samples/s" in said and "predicted bottleneck: " in said
+    assert f"predicted {prediction.samples_per_second:.4g} samples/s" in output and "predicted bottleneck: " in output
     assert [line.split()[0] for line in table[1 : len(prediction.starts) + 1]] == [str(s) for s in range(len(prediction.starts))]
     merged = "method_args={schedule: dataflow}"
     for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", merged):

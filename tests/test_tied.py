@@ -33,7 +33,7 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
 
 
 def untied(stages: List[nn.Module], name: str) -> List[nn.Module]:
-    """Copies of their own in the place of replicas."""
+    """Return copies of their own in the place of replicas."""
     for s, ties in TIES[name].items():
         for weight in ties:
             module, _, leaf = weight.rpartition(".")
@@ -107,8 +107,8 @@ def test_a_count_divides_a_shared_weight_where_it_may() -> None:
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.one_version])
 def test_other_methods_refuse_it_with_weight_stages_reason_and_remedy(name: str) -> None:
     (fault,) = list_faults(partition, whole(TIED["tied"]()), torch.randn(3, 12), one_stage=resolve_method(name).one_stage_reason)
-    said = "stages: 1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight: both uses must be in one stage: "
-    assert fault.startswith(f"{said}with {name} ")
+    beginning = "stages: 1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight: both uses must be in one stage: "
+    assert fault.startswith(f"{beginning}with {name} ")
     assert fault.endswith(": cut elsewhere, untie them, or use method naive, gpipe, pipedream_flush, pipedream_2bw")
     reasons = {"local_sgd": "replicas step by themselves", "randomized_pipedream": "single stages step by themselves"}
     why = "two gradients" if METHODS[name].structure is not None else reasons.get(name, "two delays")

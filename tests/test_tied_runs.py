@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, me
 
 
 def described(out: Path, method: str, **keys: Any) -> Path:
-    """A config file of a run into `out`."""
+    """Return a config file of a run into `out`."""
     base: Dict[str, Any] = {
         "model": {"entry": "tests.tied_models:lm"}, "data": {"name": "tests.tied_models:tokens"}, "method": method,
         "micro_batch_size": 2, "gradient_accumulation": 4, "steps": 6, "optimizer": SGD, "backend": {"threads": 1},
@@ -134,7 +134,7 @@ def described(out: Path, method: str, **keys: Any) -> Path:
 
 
 def launched(ranks: int, out: Path, method: str, *more: str, **keys: Any) -> List[str]:
-    """A run on processes; its faults. `more`: arguments of the command."""
+    """Run on processes; return the faults. `more`: arguments of the command."""
     arguments = [str(described(out, method, **keys)), "--out", str(out), "--set", "backend.name=distributed", *more]
     done = forked.run_ranks(ranks, "train", arguments)
     faults = [line for line in done.error.splitlines() if line.startswith("error: ")]
@@ -174,6 +174,7 @@ def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp
     assert carried.count("tied gradients") == 2 * 16 and carried.count("weights") == 2 * 4
 
 
+@pytest.mark.slow
 @needs_processes
 @third_party
 def test_a_checkpoint_of_processes_goes_on_on_the_emulator(tmp_path: Path) -> None:
@@ -200,17 +201,17 @@ def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any
         (fault,) = list_faults(layout._place_stages, chosen, METHODS[method], trained, x, 2, 0)
         return str(fault)
 
-    said = refused("pipemare", model("lm"), tokens().train_batch(0, 0, 2)[0])
-    assert "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight" in said
-    assert "with pipemare stages may read different versions" in said
-    said = refused("gpipe", Normed(), torch.randn(2, 12))
-    assert said.startswith("model: 1.running_mean") and "stages 0 and 1" in said
-    said = refused("gpipe", Renormed(), tokens().train_batch(0, 0, 2)[0])
-    assert said.startswith("model: 0.weight: the forward changes this weight (max_norm of an embedding?)")
+    complaint = refused("pipemare", model("lm"), tokens().train_batch(0, 0, 2)[0])
+    assert "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight" in complaint
+    assert "with pipemare stages may read different versions" in complaint
+    complaint = refused("gpipe", Normed(), torch.randn(2, 12))
+    assert complaint.startswith("model: 1.running_mean") and "stages 0 and 1" in complaint
+    complaint = refused("gpipe", Renormed(), tokens().train_batch(0, 0, 2)[0])
+    assert complaint.startswith("model: 0.weight: the forward changes this weight (max_norm of an embedding?)")
     apart = Renormed()
     apart[2].weight = nn.Parameter(apart[0].weight.data)
-    said = refused("gpipe", apart, tokens().train_batch(0, 0, 2)[0])
-    assert said.startswith("model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory")
+    complaint = refused("gpipe", apart, tokens().train_batch(0, 0, 2)[0])
+    assert complaint.startswith("model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory")
     how = config("pipedream_2bw", optimizer=SGD, method_args={"weight_prediction": {"scale": 1}})
     job = build(how, model=model("lm"), data=tokens())  # the emulator can
     (fault,) = engine.list_faults(job)

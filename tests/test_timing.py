@@ -58,7 +58,7 @@ def test_an_update_waits_for_all_of_its_batch_in_whatever_order() -> None:
 
 
 def alike(stages: int, **more: Any) -> Costs:
-    """Every stage: a forward of 1, a backward of 2, no update."""
+    """Return every stage: a forward of 1, a backward of 2, no update."""
     return Costs([1.0] * stages, [2.0] * stages, [0.0] * stages, **more)
 
 

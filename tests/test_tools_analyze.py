@@ -57,11 +57,11 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 
 
 def test_the_answer_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = answered(capsys, run_folder(tmp_path / "run")).splitlines()
-    assert said[0].endswith("run: pipedream, 2 stages, 2 devices, 240 ms, measured")
-    assert said[2] == "Bottleneck: stage 1 on device 1"
-    assert "10 times the mean of the others" in said[3] and "device 0 waits for it 90.0% of the time" in said[4]
-    assert "begin stage 1 at layer4 instead of layer2" in said[6] and "predicted" in said[6]
+    printed = answered(capsys, run_folder(tmp_path / "run")).splitlines()
+    assert printed[0].endswith("run: pipedream, 2 stages, 2 devices, 240 ms, measured")
+    assert printed[2] == "Bottleneck: stage 1 on device 1"
+    assert "10 times the mean of the others" in printed[3] and "device 0 waits for it 90.0% of the time" in printed[4]
+    assert "begin stage 1 at layer4 instead of layer2" in printed[6] and "predicted" in printed[6]
 
 
 def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,8 +84,8 @@ def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", slow=10)
-    said = answered(capsys, one, "--against", two)
-    lines = [" ".join(line.split()) for line in said.splitlines()]
+    printed = answered(capsys, one, "--against", two)
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
     # Two names, the settings, a head, span, bubble and two stages; the other figures are in the JSON.
     assert len(lines) == 8 and "not known" in lines[2]
     assert "span 240 ms 120 ms +100.0%" in lines and "stage 1, per microbatch 40 ms 20 ms +100.0%" in lines
@@ -135,14 +135,14 @@ BAD: List[Any] = [
 ]
 
 
-@pytest.mark.parametrize("arguments, said", BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
-def test_bad_input(arguments: List[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arguments, message", BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
+def test_bad_input(arguments: List[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_folder(tmp_path / "run")
     (tmp_path / "words").write_text("hello")
     (tmp_path / "profile.pop").write_bytes(b"\0")
     faults = list_faults(analyze.main, arguments)
-    assert len(faults) == 1 and said in faults[0]
+    assert len(faults) == 1 and message in faults[0]
 
 
 def test_exit_codes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command with arguments."""
+    """Return the command with arguments."""
     return functools.partial(run_here, schedule, monkeypatch=monkeypatch, capsys=capsys)
 
 
@@ -119,7 +119,7 @@ def test_method_arguments_reach_the_schedule(run: Run) -> None:
     (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "50:60"], ["--slots: 50:60: the schedule"]),
     (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "5"], ["--slots: "]),
 ])  # fmt: skip
-def test_bad_input_is_told_in_one_line_a_fault(run: Run, arguments: List[str], errors: List[str]) -> None:
+def test_bad_input_is_reported_in_one_line_a_fault(run: Run, arguments: List[str], errors: List[str]) -> None:
     done = run(*arguments)
     assert done.returncode == 2 and done.stdout == ""
     lines = done.stderr.splitlines()

@@ -30,6 +30,7 @@ from ipu_pipe.update.optimizer import make_groups, select_stage
 from tests import forked
 from tests.support.flows import run_batches
 from tests.support.runs import list_faults
+from tests.support.slow import mark_slow
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13) or not torch.distributed.is_available(),
@@ -246,7 +247,7 @@ def make(name: str, ranks: int, folder: Path) -> Tuple[Schedule, Any]:
     return make_schedule(method, v * ranks, 2 * ranks, 2 * ranks), method
 
 
-@pytest.fixture(scope="module", params=RANKS)
+@pytest.fixture(scope="module", params=mark_slow(RANKS, lambda ranks: ranks == 2))
 def judged(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tuple[int, Path]:
     """Return the number of ranks, and the folder of their files and gradients."""
     ranks, folder = request.param, tmp_path_factory.mktemp("ranks")

@@ -48,19 +48,19 @@ def modelled(**changes: Any) -> Tuple[List[Event], List[Counter]]:
 
 
 def of_work(events: Events, counters: Counters) -> Tuple[List[Event], List[Counter]]:
-    """Passes and updates by stage, and the counters: without waits and messages."""
+    """Return passes and updates by stage, and the counters: without waits and messages."""
     rows = [event for event in events.rows() if event.kind not in ("wait", "send")]
     return sorted(rows, key=lambda e: e.stage), list(counters.rows())
 
 
 def read_chrome(path: Path) -> Tuple[List[Event], List[Counter], Dict[str, Any]]:
-    """What the library reads, as records."""
+    """Return what the library reads, as records."""
     result = read_trace(path)
     return list(result.events.rows()), list(result.counters.rows()), result.metadata
 
 
 def of_slots(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Times:
-    """Times of passes of one unit each that begin in these slots."""
+    """Return times of passes of one unit each that begin in these slots."""
     start = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.UPDATE: backward[:, accumulate - 1 :: accumulate] + 1}
     return Times(start, {kind: slots + (kind is not Kind.UPDATE) for kind, slots in start.items()})
 
@@ -91,7 +91,7 @@ def test_events_of_a_schedule() -> None:
 
 
 def literal_in_flight(forward: np.ndarray, backward: np.ndarray, stages: Sequence[int], slot: int) -> int:
-    """Passes that have gone forward and not yet back when `slot` begins."""
+    """Return passes that have gone forward and not yet back when `slot` begins."""
     return sum(int(f < slot) - int(b < slot) for s in stages for f, b in zip(forward[s].tolist(), backward[s].tolist()))
 
 
@@ -191,10 +191,10 @@ def test_a_counter_that_is_not_a_number_is_null(tmp_path: Path) -> None:
 
 def test_modelled_times_say_so(tmp_path: Path) -> None:
     events, counters = modelled()
-    for said in (True, False):
-        trace.write_chrome(tmp_path / "t", events, counters, {"modelled": said})
-        assert written(tmp_path / "t")["otherData"] == {"modelled": said}
-        assert all(r["args"].get("modelled", False) is said for r in records(tmp_path / "t", "X"))
+    for is_modelled in (True, False):
+        trace.write_chrome(tmp_path / "t", events, counters, {"modelled": is_modelled})
+        assert written(tmp_path / "t")["otherData"] == {"modelled": is_modelled}
+        assert all(r["args"].get("modelled", False) is is_modelled for r in records(tmp_path / "t", "X"))
 
 
 def test_events_in_the_file(tmp_path: Path) -> None:

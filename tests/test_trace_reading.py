@@ -122,7 +122,7 @@ def test_two_files_of_one_rank(tmp_path: Path) -> None:
 
 
 def bad(tmp_path: Path) -> Dict[str, Path]:
-    """Files and folders that cannot be analyzed."""
+    """Return files and folders that cannot be analyzed."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("x: 1")

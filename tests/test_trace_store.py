@@ -86,8 +86,8 @@ def test_a_later_ipu_pipes_traces_are_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=rf"schema: {SCHEMA + 1}: this version reads up to {SCHEMA}"):
         read_store(path)
     chrome = tmp_path / "trace.json"
-    said = {"stage": 0, "microbatch": 0, "version": 0}
-    event = {"ph": "X", "name": "F0", "cat": "forward", "pid": 0, "tid": 0, "ts": 0, "dur": 1, "args": said}
+    arguments = {"stage": 0, "microbatch": 0, "version": 0}
+    event = {"ph": "X", "name": "F0", "cat": "forward", "pid": 0, "tid": 0, "ts": 0, "dur": 1, "args": arguments}
     chrome.write_text(json.dumps({"traceEvents": [event], "otherData": {"schema": SCHEMA + 1}}))
     with pytest.raises(BadInput, match=rf"schema: {SCHEMA + 1}"):
         read_trace(chrome)

@@ -100,7 +100,7 @@ def test_three_kinds_of_methods_train_and_write_all_outputs(method: str, tmp_pat
 
 
 def with_state() -> nn.Module:
-    """A model with running statistics and dropout."""
+    """Return a model with running statistics and dropout."""
     torch.manual_seed(0)
     first = [nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2)]
     return nn.Sequential(
@@ -129,7 +129,7 @@ def test_a_finished_run_says_so(tmp_path: Path, run_tool: Any) -> None:
 
 
 def slow(name: str) -> Any:
-    """A timer by which one module takes longer than all others."""
+    """Return a timer by which one module takes longer than all others."""
 
     def time_passes(model: Any, losses: Any, begins: Any, backward_flops: Any) -> PassSeconds:
         seconds = [100.0 if i == begins.get(name) else 1.0 for i in range(len(backward_flops))]
@@ -320,14 +320,14 @@ WRONG = {
 
 @pytest.mark.parametrize("name", [n for n in WRONG if n != "no cuda" or not torch.cuda.is_available()])
 def test_bad_input_is_one_line_and_exit_code_2(name: str, tmp_path: Path, run_tool: Any) -> None:
-    arguments, said = WRONG[name]
+    arguments, message = WRONG[name]
     before = arguments(tmp_path)
     listed = sorted(p.name for p in tmp_path.iterdir())
     out = [] if "--out" in before or "--resume" in before or not before else ["--out", str(tmp_path / "new")]
     code, printed, complaint = run_tool(*before, *out)
     assert code == 2, printed + complaint
     lines = complaint.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0], complaint
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], complaint
     assert sorted(p.name for p in tmp_path.iterdir()) == listed  # nothing is written, nothing lost
 
 
@@ -407,7 +407,7 @@ def _files(folder: Path) -> Dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_run_to_compare_with_is_deleted_only_when_told(tmp_path: Path, run_tool: Any) -> None:
+def test_the_run_to_compare_with_is_deleted_only_when_asked(tmp_path: Path, run_tool: Any) -> None:
     """Story: a run that stood in DIR/METHOD was lost without --overwrite."""
     train(config("method=gpipe"), tmp_path / "out" / "gpipe", quiet=True)
     before = _files(tmp_path)
@@ -420,13 +420,14 @@ def test_the_run_to_compare_with_is_deleted_only_when_told(tmp_path: Path, run_t
         assert code == 0 and "by pipedream" in printed and printed.splitlines()[-1].startswith("throughput: ")
 
 
-def test_a_comparison_that_is_not_possible_is_told_first(tmp_path: Path, run_tool: Any) -> None:
+def test_a_comparison_that_is_not_possible_is_reported_first(tmp_path: Path, run_tool: Any) -> None:
     """Story: it was told after the first run had taken its time."""
     arguments = [DIGITS, *sets("gradient_accumulation=2"), "--out", str(tmp_path / "out"), "--against", "pipedream_2bw"]
     code, _, complaint = run_tool(*arguments)
     assert code == 2 and "pipedream_2bw" in complaint and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_comparison_without_a_test_set_is_unknown(tmp_path: Path, run_tool: Any) -> None:
     pairs = sets("data={name: 'tests.test_train:without_tests'}")
     code, printed, complaint = run_tool(DIGITS, *pairs, "--out", str(tmp_path / "out"), "--against", "gpipe")
@@ -482,26 +483,26 @@ class Failing(nn.Linear):
         raise KeyError("x")
 
 
-@pytest.mark.parametrize("model, said", [
+@pytest.mark.parametrize("model, message", [
     (make_complex(), "model: w: complex"),  # story: it became real without a word
     (Extra(nn.Flatten(), nn.Linear(64, 10)), "model: _extra_state: is not a dense tensor"),  # story: checkpoints gave a traceback
     (SparseBuffer(), "model: near: is not a dense tensor"),
     (nn.Sequential(nn.Embedding(9, 4, sparse=True)), "model: 0: gradients must be dense"),
     (nn.Sequential(nn.Flatten(), Failing(64, 10)), "model: it fails on a microbatch of shape (8, 1, 8, 8), torch.float32: Key"),
 ])  # fmt: skip
-def test_models_that_cannot_be_trained_or_kept_are_refused(model: nn.Module, said: str) -> None:
+def test_models_that_cannot_be_trained_or_kept_are_refused(model: nn.Module, message: str) -> None:
     (fault,) = list_faults(build, config("stages=1"), model=model)
-    assert fault.startswith(said)
+    assert fault.startswith(message)
 
 
 def test_an_optimizer_of_other_groups_is_refused() -> None:
     """Story: a factory that ignored the groups it was given ended in a KeyError."""
     model = with_state()
-    for factory, said in (
+    for factory, message in (
         (lambda groups: torch.optim.SGD(model.parameters(), lr=0.1), "must be made from the groups"),
         (lambda groups: None, "returned None"),
     ):
-        with pytest.raises(BadInput, match=said):
+        with pytest.raises(BadInput, match=message):
             build(config("stages=null"), model=model, optimizer=factory)
 
 

@@ -26,7 +26,7 @@ ADAMW = ["optimizer={name: adamw, lr: 0.003, momentum: null}"]
 
 
 def keys(row: Row) -> List[str]:
-    """A row of the table as --set pairs."""
+    """Return a row of the table as --set pairs."""
     args: Dict[str, Any] = dict(row.args)
     if row.switch:
         args["warmup"] = {"epochs": row.switch / 44}  # 44 updates an epoch
@@ -159,13 +159,13 @@ def test_spike_compensation_and_prediction_on_adamw_are_refused_with_the_reason(
     assert all("velocity of SGD with momentum" in line for line in lines)
 
 
-@pytest.mark.parametrize("pairs, said", [
+@pytest.mark.parametrize("pairs, message", [
     (["method=pipemare", "method_args.recompute.segments=9", "stages=4"], "from 1 to the number of stages, 4"),
     (["method=pipemare", "method_args.hogwild={max: 4, mean: [1, 2]}", "stages=4"], "for each of 4 stages"),
     (["method=pipemare", "method_args.hogwild={max: 4, mean: 3}", "stages=4"], "must be at least 6"),
 ])  # fmt: skip
-def test_what_only_the_stages_decide_is_refused_too(pairs: List[str], said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_what_only_the_stages_decide_is_refused_too(pairs: List[str], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         build(config(*pairs, *SGD))
 
 

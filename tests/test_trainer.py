@@ -16,6 +16,7 @@ from ipu_pipe.errors import BadInput
 from tests import forked
 from tests.support.packages import write_broken_torchvision
 from tests.support.runs import list_faults
+from tests.support.slow import mark_slow
 
 transformers = pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
@@ -31,7 +32,8 @@ SEQUENCES = {"gpt2": 10, "bert": 8}
 
 
 def draw_samples(kind: str, count: int, seed: int = 0) -> List[Dict[str, torch.Tensor]]:
-    """Sentences for a language model with more or fewer ignored labels, one of them with none that counts; or with a class."""
+    """Return sentences for a language model with more or fewer ignored labels, one of them with
+    none that counts; or with a class."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(count):
@@ -164,7 +166,11 @@ UNCLIPPED: Dict[str, Tuple[str, Dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNCLIPPED)
+# which `make test` runs
+QUICK = {"labels", "short", "adapters", "means"}
+
+
+@pytest.mark.parametrize("name", mark_slow(UNCLIPPED, QUICK.__contains__))
 def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: Path) -> None:
     """By default updates of 3 microbatches (1/3 is rounded), the last with 2, of which one has one sample alone.
 
@@ -225,7 +231,7 @@ def test_modes_are_those_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
 
 
 def make_grouped(folder: Path, method: str = "", **changes: Any) -> Any:
-    """A trainer whose optimizer has two groups with rates of their own."""
+    """Return a trainer whose optimizer has two groups with rates of their own."""
     trainer = make_trainer(folder, method=method, save_strategy="no", eval_strategy="no", num_train_epochs=1, **changes)
     parameters = list(trainer.model.parameters())
     groups = [{"params": parameters[:5], "lr": 0.01}, {"params": parameters[5:], "lr": 0.001}]
@@ -252,7 +258,7 @@ def test_groups_have_schedules_of_their_own(tmp_path: Path) -> None:
     assert is_same_model(ours.model, theirs.model)
 
 
-@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
+@pytest.mark.parametrize("kind", mark_slow(["reduce_lr_on_plateau", "greedy"], lambda kind: kind != "greedy"))
 def test_a_scheduler_follows_evaluations(kind: str, tmp_path: Path) -> None:
     """Story: rates were recorded ahead, so a scheduler that steps after evaluations was refused."""
     how: Dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "num_train_epochs": 4}
@@ -445,7 +451,7 @@ def make_dropping_model() -> Any:
     return model
 
 
-@pytest.mark.parametrize("method", ["gpipe", "pipedream"])
+@pytest.mark.parametrize("method", mark_slow(["gpipe", "pipedream"], lambda method: method == "pipedream"))
 def test_a_resumed_run_draws_the_same_batches_and_masks(method: str, tmp_path: Path) -> None:
     how: Dict[str, Any] = {"method": method, "data_collator": mask_at_random, "save_strategy": "steps", "save_steps": 5}
     how["max_grad_norm"] = 0.0

@@ -19,11 +19,14 @@ from typing import Iterator, List, NamedTuple
 import pytest
 
 from ipu_pipe import cli
+from tests.support.slow import mark_slow
 
 PAGES = sorted((Path(__file__).resolve().parents[1] / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+# Pages whose commands `make test` runs.
+QUICK = {"README", "analyze", "pod"}
 # The least test accuracy of the runs of a page that trains to the end; by chance it is 0.1.
 LEARNS = {"your_own_model": 0.6, "third_party": 0.25}
 
@@ -47,7 +50,7 @@ def commands(text: str) -> Iterator[List[str]]:
 
 
 def run(words: List[str], monkeypatch: pytest.MonkeyPatch) -> object:
-    """The exit code of a command in the current folder."""
+    """Return the exit code of a command in the current folder."""
     if words[0] == "ipu-pipe":
         monkeypatch.setattr(sys, "argv", list(words))
         with pytest.raises(SystemExit) as left:
@@ -61,7 +64,7 @@ def run(words: List[str], monkeypatch: pytest.MonkeyPatch) -> object:
     return subprocess.run(words, env={**os.environ, "PATH": path}, stdin=subprocess.DEVNULL, timeout=240).returncode
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", mark_slow(PAGES, lambda page: page.stem in QUICK), ids=lambda page: page.stem)
 def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "torchvision" in page.read_text():
         pytest.importorskip("tests.vision_libraries")

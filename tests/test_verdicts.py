@@ -24,7 +24,7 @@ INF = math.inf
 
 
 def judged(gaps: List[float], margin: Optional[float] = None) -> str:
-    """The verdict on a claim whose gap is a - b, of a row b of zeros."""
+    """Return the verdict on a claim whose gap is a - b, of a row b of zeros."""
     claim = Claim("a is above b", ("a", "b"), lambda finals: finals["a"] - finals["b"], margin)
     return judge(claim, {"a": dict(enumerate(gaps)), "b": dict.fromkeys(range(len(gaps)), 0.0)}).verdict
 

@@ -83,7 +83,7 @@ def verify(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffects:
     return verify_pieces(model, cut_model(model, begins, x), x)
 
 
-@pytest.mark.parametrize("how, told", [
+@pytest.mark.parametrize("how, message", [
     ("buffer", r"the buffer of count differs"),
     ("random", r"the model itself: a stage begins inside, and its own forward draws random numbers"),
     ("counted", r"not the same model: the output of c \(stage 2\) differs"),
@@ -95,13 +95,13 @@ def verify(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffects:
     ("aside", r"not the same model: the output of c \(stage 2\) differs"),
     ("generator", r"the output own differs each time: something draws random numbers from a generator"),
 ])  # fmt: skip
-def test_what_pieces_would_do_otherwise_is_refused(how: str, told: str) -> None:
+def test_what_pieces_would_do_otherwise_is_refused(how: str, message: str) -> None:
     """One line each; the model is left as it was."""
     torch.manual_seed(0)
     model, x = make_three(how), torch.randn(2, 4)
     state, attributes = {k: v.clone() for k, v in model.state_dict().items()}, set(vars(model))
     drawn = torch.get_rng_state()
-    with pytest.raises(BadInput, match=told) as refused:
+    with pytest.raises(BadInput, match=message) as refused:
         verify(model, ["b", "c"], x)
     assert len(refused.value.faults) == 1
     assert torch.equal(torch.get_rng_state(), drawn) and set(vars(model)) == attributes
@@ -147,7 +147,7 @@ def test_models_that_are_cut_exactly_pass() -> None:
     verify(nn.Sequential(nn.Linear(4, 4)), [], torch.randn(2, 4))
 
 
-def test_what_a_backward_changes_is_told() -> None:
+def test_what_a_backward_changes_is_reported() -> None:
     """A backward that runs a batch norm again: on processes forwards of other microbatches come before it."""
     again = Composed(lambda m, h: checkpoint(m.norm, h, use_reentrant=False), norm=nn.BatchNorm1d(4))
     model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 2)), torch.randn(6, 4)

@@ -38,7 +38,7 @@ def cases(method: Method) -> List[Tuple[int, int, int]]:
 
 
 def literal_versions(method: Method, ran: Simulated, P: int, M: int, N: int) -> Tuple[List[List[int]], List[List[int]]]:
-    """Each pass reads by the rule, counting the updates of its stage one by one."""
+    """Return what each pass reads by the rule, counting the updates of its stage one by one."""
 
     def newest(s: int, kind: str, m: int) -> int:
         return sum(slot < ran.slots[s, kind, m] for slot, _ in ran.updates[s])

@@ -69,7 +69,7 @@ def timm_convnext() -> nn.Module:
 
 
 def convnext() -> nn.Module:
-    """Gradients whose memory is laid out otherwise than their activations'."""
+    """Return gradients whose memory is laid out otherwise than their activations'."""
     blocks = [torchvision.models.convnext.CNBlockConfig(8, 16, 2), torchvision.models.convnext.CNBlockConfig(16, None, 2)]
     return torchvision.models.ConvNeXt(blocks, num_classes=CLASSES)  # type: ignore[no-any-return]
 
@@ -110,7 +110,7 @@ def gpt2(**settings: Any) -> nn.Module:
 
 
 def tokens(classes: bool) -> TensorData:
-    """Words, with the next one as the label of each, or one of `CLASSES` for all."""
+    """Return words, with the next one as the label of each, or one of `CLASSES` for all."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(1, WORDS, (96, LENGTH + 1), generator=generator)
     x, y = words[:, :-1], words[:, 0] % CLASSES if classes else words[:, 1:]
@@ -125,7 +125,7 @@ class Case(NamedTuple):
     data: Dict[str, Any]
 
     def stages(self, count: int) -> List[str]:
-        """Where 2 or 4 stages begin."""
+        """Return where 2 or 4 stages begin."""
         return self.begins if count == 4 else self.begins[1:2]
 
 

@@ -131,7 +131,7 @@ TORCHVISION: Dict[str, Model] = {
 
 
 def _timm(name: str, size: int = 32, **args: Any) -> Model:
-    """A row of `timm.create_model`; a `size` that the library asks to be told is among `args` too."""
+    """Return a row of `timm.create_model`; a `size` that the library asks to be told is among `args` too."""
     return Model(lambda: timm.create_model(name, num_classes=CLASSES, **args), size=size)
 
 
@@ -234,7 +234,7 @@ _TIED = {"tie_word_embeddings": True}
 
 
 def _face(prefix: str, head: str, family: str, config: Optional[Dict[str, Any]] = None, **more: Any) -> Model:
-    """A row of transformers: `prefix`Config and `prefix`For`head`."""
+    """Return a row of transformers: `prefix`Config and `prefix`For`head`."""
 
     def build() -> nn.Module:
         settings = {**(config or {}), **more}

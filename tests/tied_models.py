@@ -15,14 +15,14 @@ VOCABULARY, CONTEXT = 23, 6
 
 
 def tokens(seed: int = 5) -> TensorData:
-    """Random tokens, the labels those behind."""
+    """Return random tokens, the labels those behind."""
     drawn = torch.randint(VOCABULARY, (80, CONTEXT + 1), generator=torch.Generator().manual_seed(seed))
     x, y = drawn[:, :-1].clone(), drawn[:, 1:].clone()
     return TensorData((x[:64], y[:64]), (x[64:], y[64:]), seed)
 
 
 def lm(**args: Any) -> nn.Module:
-    """The library's own: embedding, block1, block2, norm and head."""
+    """Return the library's own: embedding, block1, block2, norm and head."""
     return transformer_lm(VOCABULARY, 8, 2, 2, CONTEXT, **{"tied": True, **args})
 
 

@@ -66,7 +66,7 @@ class Page:
         return str(self.one(css).text).replace("\u202f", " ")
 
     def settled(self) -> List[float]:
-        """The stretch of time that is drawn, in nanoseconds, once nothing is left to draw."""
+        """Return the stretch of time that is drawn, in nanoseconds, once nothing is left to draw."""
         self.script("window.drawn = 0; requestAnimationFrame(() => requestAnimationFrame(() => window.drawn = 1))")
         self.until(lambda: self.script("return window.drawn"))
         return [float(self.one("#canvas").get_attribute(f"data-{end}")) for end in ("from", "to")]
@@ -91,7 +91,7 @@ class Page:
         assert self.driver.save_screenshot(str(SHOTS / f"{name}.png"))
 
     def colours(self) -> int:
-        """How many colours the timeline shows."""
+        """Return how many colours the timeline shows."""
         return int(
             self.script(
                 """const c = document.createElement("canvas"), from = document.getElementById("canvas");
@@ -214,7 +214,7 @@ def test_searching_hovering_and_choosing_kinds(opened: Callable[..., Page]) -> N
     page.until(lambda: page.text("#status") == "no events of microbatch 9999")
 
 
-def test_halves_of_backwards_and_stages_of_a_device_are_told_apart(opened: Callable[..., Page]) -> None:
+def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(opened: Callable[..., Page]) -> None:
     page = opened(*split_example())
     kinds = [button.get_attribute("data-kind") for button in page.driver.find_elements("css selector", "#legend button")]
     assert {"backward", "input gradient", "weight gradient"} < set(kinds)
@@ -318,7 +318,7 @@ def test_a_script_that_was_let_in_does_not_run(browser: Any, tmp_path: Path) -> 
     page.quiet()
 
 
-def test_what_the_analysis_does_not_know_is_said_to_be_not_known(opened: Callable[..., Page]) -> None:
+def test_what_the_analysis_does_not_know_is_called_not_known(opened: Callable[..., Page]) -> None:
     trace, analysis = example()
     for analysis_given in (
         {},

@@ -55,7 +55,7 @@ NESTED: List[Any] = [
 
 
 def value(rng: random.Random) -> Any:
-    """Any plain value: mostly of a wrong type or size."""
+    """Return any plain value: mostly of a wrong type or size."""
     pool = rng.choice([HUGE, FLOATS, TEXTS, NESTED, [None, True, False]])
     if rng.random() < 0.05:
         deep: Any = 1

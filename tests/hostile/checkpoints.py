@@ -19,7 +19,7 @@ LAST = "checkpoints/step-6"
 
 
 def differs_from(end: Path, run: Path) -> Optional[str]:
-    """How the finished `run` differs from `end` in weights, optimizer state and figures; None where it does not."""
+    """Return how the finished `run` differs from `end` in weights, optimizer state and figures; None where it does not."""
     for name in ("model.safetensors", "optimizer.safetensors"):
         if not (run / LAST / name).is_file():
             return f"no {LAST}/{name}"
@@ -36,7 +36,7 @@ def differs_from(end: Path, run: Path) -> Optional[str]:
 
 
 def resumed(folder: Path, bases: Bases, what: str) -> Case:
-    """The case that resumes `folder`/run."""
+    """Return the case that resumes `folder`/run."""
     argv = ["run/config.yaml", "--out", "run", "--resume"]
     if not (folder / "run" / "config.yaml").is_file():
         argv[0] = str(bases.end / "config.yaml")
@@ -70,7 +70,7 @@ def _change_json(path: Path, rng: random.Random) -> str:
 
 
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """A resumed or evaluated checkpoint, damaged."""
+    """Return a resumed or evaluated checkpoint, damaged."""
     shutil.copytree(bases.run, folder / "run")
     checkpoints = sorted((folder / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
     newest = checkpoints[-1]

@@ -131,7 +131,7 @@ OTHERS: List[Callable[[random.Random, Path, Bases], Case]] = [
 
 
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """One of the commands that no other kind covers."""
+    """Return one of the commands that no other kind covers."""
     return rng.choice(OTHERS)(rng, folder, bases)
 
 

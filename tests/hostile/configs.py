@@ -87,7 +87,7 @@ def change_config(rng: random.Random) -> Tuple[Dict[Any, Any], List[str]]:
 
 
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """A run or a dry run of a mutated config."""
+    """Return a run or a dry run of a mutated config."""
     path = folder / "config.yaml"
     config, said = change_config(rng)
     how = rng.random()

@@ -26,7 +26,7 @@ def _images(root: Path, rng: random.Random) -> None:
 
 
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """A run that reads a damaged file."""
+    """Return a run that reads a damaged file."""
     config: Dict[str, Any] = copy.deepcopy(BASE)
     if rng.random() < 0.5:
         _images(folder / "images", rng)

@@ -21,7 +21,7 @@ LEFT = [
 
 
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """A run folder that is not as the run left it."""
+    """Return a run folder that is not as the run left it."""
     run = folder / "run"
     shutil.copytree(bases.run, run)
     files = sorted(path for path in run.iterdir() if path.is_file())

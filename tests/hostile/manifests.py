@@ -65,7 +65,7 @@ CHANGES: List[Callable[[Dict[str, Any], random.Random], str]] = [
 
 
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """A run with a forged checkpoint that is resumed, evaluated, exported or used for predictions."""
+    """Return a run with a forged checkpoint that is resumed, evaluated, exported or used for predictions."""
     shutil.copytree(bases.run, folder / "run")
     newest = folder / "run" / "checkpoints" / "step-4"
     manifest = json.loads((newest / "manifest.json").read_text())

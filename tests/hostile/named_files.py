@@ -82,7 +82,7 @@ def put_something(path: Path, rng: random.Random) -> str:
 
 
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """A command that reads something which is not a file."""
+    """Return a command that reads something which is not a file."""
     config: Dict[str, Any] = copy.deepcopy(BASE)
     how = rng.random()
     if how < 0.6:

@@ -99,7 +99,7 @@ def prepare() -> None:
 
 
 def make_bases(scratch: Path) -> Bases:
-    """The runs that cases damage: one to the end, and the same as it was after update 4."""
+    """Return the runs that cases damage: one to the end, and the same as it was after update 4."""
     bases = Bases(scratch / "interrupted", scratch / "finished")
     (scratch / "config.yaml").write_text(yaml.safe_dump(BASE, sort_keys=False))
     _quietly(Case("train", [str(scratch / "config.yaml"), "--out", str(bases.end)], ""), scratch)
@@ -207,7 +207,7 @@ def _ended(child: _Child, left: float) -> Tuple[Optional[int], str, str]:
 
 
 def choose(count: int) -> List[Tuple[str, int]]:
-    """The first `count` cases: kind and number within the kind."""
+    """Return the first `count` cases: kind and number within the kind."""
     counted = dict.fromkeys(KINDS, 0)
     chosen = []
     for i in range(count):
@@ -218,12 +218,12 @@ def choose(count: int) -> List[Tuple[str, int]]:
 
 
 def make_case(kind: str, number: int, seed: int, folder: Path, bases: Bases) -> Case:
-    """Case `number` of `kind`, its files in `folder`."""
+    """Return the case `number` of `kind`, its files in `folder`."""
     return KINDS[kind](random.Random(f"{seed}/{kind}/{number}"), folder, bases)
 
 
 def judged(case: Case, code: Optional[int], said: str, wrong: str) -> str:
-    """What is bad about how a case ended, or ""."""
+    """Return what is bad about how a case ended, or ""."""
     lines = [line for line in wrong.splitlines() if line.startswith("error: ")]
     if code is None:
         return f"hang: killed after {SECONDS} s"
@@ -276,7 +276,7 @@ def run_cases(wanted: Sequence[Tuple[str, int]], seed: int, scratch: Path, worke
 
 
 def table(results: Sequence[Result]) -> str:
-    """How the cases ended, a row a kind."""
+    """Return how the cases ended, a row a kind."""
     bads = ("traceback", "hang", "exit code", "no line", "our line", "differs", "warning", "not printable")
     columns: List[Tuple[str, Callable[[Result], bool]]] = [("cases", lambda r: True)]
     columns += [(f"exit {code}", lambda r, code=code: r.code == code) for code in (0, 1, 2)]  # type: ignore[misc]

@@ -22,7 +22,7 @@ OF_MODULES = ("state_dict", "load_state_dict")
 
 
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """A run whose objects misbehave in one place."""
+    """Return a run whose objects misbehave in one place."""
     config = copy.deepcopy(BASE)
     how, after = rng.choice([*HOW, "signature", "signature", "signature"]), rng.choice([0, 0, 1, 2, 5, 9, 30])
     config.update(method="pipedream", stages=2, gradient_accumulation=2, steps=4)

@@ -66,7 +66,7 @@ def change_weights(weights: Dict[Any, Any], rng: random.Random) -> str:
 
 
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """A file of odd weights, as a checkpoint's weights, to be evaluated, or to begin with."""
+    """Return a file of odd weights, as a checkpoint's weights, to be evaluated, or to begin with."""
     from safetensors.torch import load_file
 
     weights: Dict[Any, Any] = dict(load_file(bases.end / LAST / "model.safetensors"))

@@ -56,7 +56,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.devices * int(self.keys.get("replicas", 1))
 
 

@@ -165,7 +165,7 @@ class Store:
 
     @property
     def timeout(self) -> timedelta:
-        """How long torch waits, where nothing else is said."""
+        """Return how long torch waits, where nothing else is said."""
         return timedelta(seconds=self._network.limit)
 
     def add(self, key: str, number: int) -> int:

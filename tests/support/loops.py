@@ -186,3 +186,8 @@ class Loop:
     def close(self) -> nn.Module:
         self.losses += [update.loss for update in self.pipe.close()]
         return self.model
+
+
+def take_share(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return this replica's part of a batch."""
+    return x.chunk(pipe.replicas)[pipe.replica], y.chunk(pipe.replicas)[pipe.replica]

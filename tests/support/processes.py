@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, Mapping, Sequence
@@ -21,6 +22,17 @@ Runs = Mapping[str, Callable[[], Dict[str, Any]]]  # name -> a function of the a
 def run_in_group(ranks: int, work: Callable[..., None], folder: Path, *arguments: Any, seconds: float = 120) -> None:
     """Call `work(rank, folder, *arguments)` in forks of this process that are the ranks of a group; all must end well."""
     in_ranks(ranks, _work_in_group, ranks, work, folder, arguments, seconds=seconds)
+
+
+def end_rank(folder: Path, rank: int) -> None:
+    """Note that a rank has come to its end, and end it at once, as a script that raises does."""
+    (folder / f"{rank}.ended").touch()
+    end_process(0)
+
+
+def hear_interrupts() -> None:
+    """Undo that a shell which runs the tests in the background has interrupts ignored, as children inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _work_in_group(rank: int, ranks: int, work: Callable[..., None], folder: Path, arguments: Sequence[Any]) -> None:

@@ -27,7 +27,7 @@ def total() -> int:
 
 
 def rounded(ipus: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (ipus - 1).bit_length()
 
 

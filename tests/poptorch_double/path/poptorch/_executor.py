@@ -63,7 +63,7 @@ class PoplarExecutor:
         weakref.finalize(self, _device.release, self._holder)
 
     def _own(self, options: Optional[Options]) -> Options:
-        """The options given are frozen, the executor keeps a copy with the default output mode filled in."""
+        """Freeze the options given; the executor keeps a copy with the default output mode filled in."""
         if options is not None and not isinstance(options, Options):
             raise py_error(f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)")
         if options is None:
@@ -205,7 +205,8 @@ class PoplarExecutor:
     # ---- compiling
 
     def _arguments(self, args: Any, kwargs: Any) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
-        """The call's arguments in one form: positional in order with the defaults filled in. Others are a TypeError here."""
+        """Return the call's arguments in one form: positional in order with the defaults filled
+        in. Others are a TypeError here."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.args, bound.kwargs
@@ -282,7 +283,7 @@ class PoplarExecutor:
             raise cpp_error(f"deviceIterations must be greater than or equal to the number of pipeline stages ({stages})")
 
     def _on_model(self) -> bool:
-        """Whether the simulator is used; the option comes before the environment."""
+        """Return whether the simulator is used; the option comes before the environment."""
         if self._options.exists("use_model"):
             return bool(self._options.use_model)
         return os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0")
@@ -575,7 +576,7 @@ def trainingModel(
 def inferenceModel(
     model: Union["torch.nn.Module", "PoplarExecutor"], options: Optional["Options"] = None
 ) -> PoplarExecutor:
-    """The model is copied shallowly: parameters are shared, and whether it was wrapped for training before is kept."""
+    """Copy the model shallowly: parameters are shared, and whether it was wrapped for training before is kept."""
     model = _module_of(model)
     other = type(model).__new__(type(model))
     other.__dict__.update(model.__dict__)

@@ -63,7 +63,7 @@ def _formatted(optimizer: Any, name: str, value: Any, family: str) -> Tuple[Any,
 
 
 def describe(optimizer: Any, names: Mapping[int, str], options: Any) -> Description:
-    """What PopTorch reads from an optimizer. `names`: of the model's parameters by identity."""
+    """Return what PopTorch reads from an optimizer. `names`: of the model's parameters by identity."""
     kind, family = _kind(optimizer)
     entry = API[f"optim.{family}"]
     groups = []
@@ -164,7 +164,7 @@ class Twin:
     # -- SGD
 
     def _scale(self, group: Mapping[str, Any]) -> float:
-        """The velocity scaling: glued to the loss scaling for the separate variant (CompilerImpl.cpp)."""
+        """Return the velocity scaling: glued to the loss scaling for the separate variant (CompilerImpl.cpp)."""
         separate = self._description.kind == "SGD2"
         return float(self._description.variables["loss_scaling"][0] if separate else group["velocity_scaling"])
 

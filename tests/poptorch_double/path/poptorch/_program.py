@@ -24,7 +24,7 @@ WIDE = 2**31
 
 
 def plain_copy(model: torch.nn.Module) -> torch.nn.Module:
-    """A deep copy without PopTorch's wrappers, of a model that may have them; nothing is copied from the device."""
+    """Copy a model deeply, without the wrappers of PopTorch that it may have; nothing is copied from the device."""
     wrapped = [t for t in [*model.parameters(), *model.buffers()] if hasattr(type(t), "_unwrapped")]
     classes = [type(t) for t in wrapped]
     for tensor in wrapped:
@@ -115,7 +115,7 @@ class Program:
 
     @property
     def parts(self) -> int:
-        """Micro-batches in one call's input."""
+        """Return micro-batches in one call's input."""
         return self.iterations * self.accumulation * self.replicas
 
     def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -131,7 +131,7 @@ class Program:
                 raise cpp_error(f"Unsupported tensor input type from pytorch: {tensor.dtype}")
 
     def piece(self, structure: Any, index: int) -> Any:
-        """Micro-batch `index` of a call's input, as the device's types; a copy, which the model may write into."""
+        """Return the micro-batch `index` of a call's input, as the device's types; a copy, which the model may write into."""
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim():
@@ -155,7 +155,7 @@ class Program:
     # -- tracing
 
     def trace(self, arguments: Any, strategy: Any) -> Tuple[Trace, Layout, List[Any]]:
-        """One forward of the first micro-batch, noted and checked; leaves weights and random state as they were."""
+        """Trace one forward of the first micro-batch, noted and checked; leave weights and random state as they were."""
         args, kwargs = self.piece(arguments, 0)
         halves = any(t.dtype == torch.float16 for t in _trace.tensors(arguments))
         trace = Trace(strategy, self.model, _trace.tensors((args, kwargs)), halves and not self.half)
@@ -214,7 +214,7 @@ class Program:
         return self._gathered(outputs)
 
     def _replica(self, arguments: Any, iteration: int, replica: int, outputs: Any) -> Dict[str, torch.Tensor]:
-        """One replica's micro-batches of one iteration; returns its accumulated gradients."""
+        """Run one replica's micro-batches of one iteration; return its accumulated gradients."""
         if self.replicas > 1:
             with torch.no_grad():
                 self._load_buffers(replica)
@@ -286,7 +286,7 @@ class Program:
 
 
 def _attributes(model: torch.nn.Module) -> Dict[str, Any]:
-    """Plain values held by modules; not what PyTorch keeps of its own."""
+    """Return plain values held by modules; not what PyTorch keeps of its own."""
     return {
         f"{name}.{key}".lstrip("."): value
         for name, module in model.named_modules()
@@ -315,7 +315,7 @@ def _join(values: List[Any]) -> Any:
 
 
 def _rebuilt(shape: Any, static: Any, leaves: Iterator[Any]) -> Any:
-    """The nested outputs: tensors from `leaves`, everything else as it was in the trace."""
+    """Return the nested outputs: tensors from `leaves`, everything else as it was in the trace."""
     if isinstance(shape, dict):
         return {key: _rebuilt(value, static[key], leaves) for key, value in shape.items()}
     if isinstance(shape, tuple) and hasattr(shape, "_fields"):

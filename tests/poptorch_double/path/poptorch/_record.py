@@ -94,11 +94,11 @@ class Recorder:
         self._failures: List[Failure] = []
 
     def names(self) -> List[str]:
-        """The names of the calls, in order."""
+        """Return the names of the calls, in order."""
         return [call.name for call in self.calls]
 
     def of(self, name: str) -> List[Dict[str, Any]]:
-        """The arguments of every call of `name`, for example `Options.deviceIterations`."""
+        """Return the arguments of every call of `name`, for example `Options.deviceIterations`."""
         return [call.arguments for call in self.calls if call.name == name]
 
     def fail(self, on: str = "execute", call: int = 1, error: Optional[BaseException] = None) -> None:
@@ -145,7 +145,7 @@ class outermost:
 
 
 def summary(value: Any) -> Any:
-    """A value as it is recorded: tensors and modules by their looks, so that nothing is kept alive."""
+    """Return a value as it is recorded: tensors and modules by their looks, so that nothing is kept alive."""
     if isinstance(value, torch.Tensor):
         return f"tensor{list(value.shape)} {str(value.dtype).replace('torch.', '')}"
     if isinstance(value, (list, tuple)):

@@ -32,7 +32,7 @@ _NAMES = {
 
 
 def make_enum(name: str, module: str) -> Any:
-    """The enum of that name, members and values from the data."""
+    """Return the enum of that name, members and values from the data."""
     entry = DATA["enums"][name]
     base = {"IntEnum": enum.IntEnum, "Enum": enum.Enum}[entry["base"]]
     return base(name, entry["values"], module=module)
@@ -45,7 +45,8 @@ def _type(text: str) -> Any:
 
 
 def accepts(value: Any, kind: Any) -> bool:
-    """Whether `value` is of the annotated type, strictly: NumPy's scalars are no numbers; a bool is an int but no float."""
+    """Return whether `value` is of the annotated type, strictly: NumPy's scalars are no numbers; a
+    bool is an int but no float."""
     if kind is Any or kind is object:
         return True
     if kind is float:

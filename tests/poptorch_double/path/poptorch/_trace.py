@@ -44,7 +44,7 @@ SHAPES_FROM_VALUES = frozenset("nonzero unique unique_consecutive masked_select 
 
 
 def flat(structure: Any) -> List[Any]:
-    """Leaves of nested tuples, lists and dictionaries, in order."""
+    """Return leaves of nested tuples, lists and dictionaries, in order."""
     if isinstance(structure, dict):
         return [leaf for value in structure.values() for leaf in flat(value)]
     if isinstance(structure, (list, tuple)):
@@ -53,7 +53,7 @@ def flat(structure: Any) -> List[Any]:
 
 
 def mapped(structure: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The structure with `function` of every tensor in its place."""
+    """Return the structure with `function` of every tensor in its place."""
     if isinstance(structure, dict):
         return {key: mapped(value, function) for key, value in structure.items()}
     if isinstance(structure, tuple) and hasattr(structure, "_fields"):
@@ -187,7 +187,7 @@ class Trace(TorchFunctionMode):
     # -- what remains
 
     def alive(self, outputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> List[Op]:
-        """The operations that the outputs and the buffers written in place need; all others are dropped."""
+        """Return the operations that the outputs and the buffers written in place need; all others are dropped."""
         needed, living = {id(t) for t in [*outputs, *written]}, []
         for op in reversed(self.ops):
             if needed.intersection(op.outputs):
@@ -207,7 +207,7 @@ class Trace(TorchFunctionMode):
 
 
 def find_losses(ops: Sequence[Op], outputs: Sequence[Any], training: bool) -> Tuple[List[Loss], Optional[int]]:
-    """All losses that remain, and the place among the outputs of the final one (training).
+    """Return all losses that remain, and the place among the outputs of the final one (training).
 
     A loss that goes into a later one is demoted. PopTorch takes the gradient of the one that is left, whatever else is
     computed from it, so that `0.5 * cross_entropy(...)` trains with the unscaled loss without a word: the double wants
@@ -256,7 +256,7 @@ class Layout:
 
 
 def lay_out(trace: Trace, ops: Sequence[Op], losses: Sequence[Loss], parameters: Mapping[str, Any]) -> Layout:
-    """Stages and IPUs of the operations, checked."""
+    """Return stages and IPUs of the operations, checked."""
     ipus = [op.at.ipu for op in ops]
     used = max(len(set(ipus)), max(ipus, default=0) + 1)
     changes = sum(a != b for a, b in zip([0, *ipus], ipus))

@@ -98,7 +98,7 @@ class Worker:
             self._here.send(("slot", slot))
 
     def take(self) -> Any:
-        """The next batch, which lies in the ring until the one after is asked for; None at the end."""
+        """Return the next batch, which lies in the ring until the one after is asked for; None at the end."""
         if self._held is not None:
             for tensor in self._ring[self._held]:  # PopTorch overwrites it sooner or later; the double at once
                 tensor.fill_(float("nan") if tensor.is_floating_point() else -1 if tensor.dtype != torch.bool else True)

@@ -84,7 +84,7 @@ class _PopartOptions:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What was set. Read-only here: PopTorch's is a plain dict through which frozen options could be changed."""
+        """Return what was set. Read-only here: PopTorch's is a plain dict through which frozen options could be changed."""
         return types.MappingProxyType(self._options)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -118,7 +118,7 @@ class _PopartOptions:
 
 
 def _popart_kind(value: Any) -> str:
-    """The C++ type a Python value becomes; enums have to be given as ints, NumPy's integers are refused."""
+    """Return the C++ type a Python value becomes; enums have to be given as ints, NumPy's integers are refused."""
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):

@@ -74,7 +74,7 @@ class PipelinedExecution:
         return self._block_map[block_id]
 
     def _manager(self) -> "_Listed":
-        """A fresh one for every trace."""
+        """Return a fresh list of blocks for every trace."""
         return _Listed(self._block_map)
 
     def backendOptions(self) -> Dict[str, Any]:

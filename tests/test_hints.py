@@ -1,4 +1,4 @@
-"""What is said to those who come from elsewhere, and of a run that diverges."""
+"""Hints for users who come from elsewhere, and for a run that diverges."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("said", list(WRAPPED))
+@pytest.mark.parametrize("beginning", list(WRAPPED))
 @pytest.mark.filterwarnings("ignore")
-def test_a_wrapped_model_is_refused_by_the_wrappers_name(said: str) -> None:
-    faults = list_faults(check_modules, WRAPPED[said](), None, torch.device("cpu"))
-    assert len(faults) == 1 and faults[0].startswith(said)
+def test_a_wrapped_model_is_refused_by_the_wrappers_name(beginning: str) -> None:
+    faults = list_faults(check_modules, WRAPPED[beginning](), None, torch.device("cpu"))
+    assert len(faults) == 1 and faults[0].startswith(beginning)
 
 
 @pytest.mark.skipif(not hasattr(nn.Module, "compile"), reason="modules of this torch have no compile()")
@@ -114,15 +114,15 @@ def test_steps_beside_epochs_say_which_counts(run_tool: Any) -> None:  # noqa: F
 ALONE = "stages: one stage: there is nothing to pipeline, "
 
 
-@pytest.mark.parametrize("keys, told", [
+@pytest.mark.parametrize("keys, is_expected", [
     (["method=gpipe", "stages=1"], True),
     (["method=pipedream", "stages=1"], True),
     (["method=pipedream", "stages=2"], False),
     (["method=pipemare", "stages=1", "method_args={constant_delay: {updates: 2}}"], False),
     (["method=last_layers", "stages=1", "method_args={layers: 1}"], False),
 ])  # fmt: skip
-def test_one_stage_under_a_pipelines_method_is_told(keys: List[str], told: bool) -> None:
-    assert (ALONE in format_opening(build(config(*keys)))) == told
+def test_one_stage_under_a_pipelines_method_is_reported(keys: List[str], is_expected: bool) -> None:
+    assert (ALONE in format_opening(build(config(*keys)))) == is_expected
 
 
 # ---- diverged
@@ -147,15 +147,15 @@ def test_a_run_that_diverges_says_stage_rule_and_remedy(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("keys, told", [
+@pytest.mark.parametrize("keys, message", [
     (["method=gpipe"], "rules against staleness cannot help; clip: {norm: ...} may help"),
     (["method=gpipe", "clip={norm: 1e18}"], "rules against staleness cannot help"),
     (["method=local_greedy"], "; no stage reads stale weights in this run, so"),
     (["method=pipemare", "method_args={warmup: {epochs: 1}}"], "; no stage reads stale weights in this run, so"),
     (["method=pipedream", "optimizer={name: adam, momentum: null}"], "1 update stale): method_args: {t1: {}} lowers"),
 ])  # fmt: skip
-def test_of_other_runs_it_says_what_it_can(keys: List[str], told: str, tmp_path: Path) -> None:
-    assert told in fault(tmp_path / "run", *keys)
+def test_of_other_runs_it_says_what_it_can(keys: List[str], message: str, tmp_path: Path) -> None:
+    assert message in fault(tmp_path / "run", *keys)
 
 
 def test_rules_that_the_run_has_are_no_remedy(tmp_path: Path) -> None:
