@@ -1,10 +1,22 @@
 """Annotate a model's stage boundaries once, then train it under any pipeline method.
 
-    begin_stage   mark where a stage begins            configure   a run's settings
-    partition     a model's stages                     train       run it
-    from_loader   your own data loaders                load_config, load_data, make_schedule, VersionTable ...
+    `begin_stage`   mark where a stage begins     `Pipeline`      from your own loop
+    `partition`     a model's stages              `configure`     a run's settings
+    `from_loader`   your own data loaders         `train`         run it
 
-Names are imported when they are first used, so that `import ipu_pipe` and tools without PyTorch stay quick.
+Names are imported when they are first used, so that `import ipu_pipe` and tools without PyTorch
+stay quick. The files and folders, each of which imports only from those before it:
+
+    errors, files, text, interrupts, launcher, shipped   the base
+    schedule, stability, trace                           plans, theory and events, without torch
+    model, cut, local, update                            a model, its pieces, blocks and updates
+    config, hardware, data                               what is given: settings, devices, batches
+    job                                                  a run, resolved
+    plan                                                 which configuration to run
+    replay, backends                                     what is computed, and where
+    report, store                                        what a run writes
+    pipeline                                             the object that all of this is for
+    run, integrations, compare, cli                      loops over it, and the commands
 """
 
 from __future__ import annotations

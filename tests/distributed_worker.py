@@ -13,15 +13,15 @@ from torch import nn
 
 from ipu_pipe.backends.processes.nccl import list_links
 from ipu_pipe.backends.processes.ties import find_ties
-from ipu_pipe.backends.work import average
+from ipu_pipe.cut.cutting import cut_model, list_crossings
 from ipu_pipe.errors import end_process
 from ipu_pipe.hardware.precision import MIXED, resolve_precision
 from ipu_pipe.job.record import DTYPES
-from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import partition
+from ipu_pipe.replay.work import average
 from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
@@ -101,7 +101,7 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     from ipu_pipe.backends.processes.mail import Mail
     from ipu_pipe.backends.processes.stage import Stage, StageModel
     from ipu_pipe.backends.processes.trace import TraceRecorder
-    from ipu_pipe.backends.work import Work
+    from ipu_pipe.replay.work import Work
 
     _, name, args, accumulate, model_name, switch = case
     method = resolve_method(name, args)

@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 
 import ipu_pipe
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.replays import RandomizedReplays, order_updates
-from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
+from ipu_pipe.replay.replays import RandomizedReplays, order_updates
+from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule import delays
 from ipu_pipe.schedule.global_history import count_history_delays
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.replays import RandomizedReplays, order_updates
-from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
+from ipu_pipe.replay.replays import RandomizedReplays, order_updates
+from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule

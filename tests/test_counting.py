@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ipu_pipe.cut.cutting import cut_model, list_crossings
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
 from ipu_pipe.model import flops
-from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.meta import can_run_on_meta, move_to_meta, to_meta
 from ipu_pipe.model.observation import Observation, count_saved_bytes, observe_costs
 from ipu_pipe.model.restoring import restore_all

@@ -18,8 +18,8 @@ def test_cuts_in_windows_are_those_of_single_batches(name: str, drain: int) -> N
     if drain is not None:
         loop.pipe.drain()
     job = loop.pipe._job
-    assert job is not None
-    schedule, cuts = job.schedule, Cuts(job)
+    assert job is not None and job.open_table is not None
+    schedule, cuts = job.open_table.schedule, Cuts(job)
     margin = len(job.partition) - 1 if job.method.structure is not None else 0
     # forwards, at the ends of windows, and back before the window
     batches = [*range(6, 6 + 5 * NARROWEST), WIDEST * 3 - 1, WIDEST * 3, WIDEST * 3 + 1, 7]

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from ipu_pipe.cut.cutting import cut_model, list_crossings
+from ipu_pipe.cut.verification import verify_pieces
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import check_same_shapes
-from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_buffers, restore_modes
 from ipu_pipe.model.stages import partition
-from ipu_pipe.model.verification import verify_pieces
 from tests.support.models import Composed
 
 

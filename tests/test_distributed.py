@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
+from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies

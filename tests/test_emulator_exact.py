@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable

@@ -319,9 +319,10 @@ def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
         sizes = f"{show(device.memory_bytes, 1e9)} | {rates} | {show(device.memory_bandwidth, 1e9)}"
         return f"| `{name}` | {hardware.devices} | {sizes} | {level} |"
 
-    page = (HARDWARE_FOLDER.parents[1] / "docs" / "hardware.md").read_text(encoding="utf-8").splitlines()
-    text = page[: page.index("## The named ones")]
-    example = "\n".join(line for line in text if line.startswith("    ") and "extends" not in line)
+    docs = HARDWARE_FOLDER.parents[1] / "docs"
+    keys = (docs / "hardware.md").read_text(encoding="utf-8").partition("## Measure this machine")[0].splitlines()
+    example = "\n".join(line for line in keys if line.startswith("    ") and "extends" not in line)
+    page = (docs / "reference" / "hardware.md").read_text(encoding="utf-8").splitlines()
     assert read_hardware({"name": "page", **parse_yaml(example, "page")}).with_devices(64).devices == 64
     assert [line for line in page if line.startswith("| `")] == [row(name) for name in list_hardware() if name != "this"]
 

@@ -6,10 +6,13 @@ Imports are read from the source, including those inside functions and those for
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Dict, Set
+from typing import Dict, List, Set, Tuple
+
+import pytest
 
 from tests.house import (
     PACKAGE,
@@ -27,9 +30,10 @@ from tests.house import (
 BASE = ("errors", "files", "interrupts", "launcher", "shipped", "text")
 # A folder imports only from those before it.
 FOLDERS = (
-    "schedule", "stability", "trace", "model", "local", "update", "config", "hardware", "data", "job", "plan", "backends",
-    "report", "store", "pipeline", "run", "integrations", "compare", "cli",
+    "schedule", "stability", "trace", "model", "cut", "local", "update", "config", "hardware", "data", "job", "plan", "replay",
+    "backends", "report", "store", "pipeline", "run", "integrations", "compare", "cli",
 )  # fmt: skip
+MOST_LINES_OF_MAP = 15  # of a folder: related files share a line
 FRONT = ("__init__", "__main__")  # what users import and start: above all
 WITHOUT_TORCH = ("schedule", "stability", "trace", *BASE)
 OUTSIDE = ("tools", "models", "tests", "configs")  # what the library may not know
@@ -64,6 +68,95 @@ def test_there_is_no_import_circle():
 def test_a_circle_is_detected():
     graph = {f"{PACKAGE}.a": {f"{PACKAGE}.b"}, f"{PACKAGE}.b": {f"{PACKAGE}.a"}, f"{PACKAGE}.c": {f"{PACKAGE}.a"}}
     assert find_circles(graph) == [f"{PACKAGE}.a", f"{PACKAGE}.b"]
+
+
+def list_folders() -> List[Path]:
+    """Return the library's folders, itself first."""
+    return sorted(path.parent for path in (ROOT / PACKAGE).rglob("__init__.py"))
+
+
+def read_docstring(folder: Path) -> str:
+    """Return the docstring of a folder's __init__ as it is written, with its indents."""
+    tree = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
+    return ast.get_docstring(tree, clean=False) or ""
+
+
+def read_map(folder: Path) -> List[Tuple[List[str], List[str]]]:
+    """Return each line of a folder's map as its files and the names that it gives them in backquotes."""
+    map_line = re.compile(r"^ {4}([a-z][a-z_., ]*?)  +(\S.*)$", flags=re.MULTILINE)
+    lines = map_line.findall(read_docstring(folder))
+    return [(files.split(", "), re.findall(r"`(\w+)`", text)) for files, text in lines]
+
+
+def list_definitions(path: Path) -> Set[str]:
+    """Return the functions, classes and constants of a file."""
+    names: Set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
+    return names
+
+
+@pytest.mark.parametrize("folder", list_folders(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_map_of_a_folder_names_its_files(folder: Path):
+    """A reader begins at a folder's __init__: it names every file once, and none that has moved."""
+    mapped = [name for files, _ in read_map(folder) for name in files]
+    files = [path for path in folder.iterdir() if path.is_file() and path.name[0] not in "_."]
+    names = [path.name[: -len(".py")] if path.suffix == ".py" else path.name for path in files]
+    names += [path.parent.name for path in folder.glob("*/__init__.py")]
+    assert sorted(mapped) == sorted(set(names) - {"py.typed"})
+    assert len(read_map(folder)) <= MOST_LINES_OF_MAP
+
+
+@pytest.mark.parametrize("folder", list_folders(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_defines_the_names_that_the_map_gives_it(folder: Path):
+    wrong = []
+    for files, names in read_map(folder):
+        paths = [folder / f"{file}.py" for file in files]
+        defined = {name for path in paths if path.is_file() for name in list_definitions(path)}
+        wrong += [name for name in names if name not in defined]
+    assert not wrong
+
+
+def test_the_map_of_the_library_has_the_order_of_the_imports():
+    mapped = [name for files, _ in read_map(ROOT / PACKAGE) for name in files]
+    assert sorted(mapped[: len(BASE)]) == sorted(BASE)
+    assert mapped[len(BASE) :] == list(FOLDERS)
+
+
+def test_an_update_of_the_emulator_enters_no_cut():
+    """Stages in one process need no recording, crossing or piece: `cut` serves other backends, and blocks."""
+    code = "from tests.test_house import print_files_of_an_update; print_files_of_an_update()"
+    # in a process of its own, because it is profiled
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    folders = {Path(name).parent.name for name in ended.stdout.split()}
+    assert {"replay", "emulator"} <= folders, ended.stderr
+    assert "cut" not in folders
+
+
+def print_files_of_an_update() -> None:
+    """Print the files of the library that one update of the emulator enters, for the test above."""
+    import torch
+
+    import ipu_pipe
+    from tests.house_runs import Tally
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), ipu_pipe.begin_stage(torch.nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = torch.nn.functional.cross_entropy
+    pipe = ipu_pipe.Pipeline(model, loss, optimizer, method="pipedream", microbatches=2)
+    x, y = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)
+    # checks and the first batch's observation come before
+    pipe.step(x, y)
+    tally = Tally()
+    tally.start()
+    pipe.step(x, y)
+    tally.stop()
+    print(*tally.files)
 
 
 def test_the_library_does_not_know_what_is_built_on_it():

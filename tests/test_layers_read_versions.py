@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.backends.replays import Views
-from ipu_pipe.backends.weights import OverwritingStore, SwappingStore
+from ipu_pipe.replay.replays import Views
+from ipu_pipe.replay.weights import OverwritingStore, SwappingStore
 
 torch.manual_seed(0)
 

@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.work import Work
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import BlockedModel, get_blocks
@@ -28,6 +27,7 @@ from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.loss import SumOfLosses
 from ipu_pipe.model.observation import observe_training
 from ipu_pipe.model.stages import partition
+from ipu_pipe.replay.work import Work
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Structure, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 import ipu_pipe
 from ipu_pipe.config.load import configure
+from ipu_pipe.cut.cutting import cut_model
+from ipu_pipe.cut.loss_verification import takes_output_alone
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import verify_losses
-from ipu_pipe.model.cutting import cut_model
 from ipu_pipe.model.loss import Labels, LossOfOutput, TakePart
-from ipu_pipe.model.loss_verification import takes_output_alone
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.restoring import restore_function
 from ipu_pipe.pipeline.build import build

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ipu_pipe.backends.replays import order_updates
+from ipu_pipe.replay.replays import order_updates
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.runs import Stretch

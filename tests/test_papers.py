@@ -1,4 +1,4 @@
-"""docs/papers.md: what it names exists, and each status is that of the stored verdicts."""
+"""docs/results/papers.md: what it names exists, and each status is that of the stored verdicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def list_experiments() -> FrozenSet[str]:
 
 def read_rows() -> List[Row]:
     """Return the rows of the papers' tables, cell by cell."""
-    lines = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8").splitlines()
+    lines = (RESULTS / "papers.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     return [(a, b, c, d, e) for a, b, c, d, e in (row for row in cells if len(row) == 5) if a not in ("item", "---")]
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.work import Work
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
@@ -30,6 +29,7 @@ from ipu_pipe.pipeline.build import build
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.planner import search
 from ipu_pipe.plan.prediction import Problem
+from ipu_pipe.replay.work import Work
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.train import evaluate_checkpoint, train

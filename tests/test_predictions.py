@@ -1,4 +1,4 @@
-"""What the planner predicts beside what papers measured: the tables of docs/predictions.md, and the costs that they rest on."""
+"""What the planner predicts beside what papers measured: docs/results/predictions.md, and the costs that its tables rest on."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from ipu_pipe.backends.processes.mail import Mail, Message
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import ReplicaGroup, average_over_replicas
 from ipu_pipe.config.load import load_config
-from ipu_pipe.model.cutting import TensorSpec
+from ipu_pipe.cut.crossing import TensorSpec
 from ipu_pipe.run.train import train
 from ipu_pipe.store.checkpoint import FILES
 from ipu_pipe.store.folder import lock_folder

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ipu_pipe.cut.cutting import cut_model
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model import observation
-from ipu_pipe.model.cutting import cut_model
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, list_generators
 from ipu_pipe.schedule.methods import resolve_method

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.replays import ReplayPlan, ReplayWindow, TableReplays, Views
-from ipu_pipe.backends.weights import OverwritingStore, SwappingStore
-from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import partition
+from ipu_pipe.replay.replays import ReplayPlan, ReplayWindow, TableReplays, Views
+from ipu_pipe.replay.weights import OverwritingStore, SwappingStore
+from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.schedule.timelines import make_schedule

@@ -2,69 +2,85 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Dict, List, Type
 
 import pytest
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput
+from tools import draw_prices
+from tools import write_keys as keys
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 
 
-@pytest.fixture(scope="module")
-def keys() -> Any:
-    spec = importlib.util.spec_from_file_location("site_keys", DOCS / "site" / "keys.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_key_of_a_config_is_explained(keys: Any) -> None:
-    """In the docstring of its section, as `key`: meaning, or in what it says of the whole. PopTorch's own are in docs/ipu.md."""
+def test_every_key_of_a_config_is_explained() -> None:
+    """Each section's docstring has `key`: meaning, or names it. PopTorch's own are in docs/reference/ipu.md."""
     silent = []
-    for section, places in keys.sections().items():
-        whole, _ = keys.explained(section)
+    for section, places in keys.collect_sections().items():
+        whole, _ = keys.split_docstring(section)
         silent += [
             f"{section.__name__}: `{key.key}`: has no meaning in the docstring"
-            for key in keys.keys(section)
+            for key in keys.list_keys(section, places[0])
             if not key.meaning and f"`{key.key}`" not in whole and not places[0].startswith("backend.ipu")
         ]
     assert silent == []
 
 
-def test_no_docstring_explains_a_key_that_is_gone(keys: Any) -> None:
+def test_no_docstring_explains_a_key_that_is_gone() -> None:
     gone = {
         f"{section.__name__}: {key}"
-        for section in keys.sections()
-        for key in keys.explained(section)[1]
+        for section in keys.collect_sections()
+        for key in keys.split_docstring(section)[1]
         if key not in section.model_fields
     }
     assert gone == set()
 
 
-def test_the_page_of_keys_says_types_defaults_and_what_is_allowed(keys: Any) -> None:
-    page = keys.page()
-    assert '| `method` | text | `"gpipe"` | naive, gpipe, ' in page
-    assert "| `micro_batch_size` | whole number | `8` | a whole number >= 1 | samples of a microbatch" in page
-    assert "| [`t1`](#method_argst1) | section | `null` |  | PipeMare's rescheduled rates |" in page
-    assert (
-        "\n## method_args.t1\n" in page
-        and "| `decay` | see there | `0.1353352832366127` | a number > 0 and < 1" in page
-    )
+def test_the_page_of_keys_says_types_defaults_and_what_is_allowed() -> None:
+    page = keys.format_page()
+    assert "| `method` | naive, gpipe, " in page and ', rows | `"gpipe"` | the training' in page
+    assert "| `micro_batch_size` | a whole number >= 1 | `8` | samples of a microbatch" in page
+    assert "| [`t1`](#method_argst1) | section | `null` | PipeMare's rescheduled rates |" in page
+    assert "\n## method_args.t1\n" in page
+    assert "| `decay` | a number > 0 and < 1, or optimal | `0.1353352832366127` |" in page
     assert "given" not in {line.split("|")[1].strip(" `") for line in page.split("\n|")[1:]}
 
 
-def test_keys_that_the_documentation_names_are_keys(keys: Any) -> None:
+def test_the_committed_page_of_keys_is_that_of_the_schema() -> None:
+    assert keys.PAGE.read_text(encoding="utf-8") == keys.format_page(), "run: python tools/write_keys.py"
+
+
+def test_an_example_of_a_key_is_a_value_that_it_takes() -> None:
+    examples: Dict[str, List[str]] = {}
+    for section, places in keys.collect_sections().items():
+        for key in keys.list_keys(section, places[0]):
+            if key.example:
+                value = json.loads(key.example)
+                examples[f"{places[0]}.{key.key}"] = list_faults_of_key(section, key.key, value)
+    assert len(examples) > 40
+    assert {place: faults for place, faults in examples.items() if faults} == {}
+
+
+def list_faults_of_key(section: Type[BaseModel], name: str, value: Any) -> List[str]:
+    """List what a section says against the value of one key, whatever it says about others."""
+    try:
+        section.model_validate({name: value})
+    except ValidationError as error:
+        return [detail["msg"] for detail in error.errors() if detail["loc"][:1] == (name,)]
+    return []
+
+
+def test_keys_that_the_documentation_names_are_keys() -> None:
     """`stages.by`, and `checkpoint: {every: 3}`, the values aside."""
-    sections = [(section, place) for section, places in keys.sections().items() for place in places]
+    sections = [(section, place) for section, places in keys.collect_sections().items() for place in places]
     known = {f"{place}.{name}".lstrip(".") for section, place in sections for name in section.model_fields}
     # arguments are called so, and files
     open_ended = ("model.", "data.", "given.", "metrics.", "init_from.json", "ema.safetensors", "optimizer.safetensors")
@@ -83,6 +99,21 @@ def test_keys_that_the_documentation_names_are_keys(keys: Any) -> None:
                 except BadInput as error:
                     wrong += [f"{page.name}: {fault}" for fault in error.faults if "unknown key" in fault]
     assert wrong == []
+
+
+def test_the_committed_picture_is_that_of_the_stored_results() -> None:
+    assert draw_prices.PICTURE.read_text(encoding="utf-8") == draw_prices.draw_picture(), "run: python tools/draw_prices.py"
+
+
+def test_the_code_tour_names_files_that_exist() -> None:
+    """README's reading order is that of the tour, and both are of this tree."""
+    tour = (DOCS / "code_tour.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w/]+/\w+\.py", tour))
+    assert [name for name in sorted(named) if not any((top / name).is_file() for top in (ROOT, ROOT / "ipu_pipe"))] == []
+    in_order = re.findall(r"^\d\. \*\*`([\w/]+\.py)`", tour, re.MULTILINE)
+    (listed,) = re.findall(r"read in this order: (.*?)\.\s", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert re.findall(r"[\w/]+\.py", listed) == in_order and len(in_order) == 5
+    assert len(tour.split()) <= 500
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

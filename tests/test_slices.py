@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ipu_pipe.cut.cutting import cut_model, list_crossings
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.observation import observe_execution
 from ipu_pipe.model.stages import Partition, begin_stage, find_top_cut_points, group_stages, partition
 from models.resnet import preact_resnet20, resnet18

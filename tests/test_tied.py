@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ipu_pipe.model.cutting import cut_model
+from ipu_pipe.cut.cutting import cut_model
+from ipu_pipe.cut.verification import verify_pieces
 from ipu_pipe.model.stages import begin_stage, partition
-from ipu_pipe.model.verification import verify_pieces
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable

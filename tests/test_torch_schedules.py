@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.work import Work
 from ipu_pipe.config.load import configure
+from ipu_pipe.cut.cutting import cut_model, list_crossings
 from ipu_pipe.errors import end_process
-from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.replay.work import Work
 from ipu_pipe.run.train import train as run
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.rows import format_csv

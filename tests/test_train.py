@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
@@ -374,12 +375,12 @@ def test_several_settings_may_follow_one_flag(config_last: bool, run_tool: Any) 
 
 def test_the_readmes_example_runs() -> None:
     """Story: it gave the run's folder as text, which failed."""
-    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    loop, model = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     x = torch.randn(64, 64)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :10].argmax(1)), batch_size=8)
     printed: List[Any] = []
     names: Dict[str, Any] = {"my_train_loader": loader, "my_test_loader": loader, "print": lambda *words: printed.append(words)}
-    exec(code, names)
+    exec(model + loop, names)
     # the updates but those that the evaluation's drain has finished, then the evaluation
     assert [words[0] for words in printed[:-1]] == list(range(6))
     assert set(printed[-1][0]) == {"loss", "accuracy"}

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ipu_pipe.cut.crossing import Crossing, TensorSpec
+from ipu_pipe.cut.cutting import cut_model
+from ipu_pipe.cut.verification import TrainingEffects, verify_pieces
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.cutting import Crossing, TensorSpec, cut_model
 from ipu_pipe.model.precision import cast_forward
-from ipu_pipe.model.verification import TrainingEffects, verify_pieces
 from ipu_pipe.pipeline.build import build
 from tests.staged_models import Odd, Skipping, residual, whole
 from tests.support.models import Composed

@@ -470,9 +470,9 @@ def _make_engine(rank: int, case: Case, name: str, data: List[Any], group: Any) 
     from ipu_pipe.backends.processes.mail import Mail
     from ipu_pipe.backends.processes.stage import Stage, StageModel
     from ipu_pipe.backends.processes.trace import TraceRecorder
-    from ipu_pipe.backends.work import Work
-    from ipu_pipe.model.cutting import cut_model, list_crossings
+    from ipu_pipe.cut.cutting import cut_model, list_crossings
     from ipu_pipe.model.stages import partition
+    from ipu_pipe.replay.work import Work
     from ipu_pipe.schedule.actions import Kind
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
@@ -511,7 +511,7 @@ def _make_torch_turn(rank: int, case: Case, name: str, data: List[Any]) -> Calla
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
 
-    from ipu_pipe.model.cutting import cut_model
+    from ipu_pipe.cut.cutting import cut_model
 
     model = _make_model(case)
     cut = cut_model(model, _find_begins(case, model, data[0][0]), data[0][0])

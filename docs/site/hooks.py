@@ -17,9 +17,7 @@ from mkdocs.structure.files import File
 
 HERE = Path(__file__).resolve().parent
 DOCS, ROOT = HERE.parent, HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(HERE)]
-
-import keys  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 PAGES = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 EXTERNAL = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=.?https?:[^ >]*")
@@ -36,7 +34,7 @@ def on_files(files: Any, config: Any) -> Any:
     for name, source in PAGES.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "site.css", abs_src_path=str(HERE / "site.css")))
-    text_by_page = {"api": api(), "config": keys.page(), "commands": commands()}
+    text_by_page = {"api": api(), "commands": commands()}
     for name, text in text_by_page.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files

@@ -1,8 +1,16 @@
-"""The commands: `python tools/COMMAND.py ...` in a clone, `ipu-pipe COMMAND ...` or `python -m ipu_pipe COMMAND ...` anywhere.
+"""The commands: `ipu-pipe COMMAND`, `python -m ipu_pipe COMMAND`, in a clone `tools/COMMAND.py`.
 
-Each command is a module of this package with the same name. Its `main` reads the command line's arguments, or those passed to
-it, and raises the error that ends the command. No module is imported before the command's own, so that Ctrl-C is handled first
-and --help does not wait for torch.
+Each command is a module of this package with the same name. Its `main` reads the command line's
+arguments, or those passed to it, and raises the error that ends the command. No module is imported
+before the command's own, so that Ctrl-C is handled first and --help does not wait for torch.
+
+    arguments                    declares and parses arguments, and prints: `command`, `option`
+    train, collect               train by a config, or by several methods
+    plan, schedule, stability    what a run will be like
+    analyze, export              what a run left: its trace, its weights
+    fetch_data                   gets a data set
+    measure_hardware             measures this machine, for plans
+    completion                   completes commands in a shell
 """
 
 from __future__ import annotations

@@ -1,8 +1,15 @@
-"""Data sets in their official layouts, in a deterministic order, augmented and normalized as tensors.
+"""Data sets in their official layouts, in a deterministic order, as normalized tensors.
 
-A `DataSource` returns microbatches by (epoch, index). Their samples and augmentations depend only on the seed, the epoch and the
-position in the epoch, never on how microbatches are grouped or on earlier draws, so that a resumed run needs no state of
-its data.
+A `DataSource` returns microbatches by (epoch, index). Their samples and augmentations depend only
+on the seed, the epoch and the position in the epoch, never on how microbatches are grouped or on
+earlier draws, so that a resumed run needs no state of its data.
+
+    sources   batches, and sources in memory: `DataSource`, `TensorData`
+    loaders   the user's own loaders as a source: `from_loader`
+    sets      the named data sets: `load_data`, `SETS`
+    images    folders of images
+    text      text as integers
+    fetch     gets a data set: `fetch`
 """
 
 from ipu_pipe.data.fetch import fetch

@@ -17,12 +17,12 @@ from torch import nn
 
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN, OWN, TOKENS, Entry, OptimizerSettings
+from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.local.heads import AugLocal, Heads
 from ipu_pipe.local.structures import make_blocks
-from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import (
     Loss,
     LossOfOutput,

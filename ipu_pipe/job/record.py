@@ -13,13 +13,13 @@ from torch import nn
 
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN, Given
+from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.sources import split_batch
 from ipu_pipe.errors import RunFault
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import Metric
 from ipu_pipe.model.batch import map_tensors, require_tensors
-from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import LabelRange, Labels, Loss, LossWeight, OwnLoss, get_labels
 from ipu_pipe.model.observation import ForwardEffects, Observation
 from ipu_pipe.model.precision import ModelPrecision
@@ -32,7 +32,6 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import show
 from ipu_pipe.trace.events import SCHEMA
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.rates import Plateau
 
 # precision -> dtype of a model's weights; for IPUs the dtype on the host
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -176,7 +175,7 @@ class Job(Setup):
     note: str = ""
     done: int = 0
     used: Given = Given()
-    plateau: Optional[Plateau] = None
+    plateau: Optional[torch.optim.lr_scheduler.ReduceLROnPlateau] = None
     wants_model: bool = False
     watches_gradients: bool = False
     folder: Optional[Path] = None

@@ -24,19 +24,19 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ipu_pipe.cut.cutting import Piece, cut_model
+from ipu_pipe.cut.loss_verification import LossStage, LossTrial, list_foreign_reads
+from ipu_pipe.cut.verification import verify_pieces
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.local.heads import AugLocal, Heads, MakeHead, make_head
 from ipu_pipe.model.batch import call_model, get_first_tensor, join_arguments
-from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.loss import BlockOutputs, Loss, Take, describe_output
-from ipu_pipe.model.loss_verification import LossStage, LossTrial, list_foreign_reads
 from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.observation import Observation, observe_effects, observe_training
 from ipu_pipe.model.precision import cast_forward, get_user_loss, is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, draw_from
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function, restore_modes
 from ipu_pipe.model.stages import Footprint, Partition, make_footprint
-from ipu_pipe.model.verification import verify_pieces
 
 # the name of the auxiliary heads in a model
 HEADS = "local_heads"

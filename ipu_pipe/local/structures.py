@@ -14,10 +14,10 @@ from typing import Any, List, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
+from ipu_pipe.cut.cutting import cut_model
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import BlockedModel, Blocks
 from ipu_pipe.local.heads import Heads
-from ipu_pipe.model.cutting import cut_model
 from ipu_pipe.model.loss import Take
 from ipu_pipe.model.stages import Partition, group_stages, partition
 from ipu_pipe.schedule.methods import Structure

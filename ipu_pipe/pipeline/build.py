@@ -68,7 +68,13 @@ from ipu_pipe.update.optimizer import (
     select_parameters,
     select_stage,
 )
-from ipu_pipe.update.rates import Plateau, choose_anneal_updates, make_rate, simulate_scheduler
+from ipu_pipe.update.rates import (
+    choose_anneal_updates,
+    get_present_rate,
+    make_plateau,
+    make_rate,
+    simulate_scheduler,
+)
 
 
 def set_up(
@@ -406,7 +412,7 @@ class _Rates(NamedTuple):
 
     base: float
     rate: Callable[[int], float]
-    plateau: Optional[Plateau] = None
+    plateau: Optional[torch.optim.lr_scheduler.ReduceLROnPlateau] = None
     settings: Optional[GroupSettings] = None
 
 
@@ -419,9 +425,9 @@ def _make_rates(
     base = next((float(group["lr"]) for group in optimizer.param_groups if group["lr"]), 0.0)
     if settings.name == "plateau":
         mode = "max" if prefers_greater(settings.metric or "loss") else "min"
-        plateau = Plateau(base, {"mode": mode, **(settings.args or {})})
+        plateau = make_plateau(base, {"mode": mode, **(settings.args or {})})
         share = make_rate(settings, 1.0, updates, per_epoch, per_call)
-        return _Rates(base, lambda k: plateau.rate * share(k), plateau)
+        return _Rates(base, lambda k: get_present_rate(plateau) * share(k), plateau)
     if not settings.is_played:
         return _Rates(base, make_rate(settings, base, updates, per_epoch, per_call))
     if settings.interval == "epoch" and per_epoch is None:

@@ -36,6 +36,7 @@ from ipu_pipe.store import checkpoint
 from ipu_pipe.store.folder import RunFolder, read_starts
 from ipu_pipe.store.saving import Saver
 from ipu_pipe.update.apply import AVERAGE
+from ipu_pipe.update.rates import export_plateau
 
 
 class TrainingLoop:
@@ -70,7 +71,7 @@ class TrainingLoop:
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # all processes must know what rank 0's callbacks do: whether they may stop the run, whether after any update, ...
         main = self.callbacks
-        self.may_stop, self.watches_updates, job.watches_gradients, job.wants_model = run_on_main(
+        self.has_callbacks, self.watches_updates, job.watches_gradients, job.wants_model = run_on_main(
             lambda: (bool(main.callbacks), main.watches_updates, main.watches_gradients, main.wants_model)
         )
         self.moment = Moment(0, 0.0, (), job.rate(0), None, {}, None, None, config=job.config.to_dict(), folder=out)
@@ -224,8 +225,8 @@ class TrainingLoop:
                 self._step(drains=evaluates or saves)
                 self._finish_saving(waits=False)
                 self._pause(evaluates, saves)
-                if self.may_stop and (evaluates or saves or self.watches_updates):
-                    self._decide_end()
+                if self.has_callbacks and (evaluates or saves or self.watches_updates):
+                    self._agree_on_end()
             # after an early stop evaluate and save as at a planned end
             if self.end < job.updates:
                 start = time.perf_counter()
@@ -239,7 +240,7 @@ class TrainingLoop:
                 self._pause(not evaluated, not saved)
         self.bar = None
 
-    def _decide_end(self) -> None:
+    def _agree_on_end(self) -> None:
         """End the run sooner if a callback has asked for it; every process calls this after the same update.
 
         The batches that have entered are finished: those given when the update's loss is known, on every backend.
@@ -372,8 +373,10 @@ class TrainingLoop:
             best = f"{split}_{job.config.evaluate.best}"
             position.add_evaluation(best, record.get(best))
             if job.plateau is not None and position.update:
-                job.plateau.step(record.get(f"{split}_{job.config.lr_schedule.metric or 'loss'}"))
-                position.plateau = job.plateau.state()
+                value = record.get(f"{split}_{job.config.lr_schedule.metric or 'loss'}")
+                if value is not None:
+                    job.plateau.step(value)
+                position.plateau = export_plateau(job.plateau)
         # keep the last validation beside the test at the end
         validated = self.moment.metrics if split == "test" and position.update else {}
         self.moment = replace(self.moment, step=position.update, epoch=epoch, metrics={**validated, **record})

@@ -22,6 +22,7 @@ from ipu_pipe.store.checkpoint import Checkpoint
 from ipu_pipe.store.folder import read_starts
 from ipu_pipe.store.manifest import NEEDED
 from ipu_pipe.update.optimizer import import_state
+from ipu_pipe.update.rates import import_plateau
 
 
 def make_manifest(job: Job, position: Position, optimizer: Mapping[str, Any], callbacks: Sequence[Any]) -> Dict[str, Any]:
@@ -69,7 +70,7 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     if "best_loss" in position:
         position["best_value"] = position.pop("best_loss")
     if job.plateau is not None and position.get("plateau") is not None:
-        job.plateau.load(position["plateau"])
+        import_plateau(job.plateau, position["plateau"])
     say(f"resuming after update {job.done} from {path}")
     return Position(**{**position, "initial": EvaluationResult(*position["initial"])})
 

@@ -405,7 +405,7 @@ def import_state(
         # other optimizers have their step counts on the CPU
         counts_there = bool(group.get("fused") or group.get("capturable"))
         for entry, value in state.items():
-            # the last part, because entries of other replicas have a prefix (backends.replicas)
+            # the last part, because entries of other replicas have a prefix (replay.replicas)
             is_count = entry.rpartition(".")[2] in COUNTS
             if isinstance(value, torch.Tensor):
                 state[entry] = value.to(parameter.device if not is_count or counts_there else "cpu")

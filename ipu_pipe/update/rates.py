@@ -76,48 +76,41 @@ def choose_anneal_updates(first_milestone: Optional[int], warmup: int, updates: 
     return max(first_milestone // 4 if first_milestone else 5 * warmup if warmup else math.ceil(updates / 4), 1)
 
 
-class Plateau:
-    """The learning rate of torch's ReduceLROnPlateau, which follows evaluations; `args` are its arguments.
+def make_plateau(base: float, args: Mapping[str, Any]) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
+    """Return torch's ReduceLROnPlateau over an optimizer of one number, whose rate is the run's; `args` are its arguments.
 
     All processes step it with the same figures after each evaluation, where the pipeline is empty and no pass has read ahead.
     """
+    # torch accepts any value here, and fails or increases the rate at an evaluation hours later
+    for key, value in args.items():
+        numbers = value if key == "min_lr" and isinstance(value, (list, tuple)) else [value]
+        if key in PLATEAU_NUMBERS and any(type(number) not in (int, float) or number < 0 for number in numbers):
+            raise BadInput(f"lr_schedule.args.{key}: {show(value)}: must be a number >= 0")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
+    try:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **args)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"lr_schedule.args: {show(dict(args))}: {error}") from None
 
-    def __init__(self, base: float, args: Mapping[str, Any]) -> None:
-        # torch accepts any value here, and fails or increases the rate at an evaluation hours later
-        for key, value in args.items():
-            numbers = value if key == "min_lr" and isinstance(value, (list, tuple)) else [value]
-            if key in PLATEAU_NUMBERS and any(type(number) not in (int, float) or number < 0 for number in numbers):
-                raise BadInput(f"lr_schedule.args.{key}: {show(value)}: must be a number >= 0")
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
-        self._group = optimizer.param_groups[0]
-        try:
-            self._scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **args)
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"lr_schedule.args: {show(dict(args))}: {error}") from None
 
-    @property
-    def rate(self) -> float:
-        """The current learning rate."""
-        return float(self._group["lr"])
+def get_present_rate(scheduler: Any) -> float:
+    """Return the learning rate that a scheduler has set."""
+    return float(scheduler.optimizer.param_groups[0]["lr"])
 
-    def step(self, value: Optional[float]) -> None:
-        """Adapt the rate to an evaluation's figure, if it has one."""
-        if value is not None:
-            self._scheduler.step(value)
 
-    def state(self) -> Dict[str, Any]:
-        """Return the state for a checkpoint, as JSON values."""
-        best = self._scheduler.best
-        state = {key: getattr(self._scheduler, key) for key in PLATEAU_STATE}
-        return {"rate": self.rate, "best": best if math.isfinite(best) else None, **state}
+def export_plateau(scheduler: Any) -> Dict[str, Any]:
+    """Return the state of a scheduler of `make_plateau` for a checkpoint, as JSON values."""
+    best = scheduler.best if math.isfinite(scheduler.best) else None
+    return {"rate": get_present_rate(scheduler), "best": best, **{key: getattr(scheduler, key) for key in PLATEAU_STATE}}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state` returned."""
-        self._group["lr"] = state["rate"]
-        if state["best"] is not None:
-            self._scheduler.best = state["best"]
-        for key in PLATEAU_STATE:
-            setattr(self._scheduler, key, state[key])
+
+def import_plateau(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Restore a state that `export_plateau` returned."""
+    scheduler.optimizer.param_groups[0]["lr"] = state["rate"]
+    if state["best"] is not None:
+        scheduler.best = state["best"]
+    for key in PLATEAU_STATE:
+        setattr(scheduler, key, state[key])
 
 
 PLATEAU_NUMBERS = ("factor", "patience", "threshold", "cooldown", "min_lr", "eps")

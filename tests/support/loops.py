@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ipu_pipe
-from ipu_pipe.backends.replays import RandomizedReplays
+from ipu_pipe.replay.replays import RandomizedReplays
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable

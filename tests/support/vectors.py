@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe import begin_stage
-from ipu_pipe.backends.replays import RandomizedReplays
+from ipu_pipe.replay.replays import RandomizedReplays
 from tools.experiments.vector_runs import Floats, Quadratic
 
 

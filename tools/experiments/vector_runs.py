@@ -20,7 +20,7 @@ from typing import Any, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Un
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.backends.replays import RandomizedReplays, order_updates
+from ipu_pipe.replay.replays import RandomizedReplays, order_updates
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.runs import IntArray

@@ -12,7 +12,6 @@ import torch
 
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
-from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.errors import summarize
 from ipu_pipe.job.evaluation import EvaluationResult, compute_outputs, enter_evaluation, evaluate
 from ipu_pipe.job.factories import place_whole
@@ -22,6 +21,7 @@ from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_s
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
 from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
+from ipu_pipe.replay.work import Work, list_exactness_faults
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
 
 # ---- profile: time each stage's passes and updates after training

@@ -26,10 +26,6 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.backends.interface import StepResult
-from ipu_pipe.backends.replays import Replay, ReplayPlan
-from ipu_pipe.backends.replicas import GradientReplicas, IndependentReplicas
-from ipu_pipe.backends.weights import make_weight_store
-from ipu_pipe.backends.work import LossShare, MicrobatchResult, Work, average, tabulate
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.user_code import StageWatch
 from ipu_pipe.local.blocks import get_blocks
@@ -40,6 +36,10 @@ from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_buffers
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.model.watching import FunctionWatch
+from ipu_pipe.replay.replays import Replay, ReplayPlan
+from ipu_pipe.replay.replicas import GradientReplicas, IndependentReplicas
+from ipu_pipe.replay.weights import make_weight_store
+from ipu_pipe.replay.work import LossShare, MicrobatchResult, Work, average, tabulate
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import find_segment_ends
 from ipu_pipe.update.clipping import GradientClipping

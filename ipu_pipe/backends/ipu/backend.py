@@ -30,13 +30,13 @@ from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.backends.ipu.wrapping import copy_body
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import Config
+from ipu_pipe.cut.loss_verification import LossStage, LossTrial, list_foreign_reads, takes_output_alone
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.memory import make_lockstep_schedule
 from ipu_pipe.job.factories import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
-from ipu_pipe.model.loss_verification import LossStage, LossTrial, list_foreign_reads, takes_output_alone
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.text import list_some

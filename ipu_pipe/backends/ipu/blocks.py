@@ -27,7 +27,6 @@ from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.placement import Placement
 from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.ipu.wrapping import wrap
-from ipu_pipe.backends.work import refuse_nonfinite
 from ipu_pipe.errors import BadInput, Divergence, RunFault, summarize
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
 from ipu_pipe.job.record import Job
@@ -35,6 +34,7 @@ from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
+from ipu_pipe.replay.work import refuse_nonfinite
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
 
 # sends in flight to the next block

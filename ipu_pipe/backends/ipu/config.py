@@ -79,7 +79,7 @@ class IpuConfig(Section):
     """The keys of backend: {name: poptorch, ipu: {...}}. Most are poptorch.Options under their own names with their defaults.
 
     The default of `output_mode` differs: PopTorch's default, `final`, would report only the loss of a batch's last microbatch.
-    docs/ipu.md lists all keys.
+    docs/reference/ipu.md says what each key means.
     """
 
     device_iterations: Count = 1

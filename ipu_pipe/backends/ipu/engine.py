@@ -47,13 +47,13 @@ from ipu_pipe.backends.ipu.placement import is_pipelined, place_stages, read_pop
 from ipu_pipe.backends.ipu.profile import CallTimes, read_profiles
 from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
 from ipu_pipe.backends.ranks import are_joined
-from ipu_pipe.backends.work import refuse_nonfinite
 from ipu_pipe.errors import BadInput, RunFault, end_process
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
+from ipu_pipe.replay.work import refuse_nonfinite
 from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map
 
 from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.options import name_stage
+from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
-from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import Loss, count_right, get_block_loss
 from ipu_pipe.model.stages import Partition
 

@@ -19,13 +19,14 @@ from ipu_pipe.backends.processes.lost_ranks import KEEPER, Termination, answer_w
 from ipu_pipe.backends.processes.mail import OBSERVED, TEST, Mail, Message
 from ipu_pipe.backends.processes.stage import StageModel
 from ipu_pipe.backends.processes.update import DRAW_ALIKE
+from ipu_pipe.cut.crossing import Crossing, TensorSpec
+from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples
-from ipu_pipe.model.cutting import Crossing, Piece, TensorSpec
 from ipu_pipe.model.loss import get_labels
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events

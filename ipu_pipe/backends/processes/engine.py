@@ -26,7 +26,7 @@ from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
-from ipu_pipe.backends.work import LossShare, Work, list_exactness_faults
+from ipu_pipe.cut.cutting import Piece, list_crossings
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import EvaluationResult
@@ -34,8 +34,8 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import check_same_shapes
-from ipu_pipe.model.cutting import Piece, list_crossings
 from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.replay.work import LossShare, Work, list_exactness_faults
 from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.methods import Timeline
 from ipu_pipe.text import list_some

@@ -31,8 +31,8 @@ from ipu_pipe.backends.processes.memory import MemoryCounters
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import ReplicaGroup, StageUpdate
-from ipu_pipe.backends.replicas import IndependentReplicas
-from ipu_pipe.backends.work import Work, average, tabulate
+from ipu_pipe.replay.replicas import IndependentReplicas
+from ipu_pipe.replay.work import Work, average, tabulate
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.versions import recompute_slots
 

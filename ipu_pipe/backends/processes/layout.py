@@ -19,11 +19,11 @@ from torch import nn
 
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.schema import Config
+from ipu_pipe.cut.cutting import Piece, cut_model
+from ipu_pipe.cut.verification import TrainingEffects, verify_pieces
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.factories import Placed, place_blocks
-from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.stages import Partition, group_stages, partition, require_one_stage, share_weights
-from ipu_pipe.model.verification import TrainingEffects, verify_pieces
 from ipu_pipe.schedule.methods import Method, Order, Reads
 from ipu_pipe.schedule.rows import read_csv
 from ipu_pipe.schedule.table import list_stages

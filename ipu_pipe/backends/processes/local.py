@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.processes.mail import SHARED, Mail, Message, Shapes
+from ipu_pipe.cut.crossing import Crossing, TensorSpec
+from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.local.blocks import average_gradients
-from ipu_pipe.model.cutting import Crossing, Piece, TensorSpec
 
 # a neighboring stage, and the weights that both stages hold
 Shared = Tuple[int, List[nn.Parameter]]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import detect_lost_rank, wait_for_channel, wait_limit
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.model.cutting import TensorSpec
+from ipu_pipe.cut.crossing import TensorSpec
 from ipu_pipe.schedule.actions import Kind
 
 # Kinds of messages. Those that passes send have the letter of the pass:

@@ -14,10 +14,10 @@ import torch
 
 from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.backends.replicas import IndependentReplicas
-from ipu_pipe.backends.work import Work
 from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.model.observation import get_storage
+from ipu_pipe.replay.replicas import IndependentReplicas
+from ipu_pipe.replay.work import Work
 from ipu_pipe.trace.events import ALLOCATED, MEMORY
 
 # the key, beside the categories, of the peak of their sum

@@ -29,10 +29,10 @@ from ipu_pipe.backends.processes.lost_ranks import answer_within, detect_lost_ra
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, REPLICAS, SHARED, Link
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.update import keep_version_counters
-from ipu_pipe.backends.work import LossShare, Work
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.restoring import restore_all
+from ipu_pipe.replay.work import LossShare, Work
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.update import clipping
 from ipu_pipe.update.apply import UpdateRules

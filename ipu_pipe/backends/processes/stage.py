@@ -27,16 +27,17 @@ from ipu_pipe.backends.processes.memory import ActivationBytes
 from ipu_pipe.backends.processes.split import WeightGradients, is_split_exact, run_input_backward, run_whole_backward
 from ipu_pipe.backends.processes.ties import TiedWeights, Ties
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.backends.replays import Replay, ReplayPlan
-from ipu_pipe.backends.weights import WeightStore, make_weight_store
-from ipu_pipe.backends.work import LossShare, MicrobatchResult, Work
+from ipu_pipe.cut.crossing import Crossing
+from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.local.blocks import get_activation
 from ipu_pipe.model.batch import clone_tensors, list_tensors
-from ipu_pipe.model.cutting import Crossing, Piece
 from ipu_pipe.model.loss import compute_losses, compute_zero_losses, count_right, take_scores
 from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function
+from ipu_pipe.replay.replays import Replay, ReplayPlan
+from ipu_pipe.replay.weights import WeightStore, make_weight_store
+from ipu_pipe.replay.work import LossShare, MicrobatchResult, Work
 from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.versions import find_segment_ends, find_segment_heads

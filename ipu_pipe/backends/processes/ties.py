@@ -22,7 +22,8 @@ from torch import nn
 from ipu_pipe.backends.processes.layout import find_tied_weights
 from ipu_pipe.backends.processes.mail import TIED, WEIGHTS, Link, Mail, Message, Shapes
 from ipu_pipe.backends.processes.split import WeightGradients
-from ipu_pipe.model.cutting import Piece, TensorSpec
+from ipu_pipe.cut.crossing import TensorSpec
+from ipu_pipe.cut.cutting import Piece
 
 Weights = List[nn.Parameter]
 

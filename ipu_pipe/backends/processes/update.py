@@ -27,12 +27,12 @@ from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import NORM, RESULT, SHARED, WEIGHTS, Mail, Message, Shapes
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.backends.replicas import IndependentReplicas
-from ipu_pipe.backends.work import COLUMNS, Work, average
+from ipu_pipe.cut.crossing import TensorSpec
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import count_bytes
-from ipu_pipe.model.cutting import TensorSpec
+from ipu_pipe.replay.replicas import IndependentReplicas
+from ipu_pipe.replay.work import COLUMNS, Work, average
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.clipping import GradientClipping, OtherStages
 

@@ -1,4 +1,13 @@
-"""Write one self-contained HTML page with a trace and its figures. Large traces are cut to a window plus an overview."""
+"""Write one self-contained HTML page with a trace and its figures.
+
+Large traces are cut to a window plus an overview.
+
+    page.html, page.css   the frame of the page and its style
+    data.js               reads the data, and formats numbers and elements
+    timeline.js           a row for each device, with passes and waits
+    figures.js            the figures of the analysis
+    page.js               draws each part in turn
+"""
 
 from __future__ import annotations
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ipu_pipe.cut.crossing import get_memory_order, invert_order
+from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors
-from ipu_pipe.model.cutting import Piece, get_memory_order, invert_order
 from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import ForwardEffects, has_equal_values, observe_effects
 from ipu_pipe.model.precision import is_cast

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ipu_pipe.cut.cutting import Piece
+from ipu_pipe.cut.verification import change_values
 from ipu_pipe.errors import summarize
 from ipu_pipe.model.batch import call_model, clone_tensors, list_tensors
-from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import (
     BlockOutputs,
     Loss,
@@ -35,7 +36,6 @@ from ipu_pipe.model.observation import get_storage, has_equal_values
 from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.randomness import KeyedRandomness, RandomStates, derive_seed, restore_random_states
 from ipu_pipe.model.restoring import restore_all, restore_function
-from ipu_pipe.model.verification import change_values
 from ipu_pipe.model.watching import FunctionWatch, Handler
 from ipu_pipe.text import list_some
 

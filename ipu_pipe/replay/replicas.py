@@ -11,8 +11,8 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.backends.work import Work
 from ipu_pipe.local.blocks import average_gradients
+from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.methods import Outer
 
 # prefixes and the name of entries in a parameter's optimizer state of a checkpoint: "replica2.weight", "outer.momentum_buffer"

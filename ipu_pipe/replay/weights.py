@@ -22,8 +22,8 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 import numpy as np
 import torch
 
-from ipu_pipe.backends.replays import Views
-from ipu_pipe.backends.work import Work
+from ipu_pipe.replay.replays import Views
+from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.update.apply import PLAIN

@@ -1,6 +1,6 @@
 """Cut a model into pieces that run one after another, for stages on separate devices and for blocks with losses of their own.
 
-A stage may begin wherever a named module first runs, also inside other modules. One recorded forward (ipu_pipe.model.recording)
+A stage may begin wherever a named module first runs, also inside other modules. One recorded forward (ipu_pipe.cut.recording)
 tells which operations belong to which stage:
 
     encoder.layers.0  encoder.layers.1 | encoder.layers.2.mlp  add  encoder.layers.3 | encoder.ln  heads
@@ -19,21 +19,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import clone_tensors, flatten_tensors, list_leaves, map_tensors, sort_keys, walk_leaves
-from ipu_pipe.model.modes import set_mode
-from ipu_pipe.model.observation import find_running_ancestor
-from ipu_pipe.model.precision import enter_model_autocast, is_cast
-from ipu_pipe.model.recording import (
+from ipu_pipe.cut.crossing import Crossing, TensorSpec, get_memory_order
+from ipu_pipe.cut.recording import (
     AutogradState,
     Key,
     ReadsValues,
@@ -44,120 +38,12 @@ from ipu_pipe.model.recording import (
     Weight,
     record_forward,
 )
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.batch import clone_tensors, flatten_tensors, list_leaves, map_tensors, sort_keys, walk_leaves
+from ipu_pipe.model.modes import set_mode
+from ipu_pipe.model.observation import find_running_ancestor
+from ipu_pipe.model.precision import enter_model_autocast, is_cast
 from ipu_pipe.model.restoring import restore_all
-
-# ---- the tensors that cross a cut, and the messages that carry them
-#
-# A message is contiguous. It has the tensor's dimensions in their order in memory, so that the receiver rebuilds the tensor with
-# the same strides: kernels may sum in another order for another memory layout. The gradient's message goes back in the gradient's
-# own order:
-#
-#     previous piece                            next piece
-#     value --- to_messages ------------------> from_messages --> value     the messages require gradients
-#     gradients <-- unpack_gradients ---------- collect_gradients           after the next piece's backward
-
-
-def get_memory_order(tensor: torch.Tensor) -> Tuple[int, ...]:
-    """Return the order of a tensor's dimensions in memory; () if it is contiguous, or if no order is without gaps."""
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
-    return () if tensor.is_contiguous() or not tensor.permute(order).is_contiguous() else order
-
-
-def invert_order(order: Sequence[int]) -> List[int]:
-    """Return the permutation that undoes `order`."""
-    return [list(order).index(d) for d in range(len(order))]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """The shape, dtype and memory layout of a tensor that crosses a cut.
-
-    `differentiable`: a gradient comes back for it. `order`: the order of its dimensions in memory, () if contiguous; the message
-    has its dimensions in that order. `gradient_order`: the order in memory of the dimensions of the message's gradient, () for
-    the message's own order.
-    """
-
-    shape: Tuple[int, ...]
-    dtype: torch.dtype
-    differentiable: bool
-    order: Tuple[int, ...] = ()
-    gradient_order: Tuple[int, ...] = ()
-
-    @property
-    def gradient(self) -> TensorSpec:
-        """The spec of the message with the gradient."""
-        return TensorSpec(self.message_shape, self.dtype, False, self.gradient_order)
-
-    def with_gradient_order(self, order: Sequence[int]) -> TensorSpec:
-        """Return the spec of a tensor whose gradient has its dimensions in this order in memory; () means contiguous."""
-        message_dims = invert_order(self.order or range(len(self.shape)))
-        of_message = tuple(message_dims[d] for d in order or range(len(self.shape)))
-        return replace(self, gradient_order=() if of_message == tuple(range(len(of_message))) else of_message)
-
-    @cached_property
-    def message_shape(self) -> Tuple[int, ...]:
-        """The shape of the message."""
-        return tuple(self.shape[d] for d in self.order) if self.order else self.shape
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the message."""
-        return math.prod(self.shape) * torch.empty((), dtype=self.dtype).element_size()
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """The value that one piece passes to the next: a tensor, or a tuple of tensors."""
-
-    tensors: Tuple[TensorSpec, ...]
-
-    def to_messages(self, value: Any) -> List[torch.Tensor]:
-        """Turn a crossing value into messages. Raise `BadInput` if a tensor's shape is not the recorded one."""
-        values = value if isinstance(value, tuple) else (value,)
-        for t, spec in zip(values, self.tensors):
-            if (tuple(t.shape), t.dtype) != (spec.shape, spec.dtype):
-                raise BadInput(
-                    f"model: a stage returns a tensor of shape {tuple(t.shape)}, {t.dtype}, but of shape {spec.shape},"
-                    f" {spec.dtype} in the recorded forward: a tensor that crosses a boundary must have one shape"
-                )
-        return [t.permute(spec.order) if spec.order else t for t, spec in zip(values, self.tensors)]
-
-    def from_messages(self, messages: Sequence[torch.Tensor]) -> Any:
-        """Return the crossing value whose messages are `messages`."""
-        pairs = zip(messages, self.tensors)
-        values = tuple(t.permute(invert_order(spec.order)) if spec.order else t for t, spec in pairs)
-        return values[0] if len(values) == 1 else values
-
-    def require_gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Let the differentiable messages receive gradients in a backward, and return all messages.
-
-        A leaf's `grad` takes the leaf's memory layout. If the gradient has another layout, a hook stores it unchanged.
-        """
-        for t, spec in zip(messages, self.tensors):
-            if spec.differentiable:
-                t.requires_grad_()
-                if spec.gradient_order:
-                    raw: List[torch.Tensor] = []
-                    t.register_hook(raw.append)
-                    t.raw_gradient = raw  # type: ignore[attr-defined]
-        return list(messages)
-
-    def collect_gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Return the gradients that a backward left on the messages of `require_gradients`, as messages."""
-        gradients = []
-        for t, spec in zip(messages, self.tensors):
-            if spec.differentiable:
-                gradient = t.raw_gradient.pop() if getattr(t, "raw_gradient", None) else t.grad  # type: ignore[attr-defined]
-                gradient = torch.zeros_like(t) if gradient is None else gradient
-                gradients.append(gradient.permute(spec.gradient_order) if spec.gradient_order else gradient)
-        return gradients
-
-    def unpack_gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Return the gradients whose messages are `messages`, one for each differentiable tensor."""
-        orders = [spec.gradient_order for spec in self.tensors if spec.differentiable]
-        return [g.permute(invert_order(order)) if order else g for g, order in zip(messages, orders)]
-
 
 # ---- a recording, split into stages
 

@@ -15,7 +15,7 @@ is watched, and each stage then replays its part of the calls:
     [4] at the end, calls whose results are all constant are left out (`finish`)
 
 Python code between the calls runs only during the recording: sizes, branches and counters are those of the recording.
-`ipu_pipe.model.verification` finds what a recording cannot see. This file refuses what the verification could miss: branches on
+`ipu_pipe.cut.verification` finds what a recording cannot see. This file refuses what the verification could miss: branches on
 values, tensors kept in attributes from stage to stage, Python's counters and random numbers.
 """
 

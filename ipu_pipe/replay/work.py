@@ -10,12 +10,12 @@ from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence, Tup
 import torch
 from torch import nn
 
-from ipu_pipe.backends.replays import RandomizedReplays, Replays, RoundReplays, StreamedReplays, TableReplays
 from ipu_pipe.errors import Divergence
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.model.batch import get_first_tensor
 from ipu_pipe.model.loss import Loss
+from ipu_pipe.replay.replays import RandomizedReplays, Replays, RoundReplays, StreamedReplays, TableReplays
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.table import Schedule

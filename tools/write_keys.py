@@ -1,0 +1,261 @@
+"""Write docs/keys.md, the page of all keys of a config, from the schema: `python tools/write_keys.py`.
+
+Types and defaults come from the fields, meanings from the docstrings, allowed values from the error message of a wrong value,
+and examples from the configs of this repository.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+import typing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, NamedTuple, Tuple, Type
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pydantic import BaseModel, ValidationError  # noqa: E402
+
+from ipu_pipe.config.faults import WRITTEN, format_faults  # noqa: E402
+from ipu_pipe.config.load import configure, parse_yaml  # noqa: E402
+from ipu_pipe.config.schema import Config, import_outer  # noqa: E402
+from ipu_pipe.config.sections import StageCount, StageFinest  # noqa: E402
+from ipu_pipe.errors import BadInput  # noqa: E402
+
+PAGE = ROOT / "docs" / "keys.md"
+# the value of a key that has a table of its own
+SECTION = "section"
+# a longer value is not an example of one line
+LONGEST_EXAMPLE = 60
+
+# the sections of keys whose annotation names none
+FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {"stages": (StageCount, StageFinest), "ipu": (import_outer("ipu"),)}
+# one or several keys and a colon, in a docstring
+ENTRY = re.compile(r"((?:`\w+`(?:, | and )?)+): ")
+# faults of the type, which the table has in a column of its own
+TYPE_ERRORS = (
+    "missing",
+    "literal_error",
+    "model_type",
+    "bool_type",
+    "string_type",
+    "dict_type",
+    "list_type",
+    "tuple_type",
+)
+WORDS = {
+    int: "whole number",
+    float: "number",
+    bool: "true, false",
+    str: "text",
+    dict: "mapping",
+    list: "list",
+    tuple: "list",
+}
+
+
+class Key(NamedTuple):
+    """Row of the table: a key, with Markdown text in each column."""
+
+    key: str
+    value: str
+    default: str
+    meaning: str
+    example: str
+
+
+def collect_sections() -> Dict[Type[BaseModel], List[str]]:
+    """Return each section's places in a config (`optimizer`, ...), with the config itself, at place '', first."""
+    places_by_section: Dict[Type[BaseModel], List[str]] = {}
+    todo: List[Tuple[str, Type[BaseModel]]] = [("", Config)]
+    while todo:
+        place, section = todo.pop(0)
+        places_by_section.setdefault(section, []).append(place)
+        for name, field in section.model_fields.items():
+            inner = FORMS.get(name) or _find_sections(field.annotation)
+            todo += [(f"{place}.{name}".lstrip("."), nested) for nested in inner if name not in WRITTEN]
+    return places_by_section
+
+
+def list_keys(section: Type[BaseModel], place: str) -> List[Key]:
+    """List the rows of a section, which is at `place` in a config."""
+    _, meanings = split_docstring(section)
+    rows = []
+    for name, field in section.model_fields.items():
+        if name in WRITTEN:
+            continue
+        default = _format_default(field)
+        value = _describe_value(section, name)
+        example = "" if value == SECTION else _find_example(f"{place}.{name}".lstrip("."), default)
+        rows.append(Key(name, value, default, meanings.get(name, ""), example))
+    return rows
+
+
+def _describe_value(section: Type[BaseModel], name: str) -> str:
+    """Describe the values that a key may have: those that an error message allows, else those of its type."""
+    type_text = describe_type(section.model_fields[name].annotation)
+    allowed = _describe_allowed(section, name)
+    if type_text == SECTION or not allowed:
+        return type_text
+    or_null = " or null" if type_text.endswith(" or null") and "null" not in allowed else ""
+    return allowed + or_null
+
+
+def split_docstring(section: Type[BaseModel]) -> Tuple[str, Dict[str, str]]:
+    """Split a section's docstring into its description of the section and its meanings by key."""
+    parts = ENTRY.split(" ".join((inspect.getdoc(section) or "").split()))
+    meanings = {}
+    for names, meaning in zip(parts[1::2], parts[2::2]):
+        meanings.update({name: meaning.strip().rstrip(".;") for name in re.findall(r"`(\w+)`", names)})
+    return parts[0].strip().rstrip(";"), meanings
+
+
+def describe_type(annotation: Any) -> str:
+    """Describe a field's type in words."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return SECTION
+    if str(origin) in ("typing.Annotated", "<class 'typing.Annotated'>"):
+        return describe_type(arguments[0])
+    if origin is typing.Union:
+        kinds = [describe_type(argument) for argument in arguments if argument is not type(None)]
+        null = type(None) in arguments and kinds != [SECTION]
+        return ", ".join(dict.fromkeys(kinds)) + (" or null" if null else "")
+    if origin is typing.Literal or "Literal" in str(origin):
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (list, tuple):
+        return f"list of {describe_type(arguments[0])}"
+    return WORDS.get(origin or annotation, "see there")
+
+
+def format_page() -> str:
+    """Return the Markdown of the page."""
+    lines = [
+        "# Keys of a config",
+        "",
+        "How to use a config: [configuration](configuration.md). Examples are from `configs/`. This page is generated from the",
+        "schema by `python tools/write_keys.py`; do not edit it.",
+        "",
+    ]
+    for section, places in collect_sections().items():
+        lines += format_section(section, places)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
+    """Return the lines of a section: its places as headings, its description, and a table of its keys."""
+    description, meanings = split_docstring(section)
+    rows = list_keys(section, places[0])
+    # a column without any entry is left out
+    columns = [name for name in Key._fields if any(getattr(row, name) for row in rows)]
+    lines = [f"## {place or 'A config'}" for place in places]
+    if description:
+        lines += ["", _link_pages(description)]
+    lines += ["", f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
+    for row in rows:
+        name = f"`{row.key}`"
+        if row.value == SECTION:
+            anchor = re.sub("[^a-z0-9_]", "", f"{places[0]}{row.key}")
+            name = f"[{name}](#{anchor})"
+        cells = row._replace(
+            key=name,
+            default=f"`{row.default}`" if row.default else "",
+            meaning=_link_pages(row.meaning),
+            example=f"`{row.example}`" if row.example else "",
+        )
+        texts = [getattr(cells, column).replace("|", "\\|") for column in columns]
+        lines.append(f"| {' | '.join(texts)} |")
+    return [*lines, ""]
+
+
+@lru_cache(maxsize=None)
+def _collect_examples() -> Dict[str, List[str]]:
+    """Return the values that the repository's configs give each key, by its place, as JSON."""
+    examples: Dict[str, List[str]] = {}
+    for file in sorted((ROOT / "configs").rglob("*.yaml")):
+        if file.parent.name == "hardware":
+            continue
+        for place, value in _walk("", parse_yaml(file.read_text(encoding="utf-8"), file.name)):
+            examples.setdefault(place, []).append(json.dumps(value))
+    return examples
+
+
+def _walk(place: str, value: Any) -> Iterator[Tuple[str, Any]]:
+    """Yield the place and the value of each key in a mapping of keys, and in the mappings in it."""
+    yield place, value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _walk(f"{place}.{key}".lstrip("."), inner)
+
+
+def _find_example(place: str, default: str) -> str:
+    """Return the shortest value of a key in the repository's configs that is not its default, as JSON; '' for none."""
+    examples = [text for text in _collect_examples().get(place, []) if text not in (default, "null", "{}")]
+    best = min(examples, key=lambda text: (len(text), text), default="")
+    return best if len(best) <= LONGEST_EXAMPLE else ""
+
+
+def _link_pages(text: str) -> str:
+    """Return the text with the names of documentation pages as links."""
+    return re.sub(r"docs/((?:\w+/)?(\w+)\.md)", r"[\2](\1)", text)
+
+
+def _format_default(field: Any) -> str:
+    """Format the default of a field as JSON; '' for a section."""
+    if field.is_required():
+        return "(must be given)"
+    value = field.get_default(call_default_factory=True)
+    return "" if isinstance(value, BaseModel) else json.dumps(value)
+
+
+def _describe_allowed(section: Type[BaseModel], name: str) -> str:
+    """Return the allowed values, from the error message of a value that no key takes; "" if the type tells them all."""
+    bounds = _describe_bounds(section, name)
+    if bounds:
+        return bounds
+    messages: List[str] = []
+    try:
+        section.model_validate({name: object()})
+    except ValidationError as error:
+        details = [
+            detail for detail in error.errors() if detail["loc"][0] == name and detail["type"] not in TYPE_ERRORS
+        ]
+        messages = [line for detail in details for line in format_faults([detail], {}, "", Config, {})]
+    if section is Config and describe_type(section.model_fields[name].annotation) == "text":
+        try:
+            configure(**{name: "?"})
+        except BadInput as error:
+            messages = [fault for fault in error.faults if f"{name}: ?" in fault]
+    matches = [
+        re.search(r"must be (?:one of )?(.*?)(?:; did you mean.*|: no run has so many)?$", line) for line in messages
+    ]
+    return " or ".join(dict.fromkeys(match.group(1) for match in matches if match))
+
+
+def _describe_bounds(section: Type[BaseModel], name: str) -> str:
+    """Return the limits of a number; those that only keep slips away are left out."""
+    schema = section.model_json_schema()["properties"][name]
+    texts = []
+    for form in schema.get("anyOf", [schema]):
+        prefix = "a list, each " if "items" in form else ""
+        form = form.get("items", form)
+        least = [f"{sign} {form[key]:g}" for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">")) if key in form]
+        most = [f"{sign} {form[key]:g}" for key, sign in (("maximum", "<="), ("exclusiveMaximum", "<")) if key in form]
+        if least:
+            most = most if form.get("maximum", 0) <= 1000 else []
+            texts.append(f"{prefix}a {'whole ' * (form.get('type') == 'integer')}number {' and '.join([*least, *most])}")
+    return texts[0] if texts else ""
+
+
+def _find_sections(annotation: Any) -> Tuple[Type[BaseModel], ...]:
+    """Return the sections in an annotation, such as `Optional[Section]`."""
+    types = (annotation, *typing.get_args(annotation))
+    return tuple(t for t in types if inspect.isclass(t) and issubclass(t, BaseModel))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(format_page(), encoding="utf-8")
