@@ -156,7 +156,7 @@ def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path:
         ([], "CONFIG: missing"),
         ([DIGITS], "--out: missing"),
         ([DIGITS, "--out", "x", "--methods", "gpip"], "--methods: gpip: "),
-        ([DIGITS, "--out", "x", "--methods", "gpipe,gpipe"], "named twice"),
+        ([DIGITS, "--out", "x", "--methods", "gpipe,gpipe"], "a method twice"),
         ([DIGITS, "--out", "x", "--steps", "-1"], "--steps: -1"),
         ([DIGITS, "--out", "x", "--rounds", "0"], "--rounds: 0"),
         ([DIGITS, "--out", "x", "--steps", "0", "--set", "method=naive", "backend.name=poptorch"], "backend.name: poptorch: "),

@@ -685,7 +685,7 @@ def test_an_image_that_unpacks_to_gigabytes_is_refused_unread(
 
 def test_a_pipe_among_images_is_refused(folder: Path) -> None:
     os.mkfifo(folder / "val" / "blue" / "0.png")
-    with pytest.raises(BadInput, match="0.png: is no file: must be an image"):
+    with pytest.raises(BadInput, match="0.png: is not a file: must be an image"):
         next(iter(load_data("image_folder", folder, size=8).test_batches(3)))
 
 

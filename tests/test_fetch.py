@@ -143,7 +143,7 @@ def test_already_there_is_left_alone(mnist: Dict[str, bytes], fake: Fake, tmp_pa
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     lines: List[str] = []
     assert fetch_set("mnist", tmp_path / "root", lines.append) == folder
-    assert len(fake.called()) == 1 and lines == [f"mnist: is there, in {folder}"]
+    assert len(fake.called()) == 1 and lines == [f"mnist: is already in {folder}"]
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
@@ -323,7 +323,7 @@ def test_command_fetches(mnist: Dict[str, bytes], run: Run, tmp_path: Path) -> N
     assert done.returncode == 0 and done.stderr == ""
     assert f"mnist: ready in {tmp_path / 'root' / 'mnist'}" in done.stdout
     again = run("mnist", "--root", tmp_path / "root")
-    assert again.returncode == 0 and "is there" in again.stdout
+    assert again.returncode == 0 and "is already in" in again.stdout
 
 
 def test_command_root_is_the_variable_or_the_cache(

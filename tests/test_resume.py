@@ -346,7 +346,7 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(trained: Path, tmp_path: Path,
     assert code == 2 and "--resume-from: 5: " in complaint and "there are 4, 8, 12" in complaint
     assert checkpoint.list_steps(out / "checkpoints") == [4, 8, 12]
     code, printed, complaint = run_tool(*arguments, "--resume-from", "4")
-    assert code == 0 and "deleted, to be made again: step-8, step-12" in printed, complaint
+    assert code == 0 and "deleted, will be written again: step-8, step-12" in printed, complaint
     assert_same_weights(out, trained)
     assert [line for line in read_numbers(out) if "lr" in line] == before
     for wrong in (["4", "--resume"], ["x"], ["4", "--against", "gpipe"]):

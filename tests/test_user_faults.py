@@ -56,7 +56,7 @@ OBJECTS = {
     ("forward", "cancelled", 2): (1, "CancelledError"),
     ("forward", "base", 2): (1, "BaseException: base"),
     ("forward", "generator exit", 2): (1, "GeneratorExit"),
-    ("forward", "unprintable", 2): (1, "Unprintable: (its text cannot be made: ValueError)"),
+    ("forward", "unprintable", 2): (1, "Unprintable: (its message cannot be formatted: ValueError)"),
     ("train_batch", "assertion", 1): (1, "AssertionError"),
     ("state_dict", "exit 3", 2): (1, "error: after update"),
     ("constructor", "exit", 0): (1, "called exit()"),
@@ -99,8 +99,8 @@ def test_an_object_that_misbehaves_is_one_line(case: Any, tmp_path: Path, run_to
 
 CALLBACKS = {
     ("on_step", "cancelled"): (1, "Faulty.on_step after update 1: CancelledError"),
-    ("on_step", "not text"): (1, "NotText: (its text cannot be made: TypeError)"),
-    ("on_step", "unprintable"): (1, "Unprintable: (its text cannot be made: ValueError)"),
+    ("on_step", "not text"): (1, "NotText: (its message cannot be formatted: TypeError)"),
+    ("on_step", "unprintable"): (1, "Unprintable: (its message cannot be formatted: ValueError)"),
     ("on_step", "exit 3"): (1, "called exit(3)"),
     ("state", "deep"): (1, "Faulty.state: cannot be put into a checkpoint as JSON"),
     ("on_step", "signature"): (2, "Faulty.on_step: too many positional arguments: must take (now)"),
@@ -159,7 +159,7 @@ def test_a_stream_that_the_users_code_closed_is_named(name: str, main: Any, code
 def test_a_nest_without_a_tensor_and_an_exception_without_text() -> None:
     """Stories: IndexError from a Python call with odd inputs; summarize failed on the exception that it should describe."""
     assert list_faults(get_first_tensor, {"a": [1, None]})[0].startswith("data: a dict without a tensor")
-    assert summarize(Unprintable()) == "Unprintable: (its text cannot be made: ValueError)"
+    assert summarize(Unprintable()) == "Unprintable: (its message cannot be formatted: ValueError)"
 
 
 def test_early_stopping_refuses_a_state_of_another_kind() -> None:
