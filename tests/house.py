@@ -110,6 +110,37 @@ def find_circles(graph: Dict[str, Set[str]]) -> List[str]:
     return [module for module in graph if module in reach(module)]
 
 
+def find_backend_questions(tree: ast.Module, names: Set[str]) -> List[int]:
+    """Return the lines of a module that ask which backend of these names it is, instead of what the backend supports.
+
+    Such a line compares with a name, alone, in a collection or by a constant of the module, or looks up or matches one; or it
+    does so with `backend.name`, whatever the other side is.
+    """
+
+    def is_asked(node: ast.AST) -> bool:
+        is_attribute = isinstance(node, ast.Attribute) and node.attr == "name"
+        return is_attribute and "backend" in (getattr(node.value, "attr", ""), getattr(node.value, "id", ""))
+
+    def is_name(node: ast.AST) -> bool:
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+        is_constant = isinstance(node, ast.Name) and node.id in constants
+        is_collection = isinstance(node, (ast.Tuple, ast.List, ast.Set)) and any(map(is_name, node.elts))
+        return is_text or is_constant or is_asked(node) or is_collection
+
+    constants: Set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and is_name(node.value):
+            constants |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    lines = []
+    for node in ast.walk(tree):
+        is_comparison = isinstance(node, ast.Compare) and any(map(is_name, (node.left, *node.comparators)))
+        is_lookup = isinstance(node, ast.Subscript) and any(map(is_asked, ast.walk(node.slice)))
+        is_case = type(node).__name__ == "MatchValue" and is_name(node.value)
+        if is_comparison or is_lookup or is_case:
+            lines.append(node.lineno)
+    return lines
+
+
 def find_code_lines(text: str, tree: ast.AST) -> Set[int]:
     """Return the numbers of the lines that hold code: no comments, docstrings or blank lines."""
     silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)

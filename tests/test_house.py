@@ -13,13 +13,18 @@ from pathlib import Path
 from typing import Dict, List, Set, Tuple
 
 import pytest
+from typing_extensions import get_args
 
+from ipu_pipe.backends.table import BACKENDS
+from ipu_pipe.config.backend_facts import BACKEND_FACTS
+from ipu_pipe.config.schema import BackendConfig
 from tests.house import (
     PACKAGE,
     ROOT,
     Measure,
     begins_with_verb,
     build_import_graph,
+    find_backend_questions,
     find_circles,
     find_worse,
     keep_library_modules,
@@ -37,6 +42,7 @@ MOST_LINES_OF_MAP = 15  # of a folder: related files share a line
 FRONT = ("__init__", "__main__")  # what users import and start: above all
 WITHOUT_TORCH = ("schedule", "stability", "trace", *BASE)
 OUTSIDE = ("tools", "models", "tests", "configs")  # what the library may not know
+MOST_BACKEND_QUESTIONS = 2  # both in config/schema.py, about the section backend.ipu
 
 
 def find_layer(module: str) -> int:
@@ -183,6 +189,50 @@ def test_every_module_is_used_by_a_command_or_a_public_name():
             entries += keep_library_modules(graph[name]) | list_named_modules(modules[name], modules)
     unused = [name for name, path in modules.items() if name not in used and path.name != "__init__.py"]
     assert not unused
+
+
+def test_no_place_outside_the_backends_asks_for_a_backends_name():
+    """It asks what the backend supports (`BackendFacts`); the config's own checks of `backend.ipu` alone ask for the name."""
+    questions = [
+        f"{module}:{line}"
+        for module, path in read_modules().items()
+        if not module.startswith(f"{PACKAGE}.backends")
+        for line in find_backend_questions(ast.parse(path.read_text(encoding="utf-8")), set(BACKENDS))
+    ]
+    assert len(questions) <= MOST_BACKEND_QUESTIONS, questions
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a = config.backend.name == 'processes'",
+        "a = 'processes' != b",
+        "a = config.backend.name in OTHERS",
+        "a = b in ('x', 'processes')",
+        "P = 'processes'\na = b == P",
+        "a = {'x': 1}[job.config.backend.name]",
+    ],
+)
+def test_a_question_for_a_backends_name_is_found(line):
+    assert len(find_backend_questions(ast.parse(line), {"processes"})) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a = {'backend': config.backend.name}",
+        "a = FACTS.get('processes')",
+        "a = config.backend.facts.emulates",
+        "a = b == 'x'",
+    ],
+)
+def test_other_uses_of_a_backends_name_are_no_questions(line):
+    assert not find_backend_questions(ast.parse(line), {"processes"})
+
+
+def test_every_backend_has_a_row_of_functions_and_a_row_of_facts():
+    names = get_args(BackendConfig.model_fields["name"].annotation)
+    assert list(BACKENDS) == list(BACKEND_FACTS) == list(names)
 
 
 def test_schedules_and_the_base_are_read_without_torch():

@@ -208,9 +208,9 @@ class Backend(NamedTuple):
     `place` returns the stages and which of them are here. `list_faults` returns the reasons why a job cannot run, one line each.
     `make_engine(job, first_update)` returns this process's engine. `launch(config, asked)` joins the run's other processes, or
     raises `BadInput` if the launcher does not fit, or if they were started with other options. `describe` returns a line on how
-    the stages will run, '' if there is nothing to say. `emulates`: this process holds all weight versions; as no message waits,
-    batches for a GPU are pinned. `trains_on`: the device that trains, if it is not the config's. `count_in_flight` returns the
-    most microbatches that each stage holds, (P,), if the backend has a pipeline of its own, else None.
+    the stages will run, '' if there is nothing to say. `count_in_flight` returns the most microbatches that each stage holds,
+    (P,), if the backend has a pipeline of its own, else None. What the backend supports is its row in
+    `ipu_pipe.config.backend_facts`.
     """
 
     place: Callable[[Config, Method, nn.Module, torch.Tensor], Placed]
@@ -218,8 +218,6 @@ class Backend(NamedTuple):
     make_engine: Callable[[Job, int], Engine]
     launch: Callable[[Config, Mapping[str, object]], None] = lambda config, asked: None
     describe: Callable[[Job], str] = lambda job: ""
-    emulates: bool = False
-    trains_on: Optional[str] = None
     count_in_flight: Callable[[Job], Optional[IntArray]] = lambda job: None
 
 

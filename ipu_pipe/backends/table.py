@@ -35,7 +35,7 @@ def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None
     """
     where, backend = read_launch(), get_backend(config)
     raise_faults(where.faults)
-    if backend.emulates and where.world > 1:
+    if config.backend.facts.emulates and where.world > 1:
         how = "start it without torchrun, or set backend.name=distributed"
         raise BadInput(f"backend.name: {config.backend.name}: runs in one process: {how}")
     # before joining, because the rendezvous disappears when the launcher exits

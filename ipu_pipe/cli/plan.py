@@ -114,9 +114,10 @@ def main(args: argparse.Namespace) -> None:
     args.write.parent.mkdir(parents=True, exist_ok=True)
     write_text(args.write, answer.make_planned_config(config, plan.problem, best, args.hardware or config.hardware))
     commands = [f"python tools/train.py {args.write}"]
-    if best.candidate.devices > 1 and config.backend.name != "poptorch":
+    # one process drives all devices of a kind of its own
+    if best.candidate.devices > 1 and config.backend.facts.trains_on is None:
         processes = f"torchrun --nproc_per_node {best.candidate.devices} tools/train.py {args.write}"
-        if config.backend.name == "distributed":
+        if config.backend.facts.uses_processes:
             commands = [processes]
         else:
             commands.insert(0, f"{processes} --set backend.name=distributed")

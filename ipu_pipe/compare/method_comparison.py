@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from ipu_pipe.backends.ranks import is_distributed, run_on_main
-from ipu_pipe.backends.table import BACKENDS, get_backend, launch
+from ipu_pipe.backends.table import launch
+from ipu_pipe.config.backend_facts import BACKEND_FACTS
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput, RunFault, raise_faults
@@ -57,7 +58,7 @@ def compare_methods(
     check_methods(methods, "--methods")
     faults = {f"--methods: {','.join(methods)}: names a method twice": len(set(methods)) != len(methods)}
     where = f"backend.name: {config.backend.name}: methods are compared on emulator or distributed"
-    raise_faults({**faults, where: get_backend(config).trains_on is not None})
+    raise_faults({**faults, where: config.backend.facts.trains_on is not None})
     if is_distributed():
         launch(config, {"out": out, "methods": methods, "steps": steps, "rounds": rounds, "overwrite": overwrite})
     jobs: Dict[str, Job] = {}
@@ -108,7 +109,7 @@ def write_comparison(comparison: Comparison, out: Path) -> List[Path]:
 
 def move_to_emulator(config: Config) -> Config:
     """Return the config on the emulator, which holds all stages; its plan is the same."""
-    if get_backend(config).emulates:
+    if config.backend.facts.emulates:
         return config
     return config.model_copy(update={"backend": BackendConfig(threads=config.backend.threads)})
 
@@ -146,7 +147,7 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
 
     Raise `RunFault` if one of them fails, with its message.
     """
-    if get_backend(config).emulates or is_distributed():
+    if config.backend.facts.emulates or is_distributed():
         return train(config, out, overwrite=overwrite, quiet=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
@@ -201,7 +202,7 @@ def _describe_throughput(
         "modelled_utilization": compute_median("modelled_utilization"),
         "planned_utilization": job.compute_planned_utilization(),
         "planned_utilization_steady": timelines.compute_utilization(job.method, len(job.partition), accumulate),
-        "measured_speedup": None if not runs or BACKENDS[runs[0]["backend"]].emulates else speedup,
+        "measured_speedup": None if not runs or BACKEND_FACTS[runs[0]["backend"]].emulates else speedup,
         "modelled_speedup": divide(compute_modelled_rate(job), compute_modelled_rate(baseline_job)),
     }
 

@@ -68,7 +68,8 @@ def keep_recorded_choices(old: Config, new: Config) -> Config:
     balanced_by = new.stages.get("by") if isinstance(new.stages, dict) else None
     old_count = len(old.stages) + 1 if isinstance(old.stages, list) else old.stages
     run_chooses = new.stages == "auto" or (balanced_by in ("time", "hardware") and old_count == new.stages["count"])
-    plans_again = balanced_by != "time" and (new.hardware != old.hardware or new.backend.name == "distributed")
+    may_have_others = new.hardware != old.hardware or new.backend.facts.uses_processes
+    plans_again = balanced_by != "time" and may_have_others
     if run_chooses and not plans_again and (isinstance(old.stages, list) or old.stages == 1):
         new = new.model_copy(update={"stages": old.stages})
     method = METHODS[new.method]

@@ -373,7 +373,9 @@ def _validate(raw: Dict[str, Any], origins: Origins, source: str, faults: List[s
         members = config.optimizer.members
         with_own = [f for one in members for f in rules.list_conflicts(settings, method, one.name, one.settings())]
         config._optimizer_faults = tuple(add_origins([f for f in dict.fromkeys(with_own) if f not in rule_faults]))
-        backend_faults = import_outer("check_backend")(config, method) if config.backend.name == "poptorch" else []
+        backend_faults = []
+        if config.backend.ipu is not None:
+            backend_faults = import_outer("check_backend")(config, method)
         faults += add_origins([*rule_faults, *backend_faults])
     if faults or config is None:
         raise BadInput(faults)

@@ -12,6 +12,7 @@ from pydantic import PrivateAttr, StrictBool, field_validator, model_validator
 from typing_extensions import Literal
 
 from ipu_pipe.config import sections
+from ipu_pipe.config.backend_facts import BACKEND_FACTS, BackendFacts
 from ipu_pipe.config.values import MOST_STAGES, Case, Count, Seconds, Section, Seed, Threads, Updates
 from ipu_pipe.schedule.methods import METHODS, Reads
 from ipu_pipe.text import suggest
@@ -69,6 +70,11 @@ class BackendConfig(Section):
         why = f"belongs to backend.device cuda, not {self.device}: leave it out"
         yield Case(self.device != "cuda" and not self.deterministic, "deterministic", why)
         yield Case(self.device != "cuda" and self.tf32, "tf32", why)
+
+    @property
+    def facts(self) -> BackendFacts:
+        """What the backend supports."""
+        return BACKEND_FACTS[self.name]
 
 
 class Config(Section):
@@ -177,13 +183,14 @@ class Config(Section):
 
     def list_cases(self) -> Iterator[Case]:
         why = f"belongs to backend.name poptorch: must be float32, float64, bfloat16 or bfloat16_mixed with {self.backend.name}"
-        yield Case(self.backend.name != "poptorch" and self.precision in ("16.16", "16.32", "32.32"), "precision", why)
+        is_in_bits = self.precision in ("16.16", "16.32", "32.32")
+        yield Case(is_in_bits and not self.backend.facts.has_precision_in_bits, "precision", why)
         is_missing = self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None)
         yield Case(is_missing, "optimizer.name", "without given.optimizer: must be sgd, adam or adamw")
         is_unknown = self.hardware is None and self.leaves_stages_to_planner
         why = "needs to know the devices: hardware: a name or file"
         yield Case(is_unknown and self.stages != "auto", "stages.by", why, "hardware")
-        is_auto = self.stages == "auto" and self.backend.name != "distributed"
+        is_auto = self.stages == "auto" and not self.backend.facts.uses_processes
         yield Case(is_unknown and is_auto, "stages", f"{why}, or processes")
         method, args = METHODS.get(self.method), self.method_args
         if method is not None and method.is_stale and method.backward_reads is Reads.NEWEST:

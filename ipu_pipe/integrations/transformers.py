@@ -205,8 +205,9 @@ class PipelineTrainer(Trainer):
         self._settings = {**pipeline, "backend": {**backend, **pipeline.get("backend", {})}}
         raise_faults(self._list_faults())
         self._config = self._configure()
-        if self._config.backend.name == "poptorch":
-            raise BadInput("pipeline.backend.name: poptorch: PipelineTrainer has emulator and distributed")
+        if self._config.backend.facts.trains_on is not None:
+            name = self._config.backend.name
+            raise BadInput(f"pipeline.backend.name: {name}: PipelineTrainer has emulator and distributed")
         launch(self._config, {"output_dir": self.args.output_dir})
         PipelineTrainer._has_joined = is_distributed()
 
@@ -296,8 +297,8 @@ class PipelineTrainer(Trainer):
     def _fill(self, batch: Mapping[str, Any]) -> Dict[str, Any]:
         """Fill up the last batch of an epoch with samples whose labels are ignored, on processes and where labels can be."""
         missing = self.args.train_batch_size - count_samples(batch)
-        # the emulator takes batches of any size, as Trainer does
-        if self._config.backend.name == "emulator" or missing <= 0 or not self.can_ignore(batch):
+        # Trainer, too, takes batches of any size
+        if self._config.backend.facts.takes_any_size or missing <= 0 or not self.can_ignore(batch):
             return dict(batch)
         repeated = map_tensors(lambda t: torch.cat([t, t[-1:].expand(missing, *t.shape[1:])]), batch)
         for name in set(LABELS) & set(repeated):

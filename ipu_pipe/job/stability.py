@@ -89,8 +89,8 @@ def explain_divergence(job: Job, update: int) -> str:
     worst = int(np.argmax(rates * (2 * lags + 1)))
     forward, backward = int(lags[worst]), int(job.table.greatest_backward_lag()[worst])
     if update < job.rules.switch or not forward or job.method.structure is not None:
-        # PopTorch clips with some optimizers alone
-        can_clip = job.config.clip is None and job.method.structure is None and job.config.backend.name != "poptorch"
+        is_supported = job.method.structure is None and job.config.backend.facts.clips_any_optimizer
+        can_clip = job.config.clip is None and is_supported
         clip = "; clip: {norm: ...} may help" if can_clip else ""
         return f"; no stage reads stale weights in this run, so rules against staleness cannot help{clip}"
     text = f"; stage {worst} tolerates the smallest learning rate (its weights are {forward} update{'s' * (forward > 1)} stale)"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.text import describe_kind, list_some, show
 
@@ -82,12 +83,12 @@ def require_current_gpu(model: nn.Module, device: Union[str, torch.device, None]
         raise BadInput(f"device: cuda:{index}: {why}: call torch.cuda.set_device({index}) first, and move the model there")
 
 
-def check_process_group(group: Any, backend: str) -> None:
+def check_process_group(group: Any, backend: BackendConfig) -> None:
     """Raise `BadInput` if `group` is not one of all ranks in their order; None is the default group."""
     if group is None:
         return
-    if backend != "distributed":
-        raise BadInput(f"process_group: backend {backend} has no processes: leave it out, or use backend='distributed'")
+    if not backend.facts.uses_processes:
+        raise BadInput(f"process_group: backend {backend.name} has no processes: leave it out, or use backend='distributed'")
     if not isinstance(group, dist.ProcessGroup):
         is_outside = group == dist.GroupMember.NON_GROUP_MEMBER
         what = "a group without this rank" if is_outside else describe_kind(group)

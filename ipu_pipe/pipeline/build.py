@@ -126,14 +126,15 @@ def set_up(
     if isinstance(plain_loss, nn.Module):
         plain_loss.to(device)
     metrics = make_metrics(config.metrics if objects.metrics is None else objects.metrics)
-    backend, method = get_backend(config), resolve_method(config.method, config.method_settings())
+    facts = config.backend.facts
+    method = resolve_method(config.method, config.method_settings())
     precision_row = resolve_precision(config.precision, method)
     came_evaluating = enter_training(model)
     # convert the model last, so that an earlier failure leaves the caller's model as it was
     precision = ModelPrecision(model, precision_row, DTYPES[precision_row], device, objects.model is not None)
     return Setup(
         config, model, precision.convert_loss(loss_of_output), data, device, precision, metrics,
-        getattr(loss_of_output, "asks", ()), backend.trains_on or config.backend.device, backend.emulates, initial_weights,
+        getattr(loss_of_output, "asks", ()), facts.trains_on or config.backend.device, facts.emulates, initial_weights,
         label_range=None, came_evaluating=came_evaluating, loss_weight=make_loss_weight(config, objects, loss_of_output),
     )  # fmt: skip
 
@@ -305,7 +306,7 @@ def _divide(setup: Setup) -> Tuple[Setup, Placed, Tuple[Any, Any], Observation, 
     example = clone_tensors(setup.move_to_device(inputs, labels))
     observation = check_model(setup, example, labels)
     if config.leaves_stages_to_planner:
-        processes = read_launch().world // config.replicas if config.backend.name == "distributed" else None
+        processes = read_launch().world // config.replicas if config.backend.facts.uses_processes else None
         # only on the main process, because each process would measure its own machine
         begins = run_on_main(lambda: choose_stages(config, method, setup.model, loss, example, processes))
         config = config.model_copy(update={"stages": begins or 1})

@@ -71,21 +71,22 @@ def _find_conflicts(job: Job) -> Dict[str, Any]:
     unsynchronized = next((k for k in stops if k % interval), None)
     unapplied = next(((every, k) for every in args.get("block_accumulation", ()) for k in stops if k % every), (0, 0))
     sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
+    backend = config.backend.facts
     faults: Dict[str, Any] = {
         f"checkpoint.format: sharded: needs torch 2.4 or later, this is {torch.__version__}: must be single":
             sharded and read_torch_version() < (2, 4),
-        "lr_schedule.name: plateau: PopTorch's runs have rates that are known before: use another backend or schedule":
-            job.plateau and config.backend.name == "poptorch",
+        f"lr_schedule.name: plateau: {backend.why_rates_are_fixed}: use another backend or schedule":
+            job.plateau and backend.why_rates_are_fixed,
         "lr_schedule.name: plateau: follows evaluations, and this run has no interval: set evaluate.every or evaluate.steps":
             job.plateau and not job.evaluation_interval,
-        "ema: PopTorch keeps the weights on the IPUs, which average none: use another backend, or null":
-            config.ema and config.backend.name == "poptorch",
+        f"ema: {backend.why_weights_are_hidden}, which average none: use another backend, or null":
+            config.ema and backend.why_weights_are_hidden,
         f"ema: {method.name}: its stages, replicas or duplicates of layers step by themselves: must be null":
             config.ema and (method.history or method.rounds or (method.structure and method.structure.overlap)),
         "ema: not with weights of several stages on processes, where each has a copy: use the emulator, or untie them":
-            config.ema and job.partition.list_tied(job.model) and config.backend.name == "distributed",
+            config.ema and job.partition.list_tied(job.model) and backend.uses_processes,
         "model.compile: true: only backend: {name: distributed} compiles the modules of its stages: must be false":
-            config.model.compile and config.backend.name != "distributed",
+            config.model.compile and not backend.compiles_modules,
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
         f"gradient_accumulation: {accumulation}: {alone}: must be 1": alone and accumulation > 1,
         "method_args.delay_compensation: cannot be combined with loss_weight: it uses the gradient of a "

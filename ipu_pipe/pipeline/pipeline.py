@@ -254,7 +254,7 @@ class Pipeline:
             if heads is not None and self._method.structure is None:
                 raise BadInput(f"heads: {heads}: method {method} adds no auxiliary heads: leave it out")
             launch(self._config, {"warmup": warmup, "heads": heads})
-            check_process_group(process_group, backend)
+            check_process_group(process_group, self._config.backend)
             require_current_gpu(model, device)
         if self._method.history is not None and self._method.history.order == "schedule":
             raise BadInput('method_args.order: schedule: takes batches in another order than a loop gives them: use "random"')
@@ -276,7 +276,7 @@ class Pipeline:
         self._modes: Dict[nn.Module, bool] = {}
         # of the events that this process records, until they are written
         self._events_folder: Optional[tempfile.TemporaryDirectory[str]] = None
-        self._calls = CallRecord(is_shared=backend == "distributed")
+        self._calls = CallRecord(is_shared=self._config.backend.facts.uses_processes)
 
     # ---- the loop
 
@@ -496,7 +496,7 @@ class Pipeline:
         if state["format"] != FORMAT:
             raise BadInput(f"load_state_dict: format {state['format']}: this version reads {FORMAT}")
         is_poptorchs = any(f"/{POPTORCH_PREFIX}:" in key for key in state["optimizer"])
-        if is_poptorchs and not self._is_compiled:
+        if is_poptorchs and not self._config.backend.facts.loads_poptorch_state:
             raise BadInput('load_state_dict: the optimizer state is PopTorch\'s: only backend="poptorch" can load it')
         if state["method"] != self._config.method:
             raise BadInput(f"load_state_dict: state of method {state['method']}: this pipeline has {self._config.method}")
@@ -527,9 +527,9 @@ class Pipeline:
         the step of each, with its weights, and once more after their average, where `update.averaged` is True. PopTorch refuses
         it.
         """
-        if self._is_compiled:
-            why = "PopTorch keeps the weights on the IPUs: use whole_model() between steps, or another backend"
-            raise BadInput(f"on_update: {why}")
+        why = self._config.backend.facts.why_weights_are_hidden
+        if why:
+            raise BadInput(f"on_update: {why}: use whole_model() between steps, or another backend")
         self._callbacks.append(call)
 
     @property
@@ -726,7 +726,7 @@ class Pipeline:
             self._require_parts(batch)
         if self._job is not None and are_joined():
             require_samples(batch, self._job.config.micro_batch_size)
-        if self._is_compiled:
+        if self._config.backend.facts.compiles_updates:
             self._require_size(batch)
         return batch
 
@@ -756,13 +756,8 @@ class Pipeline:
             return method.rounds.replicas or self._require_stage_count()
         if method.history is not None:
             return self._require_stage_count()
-        here = 1 if config.backend.name == "distributed" else config.replicas
+        here = 1 if config.backend.facts.uses_processes else config.replicas
         return config.gradient_accumulation * here * self.updates_per_call
-
-    @property
-    def _is_compiled(self) -> bool:
-        """Whether updates are made by a program that PopTorch has compiled."""
-        return self._config.backend.name == "poptorch"
 
     def _require_stage_count(self) -> int:
         """Return the number of stages. Raise `BadInput` if it is needed before the model is divided."""
@@ -776,7 +771,7 @@ class Pipeline:
         if not (self.takes_inputs or self.takes_labels):
             return {}
         job, first = self._require_job(), k * len(batch)
-        if self._config.backend.name == "distributed" and self.replicas > 1:
+        if self._config.backend.facts.uses_processes and self.replicas > 1:
             return {(first + i) * self.replicas + self.replica: part for i, part in enumerate(batch)}
         if job.method.rounds is None and self.replicas > 1:
             batch = interleave_replicas(batch, self.replicas)

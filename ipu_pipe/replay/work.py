@@ -138,7 +138,7 @@ def refuse_nonfinite(job: Job, k: int, losses: Iterable[Optional[float]]) -> Non
     """
     wrong = [loss for loss in losses if loss is not None and not math.isfinite(loss)]
     if wrong and not job.config.allow_nonfinite:
-        scaling = ", or another backend.ipu.loss_scaling in half precision" if job.config.backend.name == "poptorch" else ""
+        scaling = "" if job.config.backend.ipu is None else ", or another backend.ipu.loss_scaling in half precision"
         raise Divergence(
             f"update {k} of method {job.method.name}: the training loss is {wrong[0]}",
             f"a smaller optimizer.lr or lr_schedule.warmup_steps may help{scaling} (allow_nonfinite: true continues anyway)"

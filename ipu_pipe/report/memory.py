@@ -28,7 +28,7 @@ def build_memory_record(job: Job, measured: Report) -> Dict[str, Any]:
     planned = plan_memory(job, measured.optimizer_bytes)
     peaks = {} if measured.peak_memory is None else {"peak_memory": measured.peak_memory}
     if measured.links is None:
-        version_bytes = sum(measured.version_bytes) if get_backend(job.config).emulates else None
+        version_bytes = sum(measured.version_bytes) if job.config.backend.facts.emulates else None
         return {**planned, "emulator_bytes": version_bytes, **peaks}
     rows = [{**row, "version_bytes": size} for row, size in zip(planned["stages"], measured.version_bytes)]
     return {**planned, "stages": rows, **peaks}

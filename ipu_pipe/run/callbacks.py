@@ -257,8 +257,9 @@ def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
     if not job.evaluation_interval and any(isinstance(one, EarlyStopping) for one in callbacks):
         faults.append("early_stopping: follows evaluations, and this run has no interval: set evaluate.every or evaluate.steps")
     why = ""
-    if job.config.backend.name == "poptorch":
-        why = "PopTorch keeps the gradients on the IPUs: use another backend"
+    hidden = job.config.backend.facts.why_gradients_are_hidden
+    if hidden:
+        why = f"{hidden}: use another backend"
     elif job.method.rounds is not None or job.method.history is not None:
         why = f"{job.method.name} steps replicas or stages one by one: use another method"
     for one in callbacks if why else ():

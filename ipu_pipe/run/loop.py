@@ -10,7 +10,6 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.interface import Report, StepResult
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
-from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.errors import RunFault, find_user_fault
 from ipu_pipe.files import atomic_file, write_json, write_text
@@ -179,7 +178,7 @@ class TrainingLoop:
         for name, value in files.items():
             write_json(out / name, value)
         # an emulator does the work of all devices in one process, so its rate is not comparable with a prediction
-        predicted = None if get_backend(job.config).emulates else predict_rate(job)
+        predicted = None if job.config.backend.facts.emulates else predict_rate(job)
         trend = None if self.loss_trend is None else self.loss_trend.describe()
         self.progress.say(format_closing(report, out, predicted, trend))
         return report

@@ -13,7 +13,6 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import torch
 from torch import nn
 
-from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN
 from ipu_pipe.data.loaders import LoaderData
@@ -53,7 +52,7 @@ def build_for_planning(config: Config) -> Job:
 def _build_by_shape(config: Config) -> Optional[Job]:
     """Build the job on the meta device; return None if it needs values, if it is small, or if it has a fault."""
     times = isinstance(config.stages, dict) and config.stages.get("by") == "time"
-    if get_backend(config).emulates and config.backend.device == "cpu" and not config.init_from and not times:
+    if config.backend.facts.emulates and config.backend.device == "cpu" and not config.init_from and not times:
         try:
             with compute_on_meta():
                 job = build(config, by_shape=True)

@@ -121,7 +121,8 @@ def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> List[str]:
         if name in state and state[name].shape == value.shape and state[name].dtype != value.dtype
     ]
     parameters = job.get_trained()
-    if job.config.backend.name != "poptorch" and any(f"/{POPTORCH_PREFIX}:" in key for key in saved.optimizer):
+    is_poptorchs = any(f"/{POPTORCH_PREFIX}:" in key for key in saved.optimizer)
+    if is_poptorchs and not job.config.backend.facts.loads_poptorch_state:
         remedy = f"resume with that, or start a new run from its weights (init_from: {path / checkpoint.MODEL})"
         return [f"optimizer: its state is PopTorch's, which only backend.name poptorch can load: {remedy}"]
     for key, value in saved.optimizer.items():

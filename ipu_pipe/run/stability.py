@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.files import replace_nonfinite
@@ -203,7 +202,7 @@ MOST_RATES = 1000
 
 def analyze_config(config: Config, **options: Any) -> Dict[str, Any]:
     """Return the stability of the run that a config describes; `options` are those of `analyze_job`. Raise `BadInput`."""
-    if not get_backend(config).emulates:
+    if not config.backend.facts.emulates:
         raise BadInput(
             f"backend.name: {config.backend.name}: stability is computed for the whole model in one process; use"
             " --set backend.name=emulator"

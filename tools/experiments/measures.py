@@ -24,7 +24,6 @@ from torch import nn
 from typing_extensions import Literal
 
 from ipu_pipe.backends.interface import StepResult
-from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Count, Section
 from ipu_pipe.data import TensorData
@@ -185,7 +184,7 @@ def measure_filters(config: Config, out: Path, options: MeasureOptions, overwrit
 
 def build_emulated(config: Config) -> Job:
     """Build a run for a measure that reads its model between updates."""
-    if not get_backend(config).emulates:
+    if not config.backend.facts.emulates:
         raise BadInput(f"backend.name: {config.backend.name}: is measured on the emulator")
     return build(config)
 

@@ -225,4 +225,4 @@ def does_reading_synchronize(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=EmulatorEngine, emulates=True)
+BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=EmulatorEngine)

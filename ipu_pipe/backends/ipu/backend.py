@@ -195,6 +195,6 @@ def count_in_flight(job: Job) -> Optional[IntArray]:
 
 
 BACKEND = Backend(
-    launch=start, place=place_whole, list_faults=list_faults, describe=note, make_engine=make, trains_on="ipu",
+    launch=start, place=place_whole, list_faults=list_faults, describe=note, make_engine=make,
     count_in_flight=count_in_flight,
 )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from typing_extensions import Annotated
 
+from ipu_pipe.config.backend_facts import BACKEND_FACTS
 from ipu_pipe.config.sections import MethodArgs
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, resolve_method
@@ -14,8 +15,6 @@ from ipu_pipe.text import show
 from ipu_pipe.trace.events import Events
 
 MOST_DEVICES = 1 << 16
-# the backend whose host sees calls of all IPUs together
-POPTORCH = "poptorch"
 
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Flops = Annotated[float, Field(ge=0, lt=1e30)]
@@ -66,7 +65,7 @@ class RunMetadata(BaseModel):
 
         A modelled trace plays one replica. The host of IPUs records each device that it sees: none is added.
         """
-        if self.backend == POPTORCH:
+        if not self._host_sees_devices:
             return []
         of_replica = sorted(set(self.device_of_stage or ()))
         replicas = 1 if self.modelled else self.replicas or 1
@@ -74,7 +73,13 @@ class RunMetadata(BaseModel):
 
     def has_one_device(self, events: Events) -> bool:
         """Tell whether the trace's one device is all IPUs together: PopTorch's host sees no stage inside a call."""
-        return self.backend == POPTORCH and not (events.stage >= 0).any()
+        return not self._host_sees_devices and not (events.stage >= 0).any()
+
+    @property
+    def _host_sees_devices(self) -> bool:
+        """Whether the host that recorded the trace saw each device, as hosts do unless their backend says otherwise."""
+        facts = BACKEND_FACTS.get(self.backend or "")
+        return facts is None or facts.host_sees_devices
 
     def sum_flops(self) -> Dict[int, float]:
         """Return each stage's FLOPs of a microbatch, forward and backward."""
