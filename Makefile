@@ -63,6 +63,7 @@ $(FLOOR_VENV)/.installed: pyproject.toml constraints/py38-torch2.0.1.txt
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_house.py
 	$(BIN)/python -m tests.house

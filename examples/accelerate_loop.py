@@ -25,12 +25,16 @@ x = x.float() / 16
 train_loader = DataLoader(TensorDataset(x[:1500], y[:1500]), 32, shuffle=True, drop_last=True)
 test_loader = DataLoader(TensorDataset(x[1500:], y[1500:]), 100)
 
-model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+model = nn.Sequential(
+    nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(train_loader))
 backend = "distributed" if accelerator.num_processes > 1 else "emulator"
 device = accelerator.device
-pipe = ipu_pipe.Pipeline(model, cross_entropy, optimizer, "pipedream", stages=["2"], backend=backend, device=device)
+pipe = ipu_pipe.Pipeline(
+    model, cross_entropy, optimizer, "pipedream", stages=["2"], backend=backend, device=device
+)
 
 with pipe:
     for epoch in range(epochs):
@@ -39,6 +43,8 @@ with pipe:
             losses += [update.loss for update in pipe.step(batch_x, batch_y)]
             scheduler.step()
         measured = pipe.evaluate(test_loader, ["accuracy"])
-        accelerator.print(f"epoch {epoch}: training loss {losses[-1]:.6f}, rate {scheduler.get_last_lr()[0]:.6f}")
+        accelerator.print(
+            f"epoch {epoch}: training loss {losses[-1]:.6f}, rate {scheduler.get_last_lr()[0]:.6f}"
+        )
 accelerator.print(f"test accuracy {measured['accuracy']:.3f}")
 accelerator.end_training()

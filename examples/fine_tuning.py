@@ -17,7 +17,9 @@ updates = int(sys.argv[1]) if sys.argv[1:] else 200
 class Net(nn.Module):
     def __init__(self, classes):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), begin_stage(nn.Linear(128, 128)), nn.ReLU())
+        self.body = nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), begin_stage(nn.Linear(128, 128)), nn.ReLU()
+        )
         self.head = begin_stage(nn.Linear(128, classes))
 
     def forward(self, x):
@@ -30,14 +32,17 @@ def digits(below, size):
     x, y = x[y < below].float() / 16, y[y < below]
     train_set, test_set = TensorDataset(x[:-200], y[:-200]), TensorDataset(x[-200:], y[-200:])
     return ipu_pipe.from_loader(
-        DataLoader(train_set, batch_size=size, shuffle=True, drop_last=True), DataLoader(test_set, batch_size=100)
+        DataLoader(train_set, batch_size=size, shuffle=True, drop_last=True),
+        DataLoader(test_set, batch_size=100),
     )
 
 
 def train(folder, classes, rate, **keys):
     """Train a new model on the digits less than `classes`; return the summary of the run."""
     return ipu_pipe.train(
-        ipu_pipe.configure(method="pipedream", micro_batch_size=16, gradient_accumulation=2, steps=updates, **keys),
+        ipu_pipe.configure(
+            method="pipedream", micro_batch_size=16, gradient_accumulation=2, steps=updates, **keys
+        ),
         folder,
         model=Net(classes),
         data=digits(classes, 16),
@@ -49,6 +54,10 @@ def train(folder, classes, rate, **keys):
 
 first = train("runs/five_digits", 5, 0.05)
 # Start from the newest checkpoint of that run. Its head has another shape and is left out: the new head keeps its initial values.
-second = train("runs/fine_tuning", 10, 0.02, init_from={"path": "runs/five_digits", "strict": False})
+second = train(
+    "runs/fine_tuning", 10, 0.02, init_from={"path": "runs/five_digits", "strict": False}
+)
 for summary in (first, second):
-    print(f"test accuracy {summary['initial']['test_accuracy']:.3f} -> {summary['final']['test_accuracy']:.3f}")
+    print(
+        f"test accuracy {summary['initial']['test_accuracy']:.3f} -> {summary['final']['test_accuracy']:.3f}"
+    )

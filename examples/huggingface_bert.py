@@ -23,7 +23,8 @@ mask = (torch.arange(16) < lengths[:, None]).long()
 sentences = sentences * mask
 labels = (sentences == 7).any(dim=1).long()
 samples = [
-    {"input_ids": words, "attention_mask": seen, "labels": label} for words, seen, label in zip(sentences, mask, labels)
+    {"input_ids": words, "attention_mask": seen, "labels": label}
+    for words, seen, label in zip(sentences, mask, labels)
 ]
 
 model = BertForSequenceClassification(

@@ -17,7 +17,10 @@ import ipu_pipe
 updates = int(sys.argv[1]) if sys.argv[1:] else 200
 
 letters = torch.tensor(list(Path(__file__).read_bytes()))
-windows = [{"input_ids": letters[i : i + 32], "labels": letters[i + 1 : i + 33]} for i in range(len(letters) - 32)]
+windows = [
+    {"input_ids": letters[i : i + 32], "labels": letters[i + 1 : i + 33]}
+    for i in range(len(letters) - 32)
+]
 
 model = GPT2LMHeadModel(
     GPT2Config(
@@ -37,11 +40,16 @@ summary = ipu_pipe.train(
     "runs/huggingface_gpt2",
     model=model,
     data=ipu_pipe.from_loader(
-        DataLoader(windows, batch_size=8, shuffle=True, drop_last=True), DataLoader(windows[::8], batch_size=50)
+        DataLoader(windows, batch_size=8, shuffle=True, drop_last=True),
+        DataLoader(windows[::8], batch_size=50),
     ),
     output=lambda outputs: outputs.logits.transpose(1, 2),  # cross-entropy expects (B, classes, T)
     loss=torch.nn.functional.cross_entropy,
-    optimizer=functools.partial(torch.optim.AdamW, lr=5e-4),  # larger rates diverge with a delay of one update
+    optimizer=functools.partial(
+        torch.optim.AdamW, lr=5e-4
+    ),  # larger rates diverge with a delay of one update
     overwrite=True,
 )
-print(f"loss of the next letter {summary['initial']['test_loss']:.3f} -> {summary['final']['test_loss']:.3f}")
+print(
+    f"loss of the next letter {summary['initial']['test_loss']:.3f} -> {summary['final']['test_loss']:.3f}"
+)

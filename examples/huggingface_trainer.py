@@ -17,15 +17,24 @@ updates = int(sys.argv[1]) if sys.argv[1:] else 200
 
 torch.manual_seed(0)  # every process needs the same model and data
 tokens = torch.randint(0, 64, (512, 16))
-samples = [{"input_ids": row, "labels": row[0] // 32} for row in tokens]  # is the first token in the upper half?
+samples = [
+    {"input_ids": row, "labels": row[0] // 32} for row in tokens
+]  # is the first token in the upper half?
 
 model = BertForSequenceClassification(
     BertConfig(
-        vocab_size=64, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128,
-        max_position_embeddings=16, num_labels=2,
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=16,
+        num_labels=2,
     )  # fmt: skip
 )
-model = get_peft_model(model, LoraConfig(r=8, target_modules=["query", "value"], modules_to_save=["classifier"]))
+model = get_peft_model(
+    model, LoraConfig(r=8, target_modules=["query", "value"], modules_to_save=["classifier"])
+)
 trainer = PipelineTrainer(
     model,
     TrainingArguments(
@@ -40,7 +49,9 @@ trainer = PipelineTrainer(
     ),
     train_dataset=samples[:448],
     eval_dataset=samples[448:],
-    compute_metrics=lambda found: {"right": float((found.predictions.argmax(-1) == found.label_ids).mean())},
+    compute_metrics=lambda found: {
+        "right": float((found.predictions.argmax(-1) == found.label_ids).mean())
+    },
     pipeline={"method": "pipedream_flush", "stages": 2},
 )
 result = trainer.train()

@@ -13,7 +13,10 @@ import ipu_pipe
 updates = int(sys.argv[1]) if sys.argv[1:] else 300
 
 digits = load_digits()  # 1,797 images of 8x8
-x, y = torch.tensor(digits.images, dtype=torch.float32)[:, None], torch.tensor(digits.target)  # (N, 1, 8, 8)
+x, y = (
+    torch.tensor(digits.images, dtype=torch.float32)[:, None],
+    torch.tensor(digits.target),
+)  # (N, 1, 8, 8)
 x = (x - x.mean()) / x.std()
 train_set, test_set = TensorDataset(x[:1600], y[:1600]), TensorDataset(x[1600:], y[1600:])
 
@@ -40,7 +43,8 @@ summary = ipu_pipe.train(
     "runs/timm_vit",
     model=model,
     data=ipu_pipe.from_loader(
-        DataLoader(train_set, batch_size=16, shuffle=True, drop_last=True), DataLoader(test_set, batch_size=64)
+        DataLoader(train_set, batch_size=16, shuffle=True, drop_last=True),
+        DataLoader(test_set, batch_size=64),
     ),
     loss=torch.nn.functional.cross_entropy,
     optimizer=functools.partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.05),

@@ -14,7 +14,9 @@ updates = int(sys.argv[1]) if sys.argv[1:] else 50
 
 # 1,797 images of 8x8, converted to RGB of 16x16
 digits = load_digits()
-x = torch.tensor(digits.images, dtype=torch.float32)[:, None].repeat(1, 3, 1, 1) / 16  # (N, 3, 8, 8)
+x = (
+    torch.tensor(digits.images, dtype=torch.float32)[:, None].repeat(1, 3, 1, 1) / 16
+)  # (N, 3, 8, 8)
 x, y = torch.nn.functional.interpolate(x, size=16), torch.tensor(digits.target)
 train_set, test_set = TensorDataset(x[:1600], y[:1600]), TensorDataset(x[1600:], y[1600:])
 
@@ -30,11 +32,14 @@ summary = ipu_pipe.train(
     "runs/torchvision_resnet18",
     model=model,
     data=ipu_pipe.from_loader(
-        DataLoader(train_set, batch_size=8, shuffle=True, drop_last=True), DataLoader(test_set, batch_size=64)
+        DataLoader(train_set, batch_size=8, shuffle=True, drop_last=True),
+        DataLoader(test_set, batch_size=64),
     ),
     loss=torch.nn.functional.cross_entropy,
     optimizer=functools.partial(torch.optim.SGD, lr=0.005, momentum=0.9),
     overwrite=True,
 )
 for stage in summary["stages"]:
-    print(f"stage {stage['index']}: {stage['parameters']:,} parameters, {stage['weight_copies']} copies of them")
+    print(
+        f"stage {stage['index']}: {stage['parameters']:,} parameters, {stage['weight_copies']} copies of them"
+    )

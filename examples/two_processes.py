@@ -22,7 +22,9 @@ x = x.float() / 16
 train_set, test_set = TensorDataset(x[:1500], y[:1500]), TensorDataset(x[1500:], y[1500:])
 
 torch.manual_seed(0)  # every process needs the same initial model
-model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), begin_stage(nn.Linear(128, 128)), nn.ReLU(), nn.Linear(128, 10))
+model = nn.Sequential(
+    nn.Linear(64, 128), nn.ReLU(), begin_stage(nn.Linear(128, 128)), nn.ReLU(), nn.Linear(128, 10)
+)
 summary = ipu_pipe.train(
     ipu_pipe.configure(
         backend={"name": "distributed"},
@@ -34,7 +36,8 @@ summary = ipu_pipe.train(
     "runs/two_processes",
     model=model,
     data=ipu_pipe.from_loader(
-        DataLoader(train_set, batch_size=16, shuffle=True, drop_last=True), DataLoader(test_set, batch_size=64)
+        DataLoader(train_set, batch_size=16, shuffle=True, drop_last=True),
+        DataLoader(test_set, batch_size=64),
     ),
     loss=nn.functional.cross_entropy,
     optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -43,4 +46,6 @@ summary = ipu_pipe.train(
 )
 right = ipu_pipe.predict(model, x[1500:]).argmax(dim=1) == y[1500:]
 if torch.distributed.get_rank() == 1:
-    print(f"after {summary['steps']} updates, on rank 1: {right.float().mean():.3f} of the test set are right")
+    print(
+        f"after {summary['steps']} updates, on rank 1: {right.float().mean():.3f} of the test set are right"
+    )

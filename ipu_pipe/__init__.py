@@ -22,25 +22,40 @@ stay quick. The files and folders, each of which imports only from those before 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, List
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BadInput": "errors", "RunFault": "errors",
-    "begin_stage": "model.stages", "partition": "model.stages",
+    "BadInput": "errors",
+    "RunFault": "errors",
+    "begin_stage": "model.stages",
+    "partition": "model.stages",
     "METHODS": "schedule.methods",
-    "make_schedule": "schedule.timelines", "from_rows": "schedule.rows", "format_text": "schedule.rows",
+    "make_schedule": "schedule.timelines",
+    "from_rows": "schedule.rows",
+    "format_text": "schedule.rows",
     "VersionTable": "schedule.versions",
-    "configure": "config.load", "load_config": "config.load", "resolve_method": "config.load",
-    "Callback": "run.callbacks", "EarlyStopping": "run.callbacks", "predict": "run.predict",
+    "configure": "config.load",
+    "load_config": "config.load",
+    "resolve_method": "config.load",
+    "Callback": "run.callbacks",
+    "EarlyStopping": "run.callbacks",
+    "predict": "run.predict",
     "export": "run.export",
-    "CSVLogger": "run.loggers", "MLflowLogger": "run.loggers", "WandbLogger": "run.loggers",
-    "Moment": "run.callbacks", "Stop": "run.callbacks",
-    "load_data": "data", "from_loader": "data", "train": "run.train",
-    "Pipeline": "pipeline.pipeline", "Update": "pipeline.pipeline",
-    "plan_config": "run.planning", "analyze_run": "report.analysis.analyze",
-}  # fmt: skip
+    "CSVLogger": "run.loggers",
+    "MLflowLogger": "run.loggers",
+    "WandbLogger": "run.loggers",
+    "Moment": "run.callbacks",
+    "Stop": "run.callbacks",
+    "load_data": "data",
+    "from_loader": "data",
+    "train": "run.train",
+    "Pipeline": "pipeline.pipeline",
+    "Update": "pipeline.pipeline",
+    "plan_config": "run.planning",
+    "analyze_run": "report.analysis.analyze",
+}
 
 if TYPE_CHECKING:
     from ipu_pipe.config.load import configure, load_config, resolve_method
@@ -61,11 +76,35 @@ if TYPE_CHECKING:
     from ipu_pipe.schedule.versions import VersionTable
 
 __all__ = [
-    "METHODS", "BadInput", "CSVLogger", "Callback", "EarlyStopping", "MLflowLogger", "Moment", "Pipeline", "RunFault",
-    "Stop", "Update", "VersionTable", "WandbLogger", "analyze_run",
-    "begin_stage", "configure", "export", "format_text", "from_loader", "from_rows",
-    "load_config", "load_data", "make_schedule", "partition", "plan_config", "predict", "resolve_method", "train",
-]  # fmt: skip
+    "METHODS",
+    "BadInput",
+    "CSVLogger",
+    "Callback",
+    "EarlyStopping",
+    "MLflowLogger",
+    "Moment",
+    "Pipeline",
+    "RunFault",
+    "Stop",
+    "Update",
+    "VersionTable",
+    "WandbLogger",
+    "analyze_run",
+    "begin_stage",
+    "configure",
+    "export",
+    "format_text",
+    "from_loader",
+    "from_rows",
+    "load_config",
+    "load_data",
+    "make_schedule",
+    "partition",
+    "plan_config",
+    "predict",
+    "resolve_method",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -74,5 +113,5 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'ipu_pipe' has no attribute {name!r}")
 
 
-def __dir__() -> List[str]:
+def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])

@@ -1,4 +1,6 @@
-"""The errors that end a run, and the function of the command lines that prints a line per fault and sets the exit code."""
+"""The errors that end a run, and the function of the command lines that prints a line per fault and
+sets the exit code.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,11 @@ import warnings
 from typing import (
     Any,
     Callable,
-    Dict,
     Iterator,
-    List,
     Mapping,
     NoReturn,
-    Optional,
     Sequence,
-    Set,
     TextIO,
-    Tuple,
-    Type,
-    Union,
 )
 
 from ipu_pipe import interrupts
@@ -30,23 +25,33 @@ from ipu_pipe.launcher import read_launch
 from ipu_pipe.shipped import name_commands
 from ipu_pipe.text import fold_lines, suggest
 
-_printed_warnings: Set[str] = set()
+_printed_warnings: set[str] = set()
 
 
 class BadInput(ValueError):
-    """Input of the user that cannot be used. `faults`: one line each (file, key, value, what is allowed). Exit code 2."""
+    """Input of the user that cannot be used. `faults`: one line each (file, key, value, what is
+    allowed). Exit code 2.
+    """
 
-    is_reported: Optional[bool] = None
+    is_reported: bool | None = None
 
-    def __init__(self, faults: Union[str, Sequence[str]]) -> None:
-        self.faults = [fold_lines(fault) for fault in ([faults] if isinstance(faults, str) else faults)]
+    def __init__(self, faults: str | Sequence[str]) -> None:
+        self.faults = [
+            fold_lines(fault) for fault in ([faults] if isinstance(faults, str) else faults)
+        ]
         assert self.faults, "BadInput needs at least one fault"
         super().__init__("; ".join(self.faults))
 
 
-def raise_faults(faults: Union[Sequence[str], Mapping[str, object]]) -> None:
-    """Raise `BadInput` with the faults, if there are any. A mapping says of each fault whether it applies."""
-    lines = [fault for fault, applies in faults.items() if applies] if isinstance(faults, Mapping) else faults
+def raise_faults(faults: Sequence[str] | Mapping[str, object]) -> None:
+    """Raise `BadInput` with the faults, if there are any. A mapping says of each fault whether it
+    applies.
+    """
+    lines = (
+        [fault for fault, applies in faults.items() if applies]
+        if isinstance(faults, Mapping)
+        else faults
+    )
     if lines:
         raise BadInput(lines)
 
@@ -54,15 +59,17 @@ def raise_faults(faults: Union[Sequence[str], Mapping[str, object]]) -> None:
 class RunFault(RuntimeError):
     """A fault while running, in one line (a loss that is not finite, a full disk). Exit code 1.
 
-    `is_reported`: whether another process has reported it. If that is not known (None), every process reports its own faults, and
-    rank 0 alone the bad input, which all ranks find alike.
+    `is_reported`: whether another process has reported it. If that is not known (None), every
+    process reports its own faults, and rank 0 alone the bad input, which all ranks find alike.
     """
 
-    is_reported: Optional[bool] = None
+    is_reported: bool | None = None
 
 
 class Divergence(RunFault):
-    """A training loss that is not finite. `reason`: the update and the loss, without the advice that the message adds."""
+    """A training loss that is not finite. `reason`: the update and the loss, without the advice
+    that the message adds.
+    """
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason, advice)
@@ -73,33 +80,38 @@ class Divergence(RunFault):
 
 
 class UserFault(RunFault):
-    """A fault in the user's own code (a model, loss, data source, optimizer), with its file and line.
+    """A fault in the user's own code (a model, loss, data source, optimizer), with its file and
+    line.
 
-    `traceback`: its text; `traceback_file`: where it was saved. Code that calls `train` gets the user's own exception, with this
-    one at the end of its chain of causes.
+    `traceback`: its text; `traceback_file`: where it was saved. Code that calls `train` gets the
+    user's own exception, with this one at the end of its chain of causes.
     """
 
     def __init__(self, line: str, traceback: str) -> None:
         super().__init__(line)
         self.traceback = traceback
-        self.traceback_file: Optional[str] = None
+        self.traceback_file: str | None = None
 
     # exceptions are pickled on their way out of a child process
-    def __reduce__(self) -> Tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:
         state = {"traceback_file": self.traceback_file, "is_reported": self.is_reported}
         return type(self), (str(self), self.traceback), state
 
 
-def walk_causes(error: Optional[BaseException]) -> Iterator[BaseException]:
+def walk_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception, its cause, the cause of that, and so on."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ if error.__cause__ is not None or error.__suppress_context__ else error.__context__
+        error = (
+            error.__cause__
+            if error.__cause__ is not None or error.__suppress_context__
+            else error.__context__
+        )
 
 
-def find_user_fault(error: Optional[BaseException]) -> Optional[UserFault]:
+def find_user_fault(error: BaseException | None) -> UserFault | None:
     """Return the `UserFault` in an exception's chain of causes, or None."""
     return next((cause for cause in walk_causes(error) if isinstance(cause, UserFault)), None)
 
@@ -115,8 +127,12 @@ def summarize(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def guard_writing(file: object, contents: str = "", kind: Type[Exception] = RunFault) -> Iterator[None]:
-    """Raise `kind` if the system refuses to write a file or stream. `contents`: such as "the trace", to be named in the fault."""
+def guard_writing(
+    file: object, contents: str = "", kind: type[Exception] = RunFault
+) -> Iterator[None]:
+    """Raise `kind` if the system refuses to write a file or stream. `contents`: such as "the
+    trace", to be named in the fault.
+    """
     try:
         yield
     except OSError as error:
@@ -131,7 +147,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **keys})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse a command line, as argparse does. Refuse text that no system hands over, and which no path holds."""
+        """Parse a command line, as argparse does. Refuse text that no system hands over, and which
+        no path holds.
+        """
         for word in sys.argv[1:] if args is None else args:
             if "\0" in word or any("\ud800" <= c < "\udc80" for c in word):
                 raise BadInput(f"{word}: contains a character that a command line cannot have")
@@ -141,12 +159,14 @@ class Parser(argparse.ArgumentParser):
         """Return the help, with commands named as the user calls them."""
         return name_commands(super().format_help())
 
-    def list_options(self) -> List[str]:
+    def list_options(self) -> list[str]:
         """Return the options of the command, such as --out."""
         return [name for action in self._actions for name in action.option_strings]
 
-    def list_positional(self) -> Dict[str, str]:
-        """Return the name and the form of each argument that is not an option, such as config and CONFIG."""
+    def list_positional(self) -> dict[str, str]:
+        """Return the name and the form of each argument that is not an option, such as config and
+        CONFIG.
+        """
         actions = [action for action in self._actions if not action.option_strings]
         return {action.dest: str(action.metavar or action.dest) for action in actions}
 
@@ -155,7 +175,9 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            raise argparse.ArgumentError(action, f"{error.message}{suggest(value, action.choices or ())}") from None
+            raise argparse.ArgumentError(
+                action, f"{error.message}{suggest(value, action.choices or ())}"
+            ) from None
 
     def error(self, message: str) -> NoReturn:
         fault = message[len("argument ") :] if message.startswith("argument ") else message
@@ -164,7 +186,8 @@ class Parser(argparse.ArgumentParser):
 
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run a command line's `main` and exit: 0 done, 2 bad input, 1 fault, 130 Ctrl-C."""
-    ended_by_ctrl_c, faults = False, []
+    ended_by_ctrl_c = False
+    faults = []
     # with -W or PYTHONWARNINGS the user wants Python's own warnings
     if not sys.warnoptions:
         warnings.showwarning = _show_warning
@@ -189,7 +212,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         code = 0
     except BadInput as error:
         reported = read_launch().rank != 0 if error.is_reported is None else error.is_reported
-        code, faults = 2, [] if reported else error.faults
+        code = 2
+        faults = [] if reported else error.faults
     except KeyboardInterrupt:
         if read_launch().rank == 0:
             print("interrupted", file=sys.stderr)
@@ -198,18 +222,26 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         raise
     # the user's code may raise what is no Exception (asyncio.CancelledError)
     except BaseException as error:
-        code, user_fault = 1, find_user_fault(error)
+        code = 1
+        user_fault = find_user_fault(error)
         if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
             # the reader of our output (head, less) has exited, which is not an error
             code = 0
         elif user_fault is not None:
             file = user_fault.traceback_file
-            remedy = f"the traceback is in {file}" if file else "tools/train.py --traceback shows all of it"
+            remedy = (
+                f"the traceback is in {file}"
+                if file
+                else "tools/train.py --traceback shows all of it"
+            )
             faults = [] if user_fault.is_reported else [f"{user_fault}; {remedy}"]
         elif isinstance(error, RunFault):
             faults = [] if error.is_reported else [str(error)]
         elif isinstance(error, ValueError) and _list_closed_streams():
-            faults = [f"{' and '.join(_list_closed_streams())}: closed by the run's own code: nothing can be printed there"]
+            faults = [
+                f"{' and '.join(_list_closed_streams())}: closed by the run's own code: nothing "
+                f"can be printed there"
+            ]
         elif isinstance(error, OSError):
             # without a file name it concerns a stream, because code that writes files names them
             file = "standard output" if error.filename is None else error.filename
@@ -221,7 +253,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             _drop_output()
     for fault in faults:
         _print_fault(f"error: {name_commands(fold_lines(fault))}")
-    # taking down the interpreter restores the system's own handling of Ctrl-C: a second one would end it without an exit code
+    # taking down the interpreter restores the system's own handling of Ctrl-C: a second one would
+    # end it without an exit code
     if ended_by_ctrl_c or read_launch().world > 1:
         end_process(code)
     sys.exit(code)
@@ -238,13 +271,17 @@ def _print_fault(line: str) -> None:
 
 
 def _show_warning(
-    message: Union[Warning, str], category: Type[Warning], filename: str, lineno: int,
-    file: Optional[TextIO] = None, line: Optional[str] = None,
-) -> None:  # fmt: skip
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """Print a warning of a library or of the user's code as one line, once and on rank 0 alone.
 
-    Leave out a RuntimeWarning, which numpy gives for an overflow (the result then shows it), and those that only a developer of
-    the code can act on.
+    Leave out a RuntimeWarning, which numpy gives for an overflow (the result then shows it), and
+    those that only a developer of the code can act on.
     """
     text = fold_lines(str(message))
     quiet = (RuntimeWarning, DeprecationWarning, PendingDeprecationWarning, FutureWarning)
@@ -256,7 +293,9 @@ def _show_warning(
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that are closed: else the next file opened would get their number, and what is printed."""
+    """Open standard streams that are closed: else the next file opened would get their number, and
+    what is printed.
+    """
     handle = os.open(os.devnull, os.O_RDWR)
     while handle < 3:
         handle = os.open(os.devnull, os.O_RDWR)
@@ -264,17 +303,24 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")
-        raise RunFault("standard output: is closed: nothing can be printed (use > /dev/null if nothing is wanted)")
+        raise RunFault(
+            "standard output: is closed: nothing can be printed (use > /dev/null if nothing is "
+            "wanted)"
+        )
 
 
-def _list_closed_streams() -> List[str]:
-    """List the standard streams that Python code has closed, on which printing raises a ValueError."""
+def _list_closed_streams() -> list[str]:
+    """List the standard streams that Python code has closed, on which printing raises a
+    ValueError.
+    """
     streams = {"standard output": sys.stdout, "standard error": sys.stderr}
     return [name for name, stream in streams.items() if getattr(stream, "closed", False)]
 
 
 def _drop_output() -> None:
-    """Send what is still to be printed nowhere, so that nothing fails on it when the interpreter ends."""
+    """Send what is still to be printed nowhere, so that nothing fails on it when the interpreter
+    ends.
+    """
     # the stream may not be a file
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -283,8 +329,8 @@ def _drop_output() -> None:
 def end_process(code: int) -> NoReturn:
     """End this process, one of several, at once.
 
-    Taking down the interpreter around the process group's threads aborted about one run in five ("terminate called without an
-    active exception").
+    Taking down the interpreter around the process group's threads aborted about one run in five
+    ("terminate called without an active exception").
     """
     for stream in (sys.stdout, sys.stderr):
         # the fault has been reported, if that is possible

@@ -1,5 +1,5 @@
-"""Open the files that a user names, write output files atomically (a reader sees all of a file's new contents, or none), and
-hash files."""
+"""Open the files that a user names, write output files atomically (a reader sees all of a file's
+new contents, or none), and hash files."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ import stat
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, Iterator, Mapping, Optional, Union
+from typing import Any, BinaryIO, Iterator, Mapping
 
 from ipu_pipe.errors import BadInput, guard_writing
 from ipu_pipe.text import show
 
 # ---- reading
 
-# the most bytes of a file whose text is read at once: more than any manifest, table or list of lines of a run
+# the most bytes of a file whose text is read at once: more than any manifest, table or list of
+# lines of a run
 MOST_TEXT_BYTES = 1 << 30
 # the most bytes of a file of weights: no machine has the memory for more
 MOST_WEIGHTS_BYTES = 1 << 40
 
 
-def parse_path(value: Union[str, os.PathLike[str]], key: str) -> Path:
-    """Return the path that `value` names. Raise `BadInput`, about `key`, for text that no file's name can hold."""
+def parse_path(value: str | os.PathLike[str], key: str) -> Path:
+    """Return the path that `value` names. Raise `BadInput`, about `key`, for text that no file's
+    name can hold.
+    """
     try:
         if b"\0" in os.fsencode(value):
             raise ValueError("embedded null byte")
@@ -41,11 +44,15 @@ def parse_path(value: Union[str, os.PathLike[str]], key: str) -> Path:
 def open_file(path: Path, most_bytes: int = MOST_WEIGHTS_BYTES) -> BinaryIO:
     """Open a regular file of at most `most_bytes` bytes, for reading.
 
-    Raise `OSError`, with the reason, for anything else: a pipe would block, a device might never end.
+    Raise `OSError`, with the reason, for anything else: a pipe would block, a device might never
+    end.
     """
     try:
-        # O_NONBLOCK, because opening a pipe waits for a writer; systems without it have no such files
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        # O_NONBLOCK, because opening a pipe waits for a writer; systems without it have no such
+        # files
+        handle = os.open(
+            path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        )
     # a NUL, or half a character
     except ValueError as error:
         raise OSError(errno.EINVAL, f"no file can have this name ({error})") from None
@@ -78,9 +85,9 @@ def read_file(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
 def atomic_file(file: Path, contents: str = "") -> Iterator[Path]:
     """Yield a temporary path; if the block succeeds, the contents written there become `file`.
 
-    A regular file is replaced in one step, so that a reader sees the old one or the new one. A symbolic link is followed. A
-    device or a pipe cannot be replaced: it receives the bytes. Raise `RunFault`, which may name the `contents`, on any error,
-    including a pipe without a reader.
+    A regular file is replaced in one step, so that a reader sees the old one or the new one. A
+    symbolic link is followed. A device or a pipe cannot be replaced: it receives the bytes. Raise
+    `RunFault`, which may name the `contents`, on any error, including a pipe without a reader.
     """
     with guard_writing(file, contents):
         target = Path(os.path.realpath(file))
@@ -90,7 +97,8 @@ def atomic_file(file: Path, contents: str = "") -> Iterator[Path]:
         if target.is_dir():
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         if target.exists() and not target.is_file():
-            # Opening a pipe that nobody reads would wait forever: without waiting it is an error (ENXIO).
+            # Opening a pipe that nobody reads would wait forever: without waiting it is an error
+            # (ENXIO).
             descriptor = os.open(target, os.O_WRONLY | os.O_NONBLOCK)
             os.set_blocking(descriptor, True)
             with open(descriptor, "wb") as sink, tempfile.TemporaryDirectory() as folder:
@@ -109,14 +117,18 @@ def atomic_file(file: Path, contents: str = "") -> Iterator[Path]:
 
 
 def write_text(file: Path, text: str) -> Path:
-    """Write `text` to a file atomically and return the path. Raise `RunFault` if it cannot be written."""
+    """Write `text` to a file atomically and return the path. Raise `RunFault` if it cannot be
+    written.
+    """
     with atomic_file(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return file
 
 
 def write_json(file: Path, value: Any) -> Path:
-    """Write a value as JSON to a file atomically and return the path; NaN and infinities become null."""
+    """Write a value as JSON to a file atomically and return the path; NaN and infinities become
+    null.
+    """
     return write_text(file, json.dumps(replace_nonfinite(value), indent=1) + "\n")
 
 
@@ -138,7 +150,9 @@ MOST_HASHED_BYTES = 1 << 30
 
 
 def hash_file(path: Path, algorithm: str) -> str:
-    """Return the hexadecimal hash of a file; `algorithm`: sha256, or md5 if the set's publisher gives that."""
+    """Return the hexadecimal hash of a file; `algorithm`: sha256, or md5 if the set's publisher
+    gives that.
+    """
     digest = hashlib.new(algorithm)
     with open_file(path) as file:
         for block in iter(lambda: file.read(1 << 20), b""):
@@ -146,23 +160,35 @@ def hash_file(path: Path, algorithm: str) -> str:
     return digest.hexdigest()
 
 
-def hash_files(files: Mapping[str, Path], earlier: Mapping[str, Any]) -> Dict[str, Dict[str, Any]]:
+def hash_files(
+    files: Mapping[str, Path],
+    earlier: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
     """Return `bytes`, `modified_ns` and `sha256` of each file by its name.
 
-    The hash is taken from `earlier`, an earlier result, if size and time are the same. It is None beyond the first
-    `MOST_HASHED_BYTES`, and for anything but a regular file: a pipe may never end. Raise `OSError`.
+    The hash is taken from `earlier`, an earlier result, if size and time are the same. It is None
+    beyond the first `MOST_HASHED_BYTES`, and for anything but a regular file: a pipe may never end.
+    Raise `OSError`.
     """
     states = {name: path.stat() for name, path in files.items()}
-    records = {name: {"bytes": state.st_size, "modified_ns": state.st_mtime_ns} for name, state in states.items()}
-    bytes_left, names = MOST_HASHED_BYTES, []
+    records = {
+        name: {"bytes": state.st_size, "modified_ns": state.st_mtime_ns}
+        for name, state in states.items()
+    }
+    bytes_left = MOST_HASHED_BYTES
+    names = []
     for name, state in states.items():
         bytes_left -= state.st_size
         if bytes_left >= 0 and stat.S_ISREG(state.st_mode):
             names.append(name)
 
-    def hash_or_reuse(name: str) -> Optional[str]:
+    def hash_or_reuse(name: str) -> str | None:
         record = earlier.get(name)
-        if isinstance(record, dict) and record.get("sha256") and {**record, "sha256": None} == {**records[name], "sha256": None}:
+        if (
+            isinstance(record, dict)
+            and record.get("sha256")
+            and {**record, "sha256": None} == {**records[name], "sha256": None}
+        ):
             return str(record["sha256"])
         return hash_file(files[name], "sha256")
 

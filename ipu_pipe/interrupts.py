@@ -4,8 +4,9 @@
     while the command works    KeyboardInterrupt, so that open files are closed; a second Ctrl-C ends the process at once
     on the way out             the process ends at once
 
-Files are written atomically, so that ending at once loses nothing. This module imports only a small part of the standard
-library, because a command line calls `install_end_at_interrupt` before anything else.
+Files are written atomically, so that ending at once loses nothing. This module imports only a small
+part of the standard library, because a command line calls `install_end_at_interrupt` before
+anything else.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def install_end_at_interrupt() -> None:
 def raise_at_first_interrupt() -> None:
     """Raise KeyboardInterrupt at the first Ctrl-C from now on, and end the process at the next.
 
-    Do nothing if `install_end_at_interrupt` was not called before: the handler of a library or a test is not replaced.
+    Do nothing if `install_end_at_interrupt` was not called before: the handler of a library or a
+    test is not replaced.
     """
     if signal.getsignal(signal.SIGINT) is _end and _may_set_handler():
         signal.signal(signal.SIGINT, _raise)
@@ -37,7 +39,9 @@ def raise_at_first_interrupt() -> None:
 
 
 def was_interrupted() -> bool:
-    """Return whether Ctrl-C was pressed since `raise_at_first_interrupt`. Ask before `stop_raising`: later it is always True."""
+    """Return whether Ctrl-C was pressed since `raise_at_first_interrupt`. Ask before
+    `stop_raising`: later it is always True.
+    """
     return sys.unraisablehook is _handle_unraisable and signal.getsignal(signal.SIGINT) is _end
 
 
@@ -48,8 +52,13 @@ def stop_raising() -> None:
 
 
 def _may_set_handler() -> bool:
-    """Return whether this is the main thread and the process was not started to ignore Ctrl-C (as by `nohup ... &`)."""
-    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    """Return whether this is the main thread and the process was not started to ignore Ctrl-C (as
+    by `nohup ... &`).
+    """
+    return (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    )
 
 
 def _raise(number: int, frame: Any) -> None:
@@ -63,7 +72,9 @@ def _raise(number: int, frame: Any) -> None:
 
 
 def _handle_unraisable(unraisable: Any) -> None:
-    """End the process for a KeyboardInterrupt where Python cannot raise it (a finalizer): it must not be lost."""
+    """End the process for a KeyboardInterrupt where Python cannot raise it (a finalizer): it must
+    not be lost.
+    """
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         _end()
     sys.__unraisablehook__(unraisable)

@@ -1,4 +1,6 @@
-"""The launcher of this process (torchrun, poprun): its environment variables, and the end of a process that it started."""
+"""The launcher of this process (torchrun, poprun): its environment variables, and the end of a
+process that it started.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import List, Mapping, Optional, Tuple
+from typing import Mapping
 
 MOST_RANKS = 10**6
 # exit code of a process whose launcher is gone
@@ -31,22 +33,24 @@ class Launch:
 
     rank: int = 0
     world: int = 1
-    local_rank: Optional[int] = None
+    local_rank: int | None = None
     local_world: int = 1
-    address: Optional[str] = None
-    port: Optional[int] = None
+    address: str | None = None
+    port: int | None = None
     has_agent: bool = False
     attempt: int = 0
     job: str = ""
     is_one_of_several: bool = False
-    faults: Tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
 
-def read_launch(environment: Optional[Mapping[str, str]] = None) -> Launch:
-    """Read the launcher's variables from the environment (default: this process's). An empty one counts as not set."""
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+    """Read the launcher's variables from the environment (default: this process's). An empty one
+    counts as not set.
+    """
     source = os.environ if environment is None else environment
     variables = {key: value for key, value in source.items() if value.strip()}
-    faults: List[str] = []
+    faults: list[str] = []
 
     def read_integer(key: str, default: int, first: int, last: int, what: str) -> int:
         text = variables.get(key, str(default)).strip()
@@ -61,22 +65,35 @@ def read_launch(environment: Optional[Mapping[str, str]] = None) -> Launch:
         rank = read_integer("RANK", 0, 0, MOST_RANKS, "a whole number from 0")
     else:
         last = world - 1 if "WORLD_SIZE" in variables else MOST_RANKS
-        rank = read_integer("RANK", 0, 0, last, f"a whole number from 0 to {last}, below WORLD_SIZE")
-    for key, other, is_one_of_several in (("RANK", "WORLD_SIZE", rank > 0), ("WORLD_SIZE", "RANK", world > 1)):
+        rank = read_integer(
+            "RANK", 0, 0, last, f"a whole number from 0 to {last}, below WORLD_SIZE"
+        )
+    for key, other, is_one_of_several in (
+        ("RANK", "WORLD_SIZE", rank > 0),
+        ("WORLD_SIZE", "RANK", world > 1),
+    ):
         if is_one_of_several and other not in variables:
-            faults.append(f"{key}: {variables[key]}: set without {other}: a launcher sets both: unset it, or set both")
+            faults.append(
+                f"{key}: {variables[key]}: set without {other}: a launcher sets both: unset it, or "
+                f"set both"
+            )
     job = variables.get("TORCHELASTIC_RUN_ID", "").strip()
     # torchrun's default without --rdzv-id
     if job == "none":
         job = f"{socket.gethostname()} {os.getppid()}"
-    has_local, has_port = "LOCAL_RANK" in variables, "MASTER_PORT" in variables
+    has_local = "LOCAL_RANK" in variables
+    has_port = "MASTER_PORT" in variables
     return Launch(
         rank,
         world,
         local_world=read_integer("LOCAL_WORLD_SIZE", 1, 1, MOST_RANKS, processes),
-        local_rank=read_integer("LOCAL_RANK", 0, 0, MOST_RANKS, "a whole number from 0") if has_local else None,
+        local_rank=read_integer("LOCAL_RANK", 0, 0, MOST_RANKS, "a whole number from 0")
+        if has_local
+        else None,
         address=variables.get("MASTER_ADDR"),
-        port=read_integer("MASTER_PORT", 0, 1, 65535, "a port from 1 to 65535") or None if has_port else None,
+        port=read_integer("MASTER_PORT", 0, 1, 65535, "a port from 1 to 65535") or None
+        if has_port
+        else None,
         has_agent=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=read_integer("TORCHELASTIC_RESTART_COUNT", 0, 0, MOST_RANKS, "a whole number"),
         job=job,
@@ -86,24 +103,32 @@ def read_launch(environment: Optional[Mapping[str, str]] = None) -> Launch:
 
 
 def announce_rank(rank: int, world: int) -> None:
-    """Set the variables for `read_launch` and for child processes, where a launcher says by other means which process this is."""
+    """Set the variables for `read_launch` and for child processes, where a launcher says by other
+    means which process this is.
+    """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
 
 
 def announce_attempt(attempt: int) -> None:
-    """Set how often the launcher has restarted its processes, for `read_launch`, unless this machine's launcher knows of more."""
+    """Set how often the launcher has restarted its processes, for `read_launch`, unless this
+    machine's launcher knows of more.
+    """
     if attempt > read_launch().attempt:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
 
 
 def end_with(parent: int, line: str = "") -> None:
-    """End this process when its parent, the process `parent`, is gone, however that ended; print `line` then.
+    """End this process when its parent, the process `parent`, is gone, however that ended; print
+    `line` then.
 
-    Nothing else would end it, and it would go on writing. Linux's signal at a parent's death comes at the death of the thread
-    that started the child, too early; so a thread looks at the parent, since the process may be busy. Safe to call twice.
+    Nothing else would end it, and it would go on writing. Linux's signal at a parent's death comes
+    at the death of the thread that started the child, too early; so a thread looks at the parent,
+    since the process may be busy. Safe to call twice.
     """
     if all(thread.name != WATCHDOG_THREAD for thread in threading.enumerate()):
-        threading.Thread(target=_watch, args=(parent, line), name=WATCHDOG_THREAD, daemon=True).start()
+        threading.Thread(
+            target=_watch, args=(parent, line), name=WATCHDOG_THREAD, daemon=True
+        ).start()
 
 
 def end_with_launcher() -> None:

@@ -1,8 +1,9 @@
-"""Find the example configs that are shipped with the library, and name its commands as the user calls them.
+"""Find the example configs that are shipped with the library, and name its commands as the user
+calls them.
 
-In a clone the models and configs are beside the package, as `models` and `configs`; a wheel contains them as
-`ipu_pipe.models` and `ipu_pipe/configs`, so it installs no package `models` or `configs`, names
-that users may have themselves.
+In a clone the models and configs are beside the package, as `models` and `configs`; a wheel
+contains them as `ipu_pipe.models` and `ipu_pipe/configs`, so it installs no package `models` or
+`configs`, names that users may have themselves.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import List, Optional
 
 PACKAGE = Path(__file__).resolve().parent
-MODELS, COMMAND = "models", "ipu-pipe"
+MODELS = "models"
+COMMAND = "ipu-pipe"
 TOOL = re.compile(r"\b(?:python )?tools/(\w+)\.py")
 
 
@@ -23,7 +24,7 @@ def find_configs() -> Path:
     return in_wheel if in_wheel.is_dir() else PACKAGE.parent / "configs"
 
 
-def list_configs() -> List[str]:
+def list_configs() -> list[str]:
     """Return the names of the example configs, as `find_config` takes them."""
     folder = find_configs()
     names = sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.yaml"))
@@ -31,7 +32,9 @@ def list_configs() -> List[str]:
 
 
 def find_config(name: str) -> Path:
-    """Return the path of a config: the user's own file, else an example (configs/mlp_digits.yaml, mlp_digits)."""
+    """Return the path of a config: the user's own file, else an example (configs/mlp_digits.yaml,
+    mlp_digits).
+    """
     path = Path(name)
     if path.exists() or path.is_absolute():
         return path
@@ -41,16 +44,24 @@ def find_config(name: str) -> Path:
     return example if example.is_file() else path
 
 
-def get_program() -> Optional[str]:
-    """Return the program that the user called, "ipu-pipe" or "python -m ipu_pipe"; None for a script of a clone (tools/*.py)."""
+def get_program() -> str | None:
+    """Return the program that the user called, "ipu-pipe" or "python -m ipu_pipe"; None for a
+    script of a clone (tools/*.py).
+    """
     called = Path(sys.argv[0])
     if called.stem == COMMAND:
         return COMMAND
-    return "python -m ipu_pipe" if called.name == "__main__.py" and called.parent.name == "ipu_pipe" else None
+    return (
+        "python -m ipu_pipe"
+        if called.name == "__main__.py" and called.parent.name == "ipu_pipe"
+        else None
+    )
 
 
-def name_commands(text: str, program: Optional[str] = None) -> str:
-    """Replace a clone's names of commands (python tools/fetch_data.py) by those that the user calls (ipu-pipe fetch-data)."""
+def name_commands(text: str, program: str | None = None) -> str:
+    """Replace a clone's names of commands (python tools/fetch_data.py) by those that the user calls
+    (ipu-pipe fetch-data).
+    """
     program = program or get_program()
     if program is None:
         return text

@@ -1,10 +1,12 @@
-"""Format values and texts of unknown length and content on one line: shortened, with control characters escaped."""
+"""Format values and texts of unknown length and content on one line: shortened, with control
+characters escaped.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, Dict, Iterable, Sequence
+from typing import Any, Iterable, Sequence
 
 # characters
 MOST_OF_A_VALUE = 160
@@ -24,7 +26,9 @@ def show(value: Any) -> str:
 
 
 def describe_kind(value: Any) -> str:
-    """Return a number or None as text, and of any other value its type: a Tensor, the class Linear."""
+    """Return a number or None as text, and of any other value its type: a Tensor, the class
+    Linear.
+    """
     if value is None or isinstance(value, (bool, int, float)):
         return show(value)
     if isinstance(value, type):
@@ -39,10 +43,14 @@ def fold_lines(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Return text with all that a terminal obeys, breaks the line at or cannot print as Python writes it, such as \\x1b."""
+    """Return text with all that a terminal obeys, breaks the line at or cannot print as Python
+    writes it, such as \\x1b.
+    """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 def escape_lines(text: str) -> str:
@@ -52,34 +60,73 @@ def escape_lines(text: str) -> str:
 
 # Words of other libraries -> names of ours, several separated by spaces.
 ALSO_CALLED = {
-    "1f1b": "pipedream_flush pipedream", "schedule1f1b": "pipedream_flush", "dapple": "pipedream_flush",
-    "2bw": "pipedream_2bw", "pb": "pipelined_backprop", "localsgd": "local_sgd", "diloco": "local_sgd",
-    "rpd": "randomized_pipedream", "afab": "gpipe", "fill_drain": "gpipe", "schedulegpipe": "gpipe",
+    "1f1b": "pipedream_flush pipedream",
+    "schedule1f1b": "pipedream_flush",
+    "dapple": "pipedream_flush",
+    "2bw": "pipedream_2bw",
+    "pb": "pipelined_backprop",
+    "localsgd": "local_sgd",
+    "diloco": "local_sgd",
+    "rpd": "randomized_pipedream",
+    "afab": "gpipe",
+    "fill_drain": "gpipe",
+    "schedulegpipe": "gpipe",
     **dict.fromkeys(("interleaved", "vpp", "scheduleinterleaved1f1b"), "interleaved_1f1b"),
     **dict.fromkeys(("bfs", "breadth_first", "scheduleloopedbfs"), "looped_bfs"),
-    **dict.fromkeys(("zero_bubble", "zerobubble", "zb", "zb1p"), "zb_h1"), "zb2p": "zb_h2",
+    **dict.fromkeys(("zero_bubble", "zerobubble", "zb", "zb1p"), "zb_h1"),
+    "zb2p": "zb_h2",
     **dict.fromkeys(("zbvzerobubble", "schedulezbvzerobubble"), "zbv"),
     "scheduleinterleavedzerobubble": "interleaved_zb",
     **dict.fromkeys(("dualpipe", "dualpipev", "scheduledualpipev"), "dualpipe_v"),
     **dict.fromkeys(("bf16", "bf16_true", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("float16", "fp16", "half", "16", "torch.float16"), "float16 bfloat16_mixed"),
-    **dict.fromkeys(("bf16_mixed", "16_mixed", "mixed", "mixed_precision", "amp", "autocast"), "bfloat16_mixed"),
-    **dict.fromkeys(("fp32", "single", "float", "32", "32_true", "tf32", "torch.float32"), "float32"),
+    **dict.fromkeys(
+        ("bf16_mixed", "16_mixed", "mixed", "mixed_precision", "amp", "autocast"), "bfloat16_mixed"
+    ),
+    **dict.fromkeys(
+        ("fp32", "single", "float", "32", "32_true", "tf32", "torch.float32"), "float32"
+    ),
     **dict.fromkeys(("fp64", "double", "64", "64_true", "torch.float64"), "float64"),
-    "accumulation_steps": "gradient_accumulation", "grad_accum": "gradient_accumulation", "max_steps": "steps",
-    "learning_rate": "lr", "gpu": "cuda", "nvidia": "cuda", "tpu": "xla",
+    "accumulation_steps": "gradient_accumulation",
+    "grad_accum": "gradient_accumulation",
+    "max_steps": "steps",
+    "learning_rate": "lr",
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "tpu": "xla",
     **dict.fromkeys(("gloo", "nccl", "torchrun", "processes", "ddp"), "distributed"),
-    "ipu": "poptorch gc200", "ipus": "poptorch", "popart": "poptorch", "single_process": "emulator",
-    "mk1": "gc2", "mk2": "gc200", "localhost": "this",
+    "ipu": "poptorch gc200",
+    "ipus": "poptorch",
+    "popart": "poptorch",
+    "single_process": "emulator",
+    "mk1": "gc2",
+    "mk2": "gc200",
+    "localhost": "this",
     "adamw_torch": "adamw",
-    **dict.fromkeys(("cosineannealinglr", "cosine_annealing", "warmup_cosine", "cosine_with_warmup"), "cosine"),
-    **dict.fromkeys(("multisteplr", "steplr", "multistep"), "step"), "reducelronplateau": "plateau",
-    **dict.fromkeys(("linearlr", "linear_with_warmup"), "linear"), "constantlr": "constant",
-    **dict.fromkeys(("ce", "xent", "softmax"), "cross_entropy"), "nll": "nll_loss", "mse": "mse_loss", "l2": "mse_loss",
-    "l1": "l1_loss", "mae": "l1_loss", "bce": "binary_cross_entropy", "huber": "huber_loss", "own": "model",
-    "acc": "accuracy", "imagenet": "image_folder", "imagefolder": "image_folder", "random": "synthetic",
-    "fake": "synthetic", "fmnist": "fashion_mnist", "tiny_shakespeare": "shakespeare",
-}  # fmt: skip
+    **dict.fromkeys(
+        ("cosineannealinglr", "cosine_annealing", "warmup_cosine", "cosine_with_warmup"), "cosine"
+    ),
+    **dict.fromkeys(("multisteplr", "steplr", "multistep"), "step"),
+    "reducelronplateau": "plateau",
+    **dict.fromkeys(("linearlr", "linear_with_warmup"), "linear"),
+    "constantlr": "constant",
+    **dict.fromkeys(("ce", "xent", "softmax"), "cross_entropy"),
+    "nll": "nll_loss",
+    "mse": "mse_loss",
+    "l2": "mse_loss",
+    "l1": "l1_loss",
+    "mae": "l1_loss",
+    "bce": "binary_cross_entropy",
+    "huber": "huber_loss",
+    "own": "model",
+    "acc": "accuracy",
+    "imagenet": "image_folder",
+    "imagefolder": "image_folder",
+    "random": "synthetic",
+    "fake": "synthetic",
+    "fmnist": "fashion_mnist",
+    "tiny_shakespeare": "shakespeare",
+}
 
 
 def _normalize(name: Any) -> str:
@@ -88,19 +135,22 @@ def _normalize(name: Any) -> str:
 
 
 def find_alias(name: Any, known: Iterable[str]) -> str:
-    """Return which of the `known` names another library calls `name`, separated by "or"; "" if none."""
+    """Return which of the `known` names another library calls `name`, separated by "or"; "" if
+    none.
+    """
     names = ALSO_CALLED.get(_normalize(name), "").split()
     return " or ".join(meant for meant in names if meant in known)
 
 
 def find_nearest(name: Any, known: Iterable[Any], count: int = 1, cutoff: float = 0.6) -> str:
-    """Return at most `count` known names that may have been meant, the likeliest first, separated by commas.
+    """Return at most `count` known names that may have been meant, the likeliest first, separated
+    by commas.
 
-    A name counts from the similarity `cutoff` on, as in difflib; "" if there is none. An equal name that differs in case or
-    hyphens, and an alias (`find_alias`), counts alone.
+    A name counts from the similarity `cutoff` on, as in difflib; "" if there is none. An equal name
+    that differs in case or hyphens, and an alias (`find_alias`), counts alone.
     """
     names = list(map(str, known))
-    spelled: Dict[str, str] = {}
+    spelled: dict[str, str] = {}
     for spelling in names:
         spelled.setdefault(_normalize(spelling), spelling)
     meant = _normalize(name)
@@ -108,11 +158,14 @@ def find_nearest(name: Any, known: Iterable[Any], count: int = 1, cutoff: float 
     # a word that means something else is not a misspelling of a similar one: tpu of cpu
     if exact or meant in ALSO_CALLED:
         return exact
-    # a misspelled word of another library; short ones such as ipu and gpu are similar without being meant
+    # a misspelled word of another library; short ones such as ipu and gpu are similar without being
+    # meant
     for alias in ALSO_CALLED:
         if len(alias) > MOST_EXACT:
             spelled.setdefault(alias, find_alias(alias, names))
-    close = difflib.get_close_matches(meant, [word for word, spelling in spelled.items() if spelling], count, cutoff)
+    close = difflib.get_close_matches(
+        meant, [word for word, spelling in spelled.items() if spelling], count, cutoff
+    )
     return ", ".join(dict.fromkeys(spelled[word] for word in close))
 
 
@@ -124,7 +177,9 @@ def suggest(name: Any, known: Iterable[Any]) -> str:
 
 def list_some(names: Sequence[Any], most: int = 4) -> str:
     """Return the first `most` names separated by commas, and how many more there are."""
-    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(map(str, names[:most])) + (
+        f" and {len(names) - most} more" if len(names) > most else ""
+    )
 
 
 def _cut(text: str, most: int) -> str:

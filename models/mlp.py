@@ -12,11 +12,18 @@ from ipu_pipe.model.stages import begin_stage
 
 
 def mlp(inputs: int = 64, width: int = 128, layers: int = 4, classes: int = 10) -> nn.Sequential:
-    """Build a perceptron of `layers` hidden layers of `width` with ReLU and a linear head: `layers + 1` stages.
+    """Build a perceptron of `layers` hidden layers of `width` with ReLU and a linear head:
+    `layers + 1` stages.
 
-    Input (B, ...) with `inputs` values per sample, output (B, classes). Raise `BadInput` if a size is out of range.
+    Input (B, ...) with `inputs` values per sample, output (B, classes). Raise `BadInput` if a size
+    is out of range.
     """
-    for name, value in (("inputs", inputs), ("width", width), ("layers", layers), ("classes", classes)):
+    for name, value in (
+        ("inputs", inputs),
+        ("width", width),
+        ("layers", layers),
+        ("classes", classes),
+    ):
         if isinstance(value, int) and value > 100_000:
             raise BadInput(f"mlp: {name}: {value}: must be at most 100000")
         if value < 1:

@@ -1,12 +1,13 @@
-"""Residual networks with annotated stages: post-activation (He et al. 2015) and pre-activation (He et al. 2016).
+"""Residual networks with annotated stages: post-activation (He et al. 2015) and pre-activation (He
+et al. 2016).
 
-The post-activation networks equal torchvision's in names, parameter counts and the stride of a bottleneck's 3x3 convolution.
-Each residual block is a stage.
+The post-activation networks equal torchvision's in names, parameter counts and the stride of a
+bottleneck's 3x3 convolution. Each residual block is a stage.
 
     conv1 bn1 relu maxpool | layer1.0 | layer1.1 | ... | layer4.2 avgpool flatten fc          ResNet-50: 17 stages
 
-The pre-activation networks are cut as in Kosson et al. 2021: each convolution is a stage, together with the norm and the ReLU
-before it, and each sum is a stage.
+The pre-activation networks are cut as in Kosson et al. 2021: each convolution is a stage, together
+with the norm and the ReLU before it, and each sum is a stage.
 
     conv1 | norm1 relu conv1 | norm2 relu conv2 | add | ...                                    an ordinary block
           | norm1 relu shortcut | conv1 | norm2 relu conv2 | add | ...                         a strided block
@@ -33,7 +34,9 @@ Norm = Callable[[int], nn.Module]
 
 
 def _choose_norm(kind: str, groups: int) -> Norm:
-    """Return a function from channels to a norm: BatchNorm2d for `batch`, GroupNorm with `groups` groups for `group`."""
+    """Return a function from channels to a norm: BatchNorm2d for `batch`, GroupNorm with `groups`
+    groups for `group`.
+    """
     if kind == "batch":
         return nn.BatchNorm2d
     if kind == "group":
@@ -42,7 +45,9 @@ def _choose_norm(kind: str, groups: int) -> Norm:
 
 
 def _make_conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """Build a convolution without bias, (B, inputs, H, W) -> (B, outputs, H / stride, W / stride); `size` is odd."""
+    """Build a convolution without bias, (B, inputs, H, W) -> (B, outputs, H / stride, W / stride);
+    `size` is odd.
+    """
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
@@ -68,7 +73,9 @@ class Add(nn.Module):
 
 
 class FromBytes(nn.Module):
-    """Normalization of uint8 images by the mean and deviation of ImageNet's channels, in the precision of the model."""
+    """Normalization of uint8 images by the mean and deviation of ImageNet's channels, in the
+    precision of the model.
+    """
 
     mean: torch.Tensor
     std: torch.Tensor
@@ -76,10 +83,14 @@ class FromBytes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for name, fractions in (("mean", MEAN), ("std", STD)):  # of 255, by channel
-            self.register_buffer(name, 255 * torch.tensor(fractions).view(1, 3, 1, 1), persistent=False)
+            self.register_buffer(
+                name, 255 * torch.tensor(fractions).view(1, 3, 1, 1), persistent=False
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalized images. x: (B, 3, H, W), uint8 -> the same shape, floating point."""
+        """Return the normalized images. x: (B, 3, H, W), uint8 -> the same shape, floating
+        point.
+        """
         if x.dtype.is_floating_point:
             raise ValueError("its images must be bytes (data.bytes: true)")
         return (x.to(self.mean.dtype) - self.mean) / self.std
@@ -121,7 +132,9 @@ class Bottleneck(nn.Module):
         self.downsample = _make_downsample(inputs, 4 * width, stride, norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the block's output. x: (B, inputs, H, W) -> (B, 4 width, H / stride, W / stride)."""
+        """Return the block's output. x: (B, inputs, H, W) -> (B, 4 width, H / stride, W /
+        stride).
+        """
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
@@ -136,9 +149,13 @@ def _make_downsample(inputs: int, outputs: int, stride: int, norm: Norm) -> Any:
 
 
 def _build_resnet(
-    block: Union[Type[BasicBlock], Type[Bottleneck]], depths: Sequence[int], classes: int, small_images: bool, norm: str,
+    block: Union[Type[BasicBlock], Type[Bottleneck]],
+    depths: Sequence[int],
+    classes: int,
+    small_images: bool,
+    norm: str,
     bytes: bool,
-) -> nn.Sequential:  # fmt: skip
+) -> nn.Sequential:
     """Build a post-activation ResNet whose layer i has `depths[i]` blocks."""
     _check_classes(classes)
     make_norm = _choose_norm(norm, groups=32)
@@ -155,7 +172,11 @@ def _build_resnet(
             blocks.append(begin_stage(block(inputs, width, stride, make_norm)))
             inputs = width * block.expansion
         children.append((f"layer{number + 1}", nn.Sequential(*blocks)))
-    children += [("avgpool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc", nn.Linear(inputs, classes))]
+    children += [
+        ("avgpool", nn.AdaptiveAvgPool2d(1)),
+        ("flatten", nn.Flatten()),
+        ("fc", nn.Linear(inputs, classes)),
+    ]
     model = nn.Sequential(OrderedDict(children))
     _initialize(model)
     return model
@@ -164,10 +185,12 @@ def _build_resnet(
 def resnet18(
     classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
 ) -> nn.Sequential:
-    """Build ResNet-18: 9 stages, 11,689,512 parameters with 1000 classes. Input (B, 3, H, W), output (B, classes).
+    """Build ResNet-18: 9 stages, 11,689,512 parameters with 1000 classes. Input (B, 3, H, W),
+    output (B, classes).
 
-    `small_images`: use a 3x3 stem without stride and pooling, for 32x32. `norm`: batch or group (32 groups).
-    `bytes`: take uint8 images (`data.bytes: true`) and normalize them on the model's device.
+    `small_images`: use a 3x3 stem without stride and pooling, for 32x32. `norm`: batch or group (32
+    groups). `bytes`: take uint8 images (`data.bytes: true`) and normalize them on the model's
+    device.
     """
     return _build_resnet(BasicBlock, (2, 2, 2, 2), classes, small_images, norm, bytes)
 
@@ -182,8 +205,8 @@ def resnet34(
 def resnet50(
     classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
 ) -> nn.Sequential:
-    """Build ResNet-50, with the arguments of `resnet18`. 25,557,032 parameters (23,520,842 for CIFAR-10); 17 stages,
-    107 with `stages: finest`."""
+    """Build ResNet-50, with the arguments of `resnet18`. 25,557,032 parameters (23,520,842 for
+    CIFAR-10); 17 stages, 107 with `stages: finest`."""
     return _build_resnet(Bottleneck, (3, 4, 6, 3), classes, small_images, norm, bytes)
 
 
@@ -205,7 +228,9 @@ def resnet152(
 
 
 class PreActivationBlock(nn.Module):
-    """Residual block of norm, ReLU and convolution, twice, and a sum; the shortcut is projected where the shape changes."""
+    """Residual block of norm, ReLU and convolution, twice, and a sum; the shortcut is projected
+    where the shape changes.
+    """
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -243,7 +268,9 @@ class PreActivationBottleneck(nn.Module):
         changes = stride != 1 or inputs != 4 * width
         self.shortcut = begin_stage(_make_conv(inputs, 4 * width, 1, stride)) if changes else None
         self.conv1 = _make_conv(inputs, width, 1)
-        if changes:  # the shared pre-activation, the projection and this convolution are three stages
+        if (
+            changes
+        ):  # the shared pre-activation, the projection and this convolution are three stages
             begin_stage(self.conv1)
         self.norm2 = begin_stage(norm(width))
         self.relu2 = nn.ReLU()
@@ -254,7 +281,9 @@ class PreActivationBottleneck(nn.Module):
         self.add = begin_stage(Add())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the block's output. x: (B, inputs, H, W) -> (B, 4 width, H / stride, W / stride)."""
+        """Return the block's output. x: (B, inputs, H, W) -> (B, 4 width, H / stride, W /
+        stride).
+        """
         out = self.relu1(self.norm1(x))
         shortcut = x if self.shortcut is None else self.shortcut(out)
         out = self.conv1(out)
@@ -264,7 +293,9 @@ class PreActivationBottleneck(nn.Module):
 
 
 def _append_head(children: List[Any], inputs: int, classes: int, make_norm: Norm) -> nn.Sequential:
-    """Build the network of the stem and layers in `children` and a head: norm, pool, linear layer and loss, a stage each."""
+    """Build the network of the stem and layers in `children` and a head: norm, pool, linear layer
+    and loss, a stage each.
+    """
     children = [
         *children,
         ("norm", begin_stage(make_norm(inputs))),
@@ -272,7 +303,10 @@ def _append_head(children: List[Any], inputs: int, classes: int, make_norm: Norm
         ("avgpool", begin_stage(nn.AdaptiveAvgPool2d(1))),
         ("flatten", nn.Flatten()),
         ("fc", begin_stage(nn.Linear(inputs, classes))),
-        ("loss", begin_stage(nn.Identity())),  # the stage of the loss, which is computed after the model
+        (
+            "loss",
+            begin_stage(nn.Identity()),
+        ),  # the stage of the loss, which is computed after the model
     ]
     model = nn.Sequential(OrderedDict(children))
     _initialize(model)
@@ -282,20 +316,25 @@ def _append_head(children: List[Any], inputs: int, classes: int, make_norm: Norm
 def _build_preact_resnet(depth: int, classes: int, norm: str) -> nn.Sequential:
     """Build a pre-activation ResNet of `depth` = 6 n + 2 layers for 32x32 images."""
     _check_classes(classes)
-    make_norm = _choose_norm(norm, groups=8)  # groups of 2 channels in the first layer; every layer has as many groups
+    make_norm = _choose_norm(
+        norm, groups=8
+    )  # groups of 2 channels in the first layer; every layer has as many groups
     children: List[Any] = [("conv1", _make_conv(3, 16, 3))]
     inputs = 16
     for number, width in enumerate((16, 32, 64)):
         blocks = []
         for index in range((depth - 2) // 6):
-            blocks.append(PreActivationBlock(inputs, width, 2 if number and index == 0 else 1, make_norm))
+            blocks.append(
+                PreActivationBlock(inputs, width, 2 if number and index == 0 else 1, make_norm)
+            )
             inputs = width
         children.append((f"layer{number + 1}", nn.Sequential(*blocks)))
     return _append_head(children, inputs, classes, make_norm)
 
 
 def preact_resnet20(classes: int = 10, norm: str = "group") -> nn.Sequential:
-    """Build pre-activation ResNet-20 for 32x32 images, GroupNorm with 8 groups (or `norm="batch"`); 34 stages.
+    """Build pre-activation ResNet-20 for 32x32 images, GroupNorm with 8 groups (or `norm="batch"`);
+    34 stages.
 
     Input (B, 3, 32, 32), output (B, classes).
     """
@@ -323,18 +362,27 @@ def preact_resnet110(classes: int = 10, norm: str = "group") -> nn.Sequential:
 
 
 def preact_resnet50(classes: int = 1000, norm: str = "group") -> nn.Sequential:
-    """Build pre-activation ResNet-50 for ImageNet, GroupNorm with 32 groups (or `norm="batch"`); 78 stages.
+    """Build pre-activation ResNet-50 for ImageNet, GroupNorm with 32 groups (or `norm="batch"`); 78
+    stages.
 
-    Input (B, 3, H, W) of 32x32 or more (224x224 in the paper), output (B, classes). 25,549,352 parameters.
+    Input (B, 3, H, W) of 32x32 or more (224x224 in the paper), output (B, classes). 25,549,352
+    parameters.
     """
     _check_classes(classes)
-    make_norm = _choose_norm(norm, groups=32)  # groups of 2 channels in the first layer; every layer has as many groups
-    children: List[Any] = [("conv1", _make_conv(3, 64, 7, 2)), ("maxpool", begin_stage(nn.MaxPool2d(3, 2, 1)))]
+    make_norm = _choose_norm(
+        norm, groups=32
+    )  # groups of 2 channels in the first layer; every layer has as many groups
+    children: List[Any] = [
+        ("conv1", _make_conv(3, 64, 7, 2)),
+        ("maxpool", begin_stage(nn.MaxPool2d(3, 2, 1))),
+    ]
     inputs = 64
     for number, depth in enumerate((3, 4, 6, 3)):
         width, blocks = 64 * 2**number, []
         for index in range(depth):
-            blocks.append(PreActivationBottleneck(inputs, width, 2 if number and index == 0 else 1, make_norm))
+            blocks.append(
+                PreActivationBottleneck(inputs, width, 2 if number and index == 0 else 1, make_norm)
+            )
             inputs = 4 * width
         children.append((f"layer{number + 1}", nn.Sequential(*blocks)))
     return _append_head(children, inputs, classes, make_norm)

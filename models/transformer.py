@@ -1,12 +1,13 @@
-"""Transformers with annotated stages: a causal language model (Radford et al. 2019), a translation model (Vaswani et al. 2017).
+"""Transformers with annotated stages: a causal language model (Radford et al. 2019), a translation
+model (Vaswani et al. 2017).
 
 The language model has a norm before each sublayer and learned positions. Each block is a stage.
 
     embedding | block1 | ... | block4 | norm head                                                6 stages with 4 blocks
 
-The translation model has a norm after each sublayer and sinusoidal positions, with the sizes of fairseq's model for IWSLT14. Each
-layer is a stage. One weight projects queries, keys and values, and no weights are tied, which gives the 93 weights of PipeMare
-(Yang et al. 2021).
+The translation model has a norm after each sublayer and sinusoidal positions, with the sizes of
+fairseq's model for IWSLT14. Each layer is a stage. One weight projects queries, keys and values,
+and no weights are tied, which gives the 93 weights of PipeMare (Yang et al. 2021).
 
     source_embedding | encoder1 | ... | encoder6 | target_embedding | decoder1 | ... | decoder6 | head       15 stages
 
@@ -43,17 +44,23 @@ def _check(model: str, heads: int, width: int, dropout: float, **sizes: int) -> 
 
 
 def _make_causal_mask(x: torch.Tensor) -> torch.Tensor:
-    """Return the causal mask. x: (B, T, W) -> (T, T), true where the row's position attends to the column's."""
-    # Comparing positions, since PopTorch has no tril, and a mask in a buffer would need a greatest T.
+    """Return the causal mask. x: (B, T, W) -> (T, T), true where the row's position attends to the
+    column's.
+    """
+    # Comparing positions, since PopTorch has no tril, and a mask in a buffer would need a greatest
+    # T.
     positions = torch.arange(x.shape[1], device=x.device)
     return positions[:, None] >= positions
 
 
 class Projection(nn.Linear):
-    """Linear layer whose weight (3 W, W) projects queries, keys and values, with a third of the rows each."""
+    """Linear layer whose weight (3 W, W) projects queries, keys and values, with a third of the
+    rows each.
+    """
 
     def forward(self, input: torch.Tensor, memory: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """Return the queries of the input, then the keys and values of memory (default: of the input).
+        """Return the queries of the input, then the keys and values of memory (default: of the
+        input).
 
         input: (B, T, W), memory: (B, T, W) -> (B, T, 3 W).
         """
@@ -65,7 +72,9 @@ class Projection(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Multi-head attention, written out so that it computes the same with every torch version and on every device."""
+    """Multi-head attention, written out so that it computes the same with every torch version and
+    on every device.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -73,21 +82,28 @@ class Attention(nn.Module):
         self.projection = Projection(width, 3 * width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor, keep: torch.Tensor, memory: Optional[torch.Tensor] = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, keep: torch.Tensor, memory: Optional[torch.Tensor] = None
+    ) -> torch.Tensor:
         """Return the attention of x to memory (default: to x) where `keep` is true.
 
-        x, memory: (B, T, W), keep: (T, T) or (B, 1, 1, T) -> (B, T, W). A row whose mask is false everywhere attends to all
+        x, memory: (B, T, W), keep: (T, T) or (B, 1, 1, T) -> (B, T, W). A row whose mask is false
+        everywhere attends to all
         positions equally: there is no division by zero.
         """
         projected = self.projection(x) if memory is None else self.projection(x, memory)
-        queries, keys, values = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in projected.chunk(3, -1))
+        queries, keys, values = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in projected.chunk(3, -1)
+        )
         scores = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
         scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
         return self.output((scores.softmax(-1) @ values).transpose(1, 2).flatten(2))
 
 
 class Logits(nn.Linear):
-    """Linear layer without bias whose output has the classes in dimension 1, as `cross_entropy` expects."""
+    """Linear layer without bias whose output has the classes in dimension 1, as `cross_entropy`
+    expects.
+    """
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__(width, vocabulary, bias=False)
@@ -113,13 +129,17 @@ class LearnedEmbedding(nn.Module):
         """Return the embedded tokens. x: tokens (B, T) -> (B, T, W)."""
         context = self.positions.num_embeddings
         if x.dim() != 2 or x.shape[1] > context:
-            raise BadInput(f"x: {tuple(x.shape)}: must be tokens (B, T), T at most the context, {context}")
+            raise BadInput(
+                f"x: {tuple(x.shape)}: must be tokens (B, T), T at most the context, {context}"
+            )
         positions = torch.arange(x.shape[1], device=x.device)
         return self.dropout(self.tokens(x) + self.positions(positions))
 
 
 class Block(nn.Module):
-    """Transformer block: causal attention, then two linear layers with a GELU, each after a norm and added to its input."""
+    """Transformer block: causal attention, then two linear layers with a GELU, each after a norm
+    and added to its input.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -148,14 +168,24 @@ def transformer_lm(
     tied: bool = False,
     gpt2: bool = True,
 ) -> nn.Sequential:
-    """Build a causal language model of `blocks` blocks: `blocks + 2` stages. The output at position t depends on tokens up to t.
+    """Build a causal language model of `blocks` blocks: `blocks + 2` stages. The output at position
+    t depends on tokens up to t.
 
-    Input tokens (B, T), T at most `context`; output (B, vocabulary, T), for labels (B, T). 867,072 parameters by default,
-    834,304 tied. `tied`: share one weight between head and embedding, for methods whose stages read one version of it.
-    `gpt2`: initialize as GPT-2; otherwise as torch's layers, from which plain SGD makes faster progress.
-    Raise `BadInput` if an argument is out of range.
+    Input tokens (B, T), T at most `context`; output (B, vocabulary, T), for labels (B, T). 867,072
+    parameters by default, 834,304 tied. `tied`: share one weight between head and embedding, for
+    methods whose stages read one version of it. `gpt2`: initialize as GPT-2; otherwise as torch's
+    layers, from which plain SGD makes faster progress. Raise `BadInput` if an argument is out of
+    range.
     """
-    _check("transformer_lm", heads, width, dropout, vocabulary=vocabulary, blocks=blocks, context=context)
+    _check(
+        "transformer_lm",
+        heads,
+        width,
+        dropout,
+        vocabulary=vocabulary,
+        blocks=blocks,
+        context=context,
+    )
     children: List[Any] = [("embedding", LearnedEmbedding(vocabulary, context, width, dropout))]
     for number in range(1, blocks + 1):
         children.append((f"block{number}", begin_stage(Block(width, heads, dropout))))
@@ -169,7 +199,9 @@ def transformer_lm(
 
 
 def _initialize_lm(model: nn.Module, blocks: int) -> None:
-    """Initialize as GPT-2: normal with deviation 0.02, divided by sqrt(2 blocks) where a sublayer ends; zero biases."""
+    """Initialize as GPT-2: normal with deviation 0.02, divided by sqrt(2 blocks) where a sublayer
+    ends; zero biases.
+    """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             summed = name.endswith(("attention.output", "fc2"))
@@ -182,7 +214,9 @@ def _initialize_lm(model: nn.Module, blocks: int) -> None:
 
 
 class SinusoidalEmbedding(nn.Module):
-    """Embedding of tokens times sqrt(width), plus sines and cosines of the position with wavelengths from 2 pi to 20,000 pi."""
+    """Embedding of tokens times sqrt(width), plus sines and cosines of the position with
+    wavelengths from 2 pi to 20,000 pi.
+    """
 
     def __init__(self, vocabulary: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -193,7 +227,9 @@ class SinusoidalEmbedding(nn.Module):
         """Return the embedded tokens. x: tokens (B, T) -> (B, T, W)."""
         width = self.tokens.embedding_dim
         positions = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
-        rates = 10000.0 ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
+        rates = 10000.0 ** (
+            -torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width
+        )
         angles = positions[:, None] * rates  # (T, W / 2)
         embedded = self.tokens(x)
         waves = torch.cat((angles.sin(), angles.cos()), -1).to(embedded.dtype)  # (T, W)
@@ -201,7 +237,9 @@ class SinusoidalEmbedding(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Encoder layer: attention, then two linear layers with a ReLU, each added to its input before a norm."""
+    """Encoder layer: attention, then two linear layers with a ReLU, each added to its input before
+    a norm.
+    """
 
     def __init__(self, width: int, heads: int, feedforward: int, dropout: float) -> None:
         super().__init__()
@@ -215,13 +253,17 @@ class EncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output. x: (B, T, W), keep: (B, 1, 1, T), true at source tokens -> (B, T, W)."""
+        """Return the layer's output. x: (B, T, W), keep: (B, 1, 1, T), true at source tokens -> (B,
+        T, W).
+        """
         x = self.norm1(x + self.dropout1(self.attention(x, keep)))
         return self.norm2(x + self.dropout2(self.fc2(self.relu(self.fc1(x)))))
 
 
 class DecoderLayer(nn.Module):
-    """Decoder layer: causal attention, attention to the encoder, two linear layers, each added to its input before a norm."""
+    """Decoder layer: causal attention, attention to the encoder, two linear layers, each added to
+    its input before a norm.
+    """
 
     def __init__(self, width: int, heads: int, feedforward: int, dropout: float) -> None:
         super().__init__()
@@ -240,7 +282,8 @@ class DecoderLayer(nn.Module):
     def forward(self, x: torch.Tensor, memory: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Return the layer's output.
 
-        x: (B, T, W), memory: the encoder's output (B, T, W), keep: (B, 1, 1, T), true at source tokens -> (B, T, W).
+        x: (B, T, W), memory: the encoder's output (B, T, W), keep: (B, 1, 1, T), true at source
+        tokens -> (B, T, W).
         """
         x = self.norm1(x + self.dropout1(self.attention(x, _make_causal_mask(x))))
         x = self.norm2(x + self.dropout2(self.cross(x, keep, memory)))
@@ -261,7 +304,9 @@ class Translation(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        names = [f"{kind}{number}" for kind in ("encoder", "decoder") for number in range(1, layers + 1)]
+        names = [
+            f"{kind}{number}" for kind in ("encoder", "decoder") for number in range(1, layers + 1)
+        ]
         self._encoders, self._decoders = names[:layers], names[layers:]
         self.source_embedding = SinusoidalEmbedding(source_vocabulary, width, dropout)
         for name in self._encoders:
@@ -272,9 +317,13 @@ class Translation(nn.Module):
         self.head = begin_stage(Logits(width, target_vocabulary))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits. x: (B, 2, T), source and shifted target tokens, 0 is padding -> (B, target_vocabulary, T)."""
+        """Return the logits. x: (B, 2, T), source and shifted target tokens, 0 is padding -> (B,
+        target_vocabulary, T).
+        """
         if x.dim() != 3 or x.shape[1] != 2:
-            raise BadInput(f"x: {tuple(x.shape)}: must be (B, 2, T), source and shifted target tokens")
+            raise BadInput(
+                f"x: {tuple(x.shape)}: must be (B, 2, T), source and shifted target tokens"
+            )
         keep = (x[:, 0] != PADDING)[:, None, None]
         memory = self.source_embedding(x[:, 0])
         for name in self._encoders:
@@ -294,23 +343,38 @@ def transformer_translation(
     feedforward: int = 1024,
     dropout: float = 0.3,
 ) -> Translation:
-    """Build a Transformer for translation of `layers` encoder and `layers` decoder layers: with 6, 15 stages and 93 weights.
+    """Build a Transformer for translation of `layers` encoder and `layers` decoder layers: with 6,
+    15 stages and 93 weights.
 
-    Input tokens (B, 2, T): source, and target shifted right; 0 is padding, in a target only at its end. Output
-    (B, target_vocabulary, T), for labels (B, T) with -100 where padded. 46,903,296 parameters by default.
-    Raise `BadInput` if an argument is out of range.
+    Input tokens (B, 2, T): source, and target shifted right; 0 is padding, in a target only at its
+    end. Output (B, target_vocabulary, T), for labels (B, T) with -100 where padded. 46,903,296
+    parameters by default. Raise `BadInput` if an argument is out of range.
     """
     sizes = {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
-    _check("transformer_translation", heads, width, dropout, **sizes, layers=layers, feedforward=feedforward)
+    _check(
+        "transformer_translation",
+        heads,
+        width,
+        dropout,
+        **sizes,
+        layers=layers,
+        feedforward=feedforward,
+    )
     if width % 2:
-        raise BadInput(f"transformer_translation: width: {width}: must be even, half sines and half cosines")
-    model = Translation(source_vocabulary, target_vocabulary, width, heads, layers, feedforward, dropout)
+        raise BadInput(
+            f"transformer_translation: width: {width}: must be even, half sines and half cosines"
+        )
+    model = Translation(
+        source_vocabulary, target_vocabulary, width, heads, layers, feedforward, dropout
+    )
     _initialize_translation(model, width)
     return model
 
 
 def _initialize_translation(model: nn.Module, width: int) -> None:
-    """Initialize as fairseq: Glorot uniform, zero biases; embeddings and head normal with variance 1 / width, padding zero."""
+    """Initialize as fairseq: Glorot uniform, zero biases; embeddings and head normal with variance
+    1 / width, padding zero.
+    """
     for module in model.modules():
         if isinstance(module, (nn.Embedding, Logits)):
             nn.init.normal_(module.weight, std=width**-0.5)

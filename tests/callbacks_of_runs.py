@@ -23,7 +23,9 @@ class Ends(ipu_pipe.Callback):
         return ipu_pipe.Stop("it is enough") if now.step == self.after else None
 
     def on_evaluation(self, now: ipu_pipe.Moment) -> None:
-        self.calls.append(["evaluation", now.step, now.metrics["test_loss"], now.metrics["test_accuracy"]])
+        self.calls.append(
+            ["evaluation", now.step, now.metrics["test_loss"], now.metrics["test_accuracy"]]
+        )
 
     def on_checkpoint(self, now: ipu_pipe.Moment) -> None:
         assert now.checkpoint is not None
@@ -89,7 +91,9 @@ class Watches(ipu_pipe.Callback):
         self.file, self.seen = file, []  # type: ignore[var-annotated]
 
     def _note(self, moment: str, now: ipu_pipe.Moment, tensors: Any) -> None:
-        self.seen.append([moment, now.step, {name: compute_checksum(value) for name, value in tensors.items()}])
+        self.seen.append(
+            [moment, now.step, {name: compute_checksum(value) for name, value in tensors.items()}]
+        )
 
     def _note_model(self, moment: str, now: ipu_pipe.Moment) -> None:
         assert now.model is not None

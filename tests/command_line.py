@@ -20,7 +20,10 @@ class Done(NamedTuple):
 
 
 def run_here(
-    command: ModuleType, *arguments: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: ModuleType,
+    *arguments: object,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Done:
     """`command.main` on a command line of these arguments."""
     monkeypatch.setattr(sys, "argv", [command.__name__, *map(str, arguments)])

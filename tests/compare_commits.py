@@ -28,7 +28,9 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DOUBLE = ROOT / "tests" / "poptorch_double" / "path"
-TIMES = re.compile(r"second|throughput|_ns$|^seconds$|^timed|time$|bench|^command$|^commit$|^version")
+TIMES = re.compile(
+    r"second|throughput|_ns$|^seconds$|^timed|time$|bench|^command$|^commit$|^version"
+)
 LIMIT = 300  # seconds of one scene
 
 
@@ -45,7 +47,12 @@ class Scene(NamedTuple):
 
 
 DIGITS = "configs/mlp_digits.yaml"
-SMALL = ["steps=6", "evaluate={every: 1}", "checkpoint={every: 3}", "log={every: 1, tensorboard: false}"]
+SMALL = [
+    "steps=6",
+    "evaluate={every: 1}",
+    "checkpoint={every: 3}",
+    "log={every: 1, tensorboard: false}",
+]
 RESNET = """\
 model: {entry: 'models.resnet:preact_resnet20', args: {classes: 10, norm: batch}}
 data: {name: synthetic, shape: [3, 8, 8], classes: 10, subset: 96, test_subset: 16}
@@ -61,7 +68,10 @@ METHODS = [
 RULES = {
     "t1": ("pipemare", "{t1: {anneal_updates: 4}}"),
     "t2": ("pipemare", "{t2: {}}"),
-    "t1_t2_warmup": ("pipemare", "{t1: {anneal_updates: 4}, t2: {decay: optimal}, warmup: {epochs: 0.1}}"),
+    "t1_t2_warmup": (
+        "pipemare",
+        "{t1: {anneal_updates: 4}, t2: {decay: optimal}, warmup: {epochs: 0.1}}",
+    ),
     "recompute": ("pipemare", "{recompute: {segments: 2}, t2: {}}"),
     "stash": ("pipelined_backprop", "{stash: true}"),
     "dataflow": ("pipedream", "{schedule: dataflow, turn: 1}"),
@@ -101,11 +111,21 @@ def scenes() -> Iterator[Scene]:
         for P, M, N in ((1, 6, 2), (3, 8, 1), (4, 24, 4), (7, 21, 7)):
             argv = [method, "--stages", str(P), "--microbatches", str(M), "--accumulate", str(N)]
             yield Scene(f"schedule/{method}/{P}-{M}-{N}", "schedule", [*argv, "--format", "json"])
-        yield Scene(f"schedule/{method}/text", "schedule", [method, "--stages", "4", "--microbatches", "9"])
-        yield Scene(f"dry-run/{method}", "train", [DIGITS, "--set", f"method={method}", "--dry-run"])
-    yield Scene("schedule/csv", "schedule", ["gpipe", "--stages", "3", "--microbatches", "4", "--format", "csv"])
+        yield Scene(
+            f"schedule/{method}/text", "schedule", [method, "--stages", "4", "--microbatches", "9"]
+        )
+        yield Scene(
+            f"dry-run/{method}", "train", [DIGITS, "--set", f"method={method}", "--dry-run"]
+        )
     yield Scene(
-        "schedule/csv-refused", "schedule", ["pipemare", "--stages", "3", "--microbatches", "4", "--format", "csv"]
+        "schedule/csv",
+        "schedule",
+        ["gpipe", "--stages", "3", "--microbatches", "4", "--format", "csv"],
+    )
+    yield Scene(
+        "schedule/csv-refused",
+        "schedule",
+        ["pipemare", "--stages", "3", "--microbatches", "4", "--format", "csv"],
     )
     yield from _training()
     yield from _refusals()
@@ -115,12 +135,16 @@ def scenes() -> Iterator[Scene]:
         yield Scene(f"help/{tool}", tool, ["--help"])
     yield Scene("reproduce/list", "reproduce", [])
     yield Scene(
-        "collect", "collect", [DIGITS, "--methods", "gpipe,pipedream,local_greedy", "--steps", "4", "--out", "{run}"]
+        "collect",
+        "collect",
+        [DIGITS, "--methods", "gpipe,pipedream,local_greedy", "--steps", "4", "--out", "{run}"],
     )
 
 
 def _train(name: str, *settings: str, config: str = DIGITS, **more: Any) -> Scene:
-    return Scene(f"train/{name}", "train", [config, "--out", "{run}/out", "--set", *SMALL, *settings], **more)
+    return Scene(
+        f"train/{name}", "train", [config, "--out", "{run}/out", "--set", *SMALL, *settings], **more
+    )
 
 
 def _train_resnet(name: str, *settings: str) -> Scene:
@@ -133,25 +157,41 @@ ADAMW = "optimizer={name: adamw, lr: 0.003, momentum: null}"
 def _training() -> Iterator[Scene]:
     for method in METHODS:
         yield _train(method, f"method={method}")
-        yield _train(f"{method}-adamw", f"method={method}", ADAMW, "gradient_accumulation=5", "steps=4")
+        yield _train(
+            f"{method}-adamw", f"method={method}", ADAMW, "gradient_accumulation=5", "steps=4"
+        )
         if method != "local_overlapping":
             yield _train_resnet(f"{method}-resnet", f"method={method}")
     for name, (method, args) in RULES.items():
         yield _train(
-            f"rule-{name}", f"method={method}", f"method_args={args}", "optimizer.lr=0.02", "gradient_accumulation=1"
+            f"rule-{name}",
+            f"method={method}",
+            f"method_args={args}",
+            "optimizer.lr=0.02",
+            "gradient_accumulation=1",
         )
     yield _train_resnet("resnet-finest", "stages=finest", "method=pipemare", "method_args={t2: {}}")
     yield _train_resnet("resnet-counted", "stages={count: 3, by: parameters}", "replicas=2")
     yield _train("clip-stage", "clip={norm: 0.1, scope: stage}")
     yield _train("clip-delayed", "clip={norm: 0.1, scope: delayed_global}")
     yield _train("clip-global", "method=gpipe", "clip={norm: 0.1}")
-    yield _train("schedule-of-rates", "lr_schedule={name: cosine, warmup_steps: 2}", "precision=float64")
+    yield _train(
+        "schedule-of-rates", "lr_schedule={name: cosine, warmup_steps: 2}", "precision=float64"
+    )
     by_block = "method_args={blocks: 3, block_rates: [1, 2, 3], block_accumulation: [1, 3, 1]}"
     yield _train("blocks", "method=local_chunked", by_block)
     scaled = "optimizer={name: sgd, lr: 0.1, momentum: 0.9, reference_batch_size: 32, no_decay: norms_and_biases}"
     yield _train("reference", scaled)
     for method in ("pipedream", "pipemare", "gpipe", "local_greedy"):
-        half = [DIGITS, "--out", "{run}/out", "--set", *SMALL, f"method={method}", "checkpoint={every: 3, keep: 9}"]
+        half = [
+            DIGITS,
+            "--out",
+            "{run}/out",
+            "--set",
+            *SMALL,
+            f"method={method}",
+            "checkpoint={every: 3, keep: 9}",
+        ]
         yield Scene(f"resume/{method}", "train", [*half, "--resume"], before=([*half, "CUT"],))
 
 
@@ -163,7 +203,9 @@ def _refusals() -> Iterator[Scene]:
         "loop": "extends: c.yaml",
     }  # fmt: skip
     for name, text in texts.items():
-        yield Scene(f"bad/file-{name}", "train", ["{run}/c.yaml", "--dry-run"], files=(("c.yaml", text),))
+        yield Scene(
+            f"bad/file-{name}", "train", ["{run}/c.yaml", "--dry-run"], files=(("c.yaml", text),)
+        )
     for argv in (
         ["gpip", "--stages", "2", "--microbatches", "2"],
         ["gpipe", "--stages", "0", "--microbatches", "2"],
@@ -179,19 +221,38 @@ def _processes() -> Iterator[Scene]:
     clip = "clip={norm: 0.1, scope: delayed_global}"
     yield _train("processes-t2", "method=pipemare", "method_args={t2: {}}", clip, *two, processes=2)
     yield _train(
-        "processes-replicas", "method=gpipe", "backend.name=distributed", "stages=1", "replicas=2", processes=2
+        "processes-replicas",
+        "method=gpipe",
+        "backend.name=distributed",
+        "stages=1",
+        "replicas=2",
+        processes=2,
     )
-    yield _train("processes-refused", "method_args={constant_delay: {updates: 1}}", *two, processes=2)
+    yield _train(
+        "processes-refused", "method_args={constant_delay: {updates: 1}}", *two, processes=2
+    )
 
 
 def _ipus() -> Iterator[Scene]:
-    on = ["backend={name: poptorch}", "stages=4", "gradient_accumulation=8", "micro_batch_size=4", "checkpoint={every: 2}"]
+    on = [
+        "backend={name: poptorch}",
+        "stages=4",
+        "gradient_accumulation=8",
+        "micro_batch_size=4",
+        "checkpoint={every: 2}",
+    ]
     for method in ("naive", "gpipe", "pipedream_flush", "local_greedy", "local_chunked"):
         yield _train(f"ipu-{method}", f"method={method}", *on, double=True)
-    yield _train("ipu-decoupled", "method=local_greedy", *on, "backend.ipu={local: decoupled}", double=True)
+    yield _train(
+        "ipu-decoupled", "method=local_greedy", *on, "backend.ipu={local: decoupled}", double=True
+    )
     yield _train("ipu-refused", "method=pipedream", *on, double=True)
     yield _train(
-        "ipu-options", "method=gpipe", *on, "backend.ipu={device_iterations: 2, stochastic_rounding: true}", double=True
+        "ipu-options",
+        "method=gpipe",
+        *on,
+        "backend.ipu={device_iterations: 2, stochastic_rounding: true}",
+        double=True,
     )
 
 
@@ -202,7 +263,10 @@ def _tensors(path: Path) -> Dict[str, str]:
     from safetensors.numpy import load_file
 
     tensors = load_file(path)
-    return {name: f"{a.dtype} {a.shape} {hashlib.sha256(a.tobytes()).hexdigest()[:16]}" for name, a in tensors.items()}
+    return {
+        name: f"{a.dtype} {a.shape} {hashlib.sha256(a.tobytes()).hexdigest()[:16]}"
+        for name, a in tensors.items()
+    }
 
 
 def _timeless(value: Any) -> Any:
@@ -216,7 +280,10 @@ def _trace(path: Path) -> List[Any]:
     with gzip.open(path, "rt") as file:
         records = json.load(file)["traceEvents"]
     work = [r for r in records if r["ph"] == "X"]
-    return sorted(([r["pid"], r["tid"], r["name"], r["cat"], _timeless(r["args"])] for r in work), key=json.dumps)
+    return sorted(
+        ([r["pid"], r["tid"], r["name"], r["cat"], _timeless(r["args"])] for r in work),
+        key=json.dumps,
+    )
 
 
 def _found(run: Path, text: Any) -> Dict[str, Any]:
@@ -232,7 +299,11 @@ def _found(run: Path, text: Any) -> Dict[str, Any]:
             content[name] = "there"
         elif path.name == "manifest.json":  # hashes of what holds times
             manifest = _timeless(json.loads(text(path.read_text())))
-            content[name] = {key: value for key, value in manifest.items() if key not in ("sha256", "files", "schema")}
+            content[name] = {
+                key: value
+                for key, value in manifest.items()
+                if key not in ("sha256", "files", "schema")
+            }
         elif path.suffix == ".json":
             content[name] = _timeless(json.loads(text(path.read_text())))
         elif path.suffix == ".jsonl":
@@ -252,11 +323,18 @@ def _said(text: str) -> List[str]:
 
 def make_environment(path: str) -> Dict[str, str]:
     """Return the variables of a command that imports from `path`."""
-    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "140"}
+    fixed = {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "COLUMNS": "140",
+    }
     return {**os.environ, **fixed}
 
 
-def run_scene(tree: Path, scene: Scene, folder: Path, checkpoints: Optional[Path] = None) -> Dict[str, Any]:
+def run_scene(
+    tree: Path, scene: Scene, folder: Path, checkpoints: Optional[Path] = None
+) -> Dict[str, Any]:
     """Exit code, what was said and what was left. `checkpoints`: run folder that takes the place of the scenes before."""
     folder.mkdir(parents=True)
     for name, text in scene.files:
@@ -279,22 +357,32 @@ def run_scene(tree: Path, scene: Scene, folder: Path, checkpoints: Optional[Path
     done = _call(tree, scene, fill(scene.argv), env)
 
     def neutral(text: str) -> str:
-        return text.replace(str(folder), "RUN").replace(str(tree), "TREE").replace(str(ROOT), "TREE")
+        return (
+            text.replace(str(folder), "RUN").replace(str(tree), "TREE").replace(str(ROOT), "TREE")
+        )
 
     return {
         "exit code": done.returncode,
         "standard output": _said(neutral(done.stdout)),
-        "errors": [line for line in neutral(done.stderr).splitlines() if line.startswith("error: ")] or [],
+        "errors": [line for line in neutral(done.stderr).splitlines() if line.startswith("error: ")]
+        or [],
         "traceback": "Traceback" in done.stderr and scene.processes == 0,
         "files": _found(folder, neutral),
     }
 
 
-def _call(tree: Path, scene: Scene, argv: List[str], env: Dict[str, str]) -> "subprocess.CompletedProcess[str]":
+def _call(
+    tree: Path, scene: Scene, argv: List[str], env: Dict[str, str]
+) -> "subprocess.CompletedProcess[str]":
     tool = str(Path("tools") / f"{scene.tool}.py")
     command = [sys.executable, tool, *argv]
     if scene.processes:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={scene.processes}"]
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={scene.processes}",
+        ]
         command = [sys.executable, *launcher, tool, *argv]
     elif not scene.double:
         return _forked(tree, tool, argv)
@@ -310,7 +398,9 @@ class _Server:
     def __init__(self, tree: Path) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen(command, cwd=tree, env=make_environment(str(tree)), **pipes)
+        self._process = subprocess.Popen(
+            command, cwd=tree, env=make_environment(str(tree)), **pipes
+        )
 
     def call(self, tool: str, argv: List[str]) -> "subprocess.CompletedProcess[str]":
         assert self._process.stdin and self._process.stdout
@@ -354,7 +444,9 @@ def serve() -> None:
                     runpy.run_path(tool, run_name="__main__")
                     code = 0
                 except SystemExit as error:
-                    code = error.code if isinstance(error.code, int) else int(error.code is not None)
+                    code = (
+                        error.code if isinstance(error.code, int) else int(error.code is not None)
+                    )
                 except BaseException:
                     import traceback
 
@@ -366,7 +458,9 @@ def serve() -> None:
             _, status = os.waitpid(child, 0)
             out.seek(0)
             err.seek(0)
-            print(json.dumps([os.waitstatus_to_exitcode(status), out.read(), err.read()]), flush=True)
+            print(
+                json.dumps([os.waitstatus_to_exitcode(status), out.read(), err.read()]), flush=True
+            )
 
 
 # ---- comparing
@@ -396,17 +490,24 @@ def compare(base: Path, scene: Scene, work: Path) -> Tuple[int, List[str]]:
     if scene.before:
         checkpoints = work / "old" / f"{name}.cut" / "out"
         resumed = run_scene(ROOT, scene, work / "from_old" / name, checkpoints=checkpoints)
-        changes += [f"resumed from the old commit's checkpoint: {d}" for d in differences(old["files"], resumed["files"])]
+        changes += [
+            f"resumed from the old commit's checkpoint: {d}"
+            for d in differences(old["files"], resumed["files"])
+        ]
     return old["exit code"], changes
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commit", nargs="?")
     parser.add_argument("--only", default="", help="scenes whose names hold this text")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--codes", action="store_true", help="print every scene's exit code, that of COMMIT")
+    parser.add_argument(
+        "--codes", action="store_true", help="print every scene's exit code, that of COMMIT"
+    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -416,22 +517,35 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work, base = Path(folder), Path(folder) / "base"
         subprocess.run(
-            ["git", "-C", str(ROOT), "worktree", "add", "--detach", "-q", str(base), args.commit], check=True
+            ["git", "-C", str(ROOT), "worktree", "add", "--detach", "-q", str(base), args.commit],
+            check=True,
         )
         try:
             differing, codes = 0, collections.Counter()  # type: ignore[var-annotated]
             with ThreadPoolExecutor(args.jobs) as pool:
-                for scene, (code, changes) in zip(chosen, pool.map(lambda scene: compare(base, scene, work), chosen)):
+                for scene, (code, changes) in zip(
+                    chosen, pool.map(lambda scene: compare(base, scene, work), chosen)
+                ):
                     differing += bool(changes)
                     codes[scene.name.partition("/")[0], code] += 1
                     if args.codes:
                         print(scene.name, code, flush=True)
                     if changes:
-                        print(f"{scene.name}: {len(changes)} differences", *changes[:12], sep="\n    ", flush=True)
-            print("scenes by exit code:", ", ".join(f"{kind} {code}: {n}" for (kind, code), n in sorted(codes.items())))
+                        print(
+                            f"{scene.name}: {len(changes)} differences",
+                            *changes[:12],
+                            sep="\n    ",
+                            flush=True,
+                        )
+            print(
+                "scenes by exit code:",
+                ", ".join(f"{kind} {code}: {n}" for (kind, code), n in sorted(codes.items())),
+            )
             print(f"{len(chosen)} scenes, {differing} differ from {args.commit}")
         finally:
-            subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(base)], check=True)
+            subprocess.run(
+                ["git", "-C", str(ROOT), "worktree", "remove", "--force", str(base)], check=True
+            )
     sys.exit(1 if differing else 0)
 
 

@@ -29,10 +29,21 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups, replace_parameters, select_stage
 from tests.nccl_double import NcclDouble
-from tests.staged_models import MODELS, TIED, Skipping, batches, checkpointed, redrawing, twice, whole
+from tests.staged_models import (
+    MODELS,
+    TIED,
+    Skipping,
+    batches,
+    checkpointed,
+    redrawing,
+    twice,
+    whole,
+)
 from tests.support.flows import run_batches
 
-Case = Tuple[str, str, Dict[str, Any], int, str, int]  # name, method, args, microbatches an update, model, switch
+Case = Tuple[
+    str, str, Dict[str, Any], int, str, int
+]  # name, method, args, microbatches an update, model, switch
 BATCHES = 9
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
@@ -65,13 +76,22 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     if name == "twice":
         return twice().to(dtype)
     return whole(
-        [stage.to(dtype) for stage in {**MODELS, **TIED, "checkpointed": checkpointed, "redrawing": redrawing}[name]()]
+        [
+            stage.to(dtype)
+            for stage in {**MODELS, **TIED, "checkpointed": checkpointed, "redrawing": redrawing}[
+                name
+            ]()
+        ]
     )
 
 
 def numbers_of(case: Case, model: nn.Module) -> ModelPrecision:
     """Return those that a fresh model computes in from here on: mixed ones where the case's name asks for it."""
-    row = resolve_precision(MIXED, resolve_method(case[1], case[2])) if case[0].startswith("mixed") else "float64"
+    row = (
+        resolve_precision(MIXED, resolve_method(case[1], case[2]))
+        if case[0].startswith("mixed")
+        else "float64"
+    )
     return ModelPrecision(model, row, DTYPES[row], torch.device("cpu"), is_given=False)
 
 
@@ -111,7 +131,9 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     stages = len(placement)
     names = begins(model, stages)
     part = partition(model, data[0][0], names, one_stage=method.one_stage_reason)
-    schedule = make_schedule(method, stages, len(data), accumulate, drains_of(case), switch * accumulate)
+    schedule = make_schedule(
+        method, stages, len(data), accumulate, drains_of(case), switch * accumulate
+    )
     table = VersionTable(schedule, method)
     layout = RankLayout(rank, tuple(placement))
     cut = cut_model(model, names, data[0][0])
@@ -120,7 +142,16 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     groups = replace_parameters(make_groups(model, part), numbers.get_trained)
     optimizer = make([group for s in layout.stages_of_rank for group in select_stage(groups, s)])
     rate = make.keywords["lr"]
-    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
+    rules = UpdateRules(
+        args,
+        method,
+        table.rule_lag(),
+        accumulate,
+        optimizer,
+        lambda k: rate,
+        switch,
+        numbers.masters,
+    )
     keyed = KeyedRandomness(model, observe_effects(model, data[0][0]).draws, 0, torch.device("cpu"))
     ties = {s: find_ties(model, cut, s, placement) for s in layout.stages_of_rank}
     channels = channels_of(case, placement, ties[layout.stages_of_rank[0]].links)
@@ -131,11 +162,17 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     work = Work(numbers.convert_loss(nn.functional.cross_entropy), table, rules, clip_of(case))
     recorder = TraceRecorder(rank, layout.stages_of_rank[0], range(512))
     mail = Mail(layout, cpu, recorder, 300.0, channels=channels)
-    models = [StageModel(layout, s, cut[s], across, lambda m: data[m], cpu, keyed, ties=ties[s]) for s in layout.stages_of_rank]
+    models = [
+        StageModel(layout, s, cut[s], across, lambda m: data[m], cpu, keyed, ties=ties[s])
+        for s in layout.stages_of_rank
+    ]
     stages_here = {model.stage: Stage(work, model, mail, recorder) for model in models}
     if schedule.passes == SPLIT_PASSES:
         for s, stage in stages_here.items():
-            assert stage.verify_split(data[0]) or model_name in ("checkpointed", "redrawing"), (case, s)
+            assert stage.verify_split(data[0]) or model_name in ("checkpointed", "redrawing"), (
+                case,
+                s,
+            )
     engine = Interpreter(work, stages_here, mail, recorder, channels=channels)
     with double:
         losses = []
@@ -148,7 +185,10 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     for s, stage in stages_here.items():
         with numbers.put_masters_in_place():
             state.update(cut[s].select_state())
-            weights = [model.get_parameter(name) for name in (*part.stages[s].parameters, *part.list_replicas(s))]
+            weights = [
+                model.get_parameter(name)
+                for name in (*part.stages[s].parameters, *part.list_replicas(s))
+            ]
             size = sum(p.numel() * p.element_size() for p in weights)
         if size:  # weight versions besides the newest, at most
             state[f"versions {s}"] = torch.tensor(stage.peak_version_bytes / size)
@@ -162,7 +202,9 @@ def main(rank: int, placement: Sequence[int], folder: str, cases: List[Case]) ->
 
     interpreter.CHUNK = 8  # so that rows of several chunks are seen
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=max(placement) + 1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=max(placement) + 1
+    )
     try:
         for case in cases:
             torch.save(run_case(case, rank, placement), Path(folder) / f"{case[0]}-{rank}.pt")

@@ -21,7 +21,9 @@ PRELOADED = [
     "torch", "torch._dynamo", "torch.distributed", "pytest", "sklearn.datasets", "ipu_pipe.cli.train", "ipu_pipe.run.train",
     "ipu_pipe.backends.processes.engine", "ipu_pipe.backends.emulator.engine", "ipu_pipe.data.sets",
 ]  # fmt: skip
-PATIENCE = 6.0  # seconds for the other ranks, after one has failed, before they are ended as torchrun does
+PATIENCE = (
+    6.0  # seconds for the other ranks, after one has failed, before they are ended as torchrun does
+)
 
 
 class Ended(NamedTuple):
@@ -68,21 +70,31 @@ def in_ranks(
             process.kill()
 
 
-def run_ranks(ranks: int, command: str, arguments: Sequence[str], seconds: float = 240, **variables: str) -> Ended:
+def run_ranks(
+    ranks: int, command: str, arguments: Sequence[str], seconds: float = 240, **variables: str
+) -> Ended:
     """`tools/COMMAND.py` on so many ranks; as under torchrun, one that fails ends the others. `variables`: of the environment."""
     store = TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False
     )  # which outlives its ranks, as torchrun's does
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            start(command, arguments, Path(folder) / str(rank), {**of_rank(rank, ranks, store.port), **variables})
+            start(
+                command,
+                arguments,
+                Path(folder) / str(rank),
+                {**of_rank(rank, ranks, store.port), **variables},
+            )
             for rank in range(ranks)
         ]
         _wait(processes, seconds)
         codes = [process.exitcode for process in processes if process.exitcode is not None]
         assert len(codes) == ranks
         outputs = [
-            "".join((Path(folder) / str(rank)).with_suffix(end).read_text() for rank in range(ranks)) for end in ENDS
+            "".join(
+                (Path(folder) / str(rank)).with_suffix(end).read_text() for rank in range(ranks)
+            )
+            for end in ENDS
         ]
     return Ended(next((code for code in codes if code), 0), *outputs)
 
@@ -93,7 +105,10 @@ def run_command(command: str, *arguments: str, seconds: float = 240, **variables
         process = start(command, arguments, Path(folder) / "command", variables)
         _wait([process], seconds)
         assert process.exitcode is not None
-        return Ended(process.exitcode, *((Path(folder) / "command").with_suffix(end).read_text() for end in ENDS))
+        return Ended(
+            process.exitcode,
+            *((Path(folder) / "command").with_suffix(end).read_text() for end in ENDS),
+        )
 
 
 ENDS = (".out", ".err")
@@ -103,7 +118,9 @@ def start(
     command: str, arguments: Sequence[str], told: Path, variables: Optional[Dict[str, str]] = None
 ) -> BaseProcess:
     """`tools/COMMAND.py` in a process of its own, which prints into `told`.out and .err."""
-    process = context().Process(target=_run, args=(command, list(arguments), str(told), variables or {}))
+    process = context().Process(
+        target=_run, args=(command, list(arguments), str(told), variables or {})
+    )
     process.start()
     return process
 
@@ -126,7 +143,9 @@ def _run(command: str, arguments: List[str], told: str, variables: Dict[str, str
         os.dup2(os.open(told + end, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.update(variables, OMP_NUM_THREADS="1")
-    sys.path[:0] = variables.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in variables else []
+    sys.path[:0] = (
+        variables.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in variables else []
+    )
     os.chdir(ROOT)
     import torch
 

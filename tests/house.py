@@ -36,7 +36,11 @@ class Measure(NamedTuple):
 
 
 MEASURES = (
-    Measure("code lines", 17500),
+    Measure("code tokens", 275000),
+    Measure("tokens a code line", 9.5, slack=0.01),
+    Measure("lines of 30 tokens or more, %", 0.5, slack=0.01),
+    Measure("lines over 100 columns, %", 1, slack=0.01),
+    Measure("tuple assignments", 150),
     Measure("files", 155),
     Measure("files under 60 lines", 15),
     Measure("modules imported by one other alone", 25),
@@ -75,7 +79,9 @@ def iterate_imports(module: str, path: Path, known: Dict[str, Path]) -> Iterator
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            above = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             source = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 # `from ipu_pipe import __version__` reads a fact about the package, not one of its parts.
@@ -119,12 +125,19 @@ def find_backend_questions(tree: ast.Module, names: Set[str]) -> List[int]:
 
     def is_asked(node: ast.AST) -> bool:
         is_attribute = isinstance(node, ast.Attribute) and node.attr == "name"
-        return is_attribute and "backend" in (getattr(node.value, "attr", ""), getattr(node.value, "id", ""))
+        return is_attribute and "backend" in (
+            getattr(node.value, "attr", ""),
+            getattr(node.value, "id", ""),
+        )
 
     def is_name(node: ast.AST) -> bool:
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+        is_text = (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+        )
         is_constant = isinstance(node, ast.Name) and node.id in constants
-        is_collection = isinstance(node, (ast.Tuple, ast.List, ast.Set)) and any(map(is_name, node.elts))
+        is_collection = isinstance(node, (ast.Tuple, ast.List, ast.Set)) and any(
+            map(is_name, node.elts)
+        )
         return is_text or is_constant or is_asked(node) or is_collection
 
     constants: Set[str] = set()
@@ -133,7 +146,9 @@ def find_backend_questions(tree: ast.Module, names: Set[str]) -> List[int]:
             constants |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     lines = []
     for node in ast.walk(tree):
-        is_comparison = isinstance(node, ast.Compare) and any(map(is_name, (node.left, *node.comparators)))
+        is_comparison = isinstance(node, ast.Compare) and any(
+            map(is_name, (node.left, *node.comparators))
+        )
         is_lookup = isinstance(node, ast.Subscript) and any(map(is_asked, ast.walk(node.slice)))
         is_case = type(node).__name__ == "MatchValue" and is_name(node.value)
         if is_comparison or is_lookup or is_case:
@@ -141,15 +156,45 @@ def find_backend_questions(tree: ast.Module, names: Set[str]) -> List[int]:
     return lines
 
 
+# Tokens that are no code.
+SILENT = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
+
+
+def count_tokens(text: str, code: Set[int]) -> Counter:
+    """Return the number of tokens of code by line; `code`: the lines of `find_code_lines`."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = (token.start[0] for token in tokens if token.type not in SILENT)
+    return Counter(line for line in lines if line in code)
+
+
+def _measure_density(text: str, tree: ast.AST, code: Set[int], totals: Counter) -> None:
+    """Add the measures of how dense a file's lines are."""
+    by_line = count_tokens(text, code)
+    totals["tokens"] += sum(by_line.values())
+    totals["dense"] += sum(count >= 30 for count in by_line.values())
+    totals["wide"] += sum(len(line) > 100 for line in text.split("\n"))
+    for node in ast.walk(tree):
+        is_pair = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
+        totals["tuples"] += is_pair and isinstance(node.value, ast.Tuple)
+
+
 def find_code_lines(text: str, tree: ast.AST) -> Set[int]:
     """Return the numbers of the lines that hold code: no comments, docstrings or blank lines."""
-    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     code: Set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in silent:
+        if token.type not in SILENT:
             code.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node):
+        if isinstance(
+            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        ) and ast.get_docstring(node):
             docstring = node.body[0]
             code -= set(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
     return code
@@ -180,18 +225,25 @@ def measure_source() -> Dict[str, float]:
         tree = ast.parse(text)
         code = find_code_lines(text, tree)
         totals["code"] += len(code)
+        _measure_density(text, tree, code, totals)
         totals["small"] += path.name != "__init__.py" and len(text.splitlines()) < 60
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 totals["imports"] += (node.end_lineno or node.lineno) - node.lineno + 1
             elif isinstance(node, ast.ClassDef):
                 classes[node.name] += not node.name.startswith("_")
-                totals["modes"] += any(re.search(r"Torch(Dispatch|Function)Mode$", ast.unparse(b)) for b in node.bases)
+                totals["modes"] += any(
+                    re.search(r"Torch(Dispatch|Function)Mode$", ast.unparse(b)) for b in node.bases
+                )
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 _count_function(node, totals)
     single = [n for n, p in modules.items() if p.name != "__init__.py" and importers[n] == 1]
     return {
-        "code lines": totals["code"],
+        "code tokens": totals["tokens"],
+        "tokens a code line": round(totals["tokens"] / totals["code"], 2),
+        "lines of 30 tokens or more, %": round(100 * totals["dense"] / totals["code"], 2),
+        "lines over 100 columns, %": round(100 * totals["wide"] / totals["code"], 2),
+        "tuple assignments": totals["tuples"],
         "files": len(modules),
         "files under 60 lines": totals["small"],
         "modules imported by one other alone": len(single),
@@ -199,8 +251,12 @@ def measure_source() -> Dict[str, float]:
         "functions called refuse, check or faults": totals["checks"],
         "doubled class names": sum(count > 1 for count in classes.values()),
         "dispatch modes over a forward": totals["modes"],
-        "docstrings that begin with a verb, %": round(100 * totals["verb docs"] / totals["docs"], 1),
-        "function names that begin with a verb, %": round(100 * totals["verb names"] / totals["names"], 1),
+        "docstrings that begin with a verb, %": round(
+            100 * totals["verb docs"] / totals["docs"], 1
+        ),
+        "function names that begin with a verb, %": round(
+            100 * totals["verb names"] / totals["names"], 1
+        ),
         "functions with a bare local name": totals["bare"],
         "README words": len((ROOT / "README.md").read_text(encoding="utf-8").split()),
     }
@@ -217,7 +273,9 @@ def _count_function(node: ast.AST, totals: Counter) -> None:
     if docstring:
         totals["docs"] += 1
         totals["verb docs"] += begins_with_verb(docstring)
-    stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    stored = {
+        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     totals["bare"] += bool(stored & BARE_LOCALS)
 
 
@@ -226,7 +284,9 @@ def measure_runs() -> Dict[str, float]:
     values: Dict[str, float] = {}
     command = [sys.executable, "-m", "tests.house_runs"]
     for which in ("emulator", "processes"):
-        ended = subprocess.run([*command, which], cwd=ROOT, capture_output=True, text=True, timeout=240)
+        ended = subprocess.run(
+            [*command, which], cwd=ROOT, capture_output=True, text=True, timeout=240
+        )
         assert ended.returncode == 0, ended.stderr
         values.update(json.loads(ended.stdout.splitlines()[-1]))
     return values
@@ -239,14 +299,20 @@ def find_worse(values: Dict[str, float], stored: Dict[str, float]) -> List[str]:
         if measure.name in values and measure.name in stored:
             change = values[measure.name] - stored[measure.name]
             if (change if measure.down else -change) > measure.slack:
-                lines.append(f"{measure.name}: {values[measure.name]:g}, stored {stored[measure.name]:g}")
+                lines.append(
+                    f"{measure.name}: {values[measure.name]:g}, stored {stored[measure.name]:g}"
+                )
     return lines
 
 
 def main() -> None:
     """Print the measures; with --store, write them down; exit with 1 if one got worse and is not stored."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", action="store_true", help="write today's values into tests/house.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--store", action="store_true", help="write today's values into tests/house.json"
+    )
     arguments = parser.parse_args()
     values = {**measure_source(), **measure_runs()}
     stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}

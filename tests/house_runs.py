@@ -58,7 +58,10 @@ class Tally:
         return {name for name, _ in self.functions}
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> None:
-        name, is_named = frame.f_code.co_filename, not frame.f_code.co_name.startswith("<")  # no comprehension, no lambda
+        name, is_named = (
+            frame.f_code.co_filename,
+            not frame.f_code.co_name.startswith("<"),
+        )  # no comprehension, no lambda
         if event == "call" and is_named and name.startswith(LIBRARY) and not name.startswith(LOOP):
             self.functions.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
 
@@ -95,7 +98,13 @@ def count_update(folder: str, *settings: str) -> OneUpdate:
     counted = OneUpdate()
     # ranks must have the same model
     torch.manual_seed(0)
-    ipu_pipe.train(config, folder, model=CountsForwards(OrderedDict(mlp().named_children())), callbacks=[counted], quiet=True)
+    ipu_pipe.train(
+        config,
+        folder,
+        model=CountsForwards(OrderedDict(mlp().named_children())),
+        callbacks=[counted],
+        quiet=True,
+    )
     return counted
 
 
@@ -113,7 +122,12 @@ def count_building() -> Tally:
 def run_rank(rank: int, folder: str, port: int, queue: Any) -> None:
     """Train as one of two ranks; rank 0 puts its counts into `queue`."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port)
+        RANK=str(rank),
+        WORLD_SIZE="2",
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
     )
     counted = count_update(folder, "backend={name: distributed}", "stages=2")
     if rank == 0:
@@ -135,20 +149,24 @@ def measure_emulator() -> Dict[str, int]:
 def measure_processes() -> Dict[str, int]:
     """Return the measures of an update on two processes."""
 
-
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        ranks = [context.Process(target=run_rank, args=(rank, folder, port, queue)) for rank in range(2)]
+        ranks = [
+            context.Process(target=run_rank, args=(rank, folder, port, queue)) for rank in range(2)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join(120)
         files, functions = queue.get(timeout=1)
-    return {"files in one update, processes": files, "functions in one update, processes": functions}
+    return {
+        "files in one update, processes": files,
+        "functions in one update, processes": functions,
+    }
 
 
 if __name__ == "__main__":

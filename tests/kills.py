@@ -58,18 +58,26 @@ def run_seed(seed: int, out: Path) -> int:
 
     draw = random.Random(seed)
     settings = [f"{key}={value}" for key, value in draw_settings(draw).items()]
-    summary = train(load_config(str(DIGITS), [*settings, "backend.threads=1"]), out / "whole", quiet=True)
+    summary = train(
+        load_config(str(DIGITS), [*settings, "backend.threads=1"]), out / "whole", quiet=True
+    )
     sets = [*settings, "backend.name=distributed", "backend.threads=1", "backend.deadline=30"]
     arguments = [str(DIGITS), "--out", str(out / "killed"), "--set", *sets]
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # which outlives its ranks, as torchrun's does
+    store = TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False
+    )  # which outlives its ranks, as torchrun's does
     kills = 0
     for attempt in range(100):
         kill = Kill(draw.randrange(2), draw.randint(1, 30)) if kills < KILLS else None
-        codes, printed = run_attempt(attempt, kill, arguments, f"kills-{seed}", store.port, out / f"attempt-{attempt}")
+        codes, printed = run_attempt(
+            attempt, kill, arguments, f"kills-{seed}", store.port, out / f"attempt-{attempt}"
+        )
         kills += -signal.SIGKILL in codes
         if not any(codes):
             break
-        assert -signal.SIGKILL in codes, f"attempt {attempt}, {kill}: nobody was killed, the ranks ended with {codes}:\n{printed}"
+        assert -signal.SIGKILL in codes, (
+            f"attempt {attempt}, {kill}: nobody was killed, the ranks ended with {codes}:\n{printed}"
+        )
     last = f"checkpoints/step-{summary['steps']}"
     for name in ("model", "optimizer"):
         file = f"{last}/{name}.safetensors"
@@ -78,18 +86,30 @@ def run_seed(seed: int, out: Path) -> int:
     assert lines == expected, f"metrics.jsonl: {lines}, of the run never killed {expected}"
     final = json.loads((out / "killed" / "summary.json").read_text())
     assert (final["initial"], final["final"]) == (summary["initial"], summary["final"])
-    left = [path.name for path in (out / "killed").rglob("*") if path.name.startswith(".") or path.suffix == ".part"]
+    left = [
+        path.name
+        for path in (out / "killed").rglob("*")
+        if path.name.startswith(".") or path.suffix == ".part"
+    ]
     assert not left, left
     return kills
 
 
-def run_attempt(attempt: int, kill: Optional[Kill], arguments: Sequence[str], job: str, port: int, told: Path) -> Any:
+def run_attempt(
+    attempt: int, kill: Optional[Kill], arguments: Sequence[str], job: str, port: int, told: Path
+) -> Any:
     """Start two ranks, of which one dies, and end the other then. Return their exit codes and what they printed."""
     told.mkdir()
     variables = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": job}
     ranks = [
         forked.context().Process(
-            target=_run, args=(kill, list(arguments), str(told / str(rank)), {**forked.of_rank(rank, 2, port), **variables})
+            target=_run,
+            args=(
+                kill,
+                list(arguments),
+                str(told / str(rank)),
+                {**forked.of_rank(rank, 2, port), **variables},
+            ),
         )
         for rank in range(2)
     ]
@@ -112,7 +132,9 @@ def run_attempt(attempt: int, kill: Optional[Kill], arguments: Sequence[str], jo
             process.join()
     printed = "".join(path.read_text() for path in sorted(told.iterdir()))
     # by its exit code, a rank that is killed here is one of those that were to die
-    assert not hung, f"attempt {attempt}, {kill}: ranks {hung} did not end within {PATIENCE:g} s:\n{printed}"
+    assert not hung, (
+        f"attempt {attempt}, {kill}: ranks {hung} did not end within {PATIENCE:g} s:\n{printed}"
+    )
     return [process.exitcode for process in ranks], printed
 
 
@@ -148,17 +170,25 @@ def main() -> int:
     """Run seeds until so many ranks were killed."""
     parser = argparse.ArgumentParser(prog="python -m tests.kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; each later run has the next one")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first run; each later run has the next one"
+    )
     asked = parser.parse_args()
     begin, kills, failed, seed = time.monotonic(), 0, 0, asked.seed
     while kills < asked.kills:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 kills += run_seed(seed, Path(folder))
-                print(f"seed {seed}: {kills} of {asked.kills} kills, {time.monotonic() - begin:.0f} s", flush=True)
+                print(
+                    f"seed {seed}: {kills} of {asked.kills} kills, {time.monotonic() - begin:.0f} s",
+                    flush=True,
+                )
             except Exception as error:
                 failed, kills = failed + 1, kills + KILLS
-                print(f"seed {seed} failed: make kills KILLS=1 SEED={seed}\n{type(error).__name__}: {error}", flush=True)
+                print(
+                    f"seed {seed} failed: make kills KILLS=1 SEED={seed}\n{type(error).__name__}: {error}",
+                    flush=True,
+                )
         seed += 1
     print(f"{seed - asked.seed - failed} of {seed - asked.seed} runs ended as if never killed")
     return int(failed > 0)

@@ -26,13 +26,17 @@ Weights = Dict[str, torch.Tensor]
 def lag_formula(method: Method, stages: int, stage: int, accumulate: int) -> float:
     """Return D of a stage, counted from 0, by the papers' closed forms."""
     if method.delay is not None and not method.delay.drawn:
-        return method.delay.greatest if method.delay.table is None else max(method.delay.table[stage])
+        return (
+            method.delay.greatest if method.delay.table is None else max(method.delay.table[stage])
+        )
     if stages == 1 or method.flushes:
         return 0
     if method.name == "pipedream_2bw":
         return 1
     microbatches = (
-        2 * (stages - 1 - stage) + method.turn if method.pipeline is Timeline.DATAFLOW else stages - 1 - stage
+        2 * (stages - 1 - stage) + method.turn
+        if method.pipeline is Timeline.DATAFLOW
+        else stages - 1 - stage
     )
     return math.ceil(microbatches / accumulate)
 
@@ -50,11 +54,19 @@ class LiteralRules:
         lr: float,
         switch: int = 0,
     ) -> None:
-        self.args, self.method, self.lr, self.switch, self.accumulate = args, method, lr, switch, accumulate
+        self.args, self.method, self.lr, self.switch, self.accumulate = (
+            args,
+            method,
+            lr,
+            switch,
+            accumulate,
+        )
         self.lag = lag_formula(method, stages, stage, accumulate)
         self.ahead = 0.0
         if method.name == "spectrain" and stages > 1:
-            self.ahead = math.ceil(stage / (1 if method.pipeline is Timeline.DATAFLOW else 2) / accumulate)
+            self.ahead = math.ceil(
+                stage / (1 if method.pipeline is Timeline.DATAFLOW else 2) / accumulate
+            )
 
     def rate(self, k: int) -> float:
         """T1: lr / tau^p."""
@@ -75,12 +87,20 @@ class LiteralRules:
             if rule["form"] == "velocity":
                 return self._ahead(weights, state, k, horizon)
             if rule["form"] == "optimizer":
-                return {name: w.add(state.direction[name], alpha=-self.rate(k) * horizon) for name, w in weights.items()}
-            return {name: w.add(state.difference[name], alpha=horizon) for name, w in weights.items()}
+                return {
+                    name: w.add(state.direction[name], alpha=-self.rate(k) * horizon)
+                    for name, w in weights.items()
+                }
+            return {
+                name: w.add(state.difference[name], alpha=horizon) for name, w in weights.items()
+            }
         return weights
 
     def _ahead(self, weights: Weights, state: "State", k: int, horizon: float) -> Weights:
-        return {name: w.add(state.velocity[name], alpha=-self.rate(k) * horizon) for name, w in weights.items()}
+        return {
+            name: w.add(state.velocity[name], alpha=-self.rate(k) * horizon)
+            for name, w in weights.items()
+        }
 
     def backward(self, weights: Weights, state: "State", k: int, lag: int) -> Weights:
         """Return what a backward or a recomputation reads instead of the newest `weights`, `lag` updates after the forward's."""
@@ -89,7 +109,9 @@ class LiteralRules:
         if self.method.name == "spectrain" and self.ahead:
             return self._ahead(weights, state, k, self.ahead)
         if "t2" in self.args and lag:
-            return {name: w.add(state.delta[name], alpha=-float(lag)) for name, w in weights.items()}
+            return {
+                name: w.add(state.delta[name], alpha=-float(lag)) for name, w in weights.items()
+            }
         return weights
 
 
@@ -125,7 +147,9 @@ class LiteralStage:
         self.module, self.rules, self.ties, self.around = module, rules, ties, around
         self.parameters = {name: p for name, p in module.named_parameters() if name not in ties}
         self.reads = reads or {name: p.dtype for name, p in module.named_parameters()}
-        self.came: Dict[Tuple[int, str], torch.Tensor] = {}  # gradients of a microbatch from a later stage
+        self.came: Dict[
+            Tuple[int, str], torch.Tensor
+        ] = {}  # gradients of a microbatch from a later stage
         self.known = 0  # the version that later stages have got
         self.optimizer = make_optimizer(list(self.parameters.values())) if self.parameters else None
         self.history = [self._now()]  # weights after 0, 1, 2, ... updates of this stage
@@ -164,7 +188,9 @@ class LiteralStage:
         assert version is None or version <= self.known, "it has not come yet"
         return self.history[self.known if version is None else version][name]
 
-    def recompute(self, m: int, inputs: Optional[Sequence[torch.Tensor]]) -> Tuple[torch.Tensor, ...]:
+    def recompute(
+        self, m: int, inputs: Optional[Sequence[torch.Tensor]]
+    ) -> Tuple[torch.Tensor, ...]:
         """Run the forward again with what is in memory now; `inputs` None: those of the
         forward, which a segment's head kept."""
         buffers = [b.clone() for b in self.module.buffers()]
@@ -182,17 +208,28 @@ class LiteralStage:
             )
         return weights
 
-    def _run(self, m: int, inputs: Sequence[torch.Tensor], weights: Weights) -> Tuple[torch.Tensor, ...]:
-        read = {name: w.clone().to(self.reads[name]).requires_grad_() for name, w in weights.items()}
+    def _run(
+        self, m: int, inputs: Sequence[torch.Tensor], weights: Weights
+    ) -> Tuple[torch.Tensor, ...]:
+        read = {
+            name: w.clone().to(self.reads[name]).requires_grad_() for name, w in weights.items()
+        }
         received = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
         with self.around():
-            outputs = functional_call(self.module, read, (received[0] if len(received) == 1 else tuple(received),))
+            outputs = functional_call(
+                self.module, read, (received[0] if len(received) == 1 else tuple(received),)
+            )
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         self.in_flight[m] = (read, received, outputs)
         return outputs
 
     def backward(
-        self, m: int, outputs: Sequence[torch.Tensor], gradients: Sequence[Any], newest: bool, split: bool = False
+        self,
+        m: int,
+        outputs: Sequence[torch.Tensor],
+        gradients: Sequence[Any],
+        newest: bool,
+        split: bool = False,
     ) -> List[Any]:
         """`split`: the weight gradients are gathered later."""
         read, received, _ = self.in_flight.pop(m)
@@ -204,7 +241,9 @@ class LiteralStage:
         for name, w in read.items():
             if (m, name) in self.came:
                 w.grad = self.came.pop((m, name)) + w.grad
-        self.gives = [(stage.came, (m, there), read[name].grad) for name, (stage, there) in self.ties.items()]
+        self.gives = [
+            (stage.came, (m, there), read[name].grad) for name, (stage, there) in self.ties.items()
+        ]
         self.computed[m] = read
         if not split:
             self.gather(m)
@@ -221,14 +260,20 @@ class LiteralStage:
     def _compensate(self, name: str, gradient: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
         """DC-ASGD: of the microbatch's own gradient g = N h, h + lambda N h h (w_now - w_read)."""
         rules = self.rules
-        rule = rules.args.get("delay_compensation") if rules and rules.lag and self.version >= rules.switch else None
+        rule = (
+            rules.args.get("delay_compensation")
+            if rules and rules.lag and self.version >= rules.switch
+            else None
+        )
         if rules is None or rule is None:
             return gradient
         term = gradient * gradient * (self.history[-1][name] - read)
         if rule["adaptive"]:
             decay, N = rule["decay"], rules.accumulate
             s = self.mean_square.get(name, torch.zeros_like(read))
-            self.mean_square[name] = s = (decay * s).addcmul(gradient, gradient, value=(1 - decay) * N**2)
+            self.mean_square[name] = s = (decay * s).addcmul(
+                gradient, gradient, value=(1 - decay) * N**2
+            )
             term = term / (s + 1e-7).sqrt()
         return gradient.add(term, alpha=rule["scale"] * rules.accumulate)
 
@@ -252,7 +297,9 @@ class LiteralStage:
                 if "momentum_buffer" in self.optimizer.state[p]:
                     state.velocity[name] = self.optimizer.state[p]["momentum_buffer"].clone()
                     state.direction[name] = state.velocity[name]
-                if "exp_avg" in self.optimizer.state[p] and "weight_prediction" in args:  # m_hat / (sqrt(v_hat) + eps)
+                if (
+                    "exp_avg" in self.optimizer.state[p] and "weight_prediction" in args
+                ):  # m_hat / (sqrt(v_hat) + eps)
                     moments, (b1, b2) = self.optimizer.state[p], group["betas"]
                     m_hat = moments["exp_avg"] / (1 - b1 ** float(moments["step"]))
                     v_hat = moments["exp_avg_sq"] / (1 - b2 ** float(moments["step"]))
@@ -263,9 +310,15 @@ class LiteralStage:
                 ):  # the step from the old weights by the paper's equation; the velocity is the optimizer's
                     m, g = group["momentum"], gradients[name] + group["weight_decay"] * old
                     a = rule["a"] if rule.get("a") is not None else m ** (rule["scale"] * lag)
-                    b = rule["b"] if rule.get("b") is not None else (1 - m ** (rule["scale"] * lag)) / (1 - m)
+                    b = (
+                        rule["b"]
+                        if rule.get("b") is not None
+                        else (1 - m ** (rule["scale"] * lag)) / (1 - m)
+                    )
                     p.data.copy_(old - group["lr"] * (a * state.velocity[name] + b * g))
-                if "error_feedback" in args and lag:  # the error of the step before: what it should have been, now known
+                if (
+                    "error_feedback" in args and lag
+                ):  # the error of the step before: what it should have been, now known
                     share, step = args["error_feedback"]["scale"] * lag, p.data - old
                     before = self.states[-1].delayed.get(name, step)
                     state.delayed[name] = step
@@ -309,13 +362,18 @@ def replay(
     forwards = _by_slot(schedule.slots(Kind.FORWARD, 0, count))
     # of a split backward the input gradient, and the weight gradient
     backwards, completions = (
-        _by_slot(schedule.slots(kind, 0, count)) for kind in (schedule.passes[1], schedule.passes[-1])
+        _by_slot(schedule.slots(kind, 0, count))
+        for kind in (schedule.passes[1], schedule.passes[-1])
     )
     again = _recomputations(schedule, method) if method.segments is not None else {}
-    activations: Dict[Tuple[int, int], Sequence[torch.Tensor]] = {(0, m): (x,) for m, (x, _) in enumerate(batches)}
+    activations: Dict[Tuple[int, int], Sequence[torch.Tensor]] = {
+        (0, m): (x,) for m, (x, _) in enumerate(batches)
+    }
     gradients: Dict[Tuple[int, int], Sequence[Any]] = {}
     repeated: Dict[Tuple[int, int], Sequence[torch.Tensor]] = {}
-    if delays is not None:  # no pipeline's timing: one microbatch after another, with the stated delays
+    if (
+        delays is not None
+    ):  # no pipeline's timing: one microbatch after another, with the stated delays
         for m in range(count):
             begin = max([0, *[drain for drain in drains if drain <= m]]) // accumulate
             inputs: Sequence[torch.Tensor] = (batches[m][0],)
@@ -324,7 +382,9 @@ def replay(
             grads: Sequence[Any] = [None]
             for s in reversed(range(len(stages))):
                 outputs = (scale_loss(inputs[0], m),) if s == last else stages[s].in_flight[m][2]
-                grads = stages[s].backward(m, outputs, grads, newest=method.backward_reads is Reads.NEWEST)
+                grads = stages[s].backward(
+                    m, outputs, grads, newest=method.backward_reads is Reads.NEWEST
+                )
                 if (m + 1) % accumulate == 0:
                     stages[s].update()
         return
@@ -379,7 +439,10 @@ def _recomputations(schedule: Schedule, method: Method) -> Dict[Tuple[int, int],
         end = head + length - 1
         for s in range(head, end + 1):
             for m in range(schedule.microbatches):
-                runs[backward[end][m] - (method.turn if P > 1 else 0) - (end - s), s] = (m, s == head)
+                runs[backward[end][m] - (method.turn if P > 1 else 0) - (end - s), s] = (
+                    m,
+                    s == head,
+                )
         head = end + 1
     return runs
 

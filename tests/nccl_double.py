@@ -37,7 +37,9 @@ class Transfer:
         return not self._thread.is_alive()
 
     def wait(self, timeout: Any = None) -> None:
-        assert timeout is None, "nccl's wait with a limit holds the host up, and ends the group after it"
+        assert timeout is None, (
+            "nccl's wait with a limit holds the host up, and ends the group after it"
+        )
         self._thread.join()
         if self._failed is not None:
             raise self._failed
@@ -73,7 +75,9 @@ class NcclDouble:
         """Return receives that occupy the GPU."""
         return sum(not transfer.is_completed() for transfer in self._posted)
 
-    def _message(self, kind: str, tensor: torch.Tensor, other: int, group: Any = None, tag: int = 0) -> Any:
+    def _message(
+        self, kind: str, tensor: torch.Tensor, other: int, group: Any = None, tag: int = 0
+    ) -> Any:
         if not any(group is known for known in self._groups):
             return self._real[kind](tensor, other, group, tag)
         if id(group) not in self._touched:
@@ -81,20 +85,31 @@ class NcclDouble:
             self._touched.add(id(group))
         transfer = Transfer(self._real[kind](tensor, other, group, tag))
         if kind == "irecv":
-            self._posted = [before for before in self._posted if not before.is_completed()] + [transfer]
+            self._posted = [before for before in self._posted if not before.is_completed()] + [
+                transfer
+            ]
         return transfer
 
-    def _collective(self, kind: str, *tensors: Any, group: Any = None, async_op: bool = False) -> Any:
+    def _collective(
+        self, kind: str, *tensors: Any, group: Any = None, async_op: bool = False
+    ) -> Any:
         if not any(group is known for known in self._groups):
             return self._real[kind](*tensors, group=group, async_op=async_op)
         assert async_op, "the host would be held up without a limit"
         if id(group) not in self._touched:
-            assert not self.pending(), f"first {kind} of a group while {self.pending()} receives are posted"
+            assert not self.pending(), (
+                f"first {kind} of a group while {self.pending()} receives are posted"
+            )
             self._touched.add(id(group))
         return Transfer(self._real[kind](*tensors, group=group, async_op=True))
 
     def __enter__(self) -> None:
-        doubles = {"isend": self._message, "irecv": self._message, "all_gather": self._collective, "all_reduce": self._collective}
+        doubles = {
+            "isend": self._message,
+            "irecv": self._message,
+            "all_gather": self._collective,
+            "all_reduce": self._collective,
+        }
         for kind, double in doubles.items():
             self._real[kind] = getattr(dist, kind)
             setattr(dist, kind, functools.partial(double, kind))

@@ -30,7 +30,9 @@ def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
     work = [event for event in modelled.rows() if event.kind in ("forward", "backward", "update")]
     events = [*work]
     counters = [
-        Counter(s, name, 0, (s + 2.0) * SIZE) for s in range(STAGES) for name in (MEMORY["weights"], MEMORY["versions"])
+        Counter(s, name, 0, (s + 2.0) * SIZE)
+        for s in range(STAGES)
+        for name in (MEMORY["weights"], MEMORY["versions"])
     ]
     for s in range(STAGES):
         alive, at = 0, 0
@@ -38,15 +40,30 @@ def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
             towards = 1 if e.kind == Kind.FORWARD.word else -1
             what = "activations" if towards > 0 else "gradients"
             if e.start_ns - at > 1000 and e.kind != "update":
-                events.append(Event(s, s, "wait", e.microbatch, at, e.start_ns, -1, None, s - towards, what))
+                events.append(
+                    Event(s, s, "wait", e.microbatch, at, e.start_ns, -1, None, s - towards, what)
+                )
             if e.bytes is not None:
                 events.append(
-                    Event(s, s, "send", e.microbatch, e.end_ns, e.end_ns + 90_000, -1, e.bytes, s + towards, what)
+                    Event(
+                        s,
+                        s,
+                        "send",
+                        e.microbatch,
+                        e.end_ns,
+                        e.end_ns + 90_000,
+                        -1,
+                        e.bytes,
+                        s + towards,
+                        what,
+                    )
                 )
             if e.kind != "update":
                 alive += towards
                 counters.append(Counter(s, MEMORY["activations"], e.end_ns, 3.0 * alive * SIZE))
-                counters.append(Counter(s, MEMORY["gradients"], e.end_ns, 2.0 * SIZE * (towards < 0)))
+                counters.append(
+                    Counter(s, MEMORY["gradients"], e.end_ns, 2.0 * SIZE * (towards < 0))
+                )
             at = e.end_ns
     metadata = {
         "schema": 1, "run": name, "method": "pipedream_flush", "method_args": {}, "backend": "distributed", "stages": STAGES,
@@ -72,6 +89,11 @@ def split_example() -> Tuple[Trace, Dict[str, Any]]:
     events, counters = build_modelled_events(
         times, versions, ACCUMULATE, 1e6, schedule.device_of_stage, is_whole=schedule.is_whole
     )
-    metadata = {"method": method.name, "stages": STAGES, "accumulate": ACCUMULATE, "device_of_stage": [0, 1, 1, 0]}
+    metadata = {
+        "method": method.name,
+        "stages": STAGES,
+        "accumulate": ACCUMULATE,
+        "device_of_stage": [0, 1, 1, 0],
+    }
     trace = Trace(events, counters, {**metadata, "modelled": True})
     return trace, analyze(trace, "runs/split")

@@ -56,5 +56,8 @@ def model() -> nn.Module:
 
 def data() -> TensorData:
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(600, WIDTH, generator=generator), torch.randint(CLASSES, (600,), generator=generator)
+    x, y = (
+        torch.randn(600, WIDTH, generator=generator),
+        torch.randint(CLASSES, (600,), generator=generator),
+    )
     return TensorData((x, y), (x[:BATCH], y[:BATCH]), seed=0)

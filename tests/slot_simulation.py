@@ -28,23 +28,38 @@ class Simulated(NamedTuple):
     updates: List[List[Tuple[int, int]]]  # per stage (slot, k), in order
 
 
-def simulate(pipeline: Timeline, stages: int, microbatches: int, accumulate: int, turn: int = 0) -> Simulated:
+def simulate(
+    pipeline: Timeline, stages: int, microbatches: int, accumulate: int, turn: int = 0
+) -> Simulated:
     """Play `pipeline` from the first microbatch to the last."""
     timeline = PIPELINES[pipeline]
     batch = EMPTIES[pipeline](accumulate) if pipeline in EMPTIES else microbatches
     slots: Slots = {}
     length = 0
     for first in range(0, microbatches, batch):
-        played = play_policy(POLICIES[pipeline], stages, min(batch, microbatches - first), accumulate, turn, timeline.local)
+        played = play_policy(
+            POLICIES[pipeline],
+            stages,
+            min(batch, microbatches - first),
+            accumulate,
+            turn,
+            timeline.local,
+        )
         for kind, rows in played.slots.items():
             for s, row in enumerate(rows):
-                slots.update({(s, kind.value, first + m): slot + length for m, slot in enumerate(row)})
+                slots.update(
+                    {(s, kind.value, first + m): slot + length for m, slot in enumerate(row)}
+                )
         length += played.length
-    return Simulated(slots, length, [_updates(slots, s, microbatches, accumulate) for s in range(stages)])
+    return Simulated(
+        slots, length, [_updates(slots, s, microbatches, accumulate) for s in range(stages)]
+    )
 
 
 def _updates(slots: Slots, stage: int, microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
-    batches = [range(k * accumulate, (k + 1) * accumulate) for k in range(microbatches // accumulate)]
+    batches = [
+        range(k * accumulate, (k + 1) * accumulate) for k in range(microbatches // accumulate)
+    ]
     return [(max(slots[stage, "B", m] for m in batch), k) for k, batch in enumerate(batches)]
 
 
@@ -58,8 +73,15 @@ class Sight:
     microbatches per update; `turn` as in Method.
     """
 
-    def __init__(self, stages: int, microbatches: int, accumulate: int, turn: int, local: bool) -> None:
-        self.stages, self.microbatches, self.accumulate, self.turn = stages, microbatches, accumulate, turn
+    def __init__(
+        self, stages: int, microbatches: int, accumulate: int, turn: int, local: bool
+    ) -> None:
+        self.stages, self.microbatches, self.accumulate, self.turn = (
+            stages,
+            microbatches,
+            accumulate,
+            turn,
+        )
         self.stage = 0
         self.done: Dict[Kind, List[int]] = {kind: [0] * stages for kind in PASSES}
         self.last: List[Optional[Kind]] = [None] * stages
@@ -96,7 +118,12 @@ class PolicySlots(NamedTuple):
 
 
 def play_policy(
-    policy: Policy, stages: int, microbatches: int, accumulate: int, turn: int = 0, local: bool = False
+    policy: Policy,
+    stages: int,
+    microbatches: int,
+    accumulate: int,
+    turn: int = 0,
+    local: bool = False,
 ) -> PolicySlots:
     """Play a policy from an empty pipeline to an empty one. Arguments as in `Sight`."""
     sight = Sight(stages, microbatches, accumulate, turn if stages > 1 else 0, local)
@@ -151,7 +178,9 @@ def local_sgd(sight: Sight) -> Tuple[Kind, ...]:
     """Run `pipedream_1f1b` over the steps of a round, R replicas (N here) in turn: a replica's next step waits for its previous
     one."""
     previous = sight.done[FORWARD][sight.stage] - sight.accumulate  # this replica's previous step
-    fits = (sight.stage > 0 or sight.in_flight < sight.stages) and sight.done[BACKWARD][sight.stage] > previous
+    fits = (sight.stage > 0 or sight.in_flight < sight.stages) and sight.done[BACKWARD][
+        sight.stage
+    ] > previous
     return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 

@@ -84,7 +84,11 @@ def twice() -> nn.Sequential:
     torch.manual_seed(3)
     again = nn.Linear(4, 4)
     return nn.Sequential(
-        nn.Linear(12, 4), begin_stage(again), begin_stage(nn.Tanh()), again, begin_stage(nn.Linear(4, 4))
+        nn.Linear(12, 4),
+        begin_stage(again),
+        begin_stage(nn.Tanh()),
+        again,
+        begin_stage(nn.Linear(4, 4)),
     )
 
 
@@ -108,7 +112,11 @@ def redrawing() -> List[nn.Module]:
     return [Composed(forward, linear=nn.Linear(12, width), drop=drop) for width in (12, 12, 12, 4)]
 
 
-MODELS: Dict[str, Callable[[], List[nn.Module]]] = {"mlp": mlp, "convolution": convolution, "residual": residual}
+MODELS: Dict[str, Callable[[], List[nn.Module]]] = {
+    "mlp": mlp,
+    "convolution": convolution,
+    "residual": residual,
+}
 
 
 def whole(stages: List[nn.Module]) -> nn.Sequential:
@@ -145,7 +153,9 @@ def make_flat_skipping() -> nn.Module:
         return m.b(first) * m.scale + first
 
     a, b = nn.Linear(64, 10), begin_stage(nn.Linear(10, 10))
-    return Composed(forward, flatten=nn.Flatten(), a=a, b=b, scale=nn.Parameter(torch.full((10,), 0.5)))
+    return Composed(
+        forward, flatten=nn.Flatten(), a=a, b=b, scale=nn.Parameter(torch.full((10,), 0.5))
+    )
 
 
 def make_forces() -> nn.Module:
@@ -179,7 +189,9 @@ def make_cut_checkpoint() -> nn.Module:
     def forward(m: Any, x: torch.Tensor) -> Any:
         return checkpoint(lambda x: m.b(m.a(x).tanh()), m.flatten(x), use_reentrant=False)
 
-    return Composed(forward, flatten=nn.Flatten(), a=nn.Linear(64, 8), b=begin_stage(nn.Linear(8, 10)))
+    return Composed(
+        forward, flatten=nn.Flatten(), a=nn.Linear(64, 8), b=begin_stage(nn.Linear(8, 10))
+    )
 
 
 class Odd(nn.Sequential):
@@ -198,14 +210,24 @@ class Odd(nn.Sequential):
 def make_gate() -> nn.Module:
     """Return, on the digits, a stage of which one of two layers runs, by the microbatch, and another stage."""
     choose = lambda m, x: m.a(x) if int(x.sum() * 10) % 2 else m.b(x)  # noqa: E731
-    gated = Composed(lambda m, x: choose(m, m.flatten(x)), flatten=nn.Flatten(), a=nn.Linear(64, 10), b=nn.Linear(64, 10))
+    gated = Composed(
+        lambda m, x: choose(m, m.flatten(x)),
+        flatten=nn.Flatten(),
+        a=nn.Linear(64, 10),
+        b=nn.Linear(64, 10),
+    )
     return nn.Sequential(gated, begin_stage(nn.Linear(10, 10)))
 
 
-def batches(count: int, size: int = 3, dtype: Any = torch.float64) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    count: int, size: int = 3, dtype: Any = torch.float64
+) -> List[Tuple[torch.Tensor, torch.Tensor]]:
     """Return random microbatches for any of the models."""
     generator = torch.Generator().manual_seed(5)
     return [
-        (torch.randn(size, 12, generator=generator, dtype=dtype), torch.randint(0, 4, (size,), generator=generator))
+        (
+            torch.randn(size, 12, generator=generator, dtype=dtype),
+            torch.randint(0, 4, (size,), generator=generator),
+        )
         for _ in range(count)
     ]

@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from ipu_pipe.config.load import load_config
-from ipu_pipe.hardware.paper_figures import compute_paper_figures, compute_pipedream_ratio, compute_worker_footprint
+from ipu_pipe.hardware.paper_figures import (
+    compute_paper_figures,
+    compute_pipedream_ratio,
+    compute_worker_footprint,
+)
 from ipu_pipe.model.stages import describe_stages, partition
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.memory import compute_memory_figures
@@ -40,7 +44,9 @@ def resnet50_weights(classes: int) -> Tuple[int, ...]:
 @pytest.mark.parametrize("moments, copies, ratio", [(0, 2, 1.5), (1, 3, 4 / 3), (2, 4, 1.25)])
 def test_copies_of_the_weights(moments: int, copies: int, ratio: float) -> None:
     """PipeMare, Table 2: with T2 1.33x for momentum SGD, 1.25x for Adam."""
-    without, accumulator = (compute_paper_figures(**arguments("gpipe", 3, 4, moments=moments, t2=t2)) for t2 in (0, 1))
+    without, accumulator = (
+        compute_paper_figures(**arguments("gpipe", 3, 4, moments=moments, t2=t2)) for t2 in (0, 1)
+    )
     assert (without["weight_optimizer_copies"], without["weight_optimizer_ratio"]) == (copies, 1.0)
     assert accumulator["weight_optimizer_ratio"] == pytest.approx(ratio)
 
@@ -48,13 +54,18 @@ def test_copies_of_the_weights(moments: int, copies: int, ratio: float) -> None:
 def test_copies_of_the_weights_with_two_rules_that_keep_state() -> None:
     """2BW's two versions, a gradient, the momentum and an accumulator of each rule: they were counted as one."""
     rules = "method_args={delay_compensation: {adaptive: true}, error_feedback: {}}"
-    job = build(load_config("configs/mlp_digits.yaml", ["method=pipedream_2bw", "stages=2", "steps=4", rules]))
+    job = build(
+        load_config(
+            "configs/mlp_digits.yaml", ["method=pipedream_2bw", "stages=2", "steps=4", rules]
+        )
+    )
     figures = compute_memory_figures(job)
     assert figures is not None and figures["weight_optimizer_copies"] == 6
 
 
 @pytest.mark.parametrize(
-    "classes, parameters, mib, paper", [(10, 23_520_842, 269.2, 270), (1000, 25_557_032, 292.5, 293)]
+    "classes, parameters, mib, paper",
+    [(10, 23_520_842, 269.2, 270), (1000, 25_557_032, 292.5, 293)],
 )
 def test_memory_of_resnet50(classes: int, parameters: int, mib: float, paper: int) -> None:
     """PipeMare, Table 2, states MiB as MB."""
@@ -64,8 +75,12 @@ def test_memory_of_resnet50(classes: int, parameters: int, mib: float, paper: in
     assert size == pytest.approx(mib, abs=0.05) and size == pytest.approx(paper, abs=1)
 
 
-@pytest.mark.parametrize("classes, N, plain, rounded, paper", [(10, 8, 2.67, 2.87, 2.70), (1000, 16, 1.59, 1.79, 1.61)])
-def test_pipedream_on_resnet50(classes: int, N: int, plain: float, rounded: float, paper: float) -> None:
+@pytest.mark.parametrize(
+    "classes, N, plain, rounded, paper", [(10, 8, 2.67, 2.87, 2.70), (1000, 16, 1.59, 1.79, 1.61)]
+)
+def test_pipedream_on_resnet50(
+    classes: int, N: int, plain: float, rounded: float, paper: float
+) -> None:
     weights = resnet50_weights(classes)
     ratios = [compute_pipedream_ratio(weights, 3, N, up) for up in (False, True)]
     assert ratios == pytest.approx([plain, rounded], abs=0.005)
@@ -77,7 +92,9 @@ def test_pipedream_by_hand() -> None:
     weights = [1, 2, 5]
     exact = (3 + (2.5 + 2 * 1.5 + 5 * 0.5) / 8) / 4
     assert compute_pipedream_ratio(weights, 4, 2, rounded=False) == pytest.approx(exact)
-    assert compute_pipedream_ratio(weights, 3, 2, rounded=True) == pytest.approx((2 + (3 + 2 * 2 + 5 * 1) / 8) / 3)
+    assert compute_pipedream_ratio(weights, 3, 2, rounded=True) == pytest.approx(
+        (2 + (3 + 2 * 2 + 5 * 1) / 8) / 3
+    )
 
 
 @pytest.mark.parametrize("P, N", [(2, 1), (5, 3), (9, 4)])
@@ -111,7 +128,9 @@ def recompute_stash(P: int, segments: int = 0) -> np.ndarray:
 
 
 def in_flight(name: str, P: int, M: int, turn: int = 1) -> List[int]:
-    return list(make_schedule(resolve_method(name, {"turn": turn}), P, M, 1).max_in_flight().tolist())
+    return list(
+        make_schedule(resolve_method(name, {"turn": turn}), P, M, 1).max_in_flight().tolist()
+    )
 
 
 @pytest.mark.parametrize("P", [2, 3, 8, 107])
@@ -120,7 +139,9 @@ def test_stash_is_the_schedules_but_for_the_step_itself(P: int) -> None:
     between = activation_stash(P)
     assert between.tolist() == [2 * (P - i) + 1 for i in range(1, P + 1)]
     assert (between + 1).tolist() == in_flight("pipemare", P, 4 * P)
-    assert (activation_stash(P, turn=0) + 1).tolist() == in_flight("pipelined_backprop", P, 4 * P, turn=0)
+    assert (activation_stash(P, turn=0) + 1).tolist() == in_flight(
+        "pipelined_backprop", P, 4 * P, turn=0
+    )
     paper = recompute_stash(P, P)  # every stage a segment: 2(P-i)
     assert paper.tolist() == [2 * (P - i) for i in range(1, P + 1)]
     assert (paper + 2).tolist() == in_flight("pipemare", P, 4 * P)
@@ -133,8 +154,14 @@ def test_one_stage_keeps_one_microbatch() -> None:
 
 
 def test_no_more_is_recomputed_than_is_in_flight() -> None:
-    assert [counts.tolist() for counts in count_kept_by_segments([2, 2, 1], 1, 1)] == [[0, 0, 0], [2, 2, 1]]
-    assert [counts.tolist() for counts in count_kept_by_segments([9, 9, 9], 1, 1)] == [[3, 0, 0], [6, 4, 2]]
+    assert [counts.tolist() for counts in count_kept_by_segments([2, 2, 1], 1, 1)] == [
+        [0, 0, 0],
+        [2, 2, 1],
+    ]
+    assert [counts.tolist() for counts in count_kept_by_segments([9, 9, 9], 1, 1)] == [
+        [3, 0, 0],
+        [6, 4, 2],
+    ]
 
 
 def test_recompute_stash_of_the_papers_example() -> None:
@@ -165,7 +192,9 @@ def test_recompute_ratios(P: int, segments: int, order: float, counted: float) -
     assert (kept_counts.inputs + kept_counts.activations == recompute_stash(P, segments) + 2).all()
 
 
-def literal_bytes(P: int, M: int, turn: int, segments: int, saved: np.ndarray, entering: np.ndarray) -> Tuple[int, int]:
+def literal_bytes(
+    P: int, M: int, turn: int, segments: int, saved: np.ndarray, entering: np.ndarray
+) -> Tuple[int, int]:
     """Walk through the schedule's steps and weigh what is held after each one's forward, before its backward."""
     schedule = make_schedule(resolve_method("pipemare", {"turn": turn}), P, M, 1)
     forward, backward = (schedule.slots(kind, 0, M) for kind in (Kind.FORWARD, Kind.BACKWARD))
@@ -188,13 +217,18 @@ def literal_bytes(P: int, M: int, turn: int, segments: int, saved: np.ndarray, e
 
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("P, segments", [(1, 1), (2, 1), (5, 2), (9, 3), (10, 4), (6, 6)])
-def test_activation_bytes_are_those_of_the_schedule_played_out(P: int, segments: int, turn: int) -> None:
+def test_activation_bytes_are_those_of_the_schedule_played_out(
+    P: int, segments: int, turn: int
+) -> None:
     sizes = np.random.default_rng(P)
     saved, entering = sizes.integers(100, 200, P), sizes.integers(1, 50, P)
     for M in (3 * P, 3, 1) if P > 2 else (3 * P,):
         flying = in_flight("pipemare", P, M, turn)
         kept_counts = count_kept_by_segments(flying, segments, turn)
-        counted = int((saved * flying).sum()), int((saved * kept_counts.activations + entering * kept_counts.inputs).sum())
+        counted = (
+            int((saved * flying).sum()),
+            int((saved * kept_counts.activations + entering * kept_counts.inputs).sum()),
+        )
         expected = literal_bytes(P, M, turn, segments, saved, entering)
         assert counted[0] >= expected[0] and counted[1] >= expected[1]
         if M == 3 * P:  # the stages reach their peaks together only where the pipeline fills
@@ -231,8 +265,14 @@ def test_gpipe_utilization(P: int, N: int, percent: int) -> None:
 
 def test_amortized_utilization() -> None:
     """PipeMareW in Table 2: 33 % on ImageNet, 30 of 100 epochs synchronous; 96 % on WMT, 4 of 80."""
-    for asynchronous, synchronous, (P, N), percent in ((70, 30, (107, 16), 33), (76, 4, (91, 116), 96)):
-        assert round(100 * amortize_utilization([(synchronous, N / (N + P - 1)), (asynchronous, 1)])) == percent
+    for asynchronous, synchronous, (P, N), percent in (
+        (70, 30, (107, 16), 33),
+        (76, 4, (91, 116), 96),
+    ):
+        assert (
+            round(100 * amortize_utilization([(synchronous, N / (N + P - 1)), (asynchronous, 1)]))
+            == percent
+        )
     assert amortize_utilization([(0, 0.1), (5, 1)]) == 1
     assert amortize_utilization([(5, 0.1)]) == pytest.approx(0.1)
 
@@ -281,16 +321,24 @@ def test_report_of_pipemare() -> None:
                 "with_recompute": versions * total / 4 + activations / 4 + flying * max(entering),
                 "without_recompute": versions * total / 4 + flying * activations / 4,
             }
-            for name, versions, flying in (("gpipe", 1, 8), ("pipedream_flush", 1, 4), ("pipedream_2bw", 2, 4))
+            for name, versions, flying in (
+                ("gpipe", 1, 8),
+                ("pipedream_flush", 1, 4),
+                ("pipedream_2bw", 2, 4),
+            )
         },
     }
-    unsaid = compute_paper_figures(**arguments("pipemare", 4, 8, t2=1))  # two are the square root of four
+    unsaid = compute_paper_figures(
+        **arguments("pipemare", 4, 8, t2=1)
+    )  # two are the square root of four
     assert unsaid == figures == json.loads(json.dumps(figures))
 
 
 def test_report_counts_older_versions_of_the_weights() -> None:
     """Two versions of everything with 2BW: 1 + 3 copies; PipeDream's are the schedule's, stage by stage."""
-    assert compute_paper_figures(**arguments("pipedream_2bw", 3, 4))["weight_optimizer_copies"] == 4.0
+    assert (
+        compute_paper_figures(**arguments("pipedream_2bw", 3, 4))["weight_optimizer_copies"] == 4.0
+    )
     pipedream = arguments("pipedream", 3, 1, moments=2)
     figures, copies = compute_paper_figures(**pipedream), pipedream["weight_copies"].tolist()
     size = sum(weight * (3 + alive) for weight, alive in zip((4, 8, 12), copies))
@@ -302,13 +350,24 @@ def test_report_counts_older_versions_of_the_weights() -> None:
 def test_report_goes_by_the_method_as_changed() -> None:
     turned = resolve_method("pipelined_backprop", {"turn": 1})
     flying = make_schedule(turned, 4, 48, 8).max_in_flight()
-    figures = compute_paper_figures(**arguments("pipelined_backprop", 4, 8, in_flight=flying, method=turned))
+    figures = compute_paper_figures(
+        **arguments("pipelined_backprop", 4, 8, in_flight=flying, method=turned)
+    )
     assert figures["stash_microbatches_with_recompute"] == [8, 2, 4, 2]
     alternating = resolve_method("pipemare", {"schedule": "1f1b"})
-    assert compute_paper_figures(**arguments("pipemare", 4, 8, method=alternating))["recompute_ratio_order"] is None
+    assert (
+        compute_paper_figures(**arguments("pipemare", 4, 8, method=alternating))[
+            "recompute_ratio_order"
+        ]
+        is None
+    )
     plain = compute_paper_figures(**arguments("pipelined_backprop", 4, 8))
-    assert plain["stash_microbatches"] == [7, 5, 3, 1] and plain["stash_microbatches_with_recompute"] == [7, 1, 3, 1]
-    assert plain["activation_bytes_with_recompute"] == 3 * 100 + 4 * 10 + 1 * 101 + 3 * 102 + 1 * 103
+    assert plain["stash_microbatches"] == [7, 5, 3, 1] and plain[
+        "stash_microbatches_with_recompute"
+    ] == [7, 1, 3, 1]
+    assert (
+        plain["activation_bytes_with_recompute"] == 3 * 100 + 4 * 10 + 1 * 101 + 3 * 102 + 1 * 103
+    )
 
 
 RECOMPUTED = (
@@ -322,10 +381,15 @@ def test_report_of_every_method_is_null_where_a_figure_has_no_meaning(name: str)
     figures = compute_paper_figures(**arguments(name, 5, 6))
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
     dataflow = name in ("pipemare", "pipelined_backprop", "spectrain")
-    assert [key for key, value in figures.items() if value is None] == ([] if dataflow else list(RECOMPUTED))
+    assert [key for key, value in figures.items() if value is None] == (
+        [] if dataflow else list(RECOMPUTED)
+    )
     if name != "pipedream_2bw":
         few = compute_paper_figures(**arguments(name, 5, 2))["footprint_per_worker"]
         assert few["pipedream_2bw"] == {"with_recompute": None, "without_recompute": None}
         assert few["pipedream_flush"] == few["gpipe"]
         single = compute_paper_figures(**arguments(name, 1, 2))
-        assert all(single[key] is None for key in (*RECOMPUTED, "pipedream_ratio", "pipedream_ratio_rounded"))
+        assert all(
+            single[key] is None
+            for key in (*RECOMPUTED, "pipedream_ratio", "pipedream_ratio_rounded")
+        )

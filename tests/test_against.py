@@ -61,7 +61,9 @@ def test_as_much_time_is_the_most_updates_that_fit(accumulate: int, steps: Any) 
     if steps is None:
         assert chosen is None
         return
-    assert chosen is not None and chosen.steps == steps and chosen.gradient_accumulation == accumulate
+    assert (
+        chosen is not None and chosen.steps == steps and chosen.gradient_accumulation == accumulate
+    )
     assert 2 * (accumulate + 3) * steps <= 1506 < 2 * (accumulate + 3) * (steps + 1)
     assert chosen.optimizer.lr == pytest.approx(0.02 * accumulate / 2)
     assert chosen.lr_schedule.warmup_steps == -(-4 * 2 // accumulate)  # as many samples
@@ -71,7 +73,9 @@ def test_as_much_time_is_the_most_updates_that_fit(accumulate: int, steps: Any) 
 def test_the_experiment_at_equal_time_has_these_settings(accumulate: int) -> None:
     path = Path(DIGITS).parent / "experiments" / "equal_time.yaml"
     grid = yaml.safe_load(path.read_text(encoding="utf-8"))
-    first = summary("pipedream", 400, 2, planned_utilization=1600 / 1624)  # it drains for three evaluations before the last
+    first = summary(
+        "pipedream", 400, 2, planned_utilization=1600 / 1624
+    )  # it drains for three evaluations before the last
     fitted = fit_into_time(configure(**{**grid["base"], "method": "gpipe"}), accumulate, first)
     row = grid["rows"][f"GPipe N={accumulate}, equal time"]
     assert fitted is not None and row["steps"] == fitted.steps
@@ -94,7 +98,9 @@ def test_a_method_that_does_not_drain_keeps_its_batch() -> None:
 
 
 def test_both_comparisons_are_printed_and_drawn(tmp_path: Path) -> None:
-    printed = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
+    printed = train_against(
+        config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8]
+    )
     results = read_json(tmp_path / "run" / "against.json")
     assert results["run"]["method"] == "pipedream"
     assert results["same_samples"]["samples"] == results["run"]["samples"] == 24 * 16
@@ -107,8 +113,13 @@ def test_both_comparisons_are_printed_and_drawn(tmp_path: Path) -> None:
         assert run["curve"][0]["slots"] == 0 and run["curve"][-1]["slots"] == run["slots"]
     best = max(run["final"]["test_accuracy"] for run in results["same_time"])
     lines = printed.splitlines()
-    assert lines[1].startswith("the same samples, 384: test accuracy") and lines[1].endswith("points")
-    assert f"{best:.3f} by gpipe at its best" in printed and f"the same time, {slots:,.0f} slots (planned)" in printed
+    assert lines[1].startswith("the same samples, 384: test accuracy") and lines[1].endswith(
+        "points"
+    )
+    assert (
+        f"{best:.3f} by gpipe at its best" in printed
+        and f"the same time, {slots:,.0f} slots (planned)" in printed
+    )
     assert "planned (of the schedule" in printed and lines[-1].startswith("throughput: ")
     pytest.importorskip("matplotlib")
     assert (tmp_path / "run" / "against.png").read_bytes().startswith(b"\x89PNG")
@@ -120,17 +131,27 @@ def test_a_method_that_takes_no_longer_is_not_run_again(tmp_path: Path) -> None:
     assert read_json(tmp_path / "run" / "against.json")["same_time"] == []
 
 
-def test_a_rate_that_is_too_high_is_reported_and_the_others_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_that_is_too_high_is_reported_and_the_others_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = equal_time.train
 
     def train(config: Any, out: Path, **how: Any) -> Any:
         if config.gradient_accumulation == 8:
-            raise Divergence("update 3 of method gpipe: the training loss is nan", "a smaller optimizer.lr may help")
+            raise Divergence(
+                "update 3 of method gpipe: the training loss is nan",
+                "a smaller optimizer.lr may help",
+            )
         return whole(config, out, **how)
 
     monkeypatch.setattr(equal_time, "train", train)
-    printed = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
-    assert "8 microbatches per update" in printed and "update 3 of method gpipe: the training loss is nan" in printed
+    printed = train_against(
+        config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8]
+    )
+    assert (
+        "8 microbatches per update" in printed
+        and "update 3 of method gpipe: the training loss is nan" in printed
+    )
     assert "by gpipe at its best" in printed
 
 
@@ -138,32 +159,51 @@ def test_a_restart_goes_on_with_its_own_runs_and_overwrites_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """The second run of an earlier comparison was taken for the new one's."""
-    command = [DIGITS, "--out", tmp_path, "--overwrite", *(f"--set={one}" for one in (*SHORT, "steps=2", "method=gpipe"))]
+    command = [
+        DIGITS,
+        "--out",
+        tmp_path,
+        "--overwrite",
+        *(f"--set={one}" for one in (*SHORT, "steps=2", "method=gpipe")),
+    ]
     against_other = ["--against", "pipedream"]
-    for attempt, job, options in ((0, "old", against_other), (0, "new", []), (1, "new", against_other)):
+    for attempt, job, options in (
+        (0, "old", against_other),
+        (0, "new", []),
+        (1, "new", against_other),
+    ):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
         done = run_here(train_command, *command, *options, monkeypatch=monkeypatch, capsys=capsys)
         assert done.returncode == 0, done.stderr
     assert "restart 1 by the launcher" in done.stdout  # of the first run alone
-    jobs = [[start["job"] for start in read_starts(folder)] for folder in (tmp_path, tmp_path / "pipedream")]
+    jobs = [
+        [start["job"] for start in read_starts(folder)]
+        for folder in (tmp_path, tmp_path / "pipedream")
+    ]
     assert jobs == [["new"], ["new"]]
 
 
 def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
     def run(method: str, loss: float, slots: float, accumulate: int = 2) -> ComparedRun:
-        return ComparedRun(method, accumulate, 0.1, 10, 320, slots, {"test_loss": loss, "test_accuracy": None}, [])
+        return ComparedRun(
+            method, accumulate, 0.1, 10, 320, slots, {"test_loss": loss, "test_accuracy": None}, []
+        )
 
     both = run("pipedream", 1.5, 100.0), run("gpipe", 1.25, 250.0)
     first, second = summary("pipedream", 10, 2), summary("gpipe", 10, 2)
-    printed = describe(first, second, *both, [run("gpipe", 2.0, 99.0, 4), run("gpipe", 1.75, 98.0, 8)])
+    printed = describe(
+        first, second, *both, [run("gpipe", 2.0, 99.0, 4), run("gpipe", 1.75, 98.0, 8)]
+    )
     assert "test loss 1.500 by pipedream, 1.250 by gpipe: +0.250" in printed
     assert "test loss 1.500 by pipedream, 1.750 by gpipe at its best: -0.250" in printed
 
 
 def test_slots_of_several_stages_a_device_are_not_compared(tmp_path: Path) -> None:
     for first, second in (("zbv", "gpipe"), ("gpipe", "zbv")):
-        one, other = (config(f"method={method}", "gradient_accumulation=4") for method in (first, second))
+        one, other = (
+            config(f"method={method}", "gradient_accumulation=4") for method in (first, second)
+        )
         with pytest.raises(BadInput, match="^--against: zbv: "):
             train_against(one, other, tmp_path / "run")
     assert not (tmp_path / "run").exists()

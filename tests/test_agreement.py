@@ -38,7 +38,10 @@ class Net(nn.Module):
 
 def draw_batches() -> Any:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)) for _ in range(4)]
+    return [
+        (torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator))
+        for _ in range(4)
+    ]
 
 
 def make_arguments(model: nn.Module, **keys: Any) -> Dict[str, Any]:
@@ -65,7 +68,11 @@ def freeze(model: nn.Module) -> None:
 # difference -> (changes a rank's model, or makes another one; the begin of the line; what each rank has)
 DIFFERENCES: Dict[str, Any] = {
     "shape": (lambda model: Net(width=5), "model: a.weight: shape: ", ("(6, 6)", "(5, 6)")),
-    "dtype": (lambda model: model.double(), "model: a.weight: dtype: ", ("torch.float32", "torch.float64")),
+    "dtype": (
+        lambda model: model.double(),
+        "model: a.weight: dtype: ",
+        ("torch.float32", "torch.float64"),
+    ),
     "requires_grad": (freeze, "model: a.weight: requires_grad: ", ("True", "False")),
     "name": (lambda model: Net("d"), "model: b.weight: shape: ", ("(6, 6)", "nothing")),
     "mode": (lambda model: model.a.eval() and None, "model: a: training: ", ("True", "False")),
@@ -91,7 +98,9 @@ def check_refusals(rank: int, folder: Path, keys: Dict[str, Any]) -> None:
         assert fault.startswith(begin) and f"rank {last} has " in fault, fault
         assert all(value in fault for value in values), fault
     loss = nn.CrossEntropyLoss(torch.ones(3) * (rank + 1))
-    (fault,) = list_faults(ipu_pipe.train, out=folder / "loss", loss=loss, **make_arguments(Net(), **keys))
+    (fault,) = list_faults(
+        ipu_pipe.train, out=folder / "loss", loss=loss, **make_arguments(Net(), **keys)
+    )
     assert fault.startswith("loss: weight: values")
 
 
@@ -128,9 +137,24 @@ def make_entry() -> nn.Module:
 
 
 def test_the_command_ends_with_2_and_one_line(tmp_path: Path) -> None:
-    sets = ["model.entry=tests.test_agreement:make_entry", "model.args={}", "backend.name=distributed", "stages=2", "steps=2"]
-    arguments = [DIGITS, "--out", str(tmp_path / "run"), *(item for pair in sets for item in ("--set", pair))]
+    sets = [
+        "model.entry=tests.test_agreement:make_entry",
+        "model.args={}",
+        "backend.name=distributed",
+        "stages=2",
+        "steps=2",
+    ]
+    arguments = [
+        DIGITS,
+        "--out",
+        str(tmp_path / "run"),
+        *(item for pair in sets for item in ("--set", pair)),
+    ]
     code, _, error = forked.run_ranks(2, "train", arguments)
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("error: model: 1.weight: shape: rank 0 has "), error
+    assert (
+        code == 2
+        and len(lines) == 1
+        and lines[0].startswith("error: model: 1.weight: shape: rank 0 has ")
+    ), error
     assert not (tmp_path / "run").exists()

@@ -19,7 +19,16 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import WAIT, Counter, Counters, Event, Events, Trace
 from tests.support.runs import list_faults
 
-UNITS = [4.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0]  # what each takes forward, in microseconds; backward twice that
+UNITS = [
+    4.0,
+    1.0,
+    1.0,
+    1.0,
+    1.0,
+    2.0,
+    2.0,
+    4.0,
+]  # what each takes forward, in microseconds; backward twice that
 
 
 def modelled(name: str, begins: Sequence[int], accumulate: int, batches: int, **more: Any) -> Trace:
@@ -31,10 +40,17 @@ def modelled(name: str, begins: Sequence[int], accumulate: int, batches: int, **
     schedule = make_schedule(method, stages, count, accumulate)
     table = VersionTable(schedule, method)
     splits = forward if name == "zbv" else ()
-    costs = Costs(forward, [backward * cost for cost in forward], [0.5] * stages, weight_gradient=splits)
-    versions, devices = (table.forward(0, count), table.backward(0, count)), list(schedule.device_of_stage)
+    costs = Costs(
+        forward, [backward * cost for cost in forward], [0.5] * stages, weight_gradient=splits
+    )
+    versions, devices = (
+        (table.forward(0, count), table.backward(0, count)),
+        list(schedule.device_of_stage),
+    )
     sizes = None if name == "zbv" else [100] * stages
-    events, counters = build_modelled_events(clock(schedule, costs), versions, accumulate, 1000.0, devices, sizes)
+    events, counters = build_modelled_events(
+        clock(schedule, costs), versions, accumulate, 1000.0, devices, sizes
+    )
     metadata = {
         "method": name, "method_args": {}, "stages": stages, "accumulate": accumulate, "microbatches": count, "modelled": True,
         "device_of_stage": devices, "units": list_units(begins, [1e9 * unit for unit in UNITS], backward),
@@ -43,7 +59,9 @@ def modelled(name: str, begins: Sequence[int], accumulate: int, batches: int, **
     return Trace(events, counters, metadata)
 
 
-def list_units(begins: Sequence[int], flops: Sequence[float], backward: float = 2) -> List[Dict[str, Any]]:
+def list_units(
+    begins: Sequence[int], flops: Sequence[float], backward: float = 2
+) -> List[Dict[str, Any]]:
     """Return the layers of UNITS with the FLOPs of each forward, of which a backward has `backward` times as many."""
     return [
         {"name": f"layer{i}", "stage": sum(i >= begin for begin in begins) - 1, "forward_flops": count,
@@ -57,23 +75,33 @@ def list_begins(bottleneck: Dict[str, Any]) -> List[int]:
     return [int(unit[len("layer") :]) for unit in bottleneck["move"]["begins_then"]]
 
 
-def by_hand(events: Sequence[Event], counters: Sequence[Counter] = (), **metadata: Any) -> Dict[str, Any]:
+def by_hand(
+    events: Sequence[Event], counters: Sequence[Counter] = (), **metadata: Any
+) -> Dict[str, Any]:
     """Return the analysis of a trace of these events."""
-    analysis = analyze(Trace(Events.from_rows(events), Counters.from_rows(counters), metadata), "a trace")
+    analysis = analyze(
+        Trace(Events.from_rows(events), Counters.from_rows(counters), metadata), "a trace"
+    )
     json.dumps(analysis, allow_nan=False)
     return analysis
 
 
 def event(device: int, kind: str, start: int, end: int, microbatch: int = 0, **more: Any) -> Event:
     fields: Dict[str, Any] = {"stage": device, "version": 0, "bytes": None, **more}
-    return Event(device=device, kind=kind, microbatch=microbatch, start_ns=start, end_ns=end, **fields)
+    return Event(
+        device=device, kind=kind, microbatch=microbatch, start_ns=start, end_ns=end, **fields
+    )
 
 
 # ---- the bottleneck, and what moving a boundary gains
 
 
-@pytest.mark.parametrize("name, accumulate, batches", [("gpipe", 6, 2), ("pipedream_flush", 6, 2), ("pipedream", 1, 400)])
-def test_what_a_move_gains_is_what_moving_it_gives(name: str, accumulate: int, batches: int) -> None:
+@pytest.mark.parametrize(
+    "name, accumulate, batches", [("gpipe", 6, 2), ("pipedream_flush", 6, 2), ("pipedream", 1, 400)]
+)
+def test_what_a_move_gains_is_what_moving_it_gives(
+    name: str, accumulate: int, batches: int
+) -> None:
     """The gain that is stated of one cut is found by cutting so and looking at the clock's trace of that."""
     before = analyze(modelled(name, [0, 1, 2], accumulate, batches), "before")
     result = before["bottleneck"]
@@ -82,14 +110,18 @@ def test_what_a_move_gains_is_what_moving_it_gives(name: str, accumulate: int, b
     assert begins != [0, 1, 2] and result["gain"] > 0.3
     assert result["move"]["busy_now_ns"] == [12000.0, 3000.0, 33000.0]
     after = analyze(modelled(name, begins, accumulate, batches), "after")
-    assert result["move"]["busy_then_ns"] == [stage["forward_ns"] + stage["backward_ns"] for stage in after["stages"]]
+    assert result["move"]["busy_then_ns"] == [
+        stage["forward_ns"] + stage["backward_ns"] for stage in after["stages"]
+    ]
     # for pipedream the ends of the run, where the pipeline fills and drains, are a small part of it
     measured = before["span_ns"] / after["span_ns"] - 1
     assert result["gain"] == pytest.approx(measured, rel=0.02 if name == "pipedream" else 1e-6)
     assert after["bottleneck"]["gain"] == 0.0
     assert f"stage 1 at layer{begins[1]} instead of layer1" in result["do"]
     # the layers take as long as their FLOPs say
-    assert result["time_per_flop_ratio"] == pytest.approx(1) and result["gain_range"] == pytest.approx([result["gain"]] * 2)
+    assert result["time_per_flop_ratio"] == pytest.approx(1) and result[
+        "gain_range"
+    ] == pytest.approx([result["gain"]] * 2)
 
 
 @pytest.mark.parametrize("begins", [[0, 1, 2], [0, 5, 7], [0, 3, 6], [0, 6, 7]])
@@ -108,7 +140,12 @@ def test_even_stages_are_reported_as_the_schedules_own_bubble() -> None:
     # (P - 1) / (N + P - 1), Huang et al. 2019; a little else for the updates, which are compute
     assert result["planned_bubble_fraction"] == pytest.approx(1 / 3)
     assert result["bubble_fraction"] == pytest.approx(1 / 3, abs=0.01)
-    assert result["imbalance"] == result["bottleneck"]["gain"] == result["bottleneck"]["gain_if_balanced"] == 0.0
+    assert (
+        result["imbalance"]
+        == result["bottleneck"]["gain"]
+        == result["bottleneck"]["gain_if_balanced"]
+        == 0.0
+    )
     assert "more microbatches per update" in result["bottleneck"]["do"]
 
 
@@ -119,12 +156,18 @@ def test_why_there_is_no_gain() -> None:
         result = analyze(trace._replace(metadata=metadata), "x")["bottleneck"]
         assert result["gain"] is None and result["move"] is None and reason in result["why_no_gain"]
     assert analyze(trace, "x")["bottleneck"]["gain_if_balanced"] > 0.3
-    other = analyze(trace._replace(metadata={**trace.metadata, "method": "of another version"}), "x")
+    other = analyze(
+        trace._replace(metadata={**trace.metadata, "method": "of another version"}), "x"
+    )
     assert "cannot be rebuilt" in other["bottleneck"]["why_no_gain"]
 
 
 def test_a_link_or_evaluations_may_hold_a_run_up() -> None:
-    passes = [event(d, "forward", 1000 * m + 100 * d, 1000 * m + 100 * d + 100, m) for m in range(4) for d in (0, 1)]
+    passes = [
+        event(d, "forward", 1000 * m + 100 * d, 1000 * m + 100 * d + 100, m)
+        for m in range(4)
+        for d in (0, 1)
+    ]
     message: Dict[str, Any] = {"peer": 1, "carries": "activations", "bytes": 8}
     sends = [event(0, "send", 1000 * m + 100, 1000 * m + 900, m, **message) for m in range(4)]
     result = by_hand([*passes, *sends])["bottleneck"]
@@ -143,9 +186,17 @@ def test_a_waiting_device_names_whom_it_waits_for() -> None:
     result = by_hand(events)
     assert [device["busy_ns"] for device in result["devices"]] == [10_000_000, 100_000_000]
     assert result["span_ns"] == 100_000_000
-    assert result["devices"][0]["waits_for"] == {"1": 72_000_000} and result["devices"][0]["ramp_down_ns"] == 18_000_000
-    assert result["bottleneck"]["stage"] == 1 and "device 0 waits for it 72.0% of the time" in result["bottleneck"]["why"]
-    assert result["stages"][0]["of_greatest"] == pytest.approx(0.1) and result["imbalance"] == pytest.approx(0.45)
+    assert (
+        result["devices"][0]["waits_for"] == {"1": 72_000_000}
+        and result["devices"][0]["ramp_down_ns"] == 18_000_000
+    )
+    assert (
+        result["bottleneck"]["stage"] == 1
+        and "device 0 waits for it 72.0% of the time" in result["bottleneck"]["why"]
+    )
+    assert result["stages"][0]["of_greatest"] == pytest.approx(0.1) and result[
+        "imbalance"
+    ] == pytest.approx(0.45)
     assert "stage 1 on device 1" in format_analysis(result)
 
 
@@ -154,16 +205,26 @@ def test_what_a_move_gains_where_devices_have_several_stages() -> None:
     before = analyze(modelled("zbv", [0, 1, 2, 3], 6, 1), "before")
     result = before["bottleneck"]
     after = analyze(modelled("zbv", list_begins(result), 6, 1), "after")
-    assert result["gain"] > 0.3 and result["gain"] == pytest.approx(before["span_ns"] / after["span_ns"] - 1, rel=1e-6)
+    assert result["gain"] > 0.3 and result["gain"] == pytest.approx(
+        before["span_ns"] / after["span_ns"] - 1, rel=1e-6
+    )
 
 
 # ---- stages, stragglers, FLOPs
 
 
 def test_stragglers_and_flops() -> None:
-    events = [event(0, "forward", 1000 * m, 1000 * m + (500 if m == 7 else 100), m) for m in range(10)]
+    events = [
+        event(0, "forward", 1000 * m, 1000 * m + (500 if m == 7 else 100), m) for m in range(10)
+    ]
     events += [event(0, "backward", 1000 * m + 600, 1000 * m + 700, m) for m in range(10)]
-    unit = {"name": "a", "stage": 0, "forward_flops": 30.0, "backward_flops": 60.0, "crossing_bytes": 0}
+    unit = {
+        "name": "a",
+        "stage": 0,
+        "forward_flops": 30.0,
+        "backward_flops": 60.0,
+        "crossing_bytes": 0,
+    }
     result = by_hand(events, units=[unit])
     assert result["stragglers"] == [
         {"stage": 0, "kind": "forward", "count": 1, "lost_ns": 400, "median_ns": 100.0,
@@ -171,7 +232,11 @@ def test_stragglers_and_flops() -> None:
     ]  # fmt: skip
     (stage,) = result["stages"]
     assert stage["flops_per_second"] == pytest.approx(90 * 10 / 2400 * 1e9)
-    assert (stage["forward_ns"], stage["busy_ns"], stage["busy_ns_per_microbatch"]) == (100.0, 2400, 200.0)
+    assert (stage["forward_ns"], stage["busy_ns"], stage["busy_ns_per_microbatch"]) == (
+        100.0,
+        2400,
+        200.0,
+    )
 
 
 def test_halves_of_backwards_and_several_stages_of_a_device() -> None:
@@ -196,7 +261,9 @@ def test_halves_of_backwards_and_several_stages_of_a_device() -> None:
 # ---- staleness
 
 
-@pytest.mark.parametrize("name", ["gpipe", "pipedream", "pipedream_2bw", "pipemare", "local_greedy"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "pipedream", "pipedream_2bw", "pipemare", "local_greedy"]
+)
 def test_staleness_is_the_version_tables(name: str) -> None:
     accumulate, batches = 4, 6
     trace = modelled(name, [0, 2, 5], accumulate, batches)
@@ -204,17 +271,30 @@ def test_staleness_is_the_version_tables(name: str) -> None:
     table = VersionTable(make_schedule(method, 3, accumulate * batches, accumulate), method)
     update = np.arange(accumulate * batches) // accumulate
     staleness = analyze(trace, "x")["staleness"]
-    for row, *versions in zip(staleness, table.forward(0, len(update)), table.backward(0, len(update))):
-        lags = [{"mean": (update - version).mean(), "greatest": (update - version).max()} for version in versions]
-        assert [row["forward_versions"], row["backward_versions"]] == lags and row["time_ns"] is not None
+    for row, *versions in zip(
+        staleness, table.forward(0, len(update)), table.backward(0, len(update))
+    ):
+        lags = [
+            {"mean": (update - version).mean(), "greatest": (update - version).max()}
+            for version in versions
+        ]
+        assert [row["forward_versions"], row["backward_versions"]] == lags and row[
+            "time_ns"
+        ] is not None
 
 
 def test_staleness_in_time() -> None:
     events = [event(0, "forward", 10 * m, 10 * m + 5, m) for m in range(4)]
-    events += [event(0, "update", 100, 120, 0, version=1), event(0, "update", 200, 220, 1, version=2)]
+    events += [
+        event(0, "update", 100, 120, 0, version=1),
+        event(0, "update", 200, 220, 1, version=2),
+    ]
     result = by_hand(events, accumulate=2)["staleness"]
     assert result[0]["time_ns"] == {"median": (110 + 120 + 190 + 200) / 4, "greatest": 200}
-    assert result[0]["forward_versions"] == {"mean": 0.5, "greatest": 1} and result[0]["backward_versions"] is None
+    assert (
+        result[0]["forward_versions"] == {"mean": 0.5, "greatest": 1}
+        and result[0]["backward_versions"] is None
+    )
 
 
 # ---- links
@@ -222,7 +302,10 @@ def test_staleness_in_time() -> None:
 
 def test_links_by_messages_and_their_latency() -> None:
     events = [event(0, "forward", 0, 10)]
-    events += [event(0, "send", 100 * m, 100 * m + 5, m, peer=1, carries="activations", bytes=64) for m in range(3)]
+    events += [
+        event(0, "send", 100 * m, 100 * m + 5, m, peer=1, carries="activations", bytes=64)
+        for m in range(3)
+    ]
     # the last wait's message may have been there
     for start, end, m in ((0, 12, 0), (190, 216, 2), (0, 1, 9), (101, 190, 1)):
         events.append(event(1, WAIT, start, end, m, peer=0, carries="activations"))
@@ -250,7 +333,12 @@ def test_memory_at_its_peak() -> None:
         Counter(0, "gradients (bytes)", 40, 0.0),
         Counter(0, "microbatches in flight", 31, 1e9), Counter(1, "weights (bytes)", 7, float("nan")),
     ]  # fmt: skip
-    passes = [("forward", 0, 10, 3), ("forward", 10, 25, 4), ("backward", 26, 29, 3), ("forward", 50, 60, 5)]
+    passes = [
+        ("forward", 0, 10, 3),
+        ("forward", 10, 25, 4),
+        ("backward", 26, 29, 3),
+        ("forward", 50, 60, 5),
+    ]
     (result,) = by_hand([event(0, *row) for row in passes], counters)["memory"]
     assert (result["device"], result["peak_bytes"], result["at_ns"]) == (0, 190, 30)
     assert result["categories"] == {"weights": 100, "gradients": 30, "activations": 60}
@@ -269,9 +357,23 @@ def test_memory_over_time_is_thinned_but_keeps_its_peak() -> None:
 
 
 def test_replicas_devices_are_distinguished() -> None:
-    events = [event(0, "forward", 0, 10), event(2, "forward", 0, 30, stage=0), event(1, "forward", 10, 20, stage=1)]
-    result = by_hand(events, method="gpipe", stages=2, replicas=2, device_of_stage=[0, 1], accumulate=1, microbatches=1)
-    assert [device["index"] for device in result["devices"]] == [0, 1, 2, 3] and result["devices"][3]["idle_ns"] == 30
+    events = [
+        event(0, "forward", 0, 10),
+        event(2, "forward", 0, 30, stage=0),
+        event(1, "forward", 10, 20, stage=1),
+    ]
+    result = by_hand(
+        events,
+        method="gpipe",
+        stages=2,
+        replicas=2,
+        device_of_stage=[0, 1],
+        accumulate=1,
+        microbatches=1,
+    )
+    assert [device["index"] for device in result["devices"]] == [0, 1, 2, 3] and result["devices"][
+        3
+    ]["idle_ns"] == 30
     assert result["stages"][0]["devices"] == [0, 2]
 
 
@@ -279,33 +381,70 @@ def test_a_modelled_trace_plays_one_replica() -> None:
     """Story: the devices of the other replicas, of which nothing was played, were reported as idle, 100 %."""
     trace = modelled("gpipe", [0, 5], 2, 3)
     alone, one_of_two = (
-        analyze(trace._replace(metadata={**trace.metadata, "replicas": count}), "x") for count in (1, 2)
+        analyze(trace._replace(metadata={**trace.metadata, "replicas": count}), "x")
+        for count in (1, 2)
     )
-    assert one_of_two["devices"] == alone["devices"] and one_of_two["bubble_fraction"] == alone["bubble_fraction"]
+    assert (
+        one_of_two["devices"] == alone["devices"]
+        and one_of_two["bubble_fraction"] == alone["bubble_fraction"]
+    )
     assert any("2 replicas" in note for note in one_of_two["notes"])
 
 
 def test_metadata_that_no_run_writes() -> None:
-    wrong = {"stages": "x", "accumulate": 0, "units": [3], "replicas": True, "device_of_stage": [-1], "method": 5}
+    wrong = {
+        "stages": "x",
+        "accumulate": 0,
+        "units": [3],
+        "replicas": True,
+        "device_of_stage": [-1],
+        "method": 5,
+    }
     faults = list_faults(by_hand, [event(0, "forward", 0, 1)], **wrong)
     assert len(faults) == 6 and all("a trace: metadata: " in fault for fault in faults)
 
 
 def test_metadata_of_which_no_schedule_can_be_made() -> None:
-    passes = [event(d, kind, d + late, d + late + 1) for d in (0, 1) for late, kind in enumerate(("forward", "backward"))]
-    for odd in ({"stages": 1 << 30}, {"method": "pipedream_2bw", "accumulate": 1}, {"accumulate": 1 << 30}):
-        result = by_hand(passes, **{"method": "gpipe", "stages": 2, "accumulate": 1, "microbatches": 4, **odd})
+    passes = [
+        event(d, kind, d + late, d + late + 1)
+        for d in (0, 1)
+        for late, kind in enumerate(("forward", "backward"))
+    ]
+    for odd in (
+        {"stages": 1 << 30},
+        {"method": "pipedream_2bw", "accumulate": 1},
+        {"accumulate": 1 << 30},
+    ):
+        result = by_hand(
+            passes, **{"method": "gpipe", "stages": 2, "accumulate": 1, "microbatches": 4, **odd}
+        )
         assert result["span_ns"] == 3 and result["bottleneck"]["gain"] is None
 
 
 def test_two_side_by_side() -> None:
-    one, two = (by_hand([event(0, "forward", 0, end), event(1, "forward", 5, 20)]) for end in (10, 16))
+    one, two = (
+        by_hand([event(0, "forward", 0, end), event(1, "forward", 5, 20)]) for end in (10, 16)
+    )
     rows = {row["name"]: row for row in compute_differences(one, two)}
-    assert rows["devices[0].busy_ns"] == {"name": "devices[0].busy_ns", "this": 10, "other": 16, "difference": -6}
+    assert rows["devices[0].busy_ns"] == {
+        "name": "devices[0].busy_ns",
+        "this": 10,
+        "other": 16,
+        "difference": -6,
+    }
     three = by_hand([event(0, "forward", 0, 10)])
     rows = {row["name"]: row for row in compute_differences(one, three)}
-    assert rows["devices[1].busy_ns"] == {"name": "devices[1].busy_ns", "this": 15, "other": None, "difference": None}
-    stage = next(line for line in format_comparison(one, two).splitlines() if line.startswith("stage 0"))
+    assert rows["devices[1].busy_ns"] == {
+        "name": "devices[1].busy_ns",
+        "this": 15,
+        "other": None,
+        "difference": None,
+    }
+    stage = next(
+        line for line in format_comparison(one, two).splitlines() if line.startswith("stage 0")
+    )
     assert stage.split()[-1] == "-37.5%"
-    stage = next(line for line in format_comparison(one, three).splitlines() if line.startswith("stage 1"))
+    stage = next(
+        line for line in format_comparison(one, three).splitlines() if line.startswith("stage 1")
+    )
     assert stage.split()[-2:] == ["-", "-"]

@@ -22,7 +22,9 @@ Drawn = Tuple[int, str, int, int, int]  # device, kind, start, end, peer
 
 
 def traced(*drawn: Drawn) -> Events:
-    return Events.from_rows(Event(d, d, kind, 0, start, end, 0, None, peer) for d, kind, start, end, peer in drawn)
+    return Events.from_rows(
+        Event(d, d, kind, 0, start, end, 0, None, peer) for d, kind, start, end, peer in drawn
+    )
 
 
 PARTS = ("busy_ns", "wait_ns", "communication_ns", "ramp_up_ns", "ramp_down_ns", "idle_ns")
@@ -60,13 +62,23 @@ def test_what_overlaps_is_counted_once() -> None:
         (0, "pause", 30, 70, -1), (0, "checkpoint", 65, 80, -1),
     )  # fmt: skip
     (only,) = rows
-    assert (only["busy_ns"], only["communication_ns"], only["wait_ns"], only["outside_ns"]) == (25, 10, 35, 20)
+    assert (only["busy_ns"], only["communication_ns"], only["wait_ns"], only["outside_ns"]) == (
+        25,
+        10,
+        35,
+        20,
+    )
     assert only["waits_for"] == {"1": 15, "2": 10, "3": 10}
     assert only["idle_in"] == {"evaluate": 0, "checkpoint": 15, "pause": 5, "host": 10}
 
 
 def test_a_wait_within_a_wait() -> None:
-    (only,) = parts((0, WAIT, 12, 15, 2), (0, WAIT, 10, 20, 1), (0, "forward", 0, 5, -1), (0, "forward", 30, 35, -1))
+    (only,) = parts(
+        (0, WAIT, 12, 15, 2),
+        (0, WAIT, 10, 20, 1),
+        (0, "forward", 0, 5, -1),
+        (0, "forward", 30, 35, -1),
+    )
     assert only["waits_for"] == {"1": 10} and only["wait_ns"] == 10 and only["idle_ns"] == 15
 
 
@@ -103,7 +115,11 @@ def literal(drawn: Sequence[Drawn], device: int, span: Tuple[int, int]) -> Dict[
     computes = [e for e in of_device if e[1] in COMPUTE]
     begin = min((e[2] for e in computes), default=span[0])
     last = max((e[3] for e in computes), default=span[1])
-    counts: Dict[str, Any] = {"waits_for": {}, "idle_in": dict.fromkeys((*OUTSIDE, "host"), 0), "outside_ns": 0}
+    counts: Dict[str, Any] = {
+        "waits_for": {},
+        "idle_in": dict.fromkeys((*OUTSIDE, "host"), 0),
+        "outside_ns": 0,
+    }
     for part in ("busy", "communication", "wait", "ramp_up", "ramp_down", "idle"):
         counts[f"{part}_ns"] = 0
     for t in range(*span):
@@ -117,7 +133,9 @@ def literal(drawn: Sequence[Drawn], device: int, span: Tuple[int, int]) -> Dict[
         elif at & {*COMMUNICATION}:
             counts["communication_ns"] += 1
         elif WAIT in at:
-            first = min((e for e in of_device if e[1] == WAIT and e[2] <= t < e[3]), key=lambda e: e[2])
+            first = min(
+                (e for e in of_device if e[1] == WAIT and e[2] <= t < e[3]), key=lambda e: e[2]
+            )
             counts["wait_ns"] += 1
             peer = str(first[4]) if first[4] >= 0 else "unknown"
             counts["waits_for"][peer] = counts["waits_for"].get(peer, 0) + 1
@@ -139,8 +157,15 @@ def test_parts_add_up_and_equal_a_count_of_every_nanosecond(drawn: List[Drawn]) 
         assert span_of(row) == span[1] - span[0]
         expected = literal(drawn, row["index"], span)
         assert {key: row[key] for key in expected} == expected
-        messages = {t for e in drawn if e[0] == row["index"] and e[1] in COMMUNICATION for t in range(e[2], e[3])}
-        passes = {t for e in drawn if e[0] == row["index"] and e[1] in COMPUTE for t in range(e[2], e[3])}
+        messages = {
+            t
+            for e in drawn
+            if e[0] == row["index"] and e[1] in COMMUNICATION
+            for t in range(e[2], e[3])
+        }
+        passes = {
+            t for e in drawn if e[0] == row["index"] and e[1] in COMPUTE for t in range(e[2], e[3])
+        }
         messages_ns, hidden_ns = messages_ns + len(messages), hidden_ns + len(messages & passes)
     assert (overlap["communication_ns"], overlap["hidden_ns"]) == (messages_ns, hidden_ns)
 
@@ -149,19 +174,28 @@ def test_parts_add_up_and_equal_a_count_of_every_nanosecond(drawn: List[Drawn]) 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=12))
 def test_a_union_is_a_set_of_moments(drawn: List[Tuple[int, int]]) -> None:
     start = np.array([s for s, _ in drawn], np.int64)
-    length_of_union = measure_union(start, start + np.array([length for _, length in drawn], np.int64))
+    length_of_union = measure_union(
+        start, start + np.array([length for _, length in drawn], np.int64)
+    )
     assert length_of_union == len({t for s, length in drawn for t in range(s, s + length)})
 
 
 @pytest.mark.parametrize("name", PLAYED)
-@pytest.mark.parametrize("stages, accumulate, batches", [(1, 1, 3), (2, 2, 3), (4, 4, 3), (5, 8, 2)])
-def test_parts_of_every_methods_slots(name: str, stages: int, accumulate: int, batches: int) -> None:
+@pytest.mark.parametrize(
+    "stages, accumulate, batches", [(1, 1, 3), (2, 2, 3), (4, 4, 3), (5, 8, 2)]
+)
+def test_parts_of_every_methods_slots(
+    name: str, stages: int, accumulate: int, batches: int
+) -> None:
     """In unit slots the bubble is the schedule's, device by device."""
     method = METHODS[name]
     schedule = make_schedule(method, stages, accumulate * batches, accumulate)
     table = VersionTable(schedule, method)
     count = accumulate * batches
-    times, versions = clock(schedule, make_slot_costs(schedule)), (table.forward(0, count), table.backward(0, count))
+    times, versions = (
+        clock(schedule, make_slot_costs(schedule)),
+        (table.forward(0, count), table.backward(0, count)),
+    )
     events, _ = build_modelled_events(times, versions, accumulate, 1000.0, schedule.device_of_stage)
     rows, _ = measure_devices(events, [], find_span(events))
     span, busy = 1000 * schedule.slot_count, 2 * count * 1000 // schedule.slot_capacity

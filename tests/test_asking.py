@@ -33,7 +33,9 @@ def weighted(output: Any, y: Any, *, weights: Any) -> torch.Tensor:
 def smooth(output: Any, y: Any, *, batch: Any, strength: float = 0.1) -> torch.Tensor:
     """Outputs are near a function of the inputs, too."""
     a = batch["a"] if isinstance(batch, dict) else batch[0]
-    return F.cross_entropy(output, y) + strength * (output.sum(dim=1) - a.sum(dim=1)).square().mean()
+    return (
+        F.cross_entropy(output, y) + strength * (output.sum(dim=1) - a.sum(dim=1)).square().mean()
+    )
 
 
 class Weighted(nn.Module):
@@ -46,7 +48,11 @@ CASES: Dict[str, Callable[[], Dict[str, Any]]] = {
     "a field of the inputs": lambda: {"batches": INSIDE, "loss": weighted},
     "a module": lambda: {"batches": NAMED, "loss": Weighted()},
     "the whole batch": lambda: {"batches": PARTS, "loss": smooth},
-    "of what is taken": lambda: {"batches": NAMED, "loss": weighted, "output": lambda scores: 2 * scores},
+    "of what is taken": lambda: {
+        "batches": NAMED,
+        "loss": weighted,
+        "output": lambda scores: 2 * scores,
+    },
 }
 
 
@@ -67,7 +73,9 @@ def test_metrics_are_of_the_labels(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, data = Two(), ipu_pipe.from_loader(NAMED, NAMED)
     config = settings(metrics=["accuracy", "top2"], evaluate={"subset": 6})
-    final = ipu_pipe.train(config, tmp_path / "run", model=model, data=data, loss=weighted, quiet=True)["final"]
+    final = ipu_pipe.train(
+        config, tmp_path / "run", model=model, data=data, loss=weighted, quiet=True
+    )["final"]
     with torch.no_grad():
         right = [model(one["a"], one["b"]).argmax(dim=1) == one["labels"] for one in NAMED]
     assert final["test_accuracy"] == pytest.approx(torch.cat(right)[:6].double().mean().item())
@@ -79,20 +87,30 @@ def test_blocks_and_mixed_precision_give_it_too() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
     pairs = [(a, y) for a, _, y in PARTS]
     for keys in ({"method": "local_greedy", "stages": ["1"]}, {"precision": "bfloat16_mixed"}):
-        flow, (result,) = train_updates(build(settings(**keys), model, ipu_pipe.from_loader(pairs), smooth), 1)
+        flow, (result,) = train_updates(
+            build(settings(**keys), model, ipu_pipe.from_loader(pairs), smooth), 1
+        )
         assert result.loss > 0
         flow.engine.close()
 
 
 def test_what_cannot_be_taken_is_reported() -> None:
-    assert all(list_requested_fields(loss) == () for loss in (F.cross_entropy, torch.nn.MSELoss(), torch.dot))
-    assert refusal(Two(), PARTS, loss=weighted).startswith("loss: takes weights of the batch, which besides labels has no fields")
+    assert all(
+        list_requested_fields(loss) == ()
+        for loss in (F.cross_entropy, torch.nn.MSELoss(), torch.dot)
+    )
+    assert refusal(Two(), PARTS, loss=weighted).startswith(
+        "loss: takes weights of the batch, which besides labels has no fields"
+    )
     assert "besides labels has a, b: must be" in refusal(Two(), NAMED_PAIRS, loss=weighted)
     uneven = [{**one, "weights": torch.ones(3)} for one in NAMED]
     line = refusal(Two(), uneven, loss=lambda f, y, *, weights, batch: f.sum())
     assert line.startswith("data: batch.a has the shape (4, 3), weights (3,): the first dimension")
     line = refusal(Two(), PARTS, loss=lambda output, y, mask: output.sum())
-    assert line.startswith("loss: takes mask besides outputs and labels: ") and "loss(output, y, *, mask)" in line
+    assert (
+        line.startswith("loss: takes mask besides outputs and labels: ")
+        and "loss(output, y, *, mask)" in line
+    )
 
 
 def test_ipus_give_a_loss_outputs_and_labels_alone() -> None:
@@ -115,5 +133,11 @@ def make_arguments(case: str, method: str) -> Dict[str, Any]:
 
 @needs_processes
 def test_two_processes_give_it_to_the_last_stage(tmp_path: Path) -> None:
-    runs = [("a field", "gpipe"), ("the whole batch", "pipedream"), ("of what is taken", "pipemare")]
-    check_two_processes(tmp_path, {method: partial(make_arguments, case, method) for case, method in runs})
+    runs = [
+        ("a field", "gpipe"),
+        ("the whole batch", "pipedream"),
+        ("of what is taken", "pipemare"),
+    ]
+    check_two_processes(
+        tmp_path, {method: partial(make_arguments, case, method) for case, method in runs}
+    )

@@ -45,7 +45,11 @@ def test_steady_global_history_delays_are_the_closed_form(P: int) -> None:
     history = count_history_delays(table, 3 * P, 4 * P)
     tau = delays.compute_steady_delays(P)
     assert (history.written[:, None, :] - history.read[None, :, :] == tau[:, :, None]).all()
-    assert tau.max() == delays.compute_greatest_delay(P) == (P * P - P // 2 if P % 2 == 0 else P * P - (P + 1) // 2)
+    assert (
+        tau.max()
+        == delays.compute_greatest_delay(P)
+        == (P * P - P // 2 if P % 2 == 0 else P * P - (P + 1) // 2)
+    )
     assert tau.mean() == delays.compute_mean_delay(P) == (P * P - 1) / 2
     assert tau.min() == tau[P - 1, P - 1] == delays.compute_least_delay(P) == (P - 1) // 2
     lags = np.arange(3 * P, 4 * P) - table.forward(3 * P, 4 * P)  # local staleness
@@ -69,7 +73,14 @@ def test_timelines_have_the_lengths_of_the_paper(P: int) -> None:
 
 def test_a_drain_ends_a_round() -> None:
     schedule = make_schedule(resolve_method("local_sgd", {"local_steps": 5}), 3, 24, 2, drains=[6])
-    assert [schedule.get_drain_interval(k) for k in (0, 2, 3, 7, 8, 11)] == [(0, 3), (0, 3), (3, 8), (3, 8), (8, 12), (8, 12)]
+    assert [schedule.get_drain_interval(k) for k in (0, 2, 3, 7, 8, 11)] == [
+        (0, 3),
+        (0, 3),
+        (3, 8),
+        (3, 8),
+        (8, 12),
+        (8, 12),
+    ]
 
 
 # ---- what is drawn
@@ -104,7 +115,9 @@ def test_delays_and_draws_are_uniform_within_their_bounds() -> None:
         counts = np.bincount(draws, minlength=bins)
         expected = counts.sum() / len(counts)
         assert (abs(counts - expected) < 5 * np.sqrt(expected)).all()
-    assert (source.list_microbatches(0, 12000) // 10 == np.arange(12000) // 30).all()  # of the epoch at hand
+    assert (
+        source.list_microbatches(0, 12000) // 10 == np.arange(12000) // 30
+    ).all()  # of the epoch at hand
     together = np.corrcoef(delays[:, 7:])
     assert abs(together - np.eye(3)).max() < 0.05
 
@@ -126,16 +139,35 @@ def test_offsets_are_the_mean_delays_of_each_block() -> None:
 def test_the_schedules_order_is_that_of_its_slots() -> None:
     schedule = make_schedule(METHODS["pipedream"], 3, 4, 1)
     stage, microbatch = order_updates(schedule)
-    drawn = [(2, 0), (1, 0), (2, 1), (0, 0), (2, 2), (1, 1), (0, 1), (2, 3), (1, 2), (0, 2), (1, 3), (0, 3)]
+    drawn = [
+        (2, 0),
+        (1, 0),
+        (2, 1),
+        (0, 0),
+        (2, 2),
+        (1, 1),
+        (0, 1),
+        (2, 3),
+        (1, 2),
+        (0, 2),
+        (1, 3),
+        (0, 3),
+    ]
     slots = {(s, m): (2 * 3 - 1 - s + 2 * m, s) for s, m in drawn}
-    assert list(zip(stage.tolist(), microbatch.tolist())) == sorted(slots, key=lambda key: slots[key])
+    assert list(zip(stage.tolist(), microbatch.tolist())) == sorted(
+        slots, key=lambda key: slots[key]
+    )
 
 
 # ---- the emulator
 
 
 def emulated(
-    modules: List[nn.Module], method: Method, steps: int, data: Sequence[Any], drains: Sequence[int] = ()
+    modules: List[nn.Module],
+    method: Method,
+    steps: int,
+    data: Sequence[Any],
+    drains: Sequence[int] = (),
 ) -> Emulator:
     model = whole(modules)
     part = partition(model, data[0][0])
@@ -180,7 +212,9 @@ def assert_alike(ours: List[nn.Module], theirs: List[nn.Module]) -> None:
 
 @pytest.mark.parametrize("model", [*MODELS, "normed"])
 @pytest.mark.parametrize("drains", [[], [7, 21]])
-def test_with_the_schedules_own_delays_it_is_pipedream_bit_for_bit(model: str, drains: List[int]) -> None:
+def test_with_the_schedules_own_delays_it_is_pipedream_bit_for_bit(
+    model: str, drains: List[int]
+) -> None:
     """Weights, velocities and running statistics, with a learning rate that falls (appendix F)."""
     make = normed if model == "normed" else lambda: fresh(model)
     ours, theirs, data = make(), make(), batches(30)
@@ -194,14 +228,21 @@ def test_with_the_schedules_own_delays_it_is_pipedream_bit_for_bit(model: str, d
 
 
 def by_the_algorithm(
-    modules: List[nn.Module], source: RandomizedReplays, data: Sequence[Any], beta: Optional[float], in_order: bool
+    modules: List[nn.Module],
+    source: RandomizedReplays,
+    data: Sequence[Any],
+    beta: Optional[float],
+    in_order: bool,
 ) -> None:
     """Algorithm 1 with all iterates kept as copies; momentum and decay as torch.optim.SGD does them."""
     parameters = [list(module.parameters()) for module in modules]
     history = [[[p.detach().clone() for p in stage] for stage in parameters]]
     velocity: Dict[Tuple[int, int], torch.Tensor] = {}
     P, net = len(modules), whole(modules)
-    stages, microbatches = source.list_stages(0, source.count), source.list_microbatches(0, source.count)
+    stages, microbatches = (
+        source.list_stages(0, source.count),
+        source.list_microbatches(0, source.count),
+    )
     delays = source.list_delays(0, source.count)
     for k in range(source.count):
         s = int(stages[k])
@@ -236,7 +277,9 @@ def by_the_algorithm(
 def test_weights_are_those_of_algorithm_1(args: Dict[str, Any], model: str) -> None:
     ours, theirs, data = fresh(model), fresh(model), batches(40)
     emulator = emulated(ours, resolve_method("randomized_pipedream", args), 20, data)
-    by_the_algorithm(theirs, replays(args, P=len(theirs), M=20), data, args.get("nag"), "order" in args)
+    by_the_algorithm(
+        theirs, replays(args, P=len(theirs), M=20), data, args.get("nag"), "order" in args
+    )
     assert emulator.update == 20 * len(theirs)
     for a, b in zip(whole(ours).parameters(), whole(theirs).parameters()):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
@@ -245,11 +288,19 @@ def test_weights_are_those_of_algorithm_1(args: Dict[str, Any], model: str) -> N
 
 @pytest.mark.parametrize("model", ["mlp", "normed"])
 @pytest.mark.parametrize("R, K, drains", [(3, 2, []), (2, 5, [6]), (1, 3, []), (4, 1, [])])
-def test_local_sgd_is_replicas_that_train_by_themselves_and_meet(R: int, K: int, drains: List[int], model: str) -> None:
+def test_local_sgd_is_replicas_that_train_by_themselves_and_meet(
+    R: int, K: int, drains: List[int], model: str
+) -> None:
     steps, data = 9, batches(9 * R)
     make = normed if model == "normed" else lambda: fresh(model)
     ours, first = make(), make()
-    emulated(ours, resolve_method("local_sgd", {"replicas": R, "local_steps": K}), steps, data, [d * R for d in drains])
+    emulated(
+        ours,
+        resolve_method("local_sgd", {"replicas": R, "local_steps": K}),
+        steps,
+        data,
+        [d * R for d in drains],
+    )
     nets = [whole(copy.deepcopy(first)) for _ in range(R)]
     optimizers = [sgd(net.parameters()) for net in nets]
     since = 0

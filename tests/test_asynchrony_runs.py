@@ -37,7 +37,9 @@ RUNS: List[Any] = [
 
 
 @pytest.mark.parametrize("method, args", RUNS)
-def test_a_resumed_run_ends_with_the_same_numbers(method: str, args: Dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_numbers(
+    method: str, args: Dict[str, Any], tmp_path: Path
+) -> None:
     whole = train(config(method, args), tmp_path / "whole", quiet=True)
     train(config(method, args), tmp_path / "again", quiet=True)
     again = train(config(method, args), tmp_path / "again", resume_from=4, quiet=True)
@@ -51,7 +53,9 @@ def test_the_number_of_replicas_is_that_of_the_stages_and_stays(tmp_path: Path) 
     assert summary["samples"] == 9 * 5 * 8
     assert [stage["weight_copies"] for stage in summary["stages"]] == [5] * 5
     assert [stage["forward_delay"] for stage in summary["stages"]] == [0] * 5
-    longer = train(config("local_sgd", steps=11, stages=2), tmp_path / "run", resume=True, quiet=True)
+    longer = train(
+        config("local_sgd", steps=11, stages=2), tmp_path / "run", resume=True, quiet=True
+    )
     assert longer["batch"]["global_batch_size"] == 5 * 8 and longer["model"]["stages"] == 2
 
 
@@ -63,17 +67,31 @@ def test_the_number_of_replicas_is_that_of_the_stages_and_stays(tmp_path: Path) 
         ({"order": "schedule", "delays": "schedule"}, [4, 3, 2, 1, 0]),
     ],
 )
-def test_what_randomized_pipedream_holds_is_its_bound(args: Dict[str, Any], lags: List[int]) -> None:
+def test_what_randomized_pipedream_holds_is_its_bound(
+    args: Dict[str, Any], lags: List[int]
+) -> None:
     assert build(config("randomized_pipedream", args)).table.greatest_lag().tolist() == lags
 
 
 @pytest.mark.parametrize(
     "method, keys, place",
     [
-        ("randomized_pipedream", {"gradient_accumulation": 2}, "gradient_accumulation: 2: randomized_pipedream updates single"),
-        ("local_sgd", {"replicas": 2}, "replicas: 2: local_sgd has replicas that step by themselves"),
+        (
+            "randomized_pipedream",
+            {"gradient_accumulation": 2},
+            "gradient_accumulation: 2: randomized_pipedream updates single",
+        ),
+        (
+            "local_sgd",
+            {"replicas": 2},
+            "replicas: 2: local_sgd has replicas that step by themselves",
+        ),
         ("local_sgd", {"clip": {"norm": 1.0, "scope": "global"}}, "clip.scope: global: local_sgd "),
-        ("randomized_pipedream", {"args": {"t1": {}}}, "method_args.t1: not with randomized_pipedream"),
+        (
+            "randomized_pipedream",
+            {"args": {"t1": {}}},
+            "method_args.t1: not with randomized_pipedream",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(method: str, keys: Dict[str, Any], place: str) -> None:
@@ -87,5 +105,7 @@ def test_a_bound_that_is_no_number_is_refused_at_its_place() -> None:
 
 
 def test_a_method_without_a_timeline_has_no_schedule_to_print() -> None:
-    faults = list_faults(schedule_command.main, ["randomized_pipedream", "--stages", "4", "--microbatches", "8"])
+    faults = list_faults(
+        schedule_command.main, ["randomized_pipedream", "--stages", "4", "--microbatches", "8"]
+    )
     assert "randomized_pipedream: has no timeline" in faults[0]

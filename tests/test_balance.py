@@ -32,7 +32,10 @@ def make_block(width: int) -> nn.Module:
         x = x + m.attention(h, h, h, need_weights=False)[0]
         return x + m.mlp(m.ln_2(x))
 
-    norms, attention = [nn.LayerNorm(width) for _ in range(2)], nn.MultiheadAttention(width, 2, batch_first=True)
+    norms, attention = (
+        [nn.LayerNorm(width) for _ in range(2)],
+        nn.MultiheadAttention(width, 2, batch_first=True),
+    )
     mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
     return Composed(forward, ln_1=norms[0], ln_2=norms[1], attention=attention, mlp=mlp)
 
@@ -51,11 +54,19 @@ def make_vision(layers: int = 6, width: int = 8) -> nn.Module:
         dropout=nn.Dropout(0.0), layers=blocks, norm=nn.LayerNorm(width),
     )  # fmt: skip
     patches, heads = nn.Conv2d(3, width, 4, 4), nn.Sequential(OrderedDict(head=nn.Linear(width, 4)))
-    return Composed(forward, patches=patches, token=nn.Parameter(torch.zeros(1, 1, width)), encoder=encoder, heads=heads)
+    return Composed(
+        forward,
+        patches=patches,
+        token=nn.Parameter(torch.zeros(1, 1, width)),
+        encoder=encoder,
+        heads=heads,
+    )
 
 
 def sizes(part: Partition, model: nn.Module) -> List[int]:
-    return [sum(model.get_parameter(name).numel() for name in stage.parameters) for stage in part.stages]
+    return [
+        sum(model.get_parameter(name).numel() for name in stage.parameters) for stage in part.stages
+    ]
 
 
 @pytest.mark.parametrize("by", ["flops", "parameters"])
@@ -66,7 +77,9 @@ def test_a_model_with_a_weight_of_its_own_gets_as_many_stages_as_asked_for(by: s
         part = partition(model, IMAGES, {"count": count, "by": by})
         assert len(part) == count
         assert all(stage.parameters != ("token",) for stage in part.stages)
-        assert sorted(n for s in part.stages for n in s.parameters) == sorted(n for n, _ in model.named_parameters())
+        assert sorted(n for s in part.stages for n in s.parameters) == sorted(
+            n for n, _ in model.named_parameters()
+        )
 
 
 def test_a_small_count_goes_into_the_child_that_holds_everything() -> None:
@@ -76,14 +89,19 @@ def test_a_small_count_goes_into_the_child_that_holds_everything() -> None:
         part = partition(model, IMAGES, count)
         assert part.begin_names() == [f"encoder.layers.layer_{i}" for i in begins]
         assert max(sizes(part, model)) < 1.25 * sum(sizes(part, model)) / count
-    best = [max(sizes(partition(model, IMAGES, {"count": n, "by": "parameters"}), model)) for n in range(1, 12)]
+    best = [
+        max(sizes(partition(model, IMAGES, {"count": n, "by": "parameters"}), model))
+        for n in range(1, 12)
+    ]
     assert best == sorted(best, reverse=True)  # more stages never make the greatest greater
     assert partition(model, IMAGES, 5) == partition(model, IMAGES, 5)
 
 
 def test_devices_that_hand_on_are_cut_between_children_where_these_are_enough() -> None:
     """Two children of which the second is three times the first, and can be divided."""
-    uneven = Composed(lambda m, x: m.large(m.small(x)), small=nn.Linear(16, 16), large=make_block(16))
+    uneven = Composed(
+        lambda m, x: m.large(m.small(x)), small=nn.Linear(16, 16), large=make_block(16)
+    )
     model, x, two = uneven, torch.randn(1, 3, 16), {"count": 2, "by": "parameters"}
     assert partition(model, x, two).begin_names() == ["large.mlp.0"]
     assert partition(model, x, two, between_top=True).begin_names() == ["large"]
@@ -93,14 +111,19 @@ def test_devices_that_hand_on_are_cut_between_children_where_these_are_enough() 
 def test_a_cut_that_every_backend_can_make_is_preferred_unless_it_is_far_worse() -> None:
     """Three blocks on two stages: 2 to 1 instead of 1.5 to 1.5."""
     model = nn.Sequential(make_block(8), make_block(8), make_block(8))
-    assert partition(model, torch.randn(1, 3, 8), {"count": 2, "by": "parameters"}).begin_names() in (["1"], ["2"])
+    assert partition(
+        model, torch.randn(1, 3, 8), {"count": 2, "by": "parameters"}
+    ).begin_names() in (["1"], ["2"])
 
 
 def make_tied(last: int = 2) -> nn.Module:
     """Return layers of which the first and another share a weight, and all lie inside one child."""
     layers = [nn.Linear(8, 8, bias=False) for _ in range(5)]
     layers[last].weight = layers[0].weight
-    return Composed(lambda m, x: functools.reduce(lambda h, layer: layer(h), m.inner, x), inner=nn.ModuleList(layers))
+    return Composed(
+        lambda m, x: functools.reduce(lambda h, layer: layer(h), m.inner, x),
+        inner=nn.ModuleList(layers),
+    )
 
 
 def test_a_count_does_not_divide_a_shared_weight() -> None:
@@ -112,15 +135,26 @@ def test_a_count_does_not_divide_a_shared_weight() -> None:
         partition(make_tied(4), x, 2)
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=9), st.data())
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=9
+    ),
+    st.data(),
+)
 def test_the_search_is_exact(units: Any, data: Any) -> None:
     count = data.draw(st.integers(1, len(units)))
-    costs, weights, through = ([float(unit[0]) for unit in units], [u[1] for u in units], [u[2] for u in units])
+    costs, weights, through = (
+        [float(unit[0]) for unit in units],
+        [u[1] for u in units],
+        [u[2] for u in units],
+    )
     through[0] = 0
     cuts = WeightedCuts(costs, weights, through)
     ways = [[0, *cut] for cut in itertools.combinations(range(1, len(units)), count - 1)]
     # every stage has a weight
-    allowed = [way for way in ways if all(sum(weights[a:b]) for a, b in zip(way, [*way[1:], len(units)]))]
+    allowed = [
+        way for way in ways if all(sum(weights[a:b]) for a, b in zip(way, [*way[1:], len(units)]))
+    ]
     best = cuts.find_best(count)
     if not allowed:
         assert best is None and cuts.find_least(count) == float("inf")
@@ -128,14 +162,18 @@ def test_the_search_is_exact(units: Any, data: Any) -> None:
     least = min(find_greatest(costs, way) for way in allowed)
     near = [way for way in allowed if find_greatest(costs, way) <= SLACK * least]
     assert cuts.find_least(count) == least
-    assert best in near and sum(through[i] for i in best) == min(sum(through[i] for i in way) for way in near)
+    assert best in near and sum(through[i] for i in best) == min(
+        sum(through[i] for i in way) for way in near
+    )
 
 
 # ---- FLOPs
 
 
 def forward(model: nn.Module, part: Partition, x: torch.Tensor) -> List[float]:
-    return list(make_footprint(model, part, observe_execution(model, x, counted=True)).forward_flops)
+    return list(
+        make_footprint(model, part, observe_execution(model, x, counted=True)).forward_flops
+    )
 
 
 @counted
@@ -143,13 +181,17 @@ def test_layers_with_fast_paths_in_evaluation_are_counted() -> None:
     b, n, w = 2, 5, 8
     layer = nn.TransformerEncoderLayer(w, 2, dim_feedforward=16, batch_first=True)
     expected = 2 * b * n * w * 4 * w + 4 * b * n * n * w + 2 * 2 * b * n * w * 16
-    assert forward(layer, partition(layer, torch.randn(b, n, w), 1), torch.randn(b, n, w)) == [expected]
+    assert forward(layer, partition(layer, torch.randn(b, n, w), 1), torch.randn(b, n, w)) == [
+        expected
+    ]
 
     model, x = take_output(nn.LSTM(w, 4)), torch.randn(n, b, w)
     assert forward(model, partition(model, x, 1), x) == [2 * n * b * 4 * 4 * (w + 4)]
 
 
-def test_linear_and_convolution_layers_have_the_same_count_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_and_convolution_layers_have_the_same_count_by_formula(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What torch 2.0 takes; it says that attention is left out."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
     part = partition(model, IMAGES, ["2"])
@@ -163,7 +205,10 @@ def test_linear_and_convolution_layers_have_the_same_count_by_formula(monkeypatc
 
 def make_conv1d(inputs: int, outputs: int) -> nn.Module:
     """Return Hugging Face's Conv1D: a linear layer with its weight the other way round, taken by a function."""
-    forward = lambda m, x: torch.addmm(m.bias, x.flatten(0, -2), m.weight).unflatten(0, x.shape[:-1])  # noqa: E731
+
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(m.bias, x.flatten(0, -2), m.weight).unflatten(0, x.shape[:-1])
+
     weight = nn.Parameter(torch.randn(inputs, outputs) / 8)
     return Composed(forward, weight=weight, bias=nn.Parameter(torch.zeros(outputs)))
 
@@ -172,7 +217,9 @@ def make_gpt2_block(width: int) -> nn.Module:
     """Return a block as Hugging Face writes it."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in m.c_attn(m.ln_1(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (2, -1)).transpose(1, 2) for t in m.c_attn(m.ln_1(x)).chunk(3, -1)
+        )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + m.c_proj(mixed.transpose(1, 2).flatten(2))
         return x + m.c_out(nn.functional.gelu(m.c_fc(m.ln_2(x))))
@@ -193,14 +240,20 @@ def imbalance(model: nn.Module, count: int, x: torch.Tensor) -> float:
 @counted
 def test_layers_that_compute_by_functions_are_balanced() -> None:
     """Story: two stages of GPT-2 held 78 and 22 of its work, since a layer by a function counted 2 an output."""
-    model = nn.Sequential(nn.Embedding(200, 32), *[make_gpt2_block(32) for _ in range(8)], nn.Linear(32, 200, bias=False))
+    model = nn.Sequential(
+        nn.Embedding(200, 32),
+        *[make_gpt2_block(32) for _ in range(8)],
+        nn.Linear(32, 200, bias=False),
+    )
     assert imbalance(model, 2, torch.randint(0, 200, (2, 16))) < 1.06
 
 
 @counted
 def test_encoder_layers_before_a_head_are_divided() -> None:
     """Story: four of them landed in stage 0, the head alone in stage 1."""
-    layers = [nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, batch_first=True) for _ in range(4)]
+    layers = [
+        nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, batch_first=True) for _ in range(4)
+    ]
     model, x = nn.Sequential(*layers, nn.Linear(16, 10)), torch.randn(2, 6, 16)
     assert partition(model, x, 2).begin_names() == ["2"]
     assert imbalance(model, 2, x) < 1.06

@@ -49,7 +49,11 @@ OBJECTIVES: Dict[str, Callable[[], Union[Quadratic, Logistic]]] = {
 
 
 def samples(objective: Union[Quadratic, Logistic]) -> Any:
-    rows, targets = (objective.A, objective.b) if isinstance(objective, Quadratic) else (objective.X, objective.y)
+    rows, targets = (
+        (objective.A, objective.b)
+        if isinstance(objective, Quadratic)
+        else (objective.X, objective.y)
+    )
     return torch.from_numpy(rows), torch.from_numpy(targets)
 
 
@@ -71,15 +75,21 @@ def test_gradients_and_values_are_those_of_the_module(name: str) -> None:
     for g in range(2):
         for block, values in zip(model.parameters(), np.split(x[:, g], P)):
             block.data = torch.from_numpy(values.copy())
-        assert float(loss(model(rows), targets).detach()) == pytest.approx(objective.compute_value(x)[g], rel=1e-13)
+        assert float(loss(model(rows), targets).detach()) == pytest.approx(
+            objective.compute_value(x)[g], rel=1e-13
+        )
         for b in (0, objective.batches - 1):
             part = slice(b * objective.batch_size, (b + 1) * objective.batch_size)
             model.zero_grad()
             loss(model(rows[part]), targets[part]).backward()
             expected = np.concatenate([p.grad.numpy() for p in model.parameters()])
-            np.testing.assert_allclose(objective.compute_gradient(x, b)[:, g], expected, rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(
+                objective.compute_gradient(x, b)[:, g], expected, rtol=1e-11, atol=1e-12
+            )
             some = slice(6, 12)
-            np.testing.assert_allclose(objective.compute_gradient(x, b, some)[:, g], expected[some], rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(
+                objective.compute_gradient(x, b, some)[:, g], expected[some], rtol=1e-11, atol=1e-12
+            )
 
 
 def test_data_are_drawn_as_the_paper_draws_them() -> None:
@@ -94,7 +104,9 @@ def test_data_are_drawn_as_the_paper_draws_them() -> None:
     rng = np.random.default_rng(3)
     X, w = rng.normal(size=(30, 8)), rng.normal(size=8)
     logistic = make_logistic_regression(30, 8, 1, 1e-2, 0.5, 3)
-    assert (logistic.X == X).all() and (logistic.y == rng.binomial(1, 1 / (1 + np.exp(-(X @ w))))).all()
+    assert (logistic.X == X).all() and (
+        logistic.y == rng.binomial(1, 1 / (1 + np.exp(-(X @ w))))
+    ).all()
 
 
 def test_the_logistic_optimum_is_where_the_gradient_ends() -> None:
@@ -108,7 +120,13 @@ def test_the_logistic_optimum_is_where_the_gradient_ends() -> None:
 # ---- against the emulator
 
 
-def emulated(objective: Union[Quadratic, Logistic], method: Method, rate: float, source: Any = None, R: int = 1) -> Any:
+def emulated(
+    objective: Union[Quadratic, Logistic],
+    method: Method,
+    rate: float,
+    source: Any = None,
+    R: int = 1,
+) -> Any:
     model, loss = module_of(objective)
     rows, targets = samples(objective)
     part = partition(model, rows[:2])
@@ -135,9 +153,13 @@ def emulated(objective: Union[Quadratic, Logistic], method: Method, rate: float,
     return vector(model)
 
 
-def assert_close(found: vector_runs.Curve, expected: Callable[[float], Any], objective: Any) -> None:
+def assert_close(
+    found: vector_runs.Curve, expected: Callable[[float], Any], objective: Any
+) -> None:
     for g, rate in enumerate(RATES):
-        np.testing.assert_allclose(found.x[:, g], expected(float(rate)), rtol=0, atol=1e-12 * np.abs(found.x).max())
+        np.testing.assert_allclose(
+            found.x[:, g], expected(float(rate)), rtol=0, atol=1e-12 * np.abs(found.x).max()
+        )
     assert found.values[-1] == pytest.approx(objective.compute_value(found.x), rel=1e-12)
     start = objective.compute_value(np.zeros((D, 2)))
     assert found.values[0] == pytest.approx(start, rel=1e-12) and (found.values[-1] < start).all()
@@ -147,7 +169,9 @@ def assert_close(found: vector_runs.Curve, expected: Callable[[float], Any], obj
 def test_pipedream_is_the_emulators(name: str) -> None:
     objective = OBJECTIVES[name]()
     curve = run_pipedream(objective, P, M, RATES, 0)
-    assert_close(curve, lambda rate: emulated(objective, resolve_method("pipedream"), rate), objective)
+    assert_close(
+        curve, lambda rate: emulated(objective, resolve_method("pipedream"), rate), objective
+    )
     assert curve.slots[-1] == 2 * M + 2 * (P - 1) and curve.updates[-1] == M * P
 
 
@@ -156,7 +180,9 @@ def test_pipedream_is_the_emulators(name: str) -> None:
 def test_randomized_pipedream_is_the_emulators(name: str, args: Dict[str, Any]) -> None:
     objective = OBJECTIVES[name]()
     other = {**args, "delay_bound": 1}
-    sources = [make_randomized_source(P, M, objective.batches, bounds, 2) for bounds in (other, args)]
+    sources = [
+        make_randomized_source(P, M, objective.batches, bounds, 2) for bounds in (other, args)
+    ]
     curves = run_randomized(objective, sources, RATES, 0)
     method = resolve_method("randomized_pipedream", args)
     assert_close(curves[1], lambda rate: emulated(objective, method, rate, sources[1]), objective)
@@ -174,7 +200,9 @@ def test_local_sgd_is_the_emulators(name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("R", [None, 3], ids=["pipedream", "local_sgd"])
-def test_curves_have_the_iterates_that_the_stages_hold_after_each_slot(name: str, R: Optional[int]) -> None:
+def test_curves_have_the_iterates_that_the_stages_hold_after_each_slot(
+    name: str, R: Optional[int]
+) -> None:
     """Slot after slot of the timeline, stage after stage, with weights kept by replica."""
     objective, rate, width = OBJECTIVES[name](), RATES[1], R or 1
     method = resolve_method("local_sgd", {"local_steps": 4}) if R else resolve_method("pipedream")
@@ -189,7 +217,9 @@ def test_curves_have_the_iterates_that_the_stages_hold_after_each_slot(name: str
                 read[m, block] = x[m % width, block]
         for s, block in enumerate(blocks):
             for m in np.flatnonzero(place[Kind.BACKWARD][s] == slot):
-                gradient = objective.compute_gradient(read[m][:, None], m % objective.batches, block)
+                gradient = objective.compute_gradient(
+                    read[m][:, None], m % objective.batches, block
+                )
                 x[m % width, block] -= rate * gradient[:, 0]
         done = int((place[Kind.BACKWARD] <= slot).sum())
         if R and done > updates[-1] and done % (12 * P) == 0:
@@ -213,17 +243,24 @@ def test_curves_have_the_iterates_that_the_stages_hold_after_each_slot(name: str
 def test_values_of_the_authors_published_code() -> None:
     """What their methods, called as their notebooks call them, gave with seed 0: their objective after so many slots (PipeDream,
     LocalSGD: the mean of the replicas) or block updates (randomized PipeDream, with their generator's draws)."""
-    quadratic, tridiagonal = make_random_quadratic(2000, 512, 100), make_tridiagonal_quadratic(600, 512, 5)
+    quadratic, tridiagonal = (
+        make_random_quadratic(2000, 512, 100),
+        make_tridiagonal_quadratic(600, 512, 5),
+    )
     close = functools.partial(pytest.approx, rel=1e-11)
     curve = run_pipedream(quadratic, 8, 400, np.array([2.0**-5, 2.0**-4]), 0, points=407)
     expected = [260.410252989068, 51.65256495358787, 0.1649435659795526, 0.0021442438122028402]
     assert curve.values[[0, 25, 200, 407], 0] == close(expected)
-    assert curve.values[[25, 407], 1] == pytest.approx([22.47061724078415, 2.3816447882299122e-07], rel=1e-9)
+    assert curve.values[[25, 407], 1] == pytest.approx(
+        [22.47061724078415, 2.3816447882299122e-07], rel=1e-9
+    )
     curve = run_pipedream(tridiagonal, 16, 600, np.array([2.0**-8]), 0, points=1230)
     # the last but one is the final value that their notebook prints, 2.731247
     expected = [273.9050266456838, 9.582606549150354, 2.7312466865983396, 2.7315207102129646]
     assert curve.values[[100, 600, 1229, 1230], 0] == close(expected)
-    curve = run_local_sgd(tridiagonal, 16, 16, 5, 600, np.array([2.0**-7, 2.0**-5]), 0, 1230, points=1230)
+    curve = run_local_sgd(
+        tridiagonal, 16, 16, 5, 600, np.array([2.0**-7, 2.0**-5]), 0, 1230, points=1230
+    )
     # a round's end, and within the seventh round; 22.50372 printed
     expected = [244.8599703015795, 27.553067611191715, 22.503717536385402, 22.661175306408982]
     assert curve.values[[190, 1140, 1229, 1230], 1] == close(expected)
@@ -231,7 +268,9 @@ def test_values_of_the_authors_published_code() -> None:
     source = _as_the_authors_draw(make_randomized_source(8, 400, 20, {"delay_bound": 60}, 0), 60)
     (curve,) = run_randomized(quadratic, [source], np.array([2.0**-4, 2.0**-3]), 0, points=400)
     assert curve.values[[1, 100], 1] == close([216.73481170367154, 0.5259148269859678])
-    assert curve.values[-1] == pytest.approx([2.3027479369931104e-06, 7.466453426083742e-08], rel=1e-9)
+    assert curve.values[-1] == pytest.approx(
+        [2.3027479369931104e-06, 7.466453426083742e-08], rel=1e-9
+    )
 
 
 def test_noisy_values_of_the_authors_published_code() -> None:
@@ -248,7 +287,10 @@ def _as_the_authors_draw(source: RandomizedReplays, bound: int) -> RandomizedRep
     """Stage, microbatch and delays of each iteration in turn, from one generator."""
     rng, drawn = np.random.default_rng(0), []
     for k in range(source.count):
-        stage, microbatch = rng.integers(0, source.stages), rng.integers(0, source.count // source.stages)
+        stage, microbatch = (
+            rng.integers(0, source.stages),
+            rng.integers(0, source.count // source.stages),
+        )
         drawn.append((stage, microbatch, *rng.integers(0, min(bound, k) + 1, size=source.stages)))
     stage, microbatch, *delays = np.array(drawn).T
     source.list_stages = lambda first, last: stage[first:last]  # type: ignore[method-assign]
@@ -270,7 +312,9 @@ def test_plain_replays_that_copy_their_history_agree() -> None:
 def test_noise_is_drawn_block_update_by_block_update() -> None:
     """With PipeDream's own order and delays randomized PipeDream is PipeDream, noise included."""
     objective = make_logistic_regression(20, D, 2, 1e-2, 0.5, 1)
-    exact = make_randomized_source(P, M, objective.batches, {"order": "schedule", "delays": "schedule"}, 0)
+    exact = make_randomized_source(
+        P, M, objective.batches, {"order": "schedule", "delays": "schedule"}, 0
+    )
     pipedream = run_pipedream(objective, P, M, RATES, 7)
     (randomized,) = run_randomized(objective, [exact], RATES, 7)
     np.testing.assert_allclose(randomized.x, pipedream.x, rtol=0, atol=1e-13)
@@ -285,7 +329,12 @@ def test_noise_is_drawn_block_update_by_block_update() -> None:
 
 
 def test_budgets_in_slots() -> None:
-    assert [vector_runs.count_microbatches(slots, 16) for slots in (830, 1230, 2078, 2077)] == [400, 600, 1024, 1024]
+    assert [vector_runs.count_microbatches(slots, 16) for slots in (830, 1230, 2078, 2077)] == [
+        400,
+        600,
+        1024,
+        1024,
+    ]
     assert vector_runs.count_local_sgd_microbatches(2078, 16, 16, 5) == 874
     for K in (1, 4, 30):
         jobs = vector_runs.count_local_sgd_microbatches(830, 16, 16, K)
@@ -302,13 +351,32 @@ def make_run(label: str, step: float, last: float) -> vector_grids.StepRun:
 
 
 def test_the_best_step_of_each_row_is_reported_with_what_the_paper_says(tmp_path: Path) -> None:
-    claims = [vector_grids.compare_pairs(f"{a} is better than {b}", [(a, b)]) for a, b in ("AB", "BA", "CA")]
+    claims = [
+        vector_grids.compare_pairs(f"{a} is better than {b}", [(a, b)])
+        for a, b in ("AB", "BA", "CA")
+    ]
     grid = vector_grids.VectorGrid(
-        "tiny", "Tiny", "nobody", "small", lambda seed: make_random_quadratic(40, D, 5, seed), [], claims
+        "tiny",
+        "Tiny",
+        "nobody",
+        "small",
+        lambda seed: make_random_quadratic(40, D, 5, seed),
+        [],
+        claims,
     )
     runs = {
-        0: [make_run("A", 0.5, 1.0), make_run("A", 0.25, 2.0), make_run("B", 0.5, np.inf), make_run("B", 0.25, 4.0)],
-        1: [make_run("A", 0.5, 3.0), make_run("A", 0.25, 2.0), make_run("B", 0.5, np.inf), make_run("B", 0.25, 5.0)],
+        0: [
+            make_run("A", 0.5, 1.0),
+            make_run("A", 0.25, 2.0),
+            make_run("B", 0.5, np.inf),
+            make_run("B", 0.25, 4.0),
+        ],
+        1: [
+            make_run("A", 0.5, 3.0),
+            make_run("A", 0.25, 2.0),
+            make_run("B", 0.5, np.inf),
+            make_run("B", 0.25, 5.0),
+        ],
         2: [make_run("A", 0.5, 1.5), make_run("B", 0.25, 4.5)],
     }
     outcome = grid.make_experiment().report(vector_grids.compare(grid, runs), tmp_path)
@@ -318,14 +386,23 @@ def test_the_best_step_of_each_row_is_reported_with_what_the_paper_says(tmp_path
     assert (a["final"], a["final_by_seed"]) == (1.5, {"0": 1.0, "1": 2.0, "2": 1.5})
     assert a["step_by_seed"] == {"0": 0.5, "1": 0.25, "2": 0.5}
     assert (b["final"], b["stable_steps"], b["slots"]) == (4.5, [0.25], 2)
-    assert [verdict["verdict"] for verdict in results["verdicts"]] == ["shown", "contradicted", "not run"]
+    assert [verdict["verdict"] for verdict in results["verdicts"]] == [
+        "shown",
+        "contradicted",
+        "not run",
+    ]
     assert results["agrees"] is False and len(results["differences"]) == 2
     assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["step"] == 0.5
-    assert "| A | 2^-1, 2^-2, 2^-1 | 1.5 +- 0.5 | 1, 2, 1.5 | 1 | 2 |" in (tmp_path / "table.md").read_text()
+    assert (
+        "| A | 2^-1, 2^-2, 2^-1 | 1.5 +- 0.5 | 1, 2, 1.5 | 1 | 2 |"
+        in (tmp_path / "table.md").read_text()
+    )
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_the_step_grids_are_listed_and_the_quadratic_runs(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:  # type: ignore[type-arg]
+def test_the_step_grids_are_listed_and_the_quadratic_runs(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:  # type: ignore[type-arg]
     reproduce.main(["--json"])
     listed = [row["experiment"] for row in json.loads(capsys.readouterr().out)]
     assert list(vector_grids.VECTOR_GRIDS) == listed[-5:] and "pb_resnet20" in listed
@@ -339,13 +416,19 @@ def test_staleness_and_nothing_else_makes_more_stages_worse() -> None:
     """On eight stages: without delays randomized PipeDream is better by far, at the same draws and updates."""
     grid = vector_grids.VECTOR_GRIDS["staleness_quadratic"]
     rows = vector_grids.list_staleness_rows(8, 100, vector_grids.make_powers(-6, -1))
-    small = dataclasses.replace(grid, rows=rows, make_objective=lambda seed: make_random_quadratic(200, 64, 20, seed))
+    small = dataclasses.replace(
+        grid, rows=rows, make_objective=lambda seed: make_random_quadratic(200, 64, 20, seed)
+    )
     best = vector_grids.find_best_runs({0: vector_grids.run_seed(small, 0)})
     finals = {label: by_seed[0].final for label, by_seed in best.items()}
     assert finals["RPD without delays P=8"] < 0.5 * min(finals["RPD P=8"], finals["PipeDream P=8"])
     # the slope of a line through the logarithms by doublings: each doubling of the stages costs a decade, or half a one
     factors = {"A": 1, "B": 0.5}
-    grown = {f"{row} P={P}": float(P) ** (factors[row] * math.log2(10)) for row in factors for P in (2, 4, 8)}
+    grown = {
+        f"{row} P={P}": float(P) ** (factors[row] * math.log2(10))
+        for row in factors
+        for P in (2, 4, 8)
+    }
     assert vector_grids.claim_growth_by_delay("A", "B", (2, 4, 8)).gap(grown) == pytest.approx(0.5)
 
 
@@ -353,28 +436,42 @@ def test_a_curve_tracks_another_by_their_mean_distance() -> None:
     """A curve that crosses another is no nearer for ending at the same value; they have different points."""
 
     def make(*points: Tuple[int, float]) -> vector_grids.StepRun:
-        return vector_grids.StepRun("", "", {}, 1.0, [(update, 0, value) for update, value in points])
+        return vector_grids.StepRun(
+            "", "", {}, 1.0, [(update, 0, value) for update, value in points]
+        )
 
     level = make((0, 1.0), (240, 1.0))
-    assert vector_grids.compute_distance(level, make((0, 10.0), (120, 10.0), (240, 10.0))) == pytest.approx(1.0)
+    assert vector_grids.compute_distance(
+        level, make((0, 10.0), (120, 10.0), (240, 10.0))
+    ) == pytest.approx(1.0)
     crossing = make((0, 0.01), (120, 1.0), (240, 100.0))
     assert vector_grids.compute_distance(crossing, level) == pytest.approx(1.0, rel=0.01)
     claim = vector_grids.claim_tracking("RPD 60", "PipeDream")
     for distance, verdict in ((0.2, "shown"), (0.4, "contradicted")):
-        assert judge(claim, {"RPD 60 from PipeDream": dict.fromkeys(range(3), distance)}).verdict == verdict
+        assert (
+            judge(claim, {"RPD 60 from PipeDream": dict.fromkeys(range(3), distance)}).verdict
+            == verdict
+        )
 
 
 def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
     reproduce.main(["rpd_delays", "--json", "--out", str(tmp_path)])
     results = json.loads(capsys.readouterr().out)
     by_stages = {row["args"]["stages"]: row for row in results["rows"]}
-    assert sorted(by_stages) == list(range(2, 41)) and results["agrees"] and not results["differences"]
+    assert (
+        sorted(by_stages) == list(range(2, 41)) and results["agrees"] and not results["differences"]
+    )
     assert [by_stages[8][key] for key in ("least", "mean", "greatest")] == [3, 31.5, 60]
-    assert all((tmp_path / "rpd_delays" / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png"))
+    assert all(
+        (tmp_path / "rpd_delays" / name).stat().st_size > 10_000
+        for name in ("delays.png", "timelines.png")
+    )
     assert fit_exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)
 
 
 def test_other_sources_draw_the_same_stages_whatever_their_bound() -> None:
-    sources: List[RandomizedReplays] = [make_randomized_source(8, 50, 20, {"delay_bound": b}, 3) for b in (0, 420)]
+    sources: List[RandomizedReplays] = [
+        make_randomized_source(8, 50, 20, {"delay_bound": b}, 3) for b in (0, 420)
+    ]
     assert (sources[0].list_stages(0, 400) == sources[1].list_stages(0, 400)).all()
     assert (sources[0].list_microbatches(0, 400) == sources[1].list_microbatches(0, 400)).all()

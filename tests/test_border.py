@@ -56,7 +56,10 @@ def test_a_file_is_written_through_a_link(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_device_gets_what_is_written(tmp_path: Path) -> None:
     """`analyze --html /dev/full` made a regular file of it, with exit code 0."""
-    full, null = tmp_path / "full", tmp_path / "null"  # links, so that a mistake replaces no device of the machine
+    full, null = (
+        tmp_path / "full",
+        tmp_path / "null",
+    )  # links, so that a mistake replaces no device of the machine
     full.symlink_to("/dev/full")
     null.symlink_to("/dev/null")
     with pytest.raises(RunFault, match="^" + str(full)):
@@ -70,7 +73,9 @@ def test_a_device_gets_what_is_written(tmp_path: Path) -> None:
 def test_a_pipe_gets_what_is_written(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(RunFault, match="^" + str(pipe)):  # without a reader it waited for one, forever
+    with pytest.raises(
+        RunFault, match="^" + str(pipe)
+    ):  # without a reader it waited for one, forever
         write_text(pipe, "text")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     write_text(pipe, "text")
@@ -106,7 +111,9 @@ def test_what_cannot_be_a_file_is_left_as_it_is(tmp_path: Path, kind: str) -> No
         (plan, "--batch", "0"), (plan, "--devices", "9" * 25), (plan, "--top", "0"),
     ],
 )  # fmt: skip
-def test_a_number_out_of_bounds_is_one_line(command: Any, option: str, value: str, run: Any) -> None:
+def test_a_number_out_of_bounds_is_one_line(
+    command: Any, option: str, value: str, run: Any
+) -> None:
     """Huge seeds and batches ended in a traceback."""
     code, out, error = run(command, CONFIG, option, value)
     assert (code, out, error.count("\n")) == (2, "", 1)
@@ -127,7 +134,11 @@ def test_a_terminals_escapes_are_printed_as_text(tmp_path: Path, run: Any) -> No
 
 @pytest.mark.parametrize(
     ("category", "printed"),
-    [(UserWarning, "warning: two lines \\x1b[31mred\n"), (RuntimeWarning, ""), (DeprecationWarning, "")],
+    [
+        (UserWarning, "warning: two lines \\x1b[31mred\n"),
+        (RuntimeWarning, ""),
+        (DeprecationWarning, ""),
+    ],
 )
 def test_a_warning_is_one_line_or_none(
     category: Any, printed: str, run: Any, monkeypatch: pytest.MonkeyPatch
@@ -163,8 +174,15 @@ def test_a_lazy_model_is_refused_by_name(tmp_path: Path, place: str) -> None:
 
 def test_an_analysis_is_written_where_it_is_asked_for(tmp_path: Path, run: Any) -> None:
     keys = {"stages": 2, "micro_batch_size": 8, "steps": 2, "log": {"tensorboard": False}}
-    model = {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 8, "layers": 2, "classes": 10}}
-    train(configure(model=model, data={"name": "digits", "subset": 64}, **keys), tmp_path / "run", quiet=True)
+    model = {
+        "entry": "models.mlp:mlp",
+        "args": {"inputs": 64, "width": 8, "layers": 2, "classes": 10},
+    }
+    train(
+        configure(model=model, data={"name": "digits", "subset": 64}, **keys),
+        tmp_path / "run",
+        quiet=True,
+    )
     page = tmp_path / "page.html"
     page.symlink_to(tmp_path / "elsewhere.html")
     full = tmp_path / "full"

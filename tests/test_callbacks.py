@@ -27,7 +27,13 @@ from tests.support.runs import (
 )
 from tests.test_processes import emulate, run
 
-SHORT = ["log.tensorboard=false", "evaluate.subset=64", "backend.threads=1", "data.subset=256", "data.test_subset=64"]
+SHORT = [
+    "log.tensorboard=false",
+    "evaluate.subset=64",
+    "backend.threads=1",
+    "data.subset=256",
+    "data.test_subset=64",
+]
 NEW = "tests.callbacks_of_runs"
 
 # method, args and how many updates a run of them has that is asked to end after update 3: what is in the pipeline is done
@@ -35,7 +41,10 @@ METHODS = {
     "gpipe": (["gradient_accumulation=4"], 3),
     "pipedream": (["gradient_accumulation=2"], 4),
     "pipedream_2bw": (["gradient_accumulation=4"], 4),
-    "pipemare": (["method_args={t1: {anneal_updates: 3}, t2: {decay: 0.5}}", "gradient_accumulation=1"], 8),
+    "pipemare": (
+        ["method_args={t1: {anneal_updates: 3}, t2: {decay: 0.5}}", "gradient_accumulation=1"],
+        8,
+    ),
     "spectrain": (["gradient_accumulation=1"], 7),
     "local_greedy": (["gradient_accumulation=1"], 6),
     "local_sgd": (["gradient_accumulation=1", "method_args={local_steps: 4}"], 4),
@@ -62,7 +71,13 @@ def test_a_run_that_is_asked_to_end_is_one_planned_that_long(method: str, tmp_pa
 def test_processes_end_where_the_emulator_does(tmp_path: Path) -> None:
     """Asked at update 5, two stages of pipedream end after 6, with norms on their way that no update asks for any more."""
     metrics = f"metrics=[accuracy, top3, '{NEW}:confidence', {{entry: '{NEW}:Spread', args: {{scale: 2}}}}]"
-    sets = ["method=pipedream", "stages=2", "gradient_accumulation=1", "clip={norm: 0.5, scope: delayed_global}", metrics]
+    sets = [
+        "method=pipedream",
+        "stages=2",
+        "gradient_accumulation=1",
+        "clip={norm: 0.5, scope: delayed_global}",
+        metrics,
+    ]
     ends = f"callbacks=[{{entry: '{NEW}:Ends', args: {{after: 5, file: {tmp_path}/ranks.json}}}}]"
     code, printed, error = run(2, tmp_path / "ranks", *sets, ends)
     assert code == 0, error
@@ -81,7 +96,9 @@ def test_what_callbacks_see(tmp_path: Path) -> None:
 
         def on_step(self, now: ipu_pipe.Moment) -> None:
             assert isinstance(now.model, torch.nn.Module)
-            self.seen.append((now.step, now.loss, now.rate, float(next(now.model.parameters()).detach().sum())))
+            self.seen.append(
+                (now.step, now.loss, now.rate, float(next(now.model.parameters()).detach().sum()))
+            )
 
         def on_evaluation(self, now: ipu_pipe.Moment) -> Optional[ipu_pipe.Stop]:
             self.seen.append(("evaluated", now.step, dict(now.metrics)))
@@ -92,7 +109,13 @@ def test_what_callbacks_see(tmp_path: Path) -> None:
             self.seen.append(("end", now.step, now.stopped))
 
     watches, out = Watches(), tmp_path / "run"
-    sets = ["steps=6", "log.every=1", "micro_batch_size=8", "gradient_accumulation=1", "checkpoint.every=2"]
+    sets = [
+        "steps=6",
+        "log.every=1",
+        "micro_batch_size=8",
+        "gradient_accumulation=1",
+        "checkpoint.every=2",
+    ]
     report = go(out, *sets, "evaluate.every=0.0625", callbacks=[watches])  # of 32 updates
     assert report["stopped"].endswith("Watches.on_evaluation asked for it")
     written = read_numbers(out)
@@ -101,10 +124,13 @@ def test_what_callbacks_see(tmp_path: Path) -> None:
     ]
     tested = [line for line in written if "test_loss" in line and line["step"]]
     assert [s[1:] for s in watches.seen if s[0] == "evaluated"] == [
-        (line["step"], {"test_loss": line["test_loss"], "test_accuracy": line["test_accuracy"]}) for line in tested
+        (line["step"], {"test_loss": line["test_loss"], "test_accuracy": line["test_accuracy"]})
+        for line in tested
     ]
     sums = [s[3] for s in watches.seen if isinstance(s[0], int)]
-    assert len(set(sums)) == 4 and sums[-1] in [float(value.sum()) for value in read_weights(out, 4).values()]
+    assert len(set(sums)) == 4 and sums[-1] in [
+        float(value.sum()) for value in read_weights(out, 4).values()
+    ]
     assert watches.seen[-1] == ("end", 4, report["stopped"])
 
 
@@ -121,9 +147,14 @@ def test_what_a_callback_raises_is_reported_with_its_name(tmp_path: Path) -> Non
 def test_a_callback_that_calls_exit_ends_the_run_as_a_fault(tmp_path: Path, args: str) -> None:
     """It used to leave with exit code 0 and no summary."""
     out = tmp_path / "run"
-    sets = [f"--set={key}" for key in (*SHORT, "steps=4", f"callbacks=[{{entry: '{NEW}:Exits', args: {args}}}]")]
+    sets = [
+        f"--set={key}"
+        for key in (*SHORT, "steps=4", f"callbacks=[{{entry: '{NEW}:Exits', args: {args}}}]")
+    ]
     ended = forked.run_command("train", DIGITS, f"--out={out}", *sets)
-    assert ended.code == 1 and ended.error.splitlines()[-1].startswith("error: callback Exits.on_step after update 2: ")
+    assert ended.code == 1 and ended.error.splitlines()[-1].startswith(
+        "error: callback Exits.on_step after update 2: "
+    )
     assert not (out / "summary.json").exists()
 
 
@@ -131,7 +162,10 @@ def test_a_data_source_that_calls_exit_ends_the_run_as_a_fault(tmp_path: Path) -
     class Data:
         def __init__(self) -> None:
             self.inner = ipu_pipe.load_data("digits")
-            self.train_batches_per_epoch, self.test_batches = self.inner.train_batches_per_epoch, self.inner.test_batches
+            self.train_batches_per_epoch, self.test_batches = (
+                self.inner.train_batches_per_epoch,
+                self.inner.test_batches,
+            )
 
         def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
             if index == 5:
@@ -149,7 +183,10 @@ class Wrong(ipu_pipe.Callback):
 
 
 def test_what_is_no_callback_is_refused_in_a_line(tmp_path: Path) -> None:
-    for callback, words in ((Fails, "callbacks: the class Fails: must be an object"), (len, "callbacks: a builtin")):
+    for callback, words in (
+        (Fails, "callbacks: the class Fails: must be an object"),
+        (len, "callbacks: a builtin"),
+    ):
         with pytest.raises(BadInput, match=words):
             go(tmp_path / "run", "steps=2", callbacks=[callback])
     with pytest.raises(BadInput, match=r"callbacks: .*tests\.nothing:X.*no module"):
@@ -157,7 +194,9 @@ def test_what_is_no_callback_is_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="callbacks: 3: must be a list"):
         load_config(DIGITS, ["callbacks=3"])
     assert not (tmp_path / "run").exists()
-    with pytest.raises(RunFault, match="Wrong.on_step: returned a bool: must return None or ipu_pipe.Stop"):
+    with pytest.raises(
+        RunFault, match="Wrong.on_step: returned a bool: must return None or ipu_pipe.Stop"
+    ):
         go(tmp_path / "run", "steps=2", callbacks=[Wrong()])
 
 
@@ -178,7 +217,10 @@ def test_a_run_goes_on_with_what_its_callbacks_had(tmp_path: Path, capsys: Any) 
     sets = ["method=pipedream", "stages=2", "gradient_accumulation=1", "steps=8"]
     go(tmp_path / "cut", *sets, callbacks=[Counts(), Ends(2)])  # ends after 3
     train(load_config(DIGITS, [*SHORT, *sets]), tmp_path / "cut", callbacks=[Counts()], resume=True)
-    assert "nothing to resume (it ended early: it is enough; --resume-from 3 continues it)" in capsys.readouterr().out
+    assert (
+        "nothing to resume (it ended early: it is enough; --resume-from 3 continues it)"
+        in capsys.readouterr().out
+    )
     again = Counts()
     go(tmp_path / "cut", *sets, callbacks=[again], resume_from=3)
     assert again.count == 8
@@ -187,10 +229,15 @@ def test_a_run_goes_on_with_what_its_callbacks_had(tmp_path: Path, capsys: Any) 
 
 REFUSED = {
     "checkpoint.restore_best": ["checkpoint=null", "early_stopping={restore_best: true}"],
-    "ema.restore_best": ["ema={decay: 0.5}", "callbacks=[{entry: 'ipu_pipe:EarlyStopping', args: {restore_best: true}}]"],
+    "ema.restore_best": [
+        "ema={decay: 0.5}",
+        "callbacks=[{entry: 'ipu_pipe:EarlyStopping', args: {restore_best: true}}]",
+    ],
     "early_stopping": ["early_stopping={patience: 1}", "evaluate.every=0"],
     "lr_schedule": ["lr_schedule={name: plateau}", "evaluate.every=0"],
-    "early_stopping.metric": ["callbacks=[{entry: 'ipu_pipe:EarlyStopping', args: {metric: top5}}]"],
+    "early_stopping.metric": [
+        "callbacks=[{entry: 'ipu_pipe:EarlyStopping', args: {metric: top5}}]"
+    ],
     "on_gradients": ["method=local_sgd", "gradient_accumulation=1", f"callbacks=['{NEW}:Watches']"],
 }
 

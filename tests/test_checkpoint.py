@@ -38,7 +38,9 @@ def test_round_trip_keeps_names_values_and_state(tmp_path: Path) -> None:
     assert saved.manifest["note"] == [1, None] and saved.manifest["step"] == 7
 
 
-def test_a_checkpoint_is_written_as_windows_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_written_as_windows_wants_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Story: every checkpoint failed there, "Bad file descriptor": a file open for reading was flushed, a folder opened."""
     open_here, flush_here = os.open, os.fsync
     writable, flushed = set(), []
@@ -96,7 +98,10 @@ def test_a_tied_weight_is_loaded_by_any_of_its_names_but_not_by_two_that_differ(
     for name in ("0.weight", "1.weight"):
         checkpoint.load_weights(model, {name: one}, "file")
         assert torch.equal(model[0].weight, one) and torch.equal(model[1].weight, one)
-    with pytest.raises(BadInput, match="file: 1.weight: differs from 0.weight, which is the same weight of the model"):
+    with pytest.raises(
+        BadInput,
+        match="file: 1.weight: differs from 0.weight, which is the same weight of the model",
+    ):
         checkpoint.load_weights(model, {"0.weight": other, "1.weight": one}, "file")
     assert torch.equal(model[0].weight, one)
     checkpoint.load_weights(model, {"0.weight": other, "1.weight": one}, "file", strict=False)
@@ -122,7 +127,9 @@ def test_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert set(checkpoint.read_weights(weights)) == {"weight", "bias"}
 
 
-def test_an_interrupted_save_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path, 1)
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -144,7 +151,9 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-30", "step-40", "step-9"]
 
 
-@pytest.mark.skipif(read_torch_version() < checkpoint.SAFE_TORCH, reason="such a torch reads safetensors alone")
+@pytest.mark.skipif(
+    read_torch_version() < checkpoint.SAFE_TORCH, reason="such a torch reads safetensors alone"
+)
 def test_plain_state_dicts_load_and_other_files_do_not(tmp_path: Path) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     torch.save(model.state_dict(), tmp_path / "plain.pt")

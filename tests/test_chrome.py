@@ -52,20 +52,31 @@ def check(path: Path, events: int) -> None:
     """Check every rule that a viewer goes by."""
     text = gzip.decompress(path.read_bytes()).decode()
     times = re.findall(r'"(?:ts|dur)":([^,}]*)', text)
-    assert times and all(re.fullmatch(r"\d+\.\d{3}", time) for time in times)  # nanoseconds, exactly
+    assert times and all(
+        re.fullmatch(r"\d+\.\d{3}", time) for time in times
+    )  # nanoseconds, exactly
     content = json.loads(text)
-    assert content.keys() == {"displayTimeUnit", "otherData", "traceEvents"} and content["displayTimeUnit"] in ("ms", "ns")
+    assert content.keys() == {"displayTimeUnit", "otherData", "traceEvents"} and content[
+        "displayTimeUnit"
+    ] in ("ms", "ns")
     of: Dict[str, List[Dict[str, Any]]] = {phase: [] for phase in "MXsfC"}
     for record in content["traceEvents"]:
         of[record["ph"]].append(record)
     assert len(of["X"]) == events
     processes = {r["pid"]: r["args"]["name"] for r in of["M"] if r["name"] == "process_name"}
     threads = {r["tid"]: r["pid"] for r in of["M"] if r["name"] == "thread_name"}
-    assert len(threads) == len([r for r in of["M"] if r["name"] == "thread_name"])  # a number is one device's alone
+    assert len(threads) == len(
+        [r for r in of["M"] if r["name"] == "thread_name"]
+    )  # a number is one device's alone
     on: Dict[int, List[Any]] = {tid: [] for tid in threads}
     for r in of["X"]:
         assert processes[r["pid"]] == f"device {r['pid']}" and threads[r["tid"]] == r["pid"]
-        assert isinstance(r["name"], str) and r["name"] and r["cat"] in KINDS and isinstance(r["args"]["version"], int)
+        assert (
+            isinstance(r["name"], str)
+            and r["name"]
+            and r["cat"] in KINDS
+            and isinstance(r["args"]["version"], int)
+        )
         begin = nanoseconds(r["ts"])
         on[r["tid"]].append((begin, begin + nanoseconds(r["dur"])))
     for lane in on.values():
@@ -75,7 +86,9 @@ def check(path: Path, events: int) -> None:
     assert len(begins) == len(of["s"]) == len(of["f"]) and begins.keys() == ends.keys()
     for number, s in begins.items():
         f = ends[number]
-        assert (s["name"], s["cat"]) == (f["name"], f["cat"]) and f["bp"] == "e" and s["ts"] <= f["ts"]
+        assert (
+            (s["name"], s["cat"]) == (f["name"], f["cat"]) and f["bp"] == "e" and s["ts"] <= f["ts"]
+        )
         for r in (s, f):
             assert threads[r["tid"]] == r["pid"]
             assert any(begin <= nanoseconds(r["ts"]) < end for begin, end in on[r["tid"]])
@@ -85,16 +98,33 @@ def check(path: Path, events: int) -> None:
 
 def test_a_measured_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.json.gz"
-    write_chrome(path, MEASURED, [Counter(0, "weights (bytes)", 5, 10.0), Counter(1, "loss", 5, 0.1)], {"method": "x"})
+    write_chrome(
+        path,
+        MEASURED,
+        [Counter(0, "weights (bytes)", 5, 10.0), Counter(1, "loss", 5, 0.1)],
+        {"method": "x"},
+    )
     check(path, len(MEASURED))
     assert read(path)["otherData"] == {"method": "x"}
     work = {(r["cat"], r["pid"], r["ts"]): r for r in read(path)["traceEvents"] if r["ph"] == "X"}
     wait = work["wait", 1, 0.02]
     assert wait["name"] == "wait for device 0" and wait["cname"] == "grey" and wait["dur"] == 0.12
-    assert wait["args"] == {"stage": 1, "microbatch": 0, "version": -1, "peer": 0, "carries": "activations"}
-    assert wait["tid"] == work["forward", 1, 0.14]["tid"]  # among the passes: what a device did is one row
+    assert wait["args"] == {
+        "stage": 1,
+        "microbatch": 0,
+        "version": -1,
+        "peer": 0,
+        "carries": "activations",
+    }
+    assert (
+        wait["tid"] == work["forward", 1, 0.14]["tid"]
+    )  # among the passes: what a device did is one row
     assert work["backward", 0, 0.46]["args"]["version"] == 3
-    assert work["send", 0, 0.1]["tid"] == work["send", 0, 0.66]["tid"] != work["forward", 0, 0.0]["tid"]
+    assert (
+        work["send", 0, 0.1]["tid"]
+        == work["send", 0, 0.66]["tid"]
+        != work["forward", 0, 0.0]["tid"]
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream", "local_greedy"])
@@ -151,7 +181,10 @@ def test_where_sends_are_known_results_that_stay_on_a_device_still_lead_to_the_n
 
 def test_an_arrow_never_goes_back_in_time_though_clocks_differ(tmp_path: Path) -> None:
     shifts = [45 if event.device == 0 else 0 for event in MEASURED]
-    late = [e._replace(start_ns=e.start_ns + by, end_ns=e.end_ns + by) for e, by in zip(MEASURED, shifts)]
+    late = [
+        e._replace(start_ns=e.start_ns + by, end_ns=e.end_ns + by)
+        for e, by in zip(MEASURED, shifts)
+    ]
     write_chrome(tmp_path / "t", late, [], {})
     check(tmp_path / "t", len(late))
 
@@ -164,7 +197,11 @@ def test_memory_is_one_counter_a_device_with_what_each_category_holds(tmp_path: 
     ]  # fmt: skip
     write_chrome(tmp_path / "t", MEASURED, counters, {})
     check(tmp_path / "t", len(MEASURED))
-    records = [(r["name"], r["pid"], r["ts"], r["args"]) for r in read(tmp_path / "t")["traceEvents"] if r["ph"] == "C"]
+    records = [
+        (r["name"], r["pid"], r["ts"], r["args"])
+        for r in read(tmp_path / "t")["traceEvents"]
+        if r["ph"] == "C"
+    ]
     assert records == [
         ("memory", 0, 0.0, {"weights (bytes)": 7}),
         ("memory", 0, 0.01, {"weights (bytes)": 7, "gradients (bytes)": 5}),
@@ -182,10 +219,19 @@ def test_many_events_at_random(tmp_path: Path) -> None:
     for m in range(20_000):  # more than are put together at a time
         start = 50 * m
         kind, carries = rng.choice(KINDS), rng.choice(PAYLOADS)
-        size, peer, stage, device = rng.choice([None, 0, 9]), rng.choice([-1, 0, 3]), rng.randrange(-1, 4), rng.randrange(4)
-        events.append(Event(stage, device, kind, m % 500 - 1, start, start + 40, m % 3, size, peer, carries))
+        size, peer, stage, device = (
+            rng.choice([None, 0, 9]),
+            rng.choice([-1, 0, 3]),
+            rng.randrange(-1, 4),
+            rng.randrange(4),
+        )
+        events.append(
+            Event(stage, device, kind, m % 500 - 1, start, start + 40, m % 3, size, peer, carries)
+        )
     write_chrome(tmp_path / "t", events, [], {})
     # names of kinds and payloads that only other tools' traces have are read too
     assert list(read_trace(tmp_path / "t").events.rows()) == events
     assert any(r["ph"] == "s" for r in read(tmp_path / "t")["traceEvents"])
-    assert (tmp_path / "t").stat().st_size < 50 * len(events)  # though drawn at random: a million are below 50 MB
+    assert (tmp_path / "t").stat().st_size < 50 * len(
+        events
+    )  # though drawn at random: a million are below 50 MB

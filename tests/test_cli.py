@@ -19,7 +19,9 @@ ASKED = ["gpipe", "--stages", "2", "--microbatches", "3", "--format", "json"]
 def ran(*arguments: str, cwd: Path = ROOT) -> Tuple[int, str, str]:
     """Exit code, standard output and error."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=str(cwd), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=str(cwd), capture_output=True, text=True, timeout=120, check=False
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -28,15 +30,23 @@ MORE_IN_A_CLONE = {"stability"}
 
 
 def test_every_command_has_its_tool_and_its_module() -> None:
-    modules = {file.stem for file in (ROOT / "ipu_pipe" / "cli").glob("*.py")} - {"__init__", "arguments"}
-    tools = {file.stem for file in (ROOT / "tools").glob("*.py") if f'cli.run("{file.stem}")' in file.read_text()}
+    modules = {file.stem for file in (ROOT / "ipu_pipe" / "cli").glob("*.py")} - {
+        "__init__",
+        "arguments",
+    }
+    tools = {
+        file.stem
+        for file in (ROOT / "tools").glob("*.py")
+        if f'cli.run("{file.stem}")' in file.read_text()
+    }
     assert set(COMMANDS) == modules == tools | MORE_IN_A_CLONE
 
 
 def test_the_tool_with_more_takes_all_options_of_its_command() -> None:
     for name in MORE_IN_A_CLONE:
         command, tool = (
-            importlib.import_module(f"{place}.{name}").main.make_parser() for place in ("ipu_pipe.cli", "tools.experiments")
+            importlib.import_module(f"{place}.{name}").main.make_parser()
+            for place in ("ipu_pipe.cli", "tools.experiments")
         )
         assert set(command.list_options()) <= set(tool.list_options()) and command.prog == tool.prog
 
@@ -55,15 +65,25 @@ def test_experiments_run_from_a_clone(arguments: List[str]) -> None:
 ])  # fmt: skip
 def test_a_command_is_the_same_by_both_ways(name: str, arguments: List[str]) -> None:
     code, printed, error = ran("-m", "ipu_pipe", name, *arguments)
-    assert (code, error) == (0, "") and (code, printed, error) == ran(f"tools/{name}.py", *arguments)
+    assert (code, error) == (0, "") and (code, printed, error) == ran(
+        f"tools/{name}.py", *arguments
+    )
 
 
-@pytest.mark.parametrize("arguments, message", [([], "required: COMMAND"), (["trian", "--help"], "'trian'")])
+@pytest.mark.parametrize(
+    "arguments, message", [([], "required: COMMAND"), (["trian", "--help"], "'trian'")]
+)
 def test_no_command_is_bad_input(arguments: Tuple[str, ...], message: str) -> None:
     code, printed, error = ran("-m", "ipu_pipe", *arguments)
-    assert (code, printed, error.count("\n")) == (2, "", 1) and error.startswith("error: ") and message in error
+    assert (
+        (code, printed, error.count("\n")) == (2, "", 1)
+        and error.startswith("error: ")
+        and message in error
+    )
 
 
 def test_help_names_the_commands() -> None:
     code, printed, error = ran("-m", "ipu_pipe", "--help")
-    assert (code, error) == (0, "") and all(command.replace("_", "-") in printed for command in COMMANDS)
+    assert (code, error) == (0, "") and all(
+        command.replace("_", "-") in printed for command in COMMANDS
+    )

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from ipu_pipe.compare import method_comparison
-from ipu_pipe.compare.method_comparison import compare_methods, make_comparison_table, run_turn, switch_method
+from ipu_pipe.compare.method_comparison import (
+    compare_methods,
+    make_comparison_table,
+    run_turn,
+    switch_method,
+)
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.pipeline.build import build
@@ -30,7 +35,10 @@ def collect(*args: str) -> forked.Ended:
 
 
 def read(folder: Path) -> Dict[str, Any]:
-    return {name: read_json(folder / f"{name}.json")["methods"] for name in ("throughput", "memory", "communication")}
+    return {
+        name: read_json(folder / f"{name}.json")["methods"]
+        for name in ("throughput", "memory", "communication")
+    }
 
 
 @pytest.mark.slow
@@ -54,8 +62,13 @@ def test_resnet34_on_four_devices_sends_what_the_paper_states(tmp_path: Path) ->
         ("pipedream_flush", [(12.25, 12.25), (18.375, 18.375), (9.1875, 9.1875), (3.0625, 3.0625)]),
     ):
         devices = results["communication"][name]["devices"]
-        assert [(d["received_bytes"] / mib, d["transmitted_bytes"] / mib) for d in devices] == expected
-    assert results["throughput"]["local_chunked"]["samples_per_second"] is None and "local_chunked" in printed
+        assert [
+            (d["received_bytes"] / mib, d["transmitted_bytes"] / mib) for d in devices
+        ] == expected
+    assert (
+        results["throughput"]["local_chunked"]["samples_per_second"] is None
+        and "local_chunked" in printed
+    )
 
 
 def test_methods_do_the_same_work_and_leave_their_traces(tmp_path: Path) -> None:
@@ -75,25 +88,43 @@ def test_methods_do_the_same_work_and_leave_their_traces(tmp_path: Path) -> None
     assert printed.count("local_greedy") == 3
     code, _, error = collect(DIGITS, "--methods", names, "--steps", "3", "--out", str(out))
     assert code == 2 and "contains another run" in error
-    code, _, error = collect(DIGITS, "--methods", "gpipe", "--steps", "2", "--out", str(out), "--overwrite")
+    code, _, error = collect(
+        DIGITS, "--methods", "gpipe", "--steps", "2", "--out", str(out), "--overwrite"
+    )
     assert code == 0, error
 
 
 def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:
-    config = load_config(str(ROOT / DIGITS), ["backend.threads=1", "log.tensorboard=false", "evaluate.every=0"])
+    config = load_config(
+        str(ROOT / DIGITS), ["backend.threads=1", "log.tensorboard=false", "evaluate.every=0"]
+    )
     lines: List[str] = []
-    comparison = compare_methods(config, ["gpipe", "pipedream"], tmp_path, steps=2, say=lines.append, rounds=3)
+    comparison = compare_methods(
+        config, ["gpipe", "pipedream"], tmp_path, steps=2, say=lines.append, rounds=3
+    )
     assert [line.partition(":")[0] for line in lines] == ["gpipe", "pipedream"] * 3
     for name, speed in comparison["throughput"].items():
         rates = speed["samples_per_second_by_round"]
         assert len(rates) == 3 and speed["samples_per_second"] == sorted(rates)[1]
         assert (tmp_path / name / "round-3" / "trace.json.gz").is_file()
         # one machine does all devices' work: nothing is measured of them
-        assert speed["utilization"] is speed["measured_speedup"] is None and 0 < speed["modelled_utilization"] < 1
-        assert speed["planned_utilization"] == build(load_config(tmp_path / name / "config.yaml")).compute_planned_utilization()
-        assert all(device["measured_bytes"] is None for device in comparison["memory"][name]["devices"])
+        assert (
+            speed["utilization"] is speed["measured_speedup"] is None
+            and 0 < speed["modelled_utilization"] < 1
+        )
+        assert (
+            speed["planned_utilization"]
+            == build(load_config(tmp_path / name / "config.yaml")).compute_planned_utilization()
+        )
+        assert all(
+            device["measured_bytes"] is None for device in comparison["memory"][name]["devices"]
+        )
     printed = make_comparison_table(comparison).splitlines()
-    assert len({len(line) for line in printed[1:4]}) == 1 and "modelled" in printed[1] and "planned" in printed[1]
+    assert (
+        len({len(line) for line in printed[1:4]}) == 1
+        and "modelled" in printed[1]
+        and "planned" in printed[1]
+    )
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -107,10 +138,15 @@ def test_processes_are_started_and_measured_beside_what_was_planned(tmp_path: Pa
     results = read(out)
     assert read_summary(out / "pipedream")["backend"] == "distributed"
     speed = results["throughput"]["pipedream"]
-    assert speed["samples_per_second"] > 0 and speed["measured_speedup"] == speed["modelled_speedup"] == 1
+    assert (
+        speed["samples_per_second"] > 0
+        and speed["measured_speedup"] == speed["modelled_speedup"] == 1
+    )
     links = results["communication"]["pipedream"]["links"]
     assert len(links) == 2
-    assert all(link["bytes_per_microbatch"] == link["planned_bytes_per_microbatch"] > 0 for link in links)
+    assert all(
+        link["bytes_per_microbatch"] == link["planned_bytes_per_microbatch"] > 0 for link in links
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +157,9 @@ def test_processes_are_started_and_measured_beside_what_was_planned(tmp_path: Pa
         ("", "exit code 1"),
     ],
 )  # fmt: skip
-def test_a_fault_of_started_processes_is_one_line(stderr: str, message: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_fault_of_started_processes_is_one_line(
+    stderr: str, message: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     asked: List[Any] = []
 
     def run(command: List[str], **how: Any) -> Any:
@@ -132,18 +170,24 @@ def test_a_fault_of_started_processes_is_one_line(stderr: str, message: str, tmp
     config = load_config(str(ROOT / DIGITS), ["backend.name=distributed"])
     with pytest.raises(RunFault, match=f"^pipedream on 3 processes: .*{message}$"):
         run_turn(config, tmp_path / "run", 3)
-    assert asked[0][asked[0].index("--nproc_per_node") + 1] == "3" and asked[0][-1] == str(tmp_path / "run")
+    assert asked[0][asked[0].index("--nproc_per_node") + 1] == "3" and asked[0][-1] == str(
+        tmp_path / "run"
+    )
 
 
 @pytest.mark.parametrize("own", ["gpipe", "local_chunked"])
 def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path: Path) -> None:
     """Story: the first method named chose the cut of the others: local_chunked's own two blocks, or the four stages."""
     args = {"blocks": 2} if own == "local_chunked" else {}
-    config = load_config(str(ROOT / DIGITS), ["backend.threads=1"]).model_copy(update={"method": own})
+    config = load_config(str(ROOT / DIGITS), ["backend.threads=1"]).model_copy(
+        update={"method": own}
+    )
     config = config.model_copy(update={"method_args": config.method_args.model_copy(update=args)})
     names = ["gpipe", "local_chunked", "pipedream"]
     orders = (names, names[::-1], ["local_chunked", "gpipe", "pipedream"])
-    one, two, three = (compare_methods(config, order, tmp_path, steps=0, say=lambda text: None) for order in orders)
+    one, two, three = (
+        compare_methods(config, order, tmp_path, steps=0, say=lambda text: None) for order in orders
+    )
     for name in names:
         for kind in ("memory", "communication"):
             assert one[kind][name] == two[kind][name] == three[kind][name]
@@ -159,7 +203,19 @@ def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path:
         ([DIGITS, "--out", "x", "--methods", "gpipe,gpipe"], "a method twice"),
         ([DIGITS, "--out", "x", "--steps", "-1"], "--steps: -1"),
         ([DIGITS, "--out", "x", "--rounds", "0"], "--rounds: 0"),
-        ([DIGITS, "--out", "x", "--steps", "0", "--set", "method=naive", "backend.name=poptorch"], "backend.name: poptorch: "),
+        (
+            [
+                DIGITS,
+                "--out",
+                "x",
+                "--steps",
+                "0",
+                "--set",
+                "method=naive",
+                "backend.name=poptorch",
+            ],
+            "backend.name: poptorch: ",
+        ),
         ([DIGITS, "--out", "x"], "steps: null: must be given"),
         (["nothing.yaml", "--out", "x"], "no such config file"),
     ],
@@ -173,7 +229,15 @@ def test_bad_input_is_one_line(args: Any, message: str) -> None:
 def test_methods_with_losses_of_their_own_update_after_each_microbatch() -> None:
     config = load_config(str(ROOT / "configs" / "resnet34_ipu4.yaml"))
     local = switch_method(config, "local_chunked", 3, ["layer2"])
-    assert local.steps == 24 and local.gradient_accumulation == 1 and local.method_args.blocks == ["layer2"]
+    assert (
+        local.steps == 24
+        and local.gradient_accumulation == 1
+        and local.method_args.blocks == ["layer2"]
+    )
     assert switch_method(config, config.method, 3) == config.model_copy(update={"steps": 3})
-    assert balanced_speedup(4, 8) == pytest.approx(1.375)  # the bounds beside the paper's Table 1: 37.5, 44, 22 %
-    assert balanced_speedup(8, 16) == pytest.approx(1.4375) and balanced_speedup(8, 32) == pytest.approx(1.21875)
+    assert balanced_speedup(4, 8) == pytest.approx(
+        1.375
+    )  # the bounds beside the paper's Table 1: 37.5, 44, 22 %
+    assert balanced_speedup(8, 16) == pytest.approx(1.4375) and balanced_speedup(
+        8, 32
+    ) == pytest.approx(1.21875)

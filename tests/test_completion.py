@@ -34,7 +34,9 @@ def offered(script: Path, line: str, folder: Path) -> List[str]:
         "$called" ipu-pipe "${{COMP_WORDS[COMP_CWORD]}}" "${{COMP_WORDS[COMP_CWORD-1]}}"
         printf '%s\\n' "${{COMPREPLY[@]}}"
     """
-    done = subprocess.run([BASH, "--norc", "-c", asked], cwd=str(folder), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [BASH, "--norc", "-c", asked], cwd=str(folder), capture_output=True, text=True, check=True
+    )
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -42,10 +44,16 @@ def offered(script: Path, line: str, folder: Path) -> List[str]:
 @pytest.mark.skipif(BASH is None, reason="no bash")
 def test_bash_completes(script: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("")
-    assert {name.replace("_", "-") for name in COMMANDS} <= set(offered(script, "ipu-pipe ", tmp_path))
+    assert {name.replace("_", "-") for name in COMMANDS} <= set(
+        offered(script, "ipu-pipe ", tmp_path)
+    )
     assert offered(script, "ipu-pipe measure", tmp_path) == ["measure-hardware"]
-    assert offered(script, "ipu-pipe schedule pipedream", tmp_path) == [n for n in METHODS if n.startswith("pipedream")]
-    assert offered(script, "ipu-pipe train --against loc", tmp_path) == [n for n in METHODS if n.startswith("loc")]
+    assert offered(script, "ipu-pipe schedule pipedream", tmp_path) == [
+        n for n in METHODS if n.startswith("pipedream")
+    ]
+    assert offered(script, "ipu-pipe train --against loc", tmp_path) == [
+        n for n in METHODS if n.startswith("loc")
+    ]
     assert offered(script, "ipu-pipe train --res", tmp_path) == ["--resume", "--resume-from"]
     assert "mine.yaml" in offered(script, "ipu-pipe train ", tmp_path)
     assert offered(script, "ipu-pipe plan --hardware v100", tmp_path) == ["v100x8"]

@@ -55,7 +55,9 @@ class Read(nn.Module):
 
     def forward(self, parts: Any) -> Any:
         z, rotations = parts
-        return self.inner(torch.view_as_real(z * rotations.conj()).flatten(1).to(self.inner.weight.dtype))
+        return self.inner(
+            torch.view_as_real(z * rotations.conj()).flatten(1).to(self.inner.weight.dtype)
+        )
 
 
 def make_model(persistent: bool = True) -> Any:
@@ -65,7 +67,10 @@ def make_model(persistent: bool = True) -> Any:
 
 def make_batches() -> Any:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(4, 8, generator=generator), torch.randint(0, 4, (4,), generator=generator)) for _ in range(8)]
+    return [
+        (torch.randn(4, 8, generator=generator), torch.randint(0, 4, (4,), generator=generator))
+        for _ in range(8)
+    ]
 
 
 def make_arguments(persistent: bool = True, method: str = "gpipe", **keys: Any) -> Dict[str, Any]:
@@ -75,7 +80,12 @@ def make_arguments(persistent: bool = True, method: str = "gpipe", **keys: Any) 
     )  # fmt: skip
     batches = make_batches()
     data = ipu_pipe.from_loader(batches, batches[:1])
-    return {"config": config, "model": make_model(persistent), "data": data, "loss": F.cross_entropy}
+    return {
+        "config": config,
+        "model": make_model(persistent),
+        "data": data,
+        "loss": F.cross_entropy,
+    }
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -103,7 +113,9 @@ def test_a_buffer_stays_complex_in_every_precision(tmp_path: Path, precision: st
     train(out=tmp_path, quiet=True, **arguments)
     assert set(seen) == {torch.complex128 if precision == "float64" else torch.complex64}
     rotations = arguments["model"][0].rotations
-    assert rotations.dtype == torch.complex64 and torch.equal(rotations, torch.polar(torch.ones(4), ANGLES))
+    assert rotations.dtype == torch.complex64 and torch.equal(
+        rotations, torch.polar(torch.ones(4), ANGLES)
+    )
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
@@ -126,7 +138,9 @@ def make_run(case: Any) -> Dict[str, Any]:
 @needs_processes
 def test_two_processes_equal_the_emulator(tmp_path: Path) -> None:
     cases = [(True, "gpipe"), (False, "gpipe"), (True, "zb_h1"), (False, "pipedream")]
-    check_two_processes(tmp_path, {f"{method} {kept}": partial(make_run, (kept, method)) for kept, method in cases})
+    check_two_processes(
+        tmp_path, {f"{method} {kept}": partial(make_run, (kept, method)) for kept, method in cases}
+    )
 
 
 def turn(m: Any, x: torch.Tensor) -> torch.Tensor:

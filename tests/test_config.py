@@ -13,7 +13,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from ipu_pipe.config.compare import compare_deciding, dump_config, keep_recorded_choices, select_deciding
+from ipu_pipe.config.compare import (
+    compare_deciding,
+    dump_config,
+    keep_recorded_choices,
+    select_deciding,
+)
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
@@ -75,8 +80,10 @@ WRONG = {
     "method_args: {hogwild: {mean: 1}}": "method_args.hogwild.max: missing: ",
     "method_args: {spike_compensation: {a: 1}}": "method_args.spike_compensation.a: 1.0: ",
     "method_args: {spike_compensation: {a: 1, b: 2, scale: 2}}": "method_args.spike_compensation.scale: 2.0: ",
-    **{f"method_args: {{constant_delay: {{updates: {value}}}}}": "method_args.constant_delay.updates: "
-       for value in ("0", "1.0", "[]", "[[]]", "[[0], [0]]", "[[1], 2]", "[[true]]")},
+    **{
+        f"method_args: {{constant_delay: {{updates: {value}}}}}": "method_args.constant_delay.updates: "
+        for value in ("0", "1.0", "[]", "[[]]", "[[0], [0]]", "[[1], 2]", "[[true]]")
+    },
     "optimizer: {name: adam, reference_batch_size: 8}": "optimizer.reference_batch_size: 8: ",
     "method: gpipe\nmethod_args: {t2: {}}": "method_args.t2: ",
     "micro_batch_size: '8'": "micro_batch_size: 8: ",
@@ -146,7 +153,9 @@ DEVICE = "{memory_bytes: 1e9, usable_share: 1, memory_bandwidth: 1e9, rates: {fl
 
 def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(here: Path) -> None:
     Path("own.yaml").write_text(f"devices: 2\ndevice: {DEVICE}\n")
-    assert faults_of("hardware: own.yaml") == ["own.yaml: devices: 2: must be at most 1: no level of links holds more"]
+    assert faults_of("hardware: own.yaml") == [
+        "own.yaml: devices: 2: must be at most 1: no level of links holds more"
+    ]
     Path("own.yaml").write_text(f"devices: 1\ndevice: {DEVICE}\n")
     for value in ("pod16", "own.yaml", f"{{devices: 1, device: {DEVICE}}}"):
         Path("x.yaml").write_text(f"{SMALLEST}hardware: {value}\n")
@@ -174,7 +183,10 @@ def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(
         (SMALLEST.splitlines()[1], "x.yaml: model: missing: must be given"),
         (SMALLEST.splitlines()[0], "x.yaml: data: missing: must be given"),
         ("model: {entry: 3}\ndata: {name: digits}", "x.yaml: model.entry: 3: must be text"),
-        ("model: {entry: 'a:b', args: {1: 2}}\ndata: {name: digits}", "x.yaml: model.args.1: 1: must be text"),
+        (
+            "model: {entry: 'a:b', args: {1: 2}}\ndata: {name: digits}",
+            "x.yaml: model.args.1: 1: must be text",
+        ),
         ("", "x.yaml: must be a mapping of keys to values, as in configs/mlp_digits.yaml"),
         ("- a", "x.yaml: must be a mapping of keys to values, as in configs/mlp_digits.yaml"),
     ],
@@ -186,8 +198,12 @@ def test_a_config_without_what_it_needs(text: str, message: str, here: Path) -> 
 
 def test_all_faults_are_reported_at_once_each_with_the_place_of_its_value(here: Path) -> None:
     Path("base.yaml").write_text(SMALLEST + "seed: abc\noptimizer: {lr: 0.1, momentum: 2}\n")
-    Path("x.yaml").write_text("extends: base.yaml\nmethod: gpippe\nfoo_size: 1\noptimizer: {lr: -1}\n")
-    faults = list_faults(load_config, "x.yaml", ["epochs=0", "nonsense", "steps=[", "log.every.x=1"])
+    Path("x.yaml").write_text(
+        "extends: base.yaml\nmethod: gpippe\nfoo_size: 1\noptimizer: {lr: -1}\n"
+    )
+    faults = list_faults(
+        load_config, "x.yaml", ["epochs=0", "nonsense", "steps=[", "log.every.x=1"]
+    )
     check(
         sorted(faults),
         "--set epochs=0: epochs: 0: ", "--set log.every.x=1: log.every: {'x'", "--set steps=[: line 1: ",
@@ -219,8 +235,14 @@ def test_overrides_are_read_as_yaml_and_the_last_wins(here: Path) -> None:
         "optimizer.lr=1e-3", "epochs=3", "epochs=4", "stages=[a, b.0]", "model.args.width=7", "clip.norm=2",
         "clip.scope=stage", "optimizer={weight_decay: 5e-4}", "data.answer=no",
     )  # fmt: skip
-    assert config.optimizer.lr == 1e-3 and config.optimizer.momentum == 0.9 and config.optimizer.weight_decay == 5e-4
-    assert config.epochs == 4 and config.stages == ["a", "b.0"] and config.model.args == {"width": 7}
+    assert (
+        config.optimizer.lr == 1e-3
+        and config.optimizer.momentum == 0.9
+        and config.optimizer.weight_decay == 5e-4
+    )
+    assert (
+        config.epochs == 4 and config.stages == ["a", "b.0"] and config.model.args == {"width": 7}
+    )
     assert config.clip is not None and config.clip.scope == "stage"
     assert config.data.options() == {"answer": "no"}
 
@@ -251,7 +273,9 @@ def test_merge_keys_and_anchors_work(here: Path) -> None:
 
 def test_extends_merges_deeply_and_relative_to_the_file(here: Path) -> None:
     (here / "sub").mkdir()
-    Path("base.yaml").write_text(SMALLEST + "optimizer: {lr: 0.5, momentum: 0.9}\nstages: [a, b]\nseed: 3\n")
+    Path("base.yaml").write_text(
+        SMALLEST + "optimizer: {lr: 0.5, momentum: 0.9}\nstages: [a, b]\nseed: 3\n"
+    )
     Path("sub/middle.yaml").write_text("extends: ../base.yaml\noptimizer: {lr: 0.25}\n")
     Path("sub/top.yaml").write_text("extends: middle.yaml\nstages: [c]\n")
     config = load_config("sub/top.yaml")
@@ -262,26 +286,46 @@ def test_extends_merges_deeply_and_relative_to_the_file(here: Path) -> None:
 def test_a_circle_names_the_file_that_closes_it(here: Path) -> None:
     Path("a.yaml").write_text("extends: b.yaml\n")
     Path("b.yaml").write_text("extends: a.yaml\n")
-    with pytest.raises(BadInput, match="^b.yaml: extends: a.yaml: more than 20 files extend one another, or in a circle$"):
+    with pytest.raises(
+        BadInput,
+        match="^b.yaml: extends: a.yaml: more than 20 files extend one another, or in a circle$",
+    ):
         load_config("a.yaml")
 
 
 # ---- writing, comparing
 
 EVERY_KEY: Dict[str, Any] = {
-    "model": {"entry": "m:f", "args": {"norm": "no", "power": "1e-3", "shape": [1, 2.5, None, True], "x": {}, "y": "0o17"}},
+    "model": {
+        "entry": "m:f",
+        "args": {
+            "norm": "no",
+            "power": "1e-3",
+            "shape": [1, 2.5, None, True],
+            "x": {},
+            "y": "0o17",
+        },
+    },
     "data": {"name": "cifar10", "root": "d", "subset": 100, "augment": False, "date": "2026-01-01"},
     "method": "pipemare",
     "method_args": {"turn": 0, "stash": True},
     "stages": {"count": 3, "by": "time"},
-    "optimizer": {"name": "adamw", "lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-20, "no_decay": ["*.bias"]},
+    "optimizer": {
+        "name": "adamw",
+        "lr": 1e-5,
+        "betas": [0.9, 0.95],
+        "eps": 1e-20,
+        "no_decay": ["*.bias"],
+    },
     "lr_schedule": {"name": "step", "milestones": [2, 3.5], "gamma": 0.3, "warmup_steps": 4},
     "clip": {"norm": 1, "scope": "stage"},
     "steps": 5,
 }
 
 
-@pytest.mark.parametrize("keys", [{}, EVERY_KEY, {"stages": {"finest": 9}}, {"stages": ["a"]}, {"stages": "finest"}])
+@pytest.mark.parametrize(
+    "keys", [{}, EVERY_KEY, {"stages": {"finest": 9}}, {"stages": ["a"]}, {"stages": "finest"}]
+)
 def test_a_dumped_config_reads_as_the_same_config(keys: Dict[str, Any], tmp_path: Path) -> None:
     config = configure(**keys)
     (tmp_path / "x.yaml").write_text(dump_config(config), encoding="utf-8")
@@ -289,7 +333,13 @@ def test_a_dumped_config_reads_as_the_same_config(keys: Dict[str, Any], tmp_path
     assert again == config and again.to_dict() == config.to_dict()
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
 LIKE_NUMBERS = st.text("0123456789eE+-._xo:~<=", max_size=6)
 
 
@@ -299,27 +349,40 @@ def test_any_value_survives_being_written_and_read(tmp_path: Path, values: Dict[
     config = configure(model={"entry": "m:f", "args": values})
     (tmp_path / "x.yaml").write_bytes(dump_config(config).encode("utf-8"))
     again = load_config(tmp_path / "x.yaml").model.args
-    assert again == values and repr(again) == repr(values)  # repr: 1 and 1.0 and True are not the same
+    assert again == values and repr(again) == repr(
+        values
+    )  # repr: 1 and 1.0 and True are not the same
 
 
 def test_a_dumped_config_means_the_same_to_a_reader_of_yaml_1_1() -> None:
     values = {"a": "no", "b": "1:30", "c": "2026-01-01", "d": "1_0", "e": "1e-3"}
-    assert yaml.safe_load(dump_config(configure(model={"entry": "m:f", "args": values})))["model"]["args"] == values
+    assert (
+        yaml.safe_load(dump_config(configure(model={"entry": "m:f", "args": values})))["model"][
+            "args"
+        ]
+        == values
+    )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_the_configs_of_this_repository_are_right(path: Path, here: Path) -> None:
     config = load_config(path)
     Path("x.yaml").write_text(dump_config(config))
     assert load_config("x.yaml") == config
-    check_arguments(resolve_entry(config.model.entry, "model.entry"), config.model.args, "model.args")
+    check_arguments(
+        resolve_entry(config.model.entry, "model.entry"), config.model.args, "model.args"
+    )
 
 
 # ---- import strings
 
 
 def test_an_import_string_is_looked_for_in_the_current_folder(here: Path) -> None:
-    Path("folder_model_a.py").write_text("class Nets:\n    @staticmethod\n    def small(): return 7\n")
+    Path("folder_model_a.py").write_text(
+        "class Nets:\n    @staticmethod\n    def small(): return 7\n"
+    )
     assert resolve_entry("folder_model_a:Nets.small", "model.entry")() == 7
 
 
@@ -334,7 +397,9 @@ def test_an_import_string_is_looked_for_in_the_current_folder(here: Path) -> Non
 )  # fmt: skip
 def test_a_wrong_import_string_says_what_is_wrong(entry: str, names: str, here: Path) -> None:
     Path("folder_model_b.py").write_text("number = 3\ndef small(): pass\n")
-    Path("folder_model_c.py").write_text("import no_such_module_y\n")  # the fault is inside it: not "no such module"
+    Path("folder_model_c.py").write_text(
+        "import no_such_module_y\n"
+    )  # the fault is inside it: not "no such module"
     Path("folder_model_d.py").write_text("1 / 0\n")
     (line,) = list_faults(resolve_entry, entry, "model.entry")
     assert line.startswith(f"model.entry: {entry}: ") and names in line
@@ -351,7 +416,9 @@ def test_arguments_that_a_callable_does_not_take_are_named() -> None:
             list_faults(call, make, {"widht": 3, "depth": True}, "model.args"),
             "model.args.widht: 3: unknown argument, allowed are ", "model.args.width: missing: ",
         )  # fmt: skip
-    assert list_faults(check_arguments, make, {"widht": 3, "width": 3}, "model.args")[0].endswith("allowed are width, depth")
+    assert list_faults(check_arguments, make, {"widht": 3, "width": 3}, "model.args")[0].endswith(
+        "allowed are width, depth"
+    )
     check_arguments(make, {"width": 3}, "model.args")
     check_arguments(lambda **rest: rest, {"anything": 1}, "model.args")
     check_arguments(dict, {"anything": 1}, "model.args")  # does not tell what it takes
@@ -362,7 +429,13 @@ def test_what_a_callable_has_against_a_value_is_one_line() -> None:
     def fail(kind: type) -> Any:
         raise kind("too large\nhere is why")
 
-    for kind in (ValueError, RuntimeError, KeyError, AssertionError, MemoryError):  # story: they came with a traceback
+    for kind in (
+        ValueError,
+        RuntimeError,
+        KeyError,
+        AssertionError,
+        MemoryError,
+    ):  # story: they came with a traceback
         (line,) = list_faults(call_entry, fail, {"kind": kind}, "model.args")
         assert line.startswith("model.args: {'kind': ") and "too large" in line and "\n" not in line
         assert (f"{kind.__name__}: " in line) == (kind is not ValueError)
@@ -382,7 +455,9 @@ def test_a_key_that_an_earlier_version_lacked_counts_as_its_default() -> None:
     now = select_deciding(configure().to_dict())
     saved = {key: value for key, value in now.items() if key != "model.compile"}
     assert compare_deciding(saved, now) == [] == compare_deciding(now, saved)
-    assert compare_deciding(saved, {**now, "model.compile": True}) == [("model.compile", False, True)]
+    assert compare_deciding(saved, {**now, "model.compile": True}) == [
+        ("model.compile", False, True)
+    ]
     assert [key for key, _, _ in compare_deciding(saved, {**now, "seed": 3})] == ["seed"]
 
 
@@ -394,12 +469,26 @@ def test_files_that_are_no_config_are_refused_unread(here: Path) -> None:
     os.mkfifo("pipe")  # story: the reader waited for whoever might write
     Path("latin.yaml").write_bytes(b"seed: 1\nx: \xe9\n")
     Path("large.yaml").write_text("# " + "x" * 2**19)
-    for name in ("gone.yaml", "folder", "pipe", "/dev/zero", "latin.yaml", "large.yaml", "a\0b", "x" * 300):
+    for name in (
+        "gone.yaml",
+        "folder",
+        "pipe",
+        "/dev/zero",
+        "latin.yaml",
+        "large.yaml",
+        "a\0b",
+        "x" * 300,
+    ):
         place = name.replace("\0", "\\x00")
-        check(list_faults(load_config, name), f"{place}: line 2: " if name == "latin.yaml" else f"{place}: ")
+        check(
+            list_faults(load_config, name),
+            f"{place}: line 2: " if name == "latin.yaml" else f"{place}: ",
+        )
 
 
-def test_a_file_without_permission_is_reported_as_such(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_permission_is_reported_as_such(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: Any) -> int:
         raise PermissionError(13, "Permission denied")
 
@@ -428,13 +517,19 @@ def test_an_override_within_an_alias_changes_one_of_the_two(here: Path) -> None:
     assert config.model.args == {"a": {"x": {"y": 2}}, "b": {"x": {"y": 1}}}
 
 
-@pytest.mark.parametrize("override", ["a." * 3000 + "a=1", "hardware." + "a." * 30 + "a=" + "[" * 30 + "]" * 30])
+@pytest.mark.parametrize(
+    "override", ["a." * 3000 + "a=1", "hardware." + "a." * 30 + "a=" + "[" * 30 + "]" * 30]
+)
 def test_overrides_that_are_too_deep(override: str, here: Path) -> None:
     assert "nested deeper than 50 levels" in faults_of("", override)[0]
 
 
 def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
-    keys = {"model": {"entry": "models.mlp:mlp"}, "data": {"name": "digits"}, "evaluate": {"every": 0}}
+    keys = {
+        "model": {"entry": "models.mlp:mlp"},
+        "data": {"name": "digits"},
+        "evaluate": {"every": 0},
+    }
     faults = list_faults(build, configure(**keys, epochs=10_000_000))
     check(faults, "epochs: 10000000: 1790000000 updates, at most 10000000: ")
     faults = list_faults(build, configure(**keys, steps=5_000_000, checkpoint={"every": 1}))

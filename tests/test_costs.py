@@ -19,7 +19,9 @@ from tools.experiments.costs import compute_per_example as per_example
 
 def perceptron(inputs: int, width: int, layers: int) -> Blocks:
     x = torch.zeros(2, inputs)
-    blocked, _ = make_blocks(mlp(inputs, width, layers), x, Structure(), [f"fc{i}" for i in range(2, layers + 1)])
+    blocked, _ = make_blocks(
+        mlp(inputs, width, layers), x, Structure(), [f"fc{i}" for i in range(2, layers + 1)]
+    )
     blocks = get_blocks(blocked)
     assert blocks is not None
     return blocks
@@ -30,7 +32,12 @@ def test_the_papers_perceptron_has_the_papers_numbers() -> None:
     with torch.device("meta"):
         blocks = perceptron(3072, 4096, 8)
         counts = costs.count_by_paper(blocks, torch.zeros(2, 3072), 10)
-    assert (counts.forward, counts.auxiliary, counts.backward, counts.layers) == (32514176.0, 77884.0, 1.5, 8)
+    assert (counts.forward, counts.auxiliary, counts.backward, counts.layers) == (
+        32514176.0,
+        77884.0,
+        1.5,
+        8,
+    )
 
 
 def test_a_transformer_is_counted_by_torch() -> None:
@@ -54,7 +61,10 @@ def test_the_laws_term_by_term() -> None:
     assert per_example("local_chunked", c, 2) == 3 * (500 + 14)
     assert per_example("last_layers", c, 2) == 507 + 2 * 207
     assert costs.compute_total("local_greedy", c, 10, 32) == 3 * 107 * 5 * 320 + 10 * 10 * 1000
-    assert costs.compute_total("local_overlapping", c, 1, 1) - per_example("local_overlapping", c) == 12 * 1000
+    assert (
+        costs.compute_total("local_overlapping", c, 1, 1) - per_example("local_overlapping", c)
+        == 12 * 1000
+    )
     for method, k, parallel in (
         (BACKPROPAGATION, 1, 1), ("local_greedy", 1, 5), ("local_overlapping", 1, 5), ("local_chunked", 3, 3),
         ("last_layers", 2, (5 + 4) / (2 * 3)),
@@ -66,19 +76,27 @@ def test_the_laws_term_by_term() -> None:
 def test_the_laws_meet_where_the_methods_are_one() -> None:
     c = Flops(50.0, 9.0, 1.7, 6, 10)
     assert per_example("local_chunked", c, 1) == per_example(BACKPROPAGATION, c)
-    assert per_example("local_chunked", c, 6) == pytest.approx(per_example("local_greedy", c), rel=1e-15)
-    assert per_example("last_layers", c, 6) == pytest.approx(per_example(BACKPROPAGATION, c), rel=1e-15)
+    assert per_example("local_chunked", c, 6) == pytest.approx(
+        per_example("local_greedy", c), rel=1e-15
+    )
+    assert per_example("last_layers", c, 6) == pytest.approx(
+        per_example(BACKPROPAGATION, c), rel=1e-15
+    )
     whole = costs.compute_sequential(BACKPROPAGATION, c, 3, 4)
     assert costs.compute_sequential("last_layers", c, 3, 4, 6) == pytest.approx(whole, rel=1e-15)
     one = Flops(50.0, 9.0, 1.7, 1, 10)
-    assert per_example("local_overlapping", one) == pytest.approx(per_example(BACKPROPAGATION, one), rel=1e-15)
+    assert per_example("local_overlapping", one) == pytest.approx(
+        per_example(BACKPROPAGATION, one), rel=1e-15
+    )
     with pytest.raises(BadInput, match="pipedream: has no cost law"):
         costs.compute_sequential("pipedream", c, 1, 1)
 
 
 def test_the_paper_counts_no_convolutions() -> None:
     images = torch.randn(2, 3, 32, 32)
-    blocked, _ = make_blocks(resnet18(classes=10), images, Structure(), ["layer1", "layer2", "layer3", "layer4"])
+    blocked, _ = make_blocks(
+        resnet18(classes=10), images, Structure(), ["layer1", "layer2", "layer3", "layer4"]
+    )
     blocks = get_blocks(blocked)
     assert blocks is not None
     with pytest.raises(BadInput, match="^model: Conv2d: "):

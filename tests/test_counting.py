@@ -73,7 +73,9 @@ MODELS: List[Tuple[str, Any, torch.Tensor]] = [
     ("translation", lambda: transformer_translation(20, 20, 8, 2, 2, 16), torch.randint(1, 20, (2, 2, 7))),
     ("recurrent", lambda: nn.Sequential(take_output(nn.LSTM(8, 4, batch_first=True)), nn.Linear(4, 2)), torch.randn(2, 5, 8)),
 ]  # fmt: skip
-NAMED = pytest.mark.parametrize("make, x", [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
+NAMED = pytest.mark.parametrize(
+    "make, x", [row[1:] for row in MODELS], ids=[row[0] for row in MODELS]
+)
 
 
 def real(model: nn.Module, x: torch.Tensor) -> Observation:
@@ -94,7 +96,9 @@ def test_shapes_tell_what_the_numbers_do(make: Any, x: torch.Tensor) -> None:
         return
     a, b = real(model, x), shaped(model, x)
     assert [c.name for c in a.calls] == [c.name for c in b.calls] and a.runs == b.runs
-    assert [(c.flops, c.backward_flops) for c in a.calls] == [(c.flops, c.backward_flops) for c in b.calls]
+    assert [(c.flops, c.backward_flops) for c in a.calls] == [
+        (c.flops, c.backward_flops) for c in b.calls
+    ]
     assert [count_saved_bytes([c]) for c in a.calls] == [count_saved_bytes([c]) for c in b.calls]
     assert a.live == b.live and count_saved_bytes(a.calls) == count_saved_bytes(b.calls)
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
@@ -106,7 +110,9 @@ def test_forward_and_backward_add_up_to_what_the_counter_says(make: Any, x: torc
     model = make()
     seen = real(model, x)
     missing = flops._list_missing_formulas()
-    with flops.separate_attention(), flops.FlopCounterMode(display=False, custom_mapping=missing) as counter:
+    with flops.separate_attention(), flops.FlopCounterMode(
+        display=False, custom_mapping=missing
+    ) as counter:
         value = model(x)
     with flops.FlopCounterMode(display=False, custom_mapping=missing) as back:
         value.sum().backward()
@@ -128,8 +134,12 @@ def test_flops_of_passes_by_hand() -> None:
     first, second = count_stage_flops(model, x, "1")
     assert first == (linear, linear)  # no gradient of the data
     assert second[0] == projection + attention + linear
-    fused = flops.FlopCounterMode is not None and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
-    assert second[1] == 2 * (projection + linear) + (2.5 if fused else 2) * attention  # scores once more
+    fused = flops.FlopCounterMode is not None and hasattr(
+        torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
+    )
+    assert (
+        second[1] == 2 * (projection + linear) + (2.5 if fused else 2) * attention
+    )  # scores once more
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 6, 3, groups=2))
     images = torch.randn(2, 3, 8, 8)
     a, c = 2 * 2 * 4 * 36 * 27, 2 * 2 * 6 * 16 * 18
@@ -207,10 +217,14 @@ def test_billions_of_parameters_are_counted_without_memory() -> None:
 
 
 def test_measured_units_have_seconds_of_each_pass() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 4)).eval()
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(192, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 4)
+    ).eval()
     x, y = torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    costed: CountedUnits = measure_units(count_units(model, x), model, F.cross_entropy, x, y, warm_up=1, repeats=3)
+    costed: CountedUnits = measure_units(
+        count_units(model, x), model, F.cross_entropy, x, y, warm_up=1, repeats=3
+    )
     assert all(u.measured[0].samples == 8 and u.measured[0].forward > 0 for u in costed.units)
     assert sum(u.measured[0].backward > 0 for u in costed.units) >= 3  # a flattening has none
     assert "measured with 8 samples on cpu" in costed.how
@@ -240,11 +254,21 @@ def test_each_stage_keeps_once_what_its_units_keep() -> None:
         h = m.a(x)
         return m.d(m.c(m.b(h))) * h
 
-    model, x = Composed(forward, **{name: nn.Linear(4, 4, bias=False) for name in "abcd"}), torch.zeros(2, 4)
+    model, x = (
+        Composed(forward, **{name: nn.Linear(4, 4, bias=False) for name in "abcd"}),
+        torch.zeros(2, 4),
+    )
     units, calls = count_units(model, x, ["b", "c", "d"]).units, real(model, x).calls[1:]
     assert [unit.also_kept for unit in units] == [(), (), (), ((2, 16.0),)]
     for first, end in itertools.combinations(range(5), 2):
-        assert join_units(units[first:end]).activation_bytes * 2 == count_saved_bytes(calls[first:end]), (first, end)
+        assert join_units(units[first:end]).activation_bytes * 2 == count_saved_bytes(
+            calls[first:end]
+        ), (first, end)
     sums = UnitSums(Problem(units, 16.0, read_hardware("v100x8"), 1e9, "float32", 0), 2)
-    ends = [sums.make_stage(np.array(a), np.array(b)).activation_bytes for a, b in itertools.combinations(range(5), 2)]
-    assert ends == [join_units(units[a:b]).activation_bytes for a, b in itertools.combinations(range(5), 2)]
+    ends = [
+        sums.make_stage(np.array(a), np.array(b)).activation_bytes
+        for a, b in itertools.combinations(range(5), 2)
+    ]
+    assert ends == [
+        join_units(units[a:b]).activation_bytes for a, b in itertools.combinations(range(5), 2)
+    ]

@@ -25,9 +25,17 @@ SHORT: Dict[str, Any] = {
 }  # fmt: skip
 
 
-def check_both(tmp_path: Path, entry: str, data: Dict[str, Any], stages: List[str], **more: Any) -> None:
+def check_both(
+    tmp_path: Path, entry: str, data: Dict[str, Any], stages: List[str], **more: Any
+) -> None:
     """Check that weights and figures of a run are the same on the emulator and on two processes."""
-    keys = {**SHORT, "model": {"entry": entry}, "data": data, **({"stages": stages} if stages else {}), **more}
+    keys = {
+        **SHORT,
+        "model": {"entry": entry},
+        "data": data,
+        **({"stages": stages} if stages else {}),
+        **more,
+    }
     for name, backend in (("emulator", "emulator"), ("processes", "distributed")):
         config = {**keys, "backend": {"name": backend, "threads": 1}}
         (tmp_path / f"{name}.yaml").write_text(json.dumps(config))  # which is YAML
@@ -48,7 +56,13 @@ def test_models_of_other_libraries_train_as_on_the_emulator(tmp_path: Path, name
     from tests.third_party_models import CASES
 
     case = CASES[name]
-    check_both(tmp_path, f"tests.third_party_models:{case.entry}", case.data, case.stages(2), method="gpipe")
+    check_both(
+        tmp_path,
+        f"tests.third_party_models:{case.entry}",
+        case.data,
+        case.stages(2),
+        method="gpipe",
+    )
 
 
 DIGITS = {"name": "digits", "subset": 64, "test_subset": 32}
@@ -58,7 +72,9 @@ ENTRIES = [("make_forces", "pipedream"), ("Shrinking", "gpipe"), ("make_cut_chec
 
 
 @pytest.mark.parametrize("entry, method", ENTRIES)
-def test_forwards_that_do_more_than_compute_train_as_on_the_emulator(tmp_path: Path, entry: str, method: str) -> None:
+def test_forwards_that_do_more_than_compute_train_as_on_the_emulator(
+    tmp_path: Path, entry: str, method: str
+) -> None:
     """A gradient inside of a forward failed in looks at the model that had none; those looks wrote weights, too, on each process
     as often as it looked."""
     check_both(tmp_path, f"tests.staged_models:{entry}", DIGITS, [], method=method)
@@ -67,7 +83,12 @@ def test_forwards_that_do_more_than_compute_train_as_on_the_emulator(tmp_path: P
 def test_a_forward_that_writes_a_weight_writes_it_as_often_as_it_runs() -> None:
     """Two more times, before: looks at the model in its two modes wrote the weight itself."""
     config = configure(
-        method="gpipe", micro_batch_size=4, steps=1, data=DIGITS, backend={"threads": 1}, optimizer={"name": "sgd", "lr": 1e-30}
+        method="gpipe",
+        micro_batch_size=4,
+        steps=1,
+        data=DIGITS,
+        backend={"threads": 1},
+        optimizer={"name": "sgd", "lr": 1e-30},
     )
     model = Shrinking()
     weight = model[1].weight.detach().clone()
@@ -81,24 +102,44 @@ def test_weights_that_a_forward_writes_have_no_versions() -> None:
         build(config, Shrinking())
 
 
-def test_a_checkpoint_that_is_cut_is_refused_where_its_backward_reads_newer_weights(tmp_path: Path) -> None:
-    keys = {**SHORT, "model": {"entry": "tests.staged_models:make_cut_checkpoint"}, "data": DIGITS, "method": "pipemare"}
-    (tmp_path / "config.yaml").write_text(json.dumps({**keys, "backend": {"name": "distributed", "threads": 1}}))
-    ended = forked.run_ranks(2, "train", [str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run")])
+def test_a_checkpoint_that_is_cut_is_refused_where_its_backward_reads_newer_weights(
+    tmp_path: Path,
+) -> None:
+    keys = {
+        **SHORT,
+        "model": {"entry": "tests.staged_models:make_cut_checkpoint"},
+        "data": DIGITS,
+        "method": "pipemare",
+    }
+    (tmp_path / "config.yaml").write_text(
+        json.dumps({**keys, "backend": {"name": "distributed", "threads": 1}})
+    )
+    ended = forked.run_ranks(
+        2, "train", [str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run")]
+    )
     assert ended.code == 2 and "model: a, b:" in ended.error
 
 
 def test_modules_of_stages_are_compiled_and_agree_within_rounding(tmp_path: Path) -> None:
     """Compiled kernels round otherwise: 1e-5 of weights of size 1 after three updates."""
-    keys = {**SHORT, "model": {"entry": "tests.test_cut_runs:dropping"}, "data": DIGITS, "method": "gpipe"}
+    keys = {
+        **SHORT,
+        "model": {"entry": "tests.test_cut_runs:dropping"},
+        "data": DIGITS,
+        "method": "gpipe",
+    }
     train(configure(**{**keys, "backend": {"threads": 1}}), tmp_path / "emulator")
     keys["model"] = {**keys["model"], "compile": True}
-    (tmp_path / "config.yaml").write_text(json.dumps({**keys, "backend": {"name": "distributed", "threads": 1}}))
+    (tmp_path / "config.yaml").write_text(
+        json.dumps({**keys, "backend": {"name": "distributed", "threads": 1}})
+    )
     arguments = [str(tmp_path / "config.yaml"), "--out", str(tmp_path / "processes")]
     # a cache in the temporary folder may hold kernels of another machine's instructions
     ended = forked.run_ranks(2, "train", arguments, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     assert ended.code == 0, ended.error
-    assert_close(read_weights(tmp_path / "emulator", 3), read_weights(tmp_path / "processes", 3), atol=1e-5)
+    assert_close(
+        read_weights(tmp_path / "emulator", 3), read_weights(tmp_path / "processes", 3), atol=1e-5
+    )
     with pytest.raises(BadInput, match="model.compile: true"):
         build(configure(**{**keys, "backend": {"name": "emulator"}}))
 

@@ -10,7 +10,9 @@ from ipu_pipe.schedule.actions import Kind
 from tests.test_pipeline import CASES, Loop
 
 
-@pytest.mark.parametrize("name", ["gpipe", "pipedream", "pipemare_warmup", "zbv", "local_greedy", "local_sgd_rounds"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "pipedream", "pipemare_warmup", "zbv", "local_greedy", "local_sgd_rounds"]
+)
 @pytest.mark.parametrize("drain", [None, 6])
 def test_cuts_in_windows_are_those_of_single_batches(name: str, drain: int) -> None:
     loop = Loop(CASES[name])
@@ -27,5 +29,7 @@ def test_cuts_in_windows_are_those_of_single_batches(name: str, drain: int) -> N
         m = batch * schedule.accumulate
         slot = int(schedule.slots(Kind.FORWARD, m, m + 1)[0, 0])
         assert cuts.find(batch) == slot
-        assert cuts.count_left(batch) == int(schedule.count_before(Kind.UPDATE, np.array([slot - margin])).min())
+        assert cuts.count_left(batch) == int(
+            schedule.count_before(Kind.UPDATE, np.array([slot - margin])).min()
+        )
     loop.pipe.abort()

@@ -26,7 +26,10 @@ class UNet(nn.Module):
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
         self.relu = nn.ReLU(inplace=True)
-        self.down, self.deep = nn.Conv2d(4, 4, 3, padding=1, stride=2), nn.Conv2d(4, 4, 3, padding=1)
+        self.down, self.deep = (
+            nn.Conv2d(4, 4, 3, padding=1, stride=2),
+            nn.Conv2d(4, 4, 3, padding=1),
+        )
         self.up, self.last = nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(8, 3, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,7 +86,11 @@ IMAGES, WORDS = torch.randn(3, 3, 16, 16), torch.randint(1, 50, (3, 7))
 OWN: List[Tuple[Callable[[], nn.Module], List[str], torch.Tensor]] = [
     (UNet, ["relu", "deep", "up"], IMAGES),
     (UNet, ["down", "last"], IMAGES),
-    (make_translator, ["transformer.encoder.layers.1.linear1", "transformer.decoder.layers.1"], WORDS),
+    (
+        make_translator,
+        ["transformer.encoder.layers.1.linear1", "transformer.decoder.layers.1"],
+        WORDS,
+    ),
     (Blocks, ["rows.0.frozen", "rows.0.low", "rows.0.b", "rows.1.b"], torch.randn(3, 6)),
 ]
 
@@ -107,8 +114,12 @@ def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
     verify_pieces(model, cut, x)
     assert [set(vars(module)) for module in model.modules()] == attributes
     stages = partition(model, x, begins).stages
-    assert [sorted(piece.list_weights()) for piece in cut] == [sorted(stage.parameters) for stage in stages]
-    assert sorted(name for piece in cut for name in piece.select_state()) == sorted(model.state_dict())
+    assert [sorted(piece.list_weights()) for piece in cut] == [
+        sorted(stage.parameters) for stage in stages
+    ]
+    assert sorted(name for piece in cut for name in piece.select_state()) == sorted(
+        model.state_dict()
+    )
     keyed = KeyedRandomness(model, observe_effects(model, x).draws, 0, x.device)
     results = []
     for chained in (False, True):
@@ -118,7 +129,11 @@ def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
             with keyed.forward(0):
                 for piece in cut if chained else [model.train()]:
                     value = piece(value)
-            outputs = [t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, torch.Tensor)]
+            outputs = [
+                t
+                for t in (value if isinstance(value, tuple) else (value,))
+                if isinstance(t, torch.Tensor)
+            ]
             sum(t.square().mean() for t in outputs).backward()
             gradients = [p.grad for p in model.parameters()]
             results.append([*outputs, *gradients, *(b.clone() for b in model.buffers())])
@@ -136,7 +151,9 @@ def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
             assert torch.equal(value, model(x[:rows]))
 
 
-@pytest.mark.parametrize("make, begins, x", OWN, ids=["unet", "unet-again", "transformer", "blocks"])
+@pytest.mark.parametrize(
+    "make, begins, x", OWN, ids=["unet", "unet-again", "transformer", "blocks"]
+)
 def test_pieces_compute_what_the_model_does(make: Any, begins: List[str], x: torch.Tensor) -> None:
     torch.manual_seed(0)
     check(make(), begins, x)
@@ -153,17 +170,27 @@ def test_models_of_other_libraries_are_cut_inside_their_modules(name: str) -> No
 
 def test_what_depends_on_sizes_alone_is_made_again() -> None:
     cut = cut_model(make_translator(), ["transformer.decoder.layers.1"], WORDS)
-    assert [[t.shape for t in crossing.tensors] for crossing in list_crossings(cut)] == [[(3, 7, 16)] * 2]
+    assert [[t.shape for t in crossing.tensors] for crossing in list_crossings(cut)] == [
+        [(3, 7, 16)] * 2
+    ]
 
 
 def test_memory_layouts_cross() -> None:
     """What crosses is seen by kernels as it lies in memory: a message brings it so."""
-    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last), IMAGES
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last),
+        IMAGES,
+    )
     cut = cut_model(model, ["1"], x.contiguous(memory_format=torch.channels_last))
     (crossing,) = list_crossings(cut)
     value = cut[0](x.contiguous(memory_format=torch.channels_last))
     (message,) = crossing.to_messages(value)
-    assert message.is_contiguous() and message.shape == crossing.tensors[0].message_shape == (3, 16, 16, 4)
+    assert message.is_contiguous() and message.shape == crossing.tensors[0].message_shape == (
+        3,
+        16,
+        16,
+        4,
+    )
     again = crossing.from_messages([message.clone()])
     assert again.stride() == value.stride() != message.stride() and torch.equal(again, value)
 
@@ -171,7 +198,9 @@ def test_memory_layouts_cross() -> None:
 def test_a_tensor_without_a_gradient_gets_none() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
     model[1].requires_grad_(True)
-    assert not list_crossings(cut_model(model, ["1"], torch.randn(2, 4)))[0].tensors[0].differentiable
+    assert (
+        not list_crossings(cut_model(model, ["1"], torch.randn(2, 4)))[0].tensors[0].differentiable
+    )
 
 
 # ---- refusals
@@ -282,12 +311,19 @@ def test_what_cannot_be_cut_is_refused_with_place_and_remedy(act: Any, message: 
     with pytest.raises(BadInput, match=message) as refused:
         verify_pieces(model, cut_model(model, ["inner.b"], x), x)
     assert len(refused.value.faults) == 1
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()) and not torch.jit.is_tracing()
+    assert (
+        not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        and not torch.jit.is_tracing()
+    )
     assert model.inner.kept is None
 
 
 def test_hooks_on_what_is_cut_are_refused_others_run() -> None:
-    model, x, seen = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())), torch.randn(2, 4), []
+    model, x, seen = (
+        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
+        torch.randn(2, 4),
+        [],
+    )
     model[1][1].register_forward_hook(lambda *_: seen.append(1))
     cut = cut_model(model, ["1.1"], x)
     before = len(seen)
@@ -311,7 +347,9 @@ def test_orders_and_sizes_that_were_not_recorded_are_refused() -> None:
 def test_a_cache_of_keys_is_refused_with_what_turns_it_off() -> None:
     from tests import third_party_models
 
-    with pytest.raises(BadInput, match=r"stage 0: model.transformer.h.0.*DynamicCache.*config.use_cache = False"):
+    with pytest.raises(
+        BadInput, match=r"stage 0: model.transformer.h.0.*DynamicCache.*config.use_cache = False"
+    ):
         cut_model(third_party_models.gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)
 
 
@@ -343,7 +381,11 @@ def test_inputs_of_another_kind_have_a_recording_of_their_own() -> None:
             value = piece(value)
         assert torch.equal(value, model(**inputs)), list(inputs)
     check_same_shapes({"z": z, "x": x}, {"x": x, "z": z}, 3)
-    with pytest.raises(BadInput, match="microbatch 3: inputs: mask: of dtype torch.int64, of the first microbatch"):
+    with pytest.raises(
+        BadInput, match="microbatch 3: inputs: mask: of dtype torch.int64, of the first microbatch"
+    ):
         check_same_shapes({"x": x, "mask": mask.long()}, {"x": x, "mask": mask}, 3)
-    with pytest.raises(BadInput, match=r"inputs: of shape \(2, 4\), of the first microbatch \(3, 4\)"):
+    with pytest.raises(
+        BadInput, match=r"inputs: of shape \(2, 4\), of the first microbatch \(3, 4\)"
+    ):
         check_same_shapes(x[:2], x, 3)

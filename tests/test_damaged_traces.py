@@ -81,11 +81,21 @@ def damaged_blocks(blocks: List[Block], rng: random.Random) -> List[Block]:
     place = rng.randrange(len(blocks))
     tag, rows, payload = blocks[place]
     if tag == store.META:
-        payload = json.dumps(damaged_document(json.loads(payload), rng)).encode("utf-8", "surrogatepass")
+        payload = json.dumps(damaged_document(json.loads(payload), rng)).encode(
+            "utf-8", "surrogatepass"
+        )
     else:
         begin, size = rng.randrange(len(payload)), rng.choice([1, 2, 4, 8])
-        payload = payload[:begin] + bytes([rng.choice([0, 127, 128, 255])]) * size + payload[begin + size :]
-    blocks[place] = rng.choice([tag] * 9 + [store.CLOCK]), rng.choice([rows] * 9 + [1 << 31]), payload
+        payload = (
+            payload[:begin]
+            + bytes([rng.choice([0, 127, 128, 255])]) * size
+            + payload[begin + size :]
+        )
+    blocks[place] = (
+        rng.choice([tag] * 9 + [store.CLOCK]),
+        rng.choice([rows] * 9 + [1 << 31]),
+        payload,
+    )
     return blocks
 
 
@@ -116,7 +126,12 @@ def test_any_damage_is_read_or_refused(tmp_path: Path) -> None:
         (tmp_path / "x.json").write_bytes(text.encode("utf-8", "surrogatepass"))
         counts[outcome(tmp_path / "x.json")] += 1
     for method, args in itertools.product(METHODS, ARGS):
-        metadata = {"method": method, "method_args": args, "device_of_stage": [0], "accumulate": rng.choice([1, 3, 1 << 30])}
+        metadata = {
+            "method": method,
+            "method_args": args,
+            "device_of_stage": [0],
+            "accumulate": rng.choice([1, 3, 1 << 30]),
+        }
         text = json.dumps({**document, "otherData": {**document["otherData"], **metadata}})
         (tmp_path / "x.json").write_text(text)
         assert outcome(tmp_path / "x.json")
@@ -139,13 +154,19 @@ DAMAGED: Dict[str, List[Block]] = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damage_is_refused(name: str, tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
-    assert not outcome(write_blocks(tmp_path / "x.trace", blocks_of(run / "trace" / "rank-0.trace") + DAMAGED[name]))
+    assert not outcome(
+        write_blocks(
+            tmp_path / "x.trace", blocks_of(run / "trace" / "rank-0.trace") + DAMAGED[name]
+        )
+    )
 
 
 # ---- what unpacks to far more than it is
 
 
-def test_a_trace_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_unpacks_to_gigabytes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Story: a file of 26 MB unpacked to 6 GB, which were asked for before anything was checked."""
     monkeypatch.setattr("ipu_pipe.trace.reading.MOST_BYTES", 1 << 20)
     rows = (1 << 20) // ROW_BYTES // 2
@@ -185,7 +206,9 @@ def calls(devices: int) -> int:
     counters = [Counter(d, "weights (bytes)", d, 1.0) for d in range(devices)]
     unit = {"forward_flops": 1.0, "backward_flops": 1.0, "crossing_bytes": 1}
     units = [{"name": str(d), "stage": d, **unit} for d in range(devices)]
-    trace = Trace(Events.from_rows(rows), Counters.from_rows(counters), {"units": units, "stages": devices})
+    trace = Trace(
+        Events.from_rows(rows), Counters.from_rows(counters), {"units": units, "stages": devices}
+    )
     count = 0
 
     def counted(frame: Any, event: str, argument: Any) -> None:

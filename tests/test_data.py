@@ -31,7 +31,9 @@ CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 def expect_files(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the files in `folder` for the official ones of the set `name`."""
     contents = {file: (folder / file).read_bytes() for file in sets.FILES[name]}
-    table: Table = {file: (hashlib.md5(content).hexdigest(), len(content)) for file, content in contents.items()}
+    table: Table = {
+        file: (hashlib.md5(content).hexdigest(), len(content)) for file, content in contents.items()
+    }
     monkeypatch.setitem(sets.FILES, name, table)
 
 
@@ -88,7 +90,9 @@ def test_cifar10_layout(cifar: Path) -> None:
     expected = {bytes(row[1:]): int(row[0]) for row in rows}
     for image, label in zip(x.numpy(), y.tolist()):
         pixels = np.rint((image * std + mean) * 255).astype(np.uint8)
-        assert expected.pop(pixels.tobytes()) == label  # the planes red, green, blue as they lie in the file
+        assert (
+            expected.pop(pixels.tobytes()) == label
+        )  # the planes red, green, blue as they lie in the file
     assert not expected
     (test_x, test_y), *rest = data.test_batches(100)
     rows = read_rows(cifar, "test_batch.bin")
@@ -100,7 +104,8 @@ def test_cifar10_layout(cifar: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, folder, mean, std", [("mnist", "mnist", 0.1307, 0.3081), ("fashion_mnist", "fashion-mnist", 0.2860, 0.3530)]
+    "name, folder, mean, std",
+    [("mnist", "mnist", 0.1307, 0.3081), ("fashion_mnist", "fashion-mnist", 0.2860, 0.3530)],
 )
 def test_idx_layout(
     name: str, folder: str, mean: float, std: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,21 +116,32 @@ def test_idx_layout(
     assert data.train_batches_per_epoch(2) == 3
     x, y = next(iter(data.test_batches(10)))
     assert x.shape == (5, 1, 28, 28) and y.tolist() == arrays["t10k labels"].tolist()
-    np.testing.assert_allclose(x[:, 0].numpy(), (arrays["t10k images"] / 255.0 - mean) / std, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        x[:, 0].numpy(), (arrays["t10k images"] / 255.0 - mean) / std, rtol=0, atol=1e-5
+    )
     x, y = epoch_of(data, 3, 7)
-    labels = {image.tobytes(): int(label) for image, label in zip(arrays["train images"], arrays["train labels"])}
+    labels = {
+        image.tobytes(): int(label)
+        for image, label in zip(arrays["train images"], arrays["train labels"])
+    }
     for image, label in zip(x[:, 0].numpy(), y.tolist()):
         assert labels.pop(np.rint((image * std + mean) * 255).astype(np.uint8).tobytes()) == label
     assert not labels
 
 
-def test_idx_labels_of_another_set_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idx_labels_of_another_set_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "mnist"
     idx_files(folder)
     os.replace(folder / "t10k-labels-idx1-ubyte", folder / "train-labels-idx1-ubyte")
     (folder / "t10k-labels-idx1-ubyte").write_bytes(b"\0" * 8)
     expect_files("mnist", folder, monkeypatch)
-    one_line(list_faults(load_data, "mnist", tmp_path), "train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+    one_line(
+        list_faults(load_data, "mnist", tmp_path),
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+    )
 
 
 def _cut(path: Path) -> None:
@@ -139,19 +155,34 @@ def _alter(path: Path) -> None:
 
 
 def test_each_damaged_file_has_its_line_with_the_remedy(cifar: Path) -> None:
-    damages = {"data_batch_1": (_cut, "bytes, must be"), "data_batch_3": (_alter, "MD5"), "test_batch": (os.remove, "missing")}
+    damages = {
+        "data_batch_1": (_cut, "bytes, must be"),
+        "data_batch_3": (_alter, "MD5"),
+        "test_batch": (os.remove, "missing"),
+    }
     paths = [cifar / "cifar-10-batches-bin" / f"{name}.bin" for name in damages]
     for path, (damage, _) in zip(paths, damages.values()):
         damage(path)
     faults = list_faults(load_data, "cifar10", cifar)
     for fault, path, (_, words) in itertools.zip_longest(sorted(faults), paths, damages.values()):
-        one_line([fault], str(path), words, "delete the folder", f"python tools/fetch_data.py cifar10 --root {cifar}")
+        one_line(
+            [fault],
+            str(path),
+            words,
+            "delete the folder",
+            f"python tools/fetch_data.py cifar10 --root {cifar}",
+        )
 
 
 @pytest.mark.parametrize("name", list(sets.FILES))
 def test_missing_folder(name: str, tmp_path: Path) -> None:
     faults = list_faults(load_data, name, tmp_path)
-    one_line(faults, str(tmp_path / sets.FOLDERS[name]), "not there", f"python tools/fetch_data.py {name} --root")
+    one_line(
+        faults,
+        str(tmp_path / sets.FOLDERS[name]),
+        "not there",
+        f"python tools/fetch_data.py {name} --root",
+    )
 
 
 def test_default_root_is_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +193,9 @@ def test_default_root_is_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert faults[0].endswith("python tools/fetch_data.py mnist")
 
 
-def test_the_variable_comes_after_the_root_and_before_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_comes_after_the_root_and_before_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("IPU_PIPE_DATA", str(tmp_path / "variable"))
     for name, folder in (("mnist", "mnist"), ("image_folder", "train")):
         one_line(list_faults(load_data, name), str(tmp_path / "variable" / folder))
@@ -173,11 +206,20 @@ def test_the_variable_comes_after_the_root_and_before_the_cache(tmp_path: Path, 
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
-    orders = {(seed, epoch): epoch_of(numbered(50, seed=seed), epoch, 5)[1] for seed in (0, 1) for epoch in (0, 1, 2)}
+    orders = {
+        (seed, epoch): epoch_of(numbered(50, seed=seed), epoch, 5)[1]
+        for seed in (0, 1)
+        for epoch in (0, 1, 2)
+    }
     keys = list(orders)
     assert all(not torch.equal(orders[a], orders[b]) for i, a in enumerate(keys) for b in keys[:i])
     used = numbered(50, seed=1)
-    for seed, epoch in [(1, 2), (1, 0), (1, 2), (1, 1)]:  # whatever was drawn before, in torch's own generator too
+    for seed, epoch in [
+        (1, 2),
+        (1, 0),
+        (1, 2),
+        (1, 1),
+    ]:  # whatever was drawn before, in torch's own generator too
         torch.rand(3)
         assert torch.equal(epoch_of(used, epoch, 5)[1], orders[seed, epoch])
     assert torch.equal(used.train_batch(2, 7, 5)[1], orders[1, 2][35:40])
@@ -218,7 +260,9 @@ def test_augmentation_differs_by_epoch_and_seed() -> None:
         return images[labels.argsort()]
 
     assert torch.equal(by_label(0, 0), by_label(0, 0))
-    assert not torch.equal(by_label(0, 0), by_label(0, 1)) and not torch.equal(by_label(0, 0), by_label(1, 0))
+    assert not torch.equal(by_label(0, 0), by_label(0, 1)) and not torch.equal(
+        by_label(0, 0), by_label(1, 0)
+    )
 
 
 @pytest.mark.parametrize("shape, dtype", [((3, 32, 32), torch.uint8), ((1, 5, 9), torch.float32)])
@@ -243,7 +287,9 @@ def test_train_batch_augments_as_drawn() -> None:
     x, y = torch.full((64, 1, 6, 6), 255, dtype=torch.uint8), torch.zeros(64).long()
     data = TensorData((x, y), (x, y), 0, True, mean=[0.5], std=[0.25])
     assert epoch_of(data, 0, 64)[0].unique().tolist() == [-2.0, 2.0]
-    assert next(iter(data.test_batches(64)))[0].unique().tolist() == [2.0]  # tests are not augmented
+    assert next(iter(data.test_batches(64)))[0].unique().tolist() == [
+        2.0
+    ]  # tests are not augmented
 
 
 def test_normalization_by_channel() -> None:
@@ -287,7 +333,10 @@ def test_subsets_are_the_first_samples(cifar: Path) -> None:
 @pytest.mark.parametrize("key, most", [("subset", 15), ("test_subset", 4)])
 def test_subsets_are_refused(cifar: Path, key: str, most: int) -> None:
     for wanted in (0, -1, most + 1, 2.5, "3", True):
-        one_line(list_faults(load_data, "cifar10", cifar, **{key: wanted}), f"data.{key}: {wanted}: must be from 1 to {most}")
+        one_line(
+            list_faults(load_data, "cifar10", cifar, **{key: wanted}),
+            f"data.{key}: {wanted}: must be from 1 to {most}",
+        )
 
 
 def test_unknown_set_names_the_nearest() -> None:
@@ -297,11 +346,17 @@ def test_unknown_set_names_the_nearest() -> None:
 
 def test_unknown_options_name_the_nearest() -> None:
     first, second = list_faults(load_data, "digits", agument=True, zzz=1)
-    assert first.startswith("data.agument: True: unknown key for digits") and first.endswith("nearest is augment")
+    assert first.startswith("data.agument: True: unknown key for digits") and first.endswith(
+        "nearest is augment"
+    )
     assert "root, augment, subset, test_subset" in second and "nearest" not in second
     faults = list_faults(load_data, "synthetic", augment=True)
-    one_line(faults, "data.augment", "unknown key for synthetic", "shape, classes, subset, test_subset")
-    one_line(list_faults(load_data, "digits", augment="yes"), "data.augment: yes: must be true or false")
+    one_line(
+        faults, "data.augment", "unknown key for synthetic", "shape, classes, subset, test_subset"
+    )
+    one_line(
+        list_faults(load_data, "digits", augment="yes"), "data.augment: yes: must be true or false"
+    )
 
 
 # ---- digits and synthetic
@@ -332,15 +387,25 @@ def test_synthetic_is_repeated() -> None:
     again = load_data("synthetic", shape=(2, 5), classes=3, subset=10, test_subset=7, seed=4)
     assert data.train_batches_per_epoch(4) == 2
     x, y = data.train_batch(1, 1, 4)
-    assert x.shape == (4, 2, 5) and y.shape == (4,) and y.dtype == torch.int64 and set(y.tolist()) <= {0, 1, 2}
+    assert (
+        x.shape == (4, 2, 5)
+        and y.shape == (4,)
+        and y.dtype == torch.int64
+        and set(y.tolist()) <= {0, 1, 2}
+    )
     assert all(torch.equal(a, b) for a, b in zip((x, y), again.train_batch(1, 1, 4)))
-    assert not torch.equal(x, data.train_batch(1, 0, 4)[0]) and not torch.equal(x, data.train_batch(0, 1, 4)[0])
+    assert not torch.equal(x, data.train_batch(1, 0, 4)[0]) and not torch.equal(
+        x, data.train_batch(0, 1, 4)[0]
+    )
     other = load_data("synthetic", shape=[2, 5], seed=5)
     assert not torch.equal(x, other.train_batch(1, 1, 4)[0])
     assert [x.shape for x, _ in data.test_batches(4)] == [(4, 2, 5), (3, 2, 5)]
     assert all(torch.equal(a[0], b[0]) for a, b in zip(data.test_batches(4), again.test_batches(4)))
     default = load_data("synthetic")
-    assert default.train_batch(0, 0, 2)[0].shape == (2, 3, 32, 32) and default.train_batches_per_epoch(1) == 1024
+    assert (
+        default.train_batch(0, 0, 2)[0].shape == (2, 3, 32, 32)
+        and default.train_batches_per_epoch(1) == 1024
+    )
 
 
 def test_synthetic_samples_do_not_depend_on_the_batch_size() -> None:
@@ -353,15 +418,25 @@ def test_synthetic_samples_do_not_depend_on_the_batch_size() -> None:
         assert torch.equal(torch.cat([pair[place] for pair in data.test_batches(4)]), whole[place])
 
 
-@pytest.mark.parametrize("options", [{"shape": []}, {"shape": 3}, {"shape": [3, 0]}, {"shape": ["a"]}, {"classes": 0}])
+@pytest.mark.parametrize(
+    "options", [{"shape": []}, {"shape": 3}, {"shape": [3, 0]}, {"shape": ["a"]}, {"classes": 0}]
+)
 def test_synthetic_shape_is_refused(options: Dict[str, Any]) -> None:
-    one_line(list_faults(load_data, "synthetic", **options), "data.shape", "data.classes", "whole numbers >= 1")
+    one_line(
+        list_faults(load_data, "synthetic", **options),
+        "data.shape",
+        "data.classes",
+        "whole numbers >= 1",
+    )
 
 
 @pytest.mark.parametrize("key", ["subset", "test_subset"])
 @pytest.mark.parametrize("wanted", [0, -3, 1.5, None])
 def test_synthetic_subset_is_refused(key: str, wanted: Any) -> None:
-    one_line(list_faults(load_data, "synthetic", **{key: wanted}), f"data.{key}: {wanted}: must be a whole number >= 1")
+    one_line(
+        list_faults(load_data, "synthetic", **{key: wanted}),
+        f"data.{key}: {wanted}: must be a whole number >= 1",
+    )
 
 
 # ---- a user's own loader
@@ -371,7 +446,9 @@ def loader(count: int = 23, **options: Any) -> DataLoader[Any]:
     """Return a loader of numbered samples, in batches of 4 by default."""
     numbers = torch.arange(count)
     batches = {} if "batch_sampler" in options else {"batch_size": 4}
-    return DataLoader(torch_data.TensorDataset(numbers.float().view(-1, 1), numbers), **{**batches, **options})
+    return DataLoader(
+        torch_data.TensorDataset(numbers.float().view(-1, 1), numbers), **{**batches, **options}
+    )
 
 
 def test_loader_shuffles_by_seed_and_epoch() -> None:
@@ -396,7 +473,9 @@ def test_loader_respects_the_seed_of_its_own_generator() -> None:
         user_loader = loader(shuffle=True, generator=torch.Generator().manual_seed(user_seed))
         return epoch_of(from_loader(user_loader), epoch, 4)[1].tolist()
 
-    plain = torch.cat([y for _, y in loader(shuffle=True, generator=torch.Generator().manual_seed(42))])[:20].tolist()
+    plain = torch.cat(
+        [y for _, y in loader(shuffle=True, generator=torch.Generator().manual_seed(42))]
+    )[:20].tolist()
     assert order(42, 0) == plain and order(7, 0) != plain
     assert order(42, 1) == order(42, 1) and order(42, 1) not in (plain, order(7, 1), order(42, 2))
 
@@ -442,7 +521,9 @@ def test_loader_drops_the_last_short_batch() -> None:
     assert from_loader(loader(24)).train_batches_per_epoch(4) == 6
     assert from_loader(loader(23, drop_last=True)).train_batches_per_epoch(4) == 5
     batches = [(torch.zeros(4, 1), torch.zeros(4))] * 3
-    assert from_loader(batches).train_batches_per_epoch(4) == 3  # any sequence of batches is a loader
+    assert (
+        from_loader(batches).train_batches_per_epoch(4) == 3
+    )  # any sequence of batches is a loader
     for data, index, size, words in (
         (loader(23), 5, 4, "batches of 3, micro_batch_size is 4"),
         (loader(), 0, 8, "batches of 4, micro_batch_size is 8"),
@@ -457,7 +538,9 @@ def test_loader_drops_the_last_short_batch() -> None:
     ([3, 4, 4, 4], ["batch 2 of 4 has 4 samples, its first 3"]),
     ([4, 4, 4, 6], ["batch 4 of 4 has 6 samples, its first 4"]),
 ])  # fmt: skip
-def test_batches_of_several_sizes_are_reported_with_their_place(sizes: List[int], words: List[str]) -> None:
+def test_batches_of_several_sizes_are_reported_with_their_place(
+    sizes: List[int], words: List[str]
+) -> None:
     """Story: micro_batch_size, which nobody had set, was blamed for a loader's smaller last batch."""
     data = from_loader([(torch.zeros(size, 1), torch.zeros(size)) for size in sizes])
     first = data.read_batch_size()
@@ -469,15 +552,28 @@ def test_batches_of_several_sizes_are_reported_with_their_place(sizes: List[int]
 
 def test_loader_counts_what_its_sampler_gives() -> None:
     """Story: the batches of the whole set were counted, and the run died where the sampler ended."""
-    for sampler, drop_last, batches in ((range(10), False, 2), (range(10), True, 2), (range(12), False, 3)):
+    for sampler, drop_last, batches in (
+        (range(10), False, 2),
+        (range(10), True, 2),
+        (range(12), False, 3),
+    ):
         for options in (
             {"sampler": torch_data.SubsetRandomSampler(sampler), "drop_last": drop_last},
-            {"batch_sampler": torch_data.BatchSampler(torch_data.SequentialSampler(sampler), 4, drop_last)},
+            {
+                "batch_sampler": torch_data.BatchSampler(
+                    torch_data.SequentialSampler(sampler), 4, drop_last
+                )
+            },
         ):
             data = from_loader(loader(**options))
-            assert data.train_batches_per_epoch(4) == batches and len(epoch_of(data, 0, 4)[1]) == 4 * batches
+            assert (
+                data.train_batches_per_epoch(4) == batches
+                and len(epoch_of(data, 0, 4)[1]) == 4 * batches
+            )
     data = from_loader(loader(batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]))
-    assert data.train_batches_per_epoch(4) == 3 and epoch_of(data, 0, 4)[1].tolist() == list(range(12))
+    assert data.train_batches_per_epoch(4) == 3 and epoch_of(data, 0, 4)[1].tolist() == list(
+        range(12)
+    )
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
@@ -492,7 +588,9 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
 def test_loader_of_a_stream_counts_full_batches() -> None:
     data = from_loader(DataLoader(Stream(), batch_size=4))
-    assert data.train_batches_per_epoch(4) == 2 and epoch_of(data, 0, 4)[1].tolist() == list(range(8))
+    assert data.train_batches_per_epoch(4) == 2 and epoch_of(data, 0, 4)[1].tolist() == list(
+        range(8)
+    )
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -501,7 +599,11 @@ def test_generators_of_samplers_are_seeded_by_epoch(batched: bool) -> None:
 
     def make() -> Any:
         sampler = torch_data.RandomSampler(range(24), generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
-        batches = {"batch_sampler": torch_data.BatchSampler(sampler, 4, False)} if batched else {"sampler": sampler}
+        batches = (
+            {"batch_sampler": torch_data.BatchSampler(sampler, 4, False)}
+            if batched
+            else {"sampler": sampler}
+        )
         return from_loader(loader(24, **batches))
 
     whole = make()
@@ -529,9 +631,13 @@ def image_files(root: Path) -> Path:
         for name, colour in (("red", (250, 0, 0)), ("green", (0, 250, 0)), ("blue", (0, 0, 250))):
             (root / part / name).mkdir(parents=True)
             for n in range(count):
-                pixels = np.zeros((*SIZES[n][::-1], 3), dtype=np.uint8) + np.array(colour, dtype=np.uint8)
+                pixels = np.zeros((*SIZES[n][::-1], 3), dtype=np.uint8) + np.array(
+                    colour, dtype=np.uint8
+                )
                 pixels[:, : SIZES[n][0] // 2] //= 2  # the left half darker
-                image.fromarray(pixels).save(root / part / name / f"{n}.{'JPEG' if n else 'jpg'}", quality=95)
+                image.fromarray(pixels).save(
+                    root / part / name / f"{n}.{'JPEG' if n else 'jpg'}", quality=95
+                )
     (root / "train" / "red" / "notes.txt").write_text("no image")
     return root
 
@@ -550,7 +656,9 @@ def test_image_folder_shapes_and_classes(folder: Path) -> None:
     batches = list(data.test_batches(4))
     assert [len(labels) for _, labels in batches] == [4, 2]
     assert torch.cat([labels for _, labels in batches]).tolist() == [0, 0, 1, 1, 2, 2]
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    mean, std = (
+        torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
     for images, labels in [(x, y), *batches]:
         for image, label in zip(images * std + mean, labels.tolist()):
             assert -1e-5 < float(image.min()) and float(image.max()) < 1 + 1e-5
@@ -570,12 +678,18 @@ def test_image_folder_with_graphcores_name_of_the_test_images(folder: Path) -> N
 def test_image_folder_middle_of_test_images(folder: Path) -> None:
     x, _ = next(iter(load_data("image_folder", folder, size=16).test_batches(1)))
     blue = x[0, 2] * 0.225 + 0.406
-    assert blue[:, :6].mean() < 0.6 < 0.85 < blue[:, 10:].mean()  # dark left of the middle, as in the file
+    assert (
+        blue[:, :6].mean() < 0.6 < 0.85 < blue[:, 10:].mean()
+    )  # dark left of the middle, as in the file
 
 
 def test_image_folder_is_repeated(folder: Path) -> None:
-    def read(seed: int, epoch: int, size: int, threads: int = 2) -> Tuple[torch.Tensor, torch.Tensor]:
-        return epoch_of(load_data("image_folder", folder, seed=seed, size=16, threads=threads), epoch, size)
+    def read(
+        seed: int, epoch: int, size: int, threads: int = 2
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        return epoch_of(
+            load_data("image_folder", folder, seed=seed, size=16, threads=threads), epoch, size
+        )
 
     x, y = read(0, 1, 4)
     for size, threads in ((4, 1), (12, 3), (1, 2)):
@@ -594,7 +708,9 @@ def test_image_folder_goes_to_another_process(folder: Path) -> None:
 
 
 def test_bytes_are_normalized_where_the_model_is(folder: Path) -> None:
-    here, there = (load_data("image_folder", folder, size=16, bytes=value) for value in (False, True))
+    here, there = (
+        load_data("image_folder", folder, size=16, bytes=value) for value in (False, True)
+    )
     pairs = [(here.train_batch(0, 0, 12), there.train_batch(0, 0, 12))]
     pairs += list(zip(here.test_batches(4), there.test_batches(4)))
     for (x, y), (raw, labels) in pairs:
@@ -604,7 +720,11 @@ def test_bytes_are_normalized_where_the_model_is(folder: Path) -> None:
     raw = drawn.train_batch(0, 0, 64)[0]
     assert raw.dtype == torch.uint8 and (int(raw.min()), int(raw.max())) == (0, 255)
     assert torch.equal(raw[5:6], drawn.train_batch(0, 5, 1)[0])
-    one_line(list_faults(load_data, "image_folder", folder, bytes=1), "data.bytes: 1", "must be true or false")
+    one_line(
+        list_faults(load_data, "image_folder", folder, bytes=1),
+        "data.bytes: 1",
+        "must be true or false",
+    )
 
 
 def test_image_folder_subsets(folder: Path) -> None:
@@ -613,7 +733,9 @@ def test_image_folder_subsets(folder: Path) -> None:
     assert data.train_batches_per_epoch(1) == 6
     labels = epoch_of(data, 0, 6)[1]
     assert len(set(labels.tolist())) > 1  # not the first class alone
-    assert sorted(labels.tolist()) == sorted(epoch_of(again, 0, 6)[1].tolist())  # the same files whatever the seed
+    assert sorted(labels.tolist()) == sorted(
+        epoch_of(again, 0, 6)[1].tolist()
+    )  # the same files whatever the seed
     assert sum(len(y) for _, y in data.test_batches(2)) == 3
 
 
@@ -624,22 +746,39 @@ def test_image_folder_subsets(folder: Path) -> None:
         ("size", 0, "whole number >= 1"), ("threads", 0, "whole number >= 1"),
     ],
 )  # fmt: skip
-def test_image_folder_numbers_are_refused(folder: Path, key: str, wanted: int, allowed: str) -> None:
-    one_line(list_faults(load_data, "image_folder", folder, **{key: wanted}), f"data.{key}: {wanted}", allowed)
+def test_image_folder_numbers_are_refused(
+    folder: Path, key: str, wanted: int, allowed: str
+) -> None:
+    one_line(
+        list_faults(load_data, "image_folder", folder, **{key: wanted}),
+        f"data.{key}: {wanted}",
+        allowed,
+    )
 
 
-def test_image_folder_refusals(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_folder_refusals(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("IPU_PIPE_DATA", raising=False)
     one_line(list_faults(load_data, "image_folder"), "data.root", "train/ and val/")
     faults = list_faults(load_data, "image_folder", tmp_path / "nowhere")
     one_line(faults, str(tmp_path / "nowhere" / "train"), "one folder of images a class")
     (folder / "val" / "yellow").mkdir()
-    one_line(list_faults(load_data, "image_folder", folder), str(folder / "val" / "yellow"), "train/ does not have")
+    one_line(
+        list_faults(load_data, "image_folder", folder),
+        str(folder / "val" / "yellow"),
+        "train/ does not have",
+    )
     os.rename(folder / "val", folder / "test")
     one_line(list_faults(load_data, "image_folder", folder), str(folder / "val"), "not there")
     for name in ("red", "green", "blue"):
         (folder / "val" / name).mkdir(parents=True)
-    one_line(list_faults(load_data, "image_folder", folder), str(folder / "val"), "contains no images", ".jpg")
+    one_line(
+        list_faults(load_data, "image_folder", folder),
+        str(folder / "val"),
+        "contains no images",
+        ".jpg",
+    )
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -662,18 +801,26 @@ def test_the_middle_of_an_image_is_that_of_the_scaled_whole(folder: Path) -> Non
     for width, height in ((300, 500), (37, 51), (64, 64), (10, 9), (257, 36)):
         image.fromarray(rng.integers(0, 256, (height, width, 3)).astype(np.uint8)).save(path)
         scale = 37 / min(width, height)  # 8/7 of 32
-        whole = image.open(path).resize((round(width * scale), round(height * scale)), image.Resampling.BILINEAR)
+        whole = image.open(path).resize(
+            (round(width * scale), round(height * scale)), image.Resampling.BILINEAR
+        )
         left, top = (whole.width - 32) // 2, (whole.height - 32) // 2
         wanted = np.asarray(whole.crop((left, top, left + 32, top + 32))).astype(int)
         assert abs(data._load_middle((path, 0))[0].astype(int) - wanted).max() <= 1
     resize = image.Image.resize
     image.new("L", (1, 20000), 200).save(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image.Image, "resize", lambda self, size, *how: asked.append(size) or resize(self, size, *how))
+        patch.setattr(
+            image.Image,
+            "resize",
+            lambda self, size, *how: asked.append(size) or resize(self, size, *how),
+        )
         assert (data._load_middle((path, 0))[0] == 200).all() and asked == [(32, 32)]
 
 
-@pytest.mark.parametrize("size, words", [((10_000, 9_000), "10000 x 9000 pixels: must be"), ((20_000, 9_000), "bomb")])
+@pytest.mark.parametrize(
+    "size, words", [((10_000, 9_000), "10000 x 9000 pixels: must be"), ((20_000, 9_000), "bomb")]
+)
 def test_an_image_that_unpacks_to_gigabytes_is_refused_unread(
     folder: Path, size: Tuple[int, int], words: str, recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -54,5 +54,7 @@ def test_where_no_gpu_trains_nothing_is_set() -> None:
 
 @pytest.mark.parametrize("change", ["backend.tf32=true", "backend.deterministic=false"])
 def test_settings_of_gpus_are_refused_elsewhere(change: str) -> None:
-    with pytest.raises(BadInput, match=rf"{change.split('=')[0]}: .*belongs to backend.device cuda, not cpu"):
+    with pytest.raises(
+        BadInput, match=rf"{change.split('=')[0]}: .*belongs to backend.device cuda, not cpu"
+    ):
         load_config(DIGITS, [change])

@@ -24,7 +24,9 @@ GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.
 
 
 def git(folder: Path, *command: str) -> str:
-    finished = subprocess.run([*GIT, *command], cwd=folder, check=True, capture_output=True, text=True)
+    finished = subprocess.run(
+        [*GIT, *command], cwd=folder, check=True, capture_output=True, text=True
+    )
     return finished.stdout.strip()
 
 
@@ -150,7 +152,9 @@ def test_the_record_runs_no_program_of_the_repository(door: str, tmp_path: Path)
 @pytest.mark.parametrize("settings", [
     {"core.autocrlf": "true"}, {"core.fileMode": "false"}, {"core.eol": "crlf"}, {"core.splitIndex": "false"}, {},
 ])  # fmt: skip
-def test_the_settings_of_a_repository_decide_what_has_changed(settings: Dict[str, str], tmp_path: Path) -> None:
+def test_the_settings_of_a_repository_decide_what_has_changed(
+    settings: Dict[str, str], tmp_path: Path
+) -> None:
     """The answer is that of git in the repository itself, for every setting on which it depends."""
     make_repository(tmp_path / "r")
     for key, value in settings.items():
@@ -159,7 +163,10 @@ def test_the_settings_of_a_repository_decide_what_has_changed(settings: Dict[str
     def compare() -> List[bool]:
         commit = find_commit(tmp_path / "r")
         assert commit is not None
-        return [commit["dirty"], bool(git(tmp_path / "r", "status", "--porcelain", "--untracked-files=no"))]
+        return [
+            commit["dirty"],
+            bool(git(tmp_path / "r", "status", "--porcelain", "--untracked-files=no")),
+        ]
 
     seen = [compare()]
     (tmp_path / "r" / ".gitattributes").write_text("a text\n")
@@ -183,7 +190,11 @@ def test_a_setting_cannot_bring_in_another(tmp_path: Path) -> None:
     (folder / ".gitattributes").write_text("* filter=x\n")
     git(folder, "config", "core.eol", f'lf\n[filter "x"]\nclean = {tmp_path / "hostile"}')
     (folder / "a").write_text("3\n")
-    assert find_commit(folder) == {"repository": str(folder), "commit": git(folder, "rev-parse", "HEAD"), "dirty": True}
+    assert find_commit(folder) == {
+        "repository": str(folder),
+        "commit": git(folder, "rev-parse", "HEAD"),
+        "dirty": True,
+    }
     assert not ran.exists()
 
 
@@ -256,7 +267,9 @@ def test_commands_import_what_the_documentation_says(
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     modules = {key: key.replace(".", "_") for key in MODULES}
     for key, text in MODULES.items():
-        (tmp_path / f"{modules[key]}.py").write_text(f"open('imported_{key}', 'w').close()\n{text}\n")
+        (tmp_path / f"{modules[key]}.py").write_text(
+            f"open('imported_{key}', 'w').close()\n{text}\n"
+        )
     importlib.invalidate_caches()
 
     def list_imported() -> Set[str]:
@@ -268,7 +281,10 @@ def test_commands_import_what_the_documentation_says(
             file.unlink()
         return {file.name.partition("_")[2] for file in files}
 
-    imported: Dict[str, Set[str]] = {"`predict(RUN, ...)`": set(), **{row: set() for row in COMMANDS}}
+    imported: Dict[str, Set[str]] = {
+        "`predict(RUN, ...)`": set(),
+        **{row: set() for row in COMMANDS},
+    }
     for values in VARIANTS:
         config_text = CONFIG
         for name, value in values.items():
@@ -286,14 +302,18 @@ def test_commands_import_what_the_documentation_says(
             done = run_here(module, *arguments, monkeypatch=monkeypatch, capsys=capsys)
             # this model has no save_pretrained, and for local methods there is no delay to examine
             is_refused = command == "stability" if values["METHOD"] == "local_greedy" else False
-            assert done.returncode == (2 if is_refused or row == "`export RUN --to FOLDER`" else 0), done
+            assert done.returncode == (
+                2 if is_refused or row == "`export RUN --to FOLDER`" else 0
+            ), done
             imported[row] |= list_imported()
     assert imported == read_documented_imports()
 
 
 def test_readme_names_the_commands_that_import() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    importing, _, harmless = readme.partition("A config names code to import")[2].partition("\n\n")[0].partition(". ")
+    importing, _, harmless = (
+        readme.partition("A config names code to import")[2].partition("\n\n")[0].partition(". ")
+    )
     for row, keys in read_documented_imports().items():
         command = re.split(r"\W", row.strip("`"))[0]
         assert f"`{command}" in (importing if keys else harmless), row

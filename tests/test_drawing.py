@@ -45,12 +45,16 @@ class Page(HTMLParser):
         tags = [tag for tag, _ in self._open]
         attributes = self._open[-1][1]
         if "table" in tags:
-            self.rows[-1][-1].append((data, attributes.get("title", ""), attributes.get("style", "")))
+            self.rows[-1][-1].append(
+                (data, attributes.get("title", ""), attributes.get("style", ""))
+            )
         else:
             self.below += data
 
 
-def make_table(method: str, stages: int, microbatches: int, accumulate: int, **args: Any) -> VersionTable:
+def make_table(
+    method: str, stages: int, microbatches: int, accumulate: int, **args: Any
+) -> VersionTable:
     resolved = resolve_method(method, args)
     return VersionTable(make_schedule(resolved, stages, microbatches, accumulate), resolved)
 
@@ -83,15 +87,23 @@ def test_every_pass_and_update_is_drawn(method: str, accumulate: int, args: Dict
             for slot, m in enumerate(grid[stage].tolist()):
                 if m >= 0:
                     title = f"{kind.word} of microbatch {m} on stage {stage}"
-                    versions = {Kind.FORWARD: forward, Kind.WEIGHT_GRADIENT: None}.get(kind, backward)
-                    title += "" if versions is None else f" reads weight version {versions[stage, m]}"
-                    expected.setdefault((schedule.device_of_stage[stage], slot), []).append((kind.word, title))
+                    versions = {Kind.FORWARD: forward, Kind.WEIGHT_GRADIENT: None}.get(
+                        kind, backward
+                    )
+                    title += (
+                        "" if versions is None else f" reads weight version {versions[stage, m]}"
+                    )
+                    expected.setdefault((schedule.device_of_stage[stage], slot), []).append(
+                        (kind.word, title)
+                    )
     updates = schedule.update_grid(0, schedule.slot_count)
     for stage in range(4):
         for slot, k in enumerate(updates[stage].tolist()):
             if k >= 0:
                 title = f"update {k} of stage {stage} makes weight version {k + 1}"
-                expected.setdefault((schedule.device_of_stage[stage], slot), []).append(("update", title))
+                expected.setdefault((schedule.device_of_stage[stage], slot), []).append(
+                    ("update", title)
+                )
     for row, device in zip(page.rows[1:], devices):
         for slot, cell in enumerate(row[1:]):
             wanted = expected.get((device, slot), [])
@@ -100,7 +112,11 @@ def test_every_pass_and_update_is_drawn(method: str, accumulate: int, args: Dict
                 assert f"background:{COLOURS[word][0]};" in style
                 assert text == "*" if word == "update" else text.startswith(WORDS[word].value)
                 several = len(devices) < 4
-                assert several is False or word == "update" or text.endswith(f"@{title.split(' stage ')[1].split()[0]}")
+                assert (
+                    several is False
+                    or word == "update"
+                    or text.endswith(f"@{title.split(' stage ')[1].split()[0]}")
+                )
     assert "weight versions on hover" in page.below
 
 

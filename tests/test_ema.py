@@ -37,7 +37,9 @@ CONV = "{entry: 'tests.test_ema:make_convolutions'}"
 def make_convolutions(**of_the_file: Any) -> torch.nn.Module:
     """Return a small model with BatchNorm."""
     torch.manual_seed(0)
-    first = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.ReLU(), torch.nn.Flatten())
+    first = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.ReLU(), torch.nn.Flatten()
+    )
     return Composed(lambda m, x: m.last(m.first(x)), first=first, last=torch.nn.Linear(3 * 36, 10))
 
 
@@ -49,7 +51,9 @@ class Follows(ipu_pipe.Callback):
     def on_step(self, now: ipu_pipe.Moment) -> None:
         assert now.model is not None
         if self.average is None:
-            self.average = AveragedModel(now.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+            self.average = AveragedModel(
+                now.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+            )
         self.average.update_parameters(now.model)
 
 
@@ -61,11 +65,20 @@ def go(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
     return train(load_config(DIGITS, [*SETS, *sets]), out, quiet=True, **how)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim.swa_utils, "get_ema_multi_avg_fn"), reason="torch before 2.1 has no such average")
+@pytest.mark.skipif(
+    not hasattr(torch.optim.swa_utils, "get_ema_multi_avg_fn"),
+    reason="torch before 2.1 has no such average",
+)
 @pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
 def test_it_is_torchs_average_and_what_evaluations_measure(method: str, tmp_path: Path) -> None:
     accumulate = 2 if method == "gpipe" else 1
-    sets = [f"method={method}", f"gradient_accumulation={accumulate}", "steps=7", f"model={CONV}", "optimizer.name=adam"]
+    sets = [
+        f"method={method}",
+        f"gradient_accumulation={accumulate}",
+        "steps=7",
+        f"model={CONV}",
+        "optimizer.name=adam",
+    ]
     sets += ["optimizer.momentum=null", "optimizer.lr=0.01"]
     follows = Follows()
     report = go(tmp_path / "run", *sets, callbacks=[follows])
@@ -97,17 +110,27 @@ def test_training_is_that_of_a_run_without_it_and_a_resume_continues_it(tmp_path
 @pytest.mark.parametrize("precision", ["float32", "bfloat16_mixed"])
 def test_processes_keep_the_emulators_average(precision: str, tmp_path: Path) -> None:
     """pipemare in bfloat16_mixed trains float32 masters of rounded weights: these are averaged, and rounded for evaluations."""
-    sets = ["method=pipemare", "gradient_accumulation=1", "stages=2", "ema={decay: 0.9}", f"precision={precision}"]
+    sets = [
+        "method=pipemare",
+        "gradient_accumulation=1",
+        "stages=2",
+        "ema={decay: 0.9}",
+        f"precision={precision}",
+    ]
     code, _, error = run(2, tmp_path / "ranks", *sets)
     assert code == 0, error
     report = emulate(tmp_path / "one", *sets)
     assert_same(read_averages(tmp_path / "ranks"), read_averages(tmp_path / "one"))
     assert_same_state(tmp_path / "ranks", tmp_path / "one", 12)
     assert read_summary(tmp_path / "ranks")["final"] == report["final"]
-    assert read_column(tmp_path / "ranks", "test_loss") == read_column(tmp_path / "one", "test_loss")
+    assert read_column(tmp_path / "ranks", "test_loss") == read_column(
+        tmp_path / "one", "test_loss"
+    )
 
 
-def test_a_full_disk_at_the_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_the_end_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the writer of safetensors raises is no OSError: it was a traceback."""
 
     def refuse(*args: Any, **keys: Any) -> None:
@@ -120,7 +143,10 @@ def test_a_full_disk_at_the_end_is_one_line(tmp_path: Path, monkeypatch: pytest.
 
 def make_tied() -> torch.nn.Module:
     """Return a model of which two layers have one weight."""
-    first, last = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10, bias=False)), torch.nn.Linear(64, 10)
+    first, last = (
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10, bias=False)),
+        torch.nn.Linear(64, 10),
+    )
     last.weight = first[1].weight
     return Composed(lambda m, x: m.first(x) + m.last(x.flatten(1)), first=first, last=last)
 
@@ -135,7 +161,9 @@ def test_the_averages_of_tied_weights_load_under_both_names(tmp_path: Path) -> N
     assert float((outputs.argmax(1) == labels).double().mean()) == report["final"]["test_accuracy"]
 
 
-def test_averages_of_a_run_that_goes_on_are_gone_until_its_end_and_none_are_taken_for_the_best_weights(tmp_path: Path) -> None:
+def test_averages_of_a_run_that_goes_on_are_gone_until_its_end_and_none_are_taken_for_the_best_weights(
+    tmp_path: Path,
+) -> None:
     class Fails(ipu_pipe.Callback):
         def on_start(self, now: ipu_pipe.Moment) -> None:
             assert (now.step, now.checkpoint) == (4, tmp_path / "run" / "checkpoints" / "step-4")
@@ -150,7 +178,9 @@ def test_averages_of_a_run_that_goes_on_are_gone_until_its_end_and_none_are_take
 
 
 def test_restoring_the_best_weights_is_refused_in_python_too(tmp_path: Path) -> None:
-    (fault,) = list_faults(go, tmp_path / "run", "steps=4", callbacks=[ipu_pipe.EarlyStopping(restore_best=True)])
+    (fault,) = list_faults(
+        go, tmp_path / "run", "steps=4", callbacks=[ipu_pipe.EarlyStopping(restore_best=True)]
+    )
     assert fault.startswith("early_stopping.restore_best: ")
 
 

@@ -33,12 +33,20 @@ cross_entropy = nn.functional.cross_entropy
 
 
 def make_emulator(
-    model: nn.Module, method: Method, schedule: Any, optimizer: Any, example: Any, args: Any = {}, switch: int = 0
+    model: nn.Module,
+    method: Method,
+    schedule: Any,
+    optimizer: Any,
+    example: Any,
+    args: Any = {},
+    switch: int = 0,
 ) -> Emulator:
     part = partition(model, example[0], one_stage=method.one_stage_reason)
     table = VersionTable(schedule, method)
     rate = optimizer.param_groups[0]["lr"]
-    rules = UpdateRules(args, method, table.rule_lag(), schedule.accumulate, optimizer, lambda k: rate, switch)
+    rules = UpdateRules(
+        args, method, table.rule_lag(), schedule.accumulate, optimizer, lambda k: rate, switch
+    )
     return Emulator(Work(cross_entropy, table, rules), model, part, example)
 
 
@@ -96,7 +104,9 @@ def literal(
         table = VersionTable(schedule, method)
         delays = np.full((P, len(data)), method.delay.greatest)
         if method.delay.table is not None:
-            delays = np.array([[row[m % accumulate] for m in range(len(data))] for row in method.delay.table])
+            delays = np.array(
+                [[row[m % accumulate] for m in range(len(data))] for row in method.delay.table]
+            )
         if method.delay.drawn:  # the draws themselves are tested for what they are
             delays = table.sampler(0, len(data))
     replay(done, schedule, method, data, cross_entropy, drains, delays, shares)
@@ -116,7 +126,12 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
 WHOLE = [name for name, method in PLAYED.items() if name != "spectrain" and method.is_pipeline]
 CHANGED: Dict[str, List[Dict[str, Any]]] = {
     "pipemare": [{"stash": True}, {"schedule": "1f1b"}],
-    "pipelined_backprop": [{"stash": True}, {"turn": 1}, {"split_backward": True}, {"stages_per_device": 2}],
+    "pipelined_backprop": [
+        {"stash": True},
+        {"turn": 1},
+        {"split_backward": True},
+        {"stages_per_device": 2},
+    ],
     "pipedream": [
         {"stash": False},
         {"schedule": "dataflow"},
@@ -127,13 +142,17 @@ CHANGED: Dict[str, List[Dict[str, Any]]] = {
         {"stages_per_device": 2, "split_backward": True},
     ],
 }
-VARIANTS = [(name, {}) for name in WHOLE] + [(name, args) for name, variants in CHANGED.items() for args in variants]
+VARIANTS = [(name, {}) for name in WHOLE] + [
+    (name, args) for name, variants in CHANGED.items() for args in variants
+]
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize(
-    "method, args", VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
+    "method, args",
+    VARIANTS,
+    ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
 )
 @pytest.mark.parametrize("accumulate", [1, 3, 5])
 def test_weights_equal_those_of_the_literal_replay(
@@ -153,13 +172,20 @@ def test_weights_equal_those_of_the_literal_replay(
     assert_equal(unsplit, twin)
     ours = list(unsplit.parameters())
     theirs = [p for stage in done for p in stage.module.parameters()]
-    states = {id(p): stage.optimizer.state[p] for stage in done if stage.optimizer for p in stage.module.parameters()}
+    states = {
+        id(p): stage.optimizer.state[p]
+        for stage in done
+        if stage.optimizer
+        for p in stage.module.parameters()
+    }
     for p, q in zip(ours, theirs):
         for entry, value in emulator.work.rules.stages[0].state[p].items():
             assert torch.equal(value, states[id(q)][entry]), entry
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.order and name != "rows"])
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if method.order and name != "rows"]
+)
 def test_orders_by_device_train_as_gpipe(name: str) -> None:
     """They flush, and every stage sums the gradients of a batch in the order of the microbatches."""
     trained, gpipe = whole(fresh("mlp")), whole(fresh("mlp"))
@@ -186,12 +212,21 @@ def test_methods_differ_so_that_equality_means_something() -> None:
     for method, args in VARIANTS:
         stages = fresh("mlp")
         emulate(whole(stages), resolve_method(method, args), 5, batches(40), OPTIMIZERS["sgd"])
-        ends[(method, str(args))] = torch.cat([p.detach().flatten() for s in stages for p in s.parameters()])
-    assert len({tuple(ends[method, "{}"].tolist()) for method in ("naive", "gpipe", "pipedream_flush")}) == 1
+        ends[(method, str(args))] = torch.cat(
+            [p.detach().flatten() for s in stages for p in s.parameters()]
+        )
+    assert (
+        len(
+            {tuple(ends[method, "{}"].tolist()) for method in ("naive", "gpipe", "pipedream_flush")}
+        )
+        == 1
+    )
     assert len({tuple(weights.tolist()) for weights in ends.values()}) >= 6
 
 
-def plain_training(model: nn.Module, data: Sequence[Any], accumulate: int, make_optimizer: Any) -> List[float]:
+def plain_training(
+    model: nn.Module, data: Sequence[Any], accumulate: int, make_optimizer: Any
+) -> List[float]:
     optimizer = make_optimizer(model.parameters())
     losses = []
     for m, (x, y) in enumerate(data):
@@ -207,7 +242,9 @@ def plain_training(model: nn.Module, data: Sequence[Any], accumulate: int, make_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize("method", ["naive", "gpipe", "pipedream_flush"])
-def test_synchronous_methods_are_plain_training(method: str, model: str, dtype: torch.dtype) -> None:
+def test_synchronous_methods_are_plain_training(
+    method: str, model: str, dtype: torch.dtype
+) -> None:
     data = batches(24, dtype=dtype)
     stages, twin = fresh(model, dtype), whole(fresh(model, dtype))
     unsplit = whole(stages)
@@ -235,7 +272,13 @@ def test_two_buffered_weights_are_delayed_by_one_update() -> None:
     data = batches(4 * 8)
     stages, twin = fresh("mlp"), whole(fresh("mlp"))
     unsplit = whole(stages)
-    emulate(unsplit, resolve_method("pipedream_2bw"), 4, data, functools.partial(torch.optim.SGD, lr=0.3))
+    emulate(
+        unsplit,
+        resolve_method("pipedream_2bw"),
+        4,
+        data,
+        functools.partial(torch.optim.SGD, lr=0.3),
+    )
     now = [p.detach().clone() for p in twin.parameters()]
     before = [w.clone() for w in now]
     for start in range(0, len(data), 4):
@@ -250,7 +293,9 @@ def test_two_buffered_weights_are_delayed_by_one_update() -> None:
         assert torch.equal(p.data, w)
 
 
-@pytest.mark.parametrize("method, most", [("pipemare", None), ("pipedream", None), ("pipedream_2bw", 1), ("gpipe", 0)])
+@pytest.mark.parametrize(
+    "method, most", [("pipemare", None), ("pipedream", None), ("pipedream_2bw", 1), ("gpipe", 0)]
+)
 def test_memory_holds_only_versions_still_to_be_read(method: str, most: Optional[int]) -> None:
     chosen, data = resolve_method(method), batches(5 * 10)
     unsplit = whole(fresh("residual"))
@@ -262,7 +307,9 @@ def test_memory_holds_only_versions_still_to_be_read(method: str, most: Optional
     forward = table.forward(0, len(data))
     for k in range(10):
         emulator.step(data[5 * k : 5 * k + 5])
-        counts = [len(versions) for versions in getattr(emulator.weights, "_stash", [()] * len(part))]
+        counts = [
+            len(versions) for versions in getattr(emulator.weights, "_stash", [()] * len(part))
+        ]
         for s, count in enumerate(counts):
             still_read = {int(v) for v in forward[s, 5 * k + 5 :] if v <= k}
             assert count <= len(still_read)

@@ -22,7 +22,9 @@ from tests.test_tutorials import blocks, commands
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-@pytest.mark.parametrize("name", mark_slow(["plain_loop", "own_loop"], lambda name: name == "own_loop"))
+@pytest.mark.parametrize(
+    "name", mark_slow(["plain_loop", "own_loop"], lambda name: name == "own_loop")
+)
 def test_a_loop_runs(name: str, tmp_path: Path) -> None:
     printed = run_script([str(EXAMPLES / f"{name}.py")], tmp_path)
     # 0.1 by chance
@@ -56,10 +58,20 @@ def read_loop(name: str) -> List[str]:
 
 def test_loops_are_short_and_three_lines_make_a_pipeline() -> None:
     differences = list(difflib.ndiff(read_loop("plain_loop"), read_loop("own_loop")))
-    added = [line[2:] for line in differences if line.startswith("+ ") and line[2:] and not line[2:].startswith("import ")]
-    assert [line.split("(")[0].strip() for line in added] == ["pipe = ipu_pipe.Pipeline", "pipe.step", "pipe.close"]
+    added = [
+        line[2:]
+        for line in differences
+        if line.startswith("+ ") and line[2:] and not line[2:].startswith("import ")
+    ]
+    assert [line.split("(")[0].strip() for line in added] == [
+        "pipe = ipu_pipe.Pipeline",
+        "pipe.step",
+        "pipe.close",
+    ]
     assert len(LOOPS) == 4
-    assert [script.name for script in LOOPS if len(script.read_text(encoding="utf-8").splitlines()) > 60] == []
+    assert [
+        script.name for script in LOOPS if len(script.read_text(encoding="utf-8").splitlines()) > 60
+    ] == []
 
 
 def train_in_place(folder: Path, name: str, changes: Dict[str, str]) -> Dict[str, Any]:
@@ -85,7 +97,10 @@ def test_with_gpipe_the_weights_are_the_plain_loops(
         "        loss.backward()": f"            (cross_entropy(model(part), labels_of_part) / {microbatches}).backward()",
     }
     plain = train_in_place(tmp_path, "plain_loop", accumulation)
-    method = {'method="pipemare"': 'method="gpipe"', "microbatches=4": f"microbatches={microbatches}"}
+    method = {
+        'method="pipemare"': 'method="gpipe"',
+        "microbatches=4": f"microbatches={microbatches}",
+    }
     assert_same(plain, train_in_place(tmp_path, "own_loop", method))
     # with other weights than those of a method that does not flush
     asynchronous = train_in_place(tmp_path, "own_loop", {})
@@ -97,7 +112,9 @@ def test_with_gpipe_the_weights_are_the_plain_loops(
 PAGE = EXAMPLES.parent / "docs" / "own_loop.md"
 
 
-def test_the_blocks_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_blocks_of_the_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """One after another, as in a session; those with a title are files, which torchrun runs."""
     monkeypatch.chdir(tmp_path)
     names: Dict[str, Any] = {}
@@ -115,12 +132,16 @@ def test_the_blocks_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert languages == ["python", "python", "python", "bash"]
     assert names["outputs"].shape == (10, 10)
     # two epochs, with a rate that falls after 40 updates
-    assert names["pipe"].finished == 92 and names["optimizer"].param_groups[0]["lr"] == pytest.approx(0.0002)
+    assert names["pipe"].finished == 92 and names["optimizer"].param_groups[0][
+        "lr"
+    ] == pytest.approx(0.0002)
     assert "45 " not in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_updates_leave_when_the_page_says() -> None:
-    rows = re.findall(r"^\| `(\w+)`.* \| (\d) \| `(\[.*\])` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)`.* \| (\d) \| `(\[.*\])` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(rows) == 7
     for method, count, cell in rows:
         model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
@@ -129,7 +150,10 @@ def test_updates_leave_when_the_page_says() -> None:
         keys: Dict[str, Any] = {"stages": 4, "microbatches": microbatches}
         pipe = ipu_pipe.Pipeline(model, torch.nn.functional.mse_loss, optimizer, method, **keys)
         expected = json.loads(f"[{cell.replace('] [', '], [')}]")
-        assert [[update.index for update in pipe.step(torch.ones(8, 4), torch.ones(8, 4))] for _ in expected] == expected
+        assert [
+            [update.index for update in pipe.step(torch.ones(8, 4), torch.ones(8, 4))]
+            for _ in expected
+        ] == expected
         pipe.close()
 
 

@@ -24,8 +24,14 @@ RUNS = [script for script in sorted(EXAMPLES.glob("*.py")) if script not in LOOP
 def run_script(words: List[str], folder: Path) -> str:
     """Run Python with these arguments in a process of its own; return what it prints."""
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    how: Dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, "timeout": 240}
-    done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+    how: Dict[str, Any] = {
+        "cwd": folder,
+        "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        "timeout": 240,
+    }
+    done = subprocess.run(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how
+    )
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 
@@ -34,7 +40,9 @@ def run_script(words: List[str], folder: Path) -> str:
 QUICK = {"fine_tuning", "two_processes"}
 
 
-@pytest.mark.parametrize("script", mark_slow(RUNS, lambda script: script.stem in QUICK), ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script", mark_slow(RUNS, lambda script: script.stem in QUICK), ids=lambda script: script.stem
+)
 def test_an_example_runs(script: Path, tmp_path: Path) -> None:
     """Run each as users do. Those of torchvision and timm run with the tests' torchvision where none can be imported."""
     text, prefix = script.read_text(encoding="utf-8"), []
@@ -52,10 +60,14 @@ def test_an_example_runs(script: Path, tmp_path: Path) -> None:
 
 def read_output(cell: Any, stream: str) -> str:
     """Return what a cell has printed to a stream."""
-    return "".join(output["text"] for output in cell.get("outputs", []) if output.get("name") == stream)
+    return "".join(
+        output["text"] for output in cell.get("outputs", []) if output.get("name") == stream
+    )
 
 
-def run_notebook(file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, first: str = "") -> List[Any]:
+def run_notebook(
+    file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, first: str = ""
+) -> List[Any]:
     """Run a notebook in a folder, after the code `first`; return its cells."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
@@ -65,7 +77,9 @@ def run_notebook(file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, firs
     book = nbformat.read(file, as_version=4)
     assert all(cell.get("outputs", []) == [] for cell in book.cells), "is kept without outputs"
     book.cells.insert(0, nbformat.v4.new_code_cell(first))
-    nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    nbclient.NotebookClient(
+        book, timeout=300, resources={"metadata": {"path": str(folder)}}
+    ).execute()
     assert [read_output(cell, "stderr") for cell in book.cells] == [""] * len(book.cells)
     return list(book.cells)
 
@@ -76,7 +90,9 @@ def list_shown(cells: List[Any], kind: str) -> List[str]:
     return [data[kind] for data in shown if kind in data]
 
 
-def test_a_notebook_runs_and_its_progress_is_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs_and_its_progress_is_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     often = "import ipu_pipe.run.progress as p; p.LINE_SECONDS = p.EPOCH_SECONDS = 0.0"
     cells = run_notebook(EXAMPLES / "first_steps.ipynb", tmp_path, monkeypatch, often)
     training: List[Any] = [cell for cell in cells if "throughput: " in read_output(cell, "stdout")]
@@ -87,11 +103,16 @@ def test_a_notebook_runs_and_its_progress_is_lines(tmp_path: Path, monkeypatch: 
 
 
 def test_every_notebook_is_run_here() -> None:
-    assert {file.name for file in EXAMPLES.glob("*.ipynb")} == {"first_steps.ipynb", "own_loop.ipynb"}
+    assert {file.name for file in EXAMPLES.glob("*.ipynb")} == {
+        "first_steps.ipynb",
+        "own_loop.ipynb",
+    }
 
 
 @pytest.mark.slow
-def test_the_notebook_of_a_loop_of_ones_own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_of_a_loop_of_ones_own_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cells = run_notebook(EXAMPLES / "own_loop.ipynb", tmp_path, monkeypatch)
     assert len(list_shown(cells, "image/png")) == 2
     schedule, trace = list_shown(cells, "text/html")
@@ -102,9 +123,14 @@ def test_the_notebook_of_a_loop_of_ones_own_runs(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("file, launcher", [("slurm.sbatch", "srun"), ("poprun.sh", "poprun")])
-def test_batch_files_start_tools_train_with_resume(file: str, launcher: str, tmp_path: Path) -> None:
+def test_batch_files_start_tools_train_with_resume(
+    file: str, launcher: str, tmp_path: Path
+) -> None:
     """The launchers are stand-ins that print what they are asked for."""
-    for name, script in ((launcher, f'echo {launcher} "$@"'), ("scontrol", "echo node0; seq 100000")):
+    for name, script in (
+        (launcher, f'echo {launcher} "$@"'),
+        ("scontrol", "echo node0; seq 100000"),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     variables = {
@@ -115,7 +141,10 @@ def test_batch_files_start_tools_train_with_resume(file: str, launcher: str, tmp
     how: Dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
     done = subprocess.run(["bash", str(EXAMPLES / file), "stages=8"], env=variables, **how)
     assert done.returncode == 0, done.stderr
-    assert "tools/train.py my.yaml --out out --resume" in done.stdout and "stages=8" in done.stdout.split()
+    assert (
+        "tools/train.py my.yaml --out out --resume" in done.stdout
+        and "stages=8" in done.stdout.split()
+    )
     if launcher == "srun":
         assert "--nnodes 2 --nproc_per_node 4 --max_restarts 3" in done.stdout
         assert "--rdzv_endpoint node0:24711 --rdzv_id 4711" in done.stdout
@@ -133,7 +162,9 @@ def read_code(file: Path) -> str:
     return "\n".join(line for line in lines if not line.startswith("%"))
 
 
-@pytest.mark.parametrize("file", sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")]), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")]), ids=lambda file: file.name
+)
 def test_an_example_uses_public_names_alone(file: Path) -> None:
     """The notebook imported inner modules, which may change in any version."""
     used = set()
@@ -142,7 +173,11 @@ def test_an_example_uses_public_names_alone(file: Path) -> None:
             used |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             used |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ipu_pipe":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "ipu_pipe"
+        ):
             used.add(f"ipu_pipe.{node.attr}")
     public = {"ipu_pipe", "ipu_pipe.integrations.transformers.PipelineTrainer"}
     public |= {f"ipu_pipe.{name}" for name in ipu_pipe.__all__}

@@ -63,7 +63,9 @@ def read_grid(file: Path) -> TrainingGrid:
 
 
 @pytest.mark.slow
-def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_seeds_are_run_once_and_compared(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     experiment = load_experiment(file)
     lines: List[str] = []
@@ -75,14 +77,21 @@ def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, mo
     assert len(lines) == 7 and lines[-1].startswith("[6/6]")
     sync, bad = outcome.findings.curves[0], outcome.findings.curves[-1]
     assert sync["diverged"] is None and "loss is" in bad["diverged"]
-    assert sync["curve"][0][0] == 0 and sync["curve"][-1][1] > sync["curve"][-1][0]  # gpipe has bubbles
+    assert (
+        sync["curve"][0][0] == 0 and sync["curve"][-1][1] > sync["curve"][-1][0]
+    )  # gpipe has bubbles
     assert rows[0]["final"] == pytest.approx(sum(rows[0]["final_by_seed"].values()) / 2)
     assert rows[2]["final"] is None and rows[2]["diverged"] == 2
     # two seeds tell nothing, though every run of one row diverged
     assert {verdict["verdict"] for verdict in outcome.results["verdicts"]} == {"cannot be told"}
     assert outcome.results["agrees"] is False and len(outcome.results["differences"]) == 3
     files = outcome.write(tmp_path / "results")
-    assert [f.name for f in files] == ["results.json", "table.md", "accuracy_by_epoch.png", "accuracy_by_time.png"]
+    assert [f.name for f in files] == [
+        "results.json",
+        "table.md",
+        "accuracy_by_epoch.png",
+        "accuracy_by_time.png",
+    ]
     assert all(f.stat().st_size > 300 for f in files)
     assert json.loads(files[0].read_text())["rows"] == rows
     assert "| bad | pipemare | 2 of 2 runs diverged | diverged, diverged |" in files[1].read_text()
@@ -93,16 +102,25 @@ def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, mo
     monkeypatch.setattr("ipu_pipe.backends.emulator.replay.Emulator.step", not_again)
     for curve in outcome.findings.curves:
         config = read_grid(file).make_config(curve["label"], curve["seed"])
-        again = run_one(config, str(folder / name_folder(curve["label"]) / f"seed-{curve['seed']}"), OPTIONS)
+        again = run_one(
+            config, str(folder / name_folder(curve["label"]) / f"seed-{curve['seed']}"), OPTIONS
+        )
         assert again["curve"] == curve["curve"]
 
 
 def test_a_divergence_leaves_a_worker_process_whole() -> None:
-    fault = pickle.loads(pickle.dumps(Divergence("update 3: the loss is nan", "a smaller rate may help")))
-    assert str(fault) == "update 3: the loss is nan; a smaller rate may help" and fault.reason == "update 3: the loss is nan"
+    fault = pickle.loads(
+        pickle.dumps(Divergence("update 3: the loss is nan", "a smaller rate may help"))
+    )
+    assert (
+        str(fault) == "update 3: the loss is nan; a smaller rate may help"
+        and fault.reason == "update 3: the loss is nan"
+    )
 
 
-def test_an_interrupted_run_goes_on(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_goes_on(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     config = read_grid(file).make_config("sync", 0)
     whole = run_one(config, str(tmp_path / "whole"), OPTIONS)
@@ -149,12 +167,17 @@ def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
     old = json.loads(measured.read_text())
     del old["asked"]["config"]["recompute"], old["asked"]["measure"]["window"]
     measured.write_text(json.dumps(old))
-    monkeypatch.setattr("tools.experiments.measures.train_run", lambda *args: pytest.fail("run again"))
+    monkeypatch.setattr(
+        "tools.experiments.measures.train_run", lambda *args: pytest.fail("run again")
+    )
     load_experiment(file).run(Request(tmp_path))
 
 
 def test_time_is_counted_by_phase() -> None:
-    phases = [{"updates": 10, "planned_utilization": 0.5}, {"updates": 100, "planned_utilization": 1.0}]
+    phases = [
+        {"updates": 10, "planned_utilization": 0.5},
+        {"updates": 100, "planned_utilization": 1.0},
+    ]
     assert [compute_normalized_time(phases, step) for step in (0, 5, 10, 30)] == [0, 10, 20, 40]
 
 
@@ -170,10 +193,17 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
     experiment = make_experiment("digits", grid)
     outcome = experiment.report(compare(grid, runs), file.parent)
     results = outcome.results
-    assert [verdict["verdict"] for verdict in results["verdicts"]] == ["shown", "contradicted", "shown"]
+    assert [verdict["verdict"] for verdict in results["verdicts"]] == [
+        "shown",
+        "contradicted",
+        "shown",
+    ]
     # diverged runs count with their first value
     assert results["verdicts"][0]["difference"] == pytest.approx(0.41)
-    assert results["verdicts"][2]["difference"] == pytest.approx(0.0) and results["verdicts"][2]["seeds"] == 3
+    assert (
+        results["verdicts"][2]["difference"] == pytest.approx(0.0)
+        and results["verdicts"][2]["seeds"] == 3
+    )
     assert results["agrees"] is False and len(results["differences"]) == 1
     assert "| sync is better than bad | shown |" in outcome.table
     # or, if that is of a window of the diverging run, with the loss at its very beginning
@@ -187,7 +217,9 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
     runs[0]["final"] = 0.5
     chosen = grid.model_copy(update={"rows": {"sync": grid.rows["sync"]}})
     results = experiment.report(compare(chosen, runs[:3]), file.parent).results
-    assert {verdict["verdict"] for verdict in results["verdicts"]} == {"not run"} and results["agrees"] is False
+    assert {verdict["verdict"] for verdict in results["verdicts"]} == {"not run"} and results[
+        "agrees"
+    ] is False
 
 
 @pytest.mark.slow
@@ -195,7 +227,10 @@ def test_a_row_begins_with_the_weights_at_the_end_of_another(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    head, finals = TEXT[: TEXT.index("  sync:")] + "  tuned: {after: sync, optimizer: {lr: 1e-9}}\n", {}
+    head, finals = (
+        TEXT[: TEXT.index("  sync:")] + "  tuned: {after: sync, optimizer: {lr: 1e-9}}\n",
+        {},
+    )
     for folder, keys in (("a", "steps: 20"), ("a", "steps: 30"), ("b", "optimizer: {lr: 1e9}")):
         file.write_text(f"{head}  sync: {{method: gpipe, {keys}}}\n")
         # the row that it begins with is trained too, and before it
@@ -205,22 +240,36 @@ def test_a_row_begins_with_the_weights_at_the_end_of_another(
         assert rows["tuned"] == rows["sync"] and finals != rows
         finals = rows
     # what begins with weights that diverged has diverged
-    assert finals["tuned"] == {"0": None, "1": None} and "row sync diverged" in str(outcome.findings.curves)
+    assert finals["tuned"] == {"0": None, "1": None} and "row sync diverged" in str(
+        outcome.findings.curves
+    )
 
 
-def test_time_by_fill_and_drain_is_that_of_equation_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_by_fill_and_drain_is_that_of_equation_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A batch of N = 2 on 3 stages takes N + 2 S = 8 steps where the method flushes, else 2."""
     monkeypatch.chdir(ROOT)
     base = yaml.safe_load(TEXT)["base"]
-    config = {**base, "stages": 3, "steps": 4, "evaluate": {"steps": 4, "subset": 64}, "log": {"tensorboard": False}}
+    config = {
+        **base,
+        "stages": 3,
+        "steps": 4,
+        "evaluate": {"steps": 4, "subset": 64},
+        "log": {"tensorboard": False},
+    }
     factors = {"gpipe": 4, "pipemare": 1}
     for method, options in (("gpipe", {"name": "test_loss"}), ("pipemare", {})):
         folder = tmp_path / method
-        result = run_one({**config, "method": method}, str(folder), {"fill_and_drain": True, **options})
+        result = run_one(
+            {**config, "method": method}, str(folder), {"fill_and_drain": True, **options}
+        )
         epoch, time = result["curve"][-1][:2]
         assert time == pytest.approx(epoch * factors[method]) and epoch > 0
         last = read_metrics(folder)[-1]
-        assert result["final"] == pytest.approx(last["test_loss"] if options else last["test_accuracy"])
+        assert result["final"] == pytest.approx(
+            last["test_loss"] if options else last["test_accuracy"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -247,14 +296,23 @@ def test_rows_that_cannot_be_built_are_refused_before_any_run(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    file.write_text(TEXT.replace("  bad: {optimizer: {lr: 1e9}}", "  bad: {method_args: {hogwild: {max: 1, mean: 1}}}"))
+    file.write_text(
+        TEXT.replace(
+            "  bad: {optimizer: {lr: 1e9}}", "  bad: {method_args: {hogwild: {max: 1, mean: 1}}}"
+        )
+    )
     (fault,) = list_faults(load_experiment(file).run, Request(tmp_path / "runs"))
-    assert fault.startswith("digits: rows: bad: method_args.hogwild.max: 1: ") and not (tmp_path / "runs").exists()
+    assert (
+        fault.startswith("digits: rows: bad: method_args.hogwild.max: 1: ")
+        and not (tmp_path / "runs").exists()
+    )
     # a finished run lets its row pass only if it is of the row's config: rows that were changed since passed unseen
     grid, measured = read_grid(file), tmp_path / "digits" / "bad" / "seed-0" / "measured.json"
     measured.parent.mkdir(parents=True)
     for label, is_refused in (("sync", True), ("bad", False)):
-        measured.write_text(json.dumps({"asked": {"config": grid.make_config(label, 7), "measure": {}}}))
+        measured.write_text(
+            json.dumps({"asked": {"config": grid.make_config(label, 7), "measure": {}}})
+        )
         with pytest.raises(BadInput) if is_refused else contextlib.nullcontext():
             refuse_rows("digits", grid, tmp_path / "digits", False)
     narrow = "  bad: {after: sync, model: {entry: 'models.mlp:mlp', args: {width: 8}}}"
@@ -273,7 +331,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
 def test_the_command_lists_and_refuses(run: Any) -> None:
     listed = run()
     assert listed.returncode == 0
-    assert all(path.stem in listed.stdout for path in (ROOT / "configs" / "experiments").glob("*.yaml"))
+    assert all(
+        path.stem in listed.stdout for path in (ROOT / "configs" / "experiments").glob("*.yaml")
+    )
     for arguments, place in (
         (["nothing"], "EXPERIMENT: nothing"),
         (["rpd_delays", "--at-most", "1"], "--at-most: 1"),
@@ -288,5 +348,9 @@ def test_the_command_prints_json(file: Path, tmp_path: Path, run: Any) -> None:
     done = run(file, "--seeds", "1", "--rows", "sync", "--json", "--runs", tmp_path / "r")
     results = json.loads(done.stdout)
     assert done.returncode == 0
-    assert results["experiment"] == "digits" and results["source"] == "nobody, Table 0" and results["agrees"] is False
+    assert (
+        results["experiment"] == "digits"
+        and results["source"] == "nobody, Table 0"
+        and results["agrees"] is False
+    )
     assert results["rows"][0]["method"] == "gpipe" and results["rows"][0]["step"] == 20

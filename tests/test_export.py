@@ -24,7 +24,13 @@ from tests.test_train import config
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with auxiliary heads and checkpoints after 4, 8 and 12 updates, whose second was the best."""
     out = tmp_path_factory.mktemp("trained") / "run"
-    keys = ["checkpoint.every=4", "checkpoint.keep=9", "model.args.width=8", "stages=2", "method=local_greedy"]
+    keys = [
+        "checkpoint.every=4",
+        "checkpoint.keep=9",
+        "model.args.width=8",
+        "stages=2",
+        "method=local_greedy",
+    ]
     train(config(*keys, "evaluate.steps=4", "evaluate.subset=64"), out, quiet=True)
     return out
 
@@ -34,16 +40,23 @@ def run_tool(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     return functools.partial(run_here, export, monkeypatch=monkeypatch, capsys=capsys)
 
 
-@pytest.mark.parametrize("step, expected", [([], 12), (["--step", "4"], 4), (["--step", "best"], None)])
+@pytest.mark.parametrize(
+    "step, expected", [([], 12), (["--step", "4"], 4), (["--step", "best"], None)]
+)
 def test_a_file_holds_the_weights_without_heads(
     step: List[str], expected: Any, trained: Path, tmp_path: Path, run_tool: Any
 ) -> None:
     if expected is None:
-        expected = checkpoint.load(trained / "checkpoints" / "step-12").manifest["position"]["best_step"]
+        expected = checkpoint.load(trained / "checkpoints" / "step-12").manifest["position"][
+            "best_step"
+        ]
     file = tmp_path / "new" / "model.safetensors"
     code, printed, error = run_tool(str(trained), "--to", str(file), *step)
     assert (code, error) == (0, "") and f"step-{expected}" in printed
-    saved, weights = load_file(file), checkpoint.read_weights(trained / "checkpoints" / f"step-{expected}")
+    saved, weights = (
+        load_file(file),
+        checkpoint.read_weights(trained / "checkpoints" / f"step-{expected}"),
+    )
     assert len(weights) > len(saved) > 0  # the heads are for training only
     assert all(torch.equal(saved[name], weights[name]) for name in saved)
 
@@ -56,27 +69,44 @@ def test_a_file_holds_the_weights_without_heads(
         (["RUN", "--to", "m.safetensors", "--step", "x"], "--step: "),
         (["RUN", "--to", "folder"], "--to: folder: "),
         (["RUN", "--to", "RUN"], "--to: RUN: "),
-        (["RUN", "--to", "RUN/checkpoints/step-12/model.safetensors"], "--to: RUN/checkpoints/step-12/model.safetensors: "),
+        (
+            ["RUN", "--to", "RUN/checkpoints/step-12/model.safetensors"],
+            "--to: RUN/checkpoints/step-12/model.safetensors: ",
+        ),
         (["RUN"], "the following arguments are required: --to"),
     ],
 )
 def test_what_cannot_be_exported_is_one_line(
-    arguments: List[str], place: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Any
+    arguments: List[str],
+    place: str,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_tool: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN").symlink_to(trained)
     code, printed, error = run_tool(*arguments)
-    assert (code, printed) == (2, "") and error.startswith(f"error: {place}") and error.count("\n") == 1, error
+    assert (
+        (code, printed) == (2, "")
+        and error.startswith(f"error: {place}")
+        and error.count("\n") == 1
+    ), error
     assert [path.name for path in tmp_path.iterdir()] == ["RUN"]
 
 
 def test_a_model_of_transformers_is_exported_to_its_own_layout(tmp_path: Path) -> None:
     third_party = pytest.importorskip("tests.third_party")
     torch.manual_seed(1)
-    model, other = third_party.hugging_gpt2(), third_party.hugging_gpt2()  # whose head is its embedding
+    model, other = (
+        third_party.hugging_gpt2(),
+        third_party.hugging_gpt2(),
+    )  # whose head is its embedding
     path = checkpoint.save(tmp_path / "run" / "checkpoints", 3, model.state_dict(), {}, {})
     assert ipu_pipe.export(tmp_path / "run", tmp_path / "gpt2", into=other) == path
-    assert {"config.json", "model.safetensors"} <= {file.name for file in (tmp_path / "gpt2").iterdir()}
+    assert {"config.json", "model.safetensors"} <= {
+        file.name for file in (tmp_path / "gpt2").iterdir()
+    }
     again: nn.Module = type(model).from_pretrained(tmp_path / "gpt2")
     assert_same(again.state_dict(), model.state_dict())
     (fault,) = list_faults(ipu_pipe.export, tmp_path / "run", tmp_path / "gpt2", into=other)

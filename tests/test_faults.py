@@ -40,12 +40,20 @@ from tests import forked
 from tests.command_line import run_here
 from tests.support.runs import DIGITS, ROOT, list_faults, needs_processes
 from tests.support.slow import mark_slow
-from tools.experiments.experiment import Findings, Outcome, Request, call_with_picklable_faults, run_all
+from tools.experiments.experiment import (
+    Findings,
+    Outcome,
+    Request,
+    call_with_picklable_faults,
+    run_all,
+)
 
 
 def start_threads(work: Callable[..., None], *arguments: Any) -> List[threading.Thread]:
     """Start a thread of `work` for each of `arguments`."""
-    threads = [threading.Thread(target=work, args=(argument,), daemon=True) for argument in arguments]
+    threads = [
+        threading.Thread(target=work, args=(argument,), daemon=True) for argument in arguments
+    ]
     for thread in threads:
         thread.start()
     return threads
@@ -121,7 +129,12 @@ class Fuse(nn.Module):
 
 def staged(data: Data, where: str = "") -> nn.Module:
     """Return three stages, a fuse in the second."""
-    return nn.Sequential(nn.Linear(4, 4), begin_stage(nn.Linear(4, 4)), Fuse(data, where), begin_stage(nn.Linear(4, 3)))
+    return nn.Sequential(
+        nn.Linear(4, 4),
+        begin_stage(nn.Linear(4, 4)),
+        Fuse(data, where),
+        begin_stage(nn.Linear(4, 3)),
+    )
 
 
 def failing_loss(data: Data, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -163,7 +176,9 @@ CASES: Dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(name: str, tmp_path: Path) -> None:
+def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(
+    name: str, tmp_path: Path
+) -> None:
     data = Data()
     make, place, words = CASES[name]
     arguments = {"data": data, "model": staged(data), **make(data)}
@@ -172,7 +187,11 @@ def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(name: str
     fault = find_user_fault(raised.value)
     assert fault is not None and "\n" not in str(fault)
     lines = Path(__file__).read_text().splitlines()
-    (number,) = [n for n, line in enumerate(lines, 1) if "raise Burnt(" in line and f'"{words.split()[0]}")' in line]
+    (number,) = [
+        n
+        for n, line in enumerate(lines, 1)
+        if "raise Burnt(" in line and f'"{words.split()[0]}")' in line
+    ]
     assert str(fault).startswith(f"{place}: Burnt: {words} ({__file__}:{number}, in ")
     assert fault.traceback.endswith("and more\n")
     if name == "forward":  # what the user chained stays where it was
@@ -181,7 +200,10 @@ def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(name: str
         assert "engine.py" in fault.traceback
         assert fault.traceback_file == str(tmp_path / "run" / "traceback.txt")
         assert fault.traceback in Path(fault.traceback_file).read_text()
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in arguments["model"].modules())
+    assert not any(
+        module._forward_pre_hooks or module._forward_hooks
+        for module in arguments["model"].modules()
+    )
 
 
 @pytest.mark.parametrize("method", ["pipedream", "pipemare", "local_chunked"])
@@ -189,7 +211,9 @@ def test_every_method_tells_the_stage(method: str, tmp_path: Path) -> None:
     data = Data()
     with pytest.raises(Burnt) as raised:
         run(tmp_path, data, staged(data, "forward"), method)
-    assert str(find_user_fault(raised.value)).startswith("update 2, microbatch 4, stage 1, forward: Burnt: fuse 4 (")
+    assert str(find_user_fault(raised.value)).startswith(
+        "update 2, microbatch 4, stage 1, forward: Burnt: fuse 4 ("
+    )
 
 
 def test_a_resumed_run_no_longer_holds_the_traceback_of_its_fault(tmp_path: Path) -> None:
@@ -220,14 +244,25 @@ def test_a_command_line_tells_one_line_or_all(
     shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     out = tmp_path / "run"
-    sets = ["model.entry=tests.test_faults:model_of_a_config", "model.args={}", "stages=1", "log.tensorboard=false"]
+    sets = [
+        "model.entry=tests.test_faults:model_of_a_config",
+        "model.args={}",
+        "stages=1",
+        "log.tensorboard=false",
+    ]
     args = [DIGITS, "--out", str(out), "--set", *sets, *["--traceback"][: int(shown)]]
     monkeypatch.chdir(ROOT)
     done = run_here(tool, *args, monkeypatch=monkeypatch, capsys=capsys)
     *others, last = done.stderr.splitlines()
-    assert done.returncode == 1 and last.startswith("error: update ") and "stage 0, forward: Burnt: counted 20" in last
+    assert (
+        done.returncode == 1
+        and last.startswith("error: update ")
+        and "stage 0, forward: Burnt: counted 20" in last
+    )
     assert f"{__file__}:" in last and last.endswith(f"the traceback is in {out / 'traceback.txt'}")
-    assert bool(others) == shown and done.stderr.count("Traceback (most recent call last)") == int(shown)
+    assert bool(others) == shown and done.stderr.count("Traceback (most recent call last)") == int(
+        shown
+    )
 
 
 def test_a_fault_leaves_its_process_whole() -> None:
@@ -241,7 +276,11 @@ def test_a_fault_leaves_its_process_whole() -> None:
         call_with_picklable_faults(work, ())
     raised.value.traceback_file = "a/file"
     again = pickle.loads(pickle.dumps(raised.value))
-    assert (str(again), again.traceback, again.traceback_file) == ("update 1: it failed", "all of it", "a/file")
+    assert (str(again), again.traceback, again.traceback_file) == (
+        "update 1: it failed",
+        "all of it",
+        "a/file",
+    )
 
 
 # ---- what launchers say
@@ -262,7 +301,9 @@ def test_a_fault_leaves_its_process_whole() -> None:
         ({"MASTER_PORT": "0x10"}, "MASTER_PORT: 0x10: must be a port"),
     ],
 )
-def test_what_a_launcher_says_is_checked(variables: Dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_launcher_says_is_checked(
+    variables: Dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (fault,) = read_launch(variables).faults
     assert fault.startswith(message) and len(fault) < 200
     for key, value in variables.items():
@@ -301,7 +342,11 @@ def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int
 
     def one(rank: int) -> None:
         try:
-            stores.append(wait_for_ranks(Launch(rank, world, address="127.0.0.1", port=port), limit, asked[rank]))
+            stores.append(
+                wait_for_ranks(
+                    Launch(rank, world, address="127.0.0.1", port=port), limit, asked[rank]
+                )
+            )
         except (BadInput, RunFault) as error:
             faults[rank] = error
 
@@ -319,17 +364,26 @@ def test_a_missing_rank_is_named_once_within_the_limit() -> None:
     start = time.monotonic()
     faults = join({0: {}, 2: {}}, 4, 1.5)
     assert set(faults) == {0, 2} and all(isinstance(error, RunFault) for error in faults.values())
-    assert all("ranks 1, 3 of 4 did not come to 127.0.0.1:" in str(error) for error in faults.values())
+    assert all(
+        "ranks 1, 3 of 4 did not come to 127.0.0.1:" in str(error) for error in faults.values()
+    )
     assert [error.is_reported for error in faults.values()].count(False) == 1  # type: ignore[attr-defined]
     assert time.monotonic() - start < 10
 
 
 @needs_processes
 def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() -> None:
-    one, other = (load_config(DIGITS, [f"seed={seed}", f"data.root=/node{seed}"]) for seed in (1, 2))
-    asked = {0: make_request(one, {"--out": Path("a")}), 1: make_request(other, {"--out": Path("b")})}
+    one, other = (
+        load_config(DIGITS, [f"seed={seed}", f"data.root=/node{seed}"]) for seed in (1, 2)
+    )
+    asked = {
+        0: make_request(one, {"--out": Path("a")}),
+        1: make_request(other, {"--out": Path("b")}),
+    }
     faults = join(asked, 3, 20)
-    assert set(faults) == {0, 1} and [error.is_reported for error in faults.values()].count(False) == 1  # type: ignore
+    assert (
+        set(faults) == {0, 1} and [error.is_reported for error in faults.values()].count(False) == 1
+    )  # type: ignore
     assert isinstance(faults[0], BadInput) and sorted(faults[0].faults) == [
         '--out: rank 0 has "a", rank 1 has "b": must be the same on all ranks',
         "seed: rank 0 has 1, rank 1 has 2: must be the same on all ranks",
@@ -351,7 +405,14 @@ def test_ranks_meet_again_after_a_restart_that_not_every_machine_counts() -> Non
 
         def one(rank: int) -> None:
             time.sleep(0.0 if rank == first else 0.3)
-            where = Launch(rank, 2, address="127.0.0.1", port=store.port, has_agent=True, attempt=attempts[rank])
+            where = Launch(
+                rank,
+                2,
+                address="127.0.0.1",
+                port=store.port,
+                has_agent=True,
+                attempt=attempts[rank],
+            )
             try:
                 stores[rank] = wait_for_ranks(where, 10 if len(ranks) == 2 else 0.5, {})
             except RunFault as error:
@@ -372,14 +433,21 @@ def test_ranks_meet_again_after_a_restart_that_not_every_machine_counts() -> Non
 
 
 @needs_processes
-def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with socket.socket() as used:
         used.bind(("", 0))
         used.listen(1)
         port = used.getsockname()[1]
-        with pytest.raises(RunFault, match=f"MASTER_PORT: {port}: cannot be used on this machine: Address already in use"):
+        with pytest.raises(
+            RunFault,
+            match=f"MASTER_PORT: {port}: cannot be used on this machine: Address already in use",
+        ):
             wait_for_ranks(Launch(0, 2, address="127.0.0.1", port=port), 2, {})
-    with pytest.raises(RunFault, match="rank 1: rank 0 did not come to 127.0.0.1.* within 0.5 s .*refused"):
+    with pytest.raises(
+        RunFault, match="rank 1: rank 0 did not come to 127.0.0.1.* within 0.5 s .*refused"
+    ):
         wait_for_ranks(Launch(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})
     with pytest.raises(RunFault, match="rank 0 did not come to no.such.host.invalid"):
         wait_for_ranks(Launch(1, 2, address="no.such.host.invalid", port=29500), 0.1, {})
@@ -397,11 +465,15 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_reported(monkey
     with pytest.raises((BadInput, RunFault)):
         wait_for_ranks(Launch(0, 3, address="127.0.0.1", port=port), 6, {})
     join_threads(threads, 20)
-    assert any("RANK: 1: two processes have it: each of 3 must have its own" in text for text in second)
+    assert any(
+        "RANK: 1: two processes have it: each of 3 must have its own" in text for text in second
+    )
 
 
 @needs_processes
-def test_a_first_rank_that_is_stopped_is_reported_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_rank_that_is_stopped_is_reported_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It listens, but does not answer: torch would wait without end."""
     monkeypatch.setattr(launch, "ANSWER", 0.5)
     with socket.socket() as stopped:
@@ -415,7 +487,9 @@ def test_a_first_rank_that_is_stopped_is_reported_within_the_limit(monkeypatch: 
 
 def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults: Any) -> None:
     """Join a group of two, of which rank `victim` is stopped before it connects, or before it makes another group."""
-    os.environ.update(forked.of_rank(rank, 2, port), TORCHELASTIC_USE_AGENT_STORE="False")  # rank 0 keeps the store
+    os.environ.update(
+        forked.of_rank(rank, 2, port), TORCHELASTIC_USE_AGENT_STORE="False"
+    )  # rank 0 keeps the store
     connect = torch.distributed.init_process_group
 
     def connect_or_stop(*args: Any, **keywords: Any) -> None:
@@ -445,7 +519,10 @@ def test_a_rank_that_is_stopped_while_joining_ends_the_others(
     monkeypatch.setattr(lost_ranks, "WARM_UP", 1.5)
     fork = multiprocessing.get_context("fork")
     faults, port = fork.SimpleQueue(), free_port()
-    ranks = [fork.Process(target=join_with_a_stopped_rank, args=(r, port, victim, at, faults)) for r in range(2)]
+    ranks = [
+        fork.Process(target=join_with_a_stopped_rank, args=(r, port, victim, at, faults))
+        for r in range(2)
+    ]
     try:
         for rank in ranks:
             rank.start()
@@ -458,7 +535,9 @@ def test_a_rank_that_is_stopped_while_joining_ends_the_others(
 
 
 @needs_processes
-def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = torch.distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
@@ -491,7 +570,9 @@ libc.pthread_mutex_lock(mutex)
 print("waits", flush=True)
 libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
 """
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "waits\n"
     process.send_signal(signal.SIGTERM)
     try:
@@ -510,7 +591,10 @@ def test_a_fault_of_the_users_on_one_rank_is_reported_by_it_alone(tmp_path: Path
     ended = forked.run_ranks(2, "train", [DIGITS, "--out", str(out), "--set", *sets], 120)
     assert ended.code == 1, ended  # rank 0's
     (line,) = ended.error.splitlines()
-    assert line.startswith("error: rank 1, stage 1, update ") and f"Burnt: counted 20 ({__file__}:" in line
+    assert (
+        line.startswith("error: rank 1, stage 1, update ")
+        and f"Burnt: counted 20 ({__file__}:" in line
+    )
     assert line.endswith(f"the traceback is in {out / 'traceback.txt'}")
     assert "Burnt: counted 20\nand more" in (out / "traceback.txt").read_text()
 
@@ -532,7 +616,9 @@ if __name__ == "__main__":
     threading.Thread(target=tell, daemon=True).start()
     run_all(time.sleep, {"a": (60,)}, Request(Path(".")), str)
 """
-    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     workers = [int(pid) for pid in parent.stdout.readline().split()]
     assert workers
@@ -547,7 +633,9 @@ if __name__ == "__main__":
     assert not left
 
 
-def test_a_run_that_fails_ends_those_that_wait_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_ends_those_that_wait_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The pool's own thread raised InvalidStateError for runs that had been cancelled."""
     raised: List[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
@@ -573,7 +661,11 @@ def test_closed_and_full_outputs_are_reported_in_a_line() -> None:
         (">&-", 1, "error: standard output: is closed"),
         ("2>&- </dev/null >/dev/null", 0, ""),
         ("<&- >/dev/null", 0, ""),
-        *([(">/dev/full", 1, "error: standard output: No space left on device")] if Path("/dev/full").exists() else []),
+        *(
+            [(">/dev/full", 1, "error: standard output: No space left on device")]
+            if Path("/dev/full").exists()
+            else []
+        ),
     ):
         shell = ["sh", "-c", f"{tool} {redirected}"]
         done = subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)

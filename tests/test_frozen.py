@@ -21,7 +21,10 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 
-BOTH, LAST = r".*c_attn", r"transformer\.h\.1\.attn\.c_attn"  # where adapters are: on both stages, on the second alone
+BOTH, LAST = (
+    r".*c_attn",
+    r"transformer\.h\.1\.attn\.c_attn",
+)  # where adapters are: on both stages, on the second alone
 RUNS = [("gpipe", BOTH), ("pipedream", BOTH), ("pipedream_2bw", LAST)]
 STAGE = "base_model.model.transformer.h.1"
 
@@ -33,16 +36,27 @@ def make_model(where: str, dropout: float = 0.1) -> Any:
         use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(1)
-    adapters = peft.LoraConfig(r=2, lora_dropout=dropout, target_modules=where, fan_in_fan_out=True, init_lora_weights=False)
+    adapters = peft.LoraConfig(
+        r=2,
+        lora_dropout=dropout,
+        target_modules=where,
+        fan_in_fan_out=True,
+        init_lora_weights=False,
+    )
     return peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapters)
 
 
 def draw_batches() -> List[Dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 31, (8, 4, 10), generator=generator)]
+    return [
+        {"input_ids": ids, "labels": ids}
+        for ids in torch.randint(0, 31, (8, 4, 10), generator=generator)
+    ]
 
 
-def train(model: torch.nn.Module, method: str, out: Path, backend: str, **how: Any) -> Dict[str, Any]:
+def train(
+    model: torch.nn.Module, method: str, out: Path, backend: str, **how: Any
+) -> Dict[str, Any]:
     config = ipu_pipe.configure(
         method=method, stages=[STAGE], micro_batch_size=4, gradient_accumulation=2, epochs=1, loss="model", metrics=[],
         backend={"name": backend}, checkpoint={"every": 2}, log={"trace": None, "tensorboard": False},
@@ -50,7 +64,9 @@ def train(model: torch.nn.Module, method: str, out: Path, backend: str, **how: A
     )  # fmt: skip
     batches, optimizer = draw_batches(), functools.partial(torch.optim.AdamW, lr=0.01)
     data = ipu_pipe.from_loader(batches, batches[:1])
-    return ipu_pipe.train(config, out, model=model, data=data, optimizer=optimizer, quiet=True, **how)
+    return ipu_pipe.train(
+        config, out, model=model, data=data, optimizer=optimizer, quiet=True, **how
+    )
 
 
 def run_rank(rank: int, folder: Path, port: int) -> None:
@@ -75,20 +91,33 @@ def test_a_pretrained_model_in_adapters_is_trained_in_training_mode() -> None:
     """PEFT's wrapper is in training mode, and the model in it as `from_pretrained` returned it: its dropouts stayed off."""
     model = make_model(BOTH)
     model.get_base_model().eval()
-    assert model.training and enter_training(model) and all(module.training for module in model.modules())
+    assert (
+        model.training
+        and enter_training(model)
+        and all(module.training for module in model.modules())
+    )
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
-def test_processes_train_adapters_as_the_emulator_and_runs_go_on(number: int, trained: Path, tmp_path: Path) -> None:
-    (method, where), fields = RUNS[number], ("parameters", "weight_copies", "weight_bytes", "optimizer_bytes")
+def test_processes_train_adapters_as_the_emulator_and_runs_go_on(
+    number: int, trained: Path, tmp_path: Path
+) -> None:
+    (method, where), fields = (
+        RUNS[number],
+        ("parameters", "weight_copies", "weight_bytes", "optimizer_bytes"),
+    )
     model, begun = make_model(where), make_model(where).state_dict()
     summary = train(model, method, tmp_path / "run", "emulator")
     for rank in range(2):
         assert_same(torch.load(trained / f"{number}.{rank}"), model.state_dict())
-    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, begun[name])}
+    moved = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, begun[name])
+    }
     assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
     of_processes = read_summary(trained / str(number))
-    rows, others = ([[row[key] for key in fields] for row in one["stages"]] for one in (summary, of_processes))
+    rows, others = (
+        [[row[key] for key in fields] for row in one["stages"]] for one in (summary, of_processes)
+    )
     assert rows == others
     if where == LAST:  # no gradient crosses to the first stage
         assert summary["links"] == of_processes["links"] and summary["links"][1]["bytes"] == 0
@@ -104,7 +133,11 @@ def test_a_frozen_stage_has_one_version_no_gradient_and_no_state(tmp_path: Path)
     frozen, trained = stages
     tied = model.get_parameter("base_model.model.transformer.wte.weight").numel()  # on both stages
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert (frozen["weight_copies"], frozen["optimizer_bytes"], memory[0]["gradient_bytes"]) == (1, 0, 0)
+    assert (frozen["weight_copies"], frozen["optimizer_bytes"], memory[0]["gradient_bytes"]) == (
+        1,
+        0,
+        0,
+    )
     assert frozen["weight_bytes"] == 4 * frozen["parameters"]
     assert trained["weight_bytes"] == 4 * (trained["parameters"] + tied)
     assert memory[1]["gradient_bytes"] == 4 * adapters
@@ -124,7 +157,9 @@ def train_plainly(model: torch.nn.Module) -> None:
 
 
 def read_adapters(folder: Path) -> Tuple[List[str], Dict[str, torch.Tensor]]:
-    return sorted(path.name for path in folder.iterdir()), load_file(folder / "adapter_model.safetensors")
+    return sorted(path.name for path in folder.iterdir()), load_file(
+        folder / "adapter_model.safetensors"
+    )
 
 
 def test_saved_adapters_are_those_of_a_plain_loop(tmp_path: Path) -> None:
@@ -133,7 +168,9 @@ def test_saved_adapters_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     train_plainly(plain)
     for model, name in ((ours, "ours"), (plain, "plain")):
         model.save_pretrained(str(tmp_path / name))
-    (files, adapters), (plain_files, plain_adapters) = (read_adapters(tmp_path / name) for name in ("ours", "plain"))
+    (files, adapters), (plain_files, plain_adapters) = (
+        read_adapters(tmp_path / name) for name in ("ours", "plain")
+    )
     assert files == plain_files
     assert_same(adapters, plain_adapters)
 
@@ -142,7 +179,9 @@ def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
     from ipu_pipe.integrations.transformers import PipelineTrainer
 
     saved = []
-    samples = [{"input_ids": ids, "labels": ids} for batch in draw_batches() for ids in batch["labels"]]
+    samples = [
+        {"input_ids": ids, "labels": ids} for batch in draw_batches() for ids in batch["labels"]
+    ]
     ours = {"pipeline": {"method": "gpipe", "stages": [STAGE]}}
     for trainer_class, pipeline in ((transformers.Trainer, {}), (PipelineTrainer, ours)):
         out = tmp_path / trainer_class.__name__
@@ -150,7 +189,9 @@ def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
             str(out / "run"), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=3, report_to=[],
             use_cpu=True, disable_tqdm=True, learning_rate=0.01, save_strategy="steps", save_steps=2,
         )  # fmt: skip
-        trainer = trainer_class(make_model(BOTH, dropout=0.0), args, train_dataset=samples, **pipeline)
+        trainer = trainer_class(
+            make_model(BOTH, dropout=0.0), args, train_dataset=samples, **pipeline
+        )
         trainer.train(resume_from_checkpoint=None)
         trainer.save_model(str(out / "model"))
         assert "adapter_model.safetensors" in read_adapters(out / "run" / "checkpoint-2")[0]
@@ -163,7 +204,10 @@ def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
 
 def test_a_run_is_exported_as_adapters(trained: Path, tmp_path: Path) -> None:
     ipu_pipe.export(trained / "0", tmp_path / "adapters", into=make_model(BOTH))
-    assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     model = make_model(BOTH)
     model.load_state_dict(torch.load(trained / "0.0"))
     expected = peft.get_peft_model_state_dict(model)

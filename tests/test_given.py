@@ -19,7 +19,13 @@ from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.train import train
 from tests.support.runs import DIGITS, list_faults, read_summary
 
-SHORT = ["steps=2", "log.tensorboard=false", "evaluate.subset=32", "gradient_accumulation=4", "backend.threads=1"]
+SHORT = [
+    "steps=2",
+    "log.tensorboard=false",
+    "evaluate.subset=32",
+    "gradient_accumulation=4",
+    "backend.threads=1",
+]
 SGD = functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5)
 
 
@@ -38,28 +44,54 @@ def test_the_files_say_what_was_given_and_resuming_compares_it(tmp_path: Path) -
     how: Dict[str, Any] = {"loss": nn.CrossEntropyLoss(label_smoothing=0.125), "quiet": True}
     report = train(digits(), out, model=small(), optimizer=SGD, **how)
     written = yaml.safe_load((out / "config.yaml").read_text())
-    assert written["model"] == {"entry": GIVEN, "args": {}, "output": None, "compile": False} and written["loss"] == GIVEN
+    assert (
+        written["model"] == {"entry": GIVEN, "args": {}, "output": None, "compile": False}
+        and written["loss"] == GIVEN
+    )
     assert written["optimizer"]["name"] == GIVEN and written["optimizer"]["lr"] is None
     objects = written["given"]
     assert objects["optimizer"]["name"] == "torch.optim.sgd.SGD" and objects["data"] is None
-    assert objects["optimizer"]["settings"]["lr"] == 0.25 and objects["optimizer"]["settings"]["momentum"] == 0.5
+    assert (
+        objects["optimizer"]["settings"]["lr"] == 0.25
+        and objects["optimizer"]["settings"]["momentum"] == 0.5
+    )
     assert objects["model"]["name"].endswith("Sequential")
-    assert objects["loss"]["name"].endswith("CrossEntropyLoss") and objects["loss"]["settings"]["label_smoothing"] == 0.125
+    assert (
+        objects["loss"]["name"].endswith("CrossEntropyLoss")
+        and objects["loss"]["settings"]["label_smoothing"] == 0.125
+    )
     assert read_summary(out) == report
-    assert report["optimizer"] == objects["optimizer"] and report["loss"]["name"] == objects["loss"]["name"]
+    assert (
+        report["optimizer"] == objects["optimizer"]
+        and report["loss"]["name"] == objects["loss"]["name"]
+    )
     assert report["model"]["entry"] == objects["model"]["name"]
 
     (out / "summary.json").unlink()
     again = train(digits(), out, model=small(), optimizer=SGD, resume=True, **how)
     assert again["optimizer"] == report["optimizer"]
     (out / "summary.json").unlink()
-    with pytest.raises(BadInput, match=r"given\.optimizer\.settings\.lr: saved with 0\.25, this run has 0\.5"):
+    with pytest.raises(
+        BadInput, match=r"given\.optimizer\.settings\.lr: saved with 0\.25, this run has 0\.5"
+    ):
         other = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5)
         train(digits(), out, model=small(), optimizer=other, resume=True, **how)
     with pytest.raises(BadInput, match=r"given\.loss\.settings\.label_smoothing: 0\.125 -> 0\.0"):
-        train(digits(), out, model=small(), optimizer=SGD, loss=nn.CrossEntropyLoss(), resume=True, quiet=True)
+        train(
+            digits(),
+            out,
+            model=small(),
+            optimizer=SGD,
+            loss=nn.CrossEntropyLoss(),
+            resume=True,
+            quiet=True,
+        )
     faults = list_faults(train, digits(), out, resume=True, quiet=True)
-    assert [fault.partition(":")[0] for fault in faults] == ["given.model", "given.loss", "given.optimizer"]
+    assert [fault.partition(":")[0] for fault in faults] == [
+        "given.model",
+        "given.loss",
+        "given.optimizer",
+    ]
 
 
 def test_a_config_of_such_a_run_is_refused_without_the_objects(tmp_path: Path) -> None:
@@ -77,8 +109,13 @@ def test_a_config_of_such_a_run_is_refused_without_the_objects(tmp_path: Path) -
 
 
 def test_the_configs_own_optimizer_is_in_the_summary(tmp_path: Path) -> None:
-    report = train(digits("optimizer={name: adam, lr: 0.01, momentum: null}"), tmp_path / "run", quiet=True)
-    assert report["optimizer"]["name"] == "torch.optim.adam.Adam" and report["optimizer"]["settings"]["lr"] == 0.01
+    report = train(
+        digits("optimizer={name: adam, lr: 0.01, momentum: null}"), tmp_path / "run", quiet=True
+    )
+    assert (
+        report["optimizer"]["name"] == "torch.optim.adam.Adam"
+        and report["optimizer"]["settings"]["lr"] == 0.01
+    )
     assert report["loss"] == {"name": "torch.nn.functional.cross_entropy", "settings": {}}
     assert load_config(tmp_path / "run" / "config.yaml").given is None
 
@@ -90,12 +127,19 @@ def test_rules_look_at_the_optimizer_that_is_given() -> None:
     assert fault.endswith("--set method=spectrain: method: optimizer.momentum: 0: must be above 0")
     build(digits(*sets), optimizer=SGD)
     with pytest.raises(BadInput, match="momentum: 0"):
-        build(digits(sets[0], "optimizer.momentum=0.9"), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+        build(
+            digits(sets[0], "optimizer.momentum=0.9"),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        )
 
     def halves(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([groups[0], {**groups[1], "nesterov": True}], lr=0.1, momentum=0.9)
 
-    sets = ["method=pipedream", "method_args={spike_compensation: {}}", "optimizer={name: adam, momentum: null}"]
+    sets = [
+        "method=pipedream",
+        "method_args={spike_compensation: {}}",
+        "optimizer={name: adam, momentum: null}",
+    ]
     compensated = digits(*sets)
     build(compensated, optimizer=SGD)
     with pytest.raises(BadInput, match="optimizer.nesterov"):  # of the second stage alone
@@ -104,7 +148,9 @@ def test_rules_look_at_the_optimizer_that_is_given() -> None:
         build(compensated)
 
 
-@pytest.mark.parametrize(("wrap", "named"), [(torch.compile, "torch.compile"), (nn.DataParallel, "DataParallel")])
+@pytest.mark.parametrize(
+    ("wrap", "named"), [(torch.compile, "torch.compile"), (nn.DataParallel, "DataParallel")]
+)
 def test_a_wrapped_model_is_refused(wrap: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=f"model: is wrapped by {named}: give the model itself"):
         train(digits(), tmp_path / "run", model=wrap(small()))
@@ -115,12 +161,19 @@ def test_a_callers_model_keeps_its_dtype(tmp_path: Path) -> None:
     model, config = small(), digits("precision=bfloat16")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     job = build(config, model=model)
-    assert "the model has float32; it is trained in bfloat16 and cast back at the end" in format_opening(job)
+    assert (
+        "the model has float32; it is trained in bfloat16 and cast back at the end"
+        in format_opening(job)
+    )
     job.precision.give_back()
     train(config, tmp_path / "run", model=model, quiet=True)
     after = model.state_dict()
-    assert {name: value.dtype for name, value in after.items()} == {name: value.dtype for name, value in before.items()}
-    assert not any(torch.equal(after[name], before[name]) for name in ("1.weight", "2.running_mean"))
+    assert {name: value.dtype for name, value in after.items()} == {
+        name: value.dtype for name, value in before.items()
+    }
+    assert not any(
+        torch.equal(after[name], before[name]) for name in ("1.weight", "2.running_mean")
+    )
     assert torch.equal(after["1.weight"], after["1.weight"].bfloat16().float())  # as trained
     with pytest.raises(BadInput):
         build(digits("precision=bfloat16", "method=spectrain", "optimizer.momentum=0"), model=model)

@@ -85,7 +85,10 @@ def test_a_run_made_longer_is_one_planned_that_long(name: str, tmp_path: Path) -
     report = went(tmp_path / "grown", *LONGER[name], "steps=12", resume=True)
     planned = went(tmp_path / "planned", *LONGER[name], "steps=12")
     assert_same_state(tmp_path / "grown", tmp_path / "planned")
-    assert trained(tmp_path / "grown") == trained(tmp_path / "planned") and len(trained(tmp_path / "planned")) == 12
+    assert (
+        trained(tmp_path / "grown") == trained(tmp_path / "planned")
+        and len(trained(tmp_path / "planned")) == 12
+    )
     assert report["final"]["test_loss"] == planned["final"]["test_loss"]
 
 
@@ -105,10 +108,14 @@ def test_a_run_whose_rates_follow_its_length_cannot_grow(keys: str, tmp_path: Pa
     went(out, *FOLLOWING[keys], "steps=4")
     before = read_files(out)
     (fault,) = list_faults(went, out, *FOLLOWING[keys], "steps=6", resume=True)
-    assert fault.startswith(f"{out / 'checkpoints' / 'step-4'}: steps: saved in a run of 4, this one has 6")
+    assert fault.startswith(
+        f"{out / 'checkpoints' / 'step-4'}: steps: saved in a run of 4, this one has 6"
+    )
     assert f": only a run that began with {keys} can grow" in fault
     assert read_files(out) == before
-    shutil.rmtree(out / "checkpoints")  # as if killed before its first checkpoint: all of it is the longer run's
+    shutil.rmtree(
+        out / "checkpoints"
+    )  # as if killed before its first checkpoint: all of it is the longer run's
     (out / "summary.json").unlink()
     assert went(out, *FOLLOWING[keys], "steps=6", resume=True)["steps"] == 6
     went(tmp_path / "planned", *FOLLOWING[keys], "steps=6")
@@ -116,7 +123,9 @@ def test_a_run_whose_rates_follow_its_length_cannot_grow(keys: str, tmp_path: Pa
 
 
 def test_the_length_of_a_schedule_is_that_of_the_run_or_more(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: must be at least the 12 updates"):
+    with pytest.raises(
+        BadInput, match="lr_schedule.total_steps: 10: must be at least the 12 updates"
+    ):
         went(tmp_path / "run", "lr_schedule={name: cosine, total_steps: 10}", "steps=12")
     with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: "):
         config("lr_schedule.total_steps=10")
@@ -166,7 +175,14 @@ def process(rank: int, port: int, folder: Path) -> None:
         went(folder / name, *how, *PROCESSES, "steps=12", resume=True)
     for method in OWN:
         model = own_model()
-        went(folder / f"own-{method}", *PROCESSES, *OWN_KEYS, *OWN[method], f"method={method}", model=model)
+        went(
+            folder / f"own-{method}",
+            *PROCESSES,
+            *OWN_KEYS,
+            *OWN[method],
+            f"method={method}",
+            model=model,
+        )
         torch.save(everything(model), folder / f"{method}-{rank}.pt")
     end_process(0)
 
@@ -194,7 +210,13 @@ def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_
     assert trained(tmp_path / "gpipe") == trained(tmp_path / "gpipe-whole")
     for method in OWN:
         model = own_model()
-        went(tmp_path / f"emulated-{method}", *OWN_KEYS, *OWN[method], f"method={method}", model=model)
+        went(
+            tmp_path / f"emulated-{method}",
+            *OWN_KEYS,
+            *OWN[method],
+            f"method={method}",
+            model=model,
+        )
         for rank in range(RANKS):
             assert_same(torch.load(tmp_path / f"{method}-{rank}.pt"), everything(model))
         assert {value.dtype for value in everything(model).values()} == {torch.float64, torch.int64}
@@ -224,36 +246,62 @@ def test_a_run_begins_with_the_newest_weights_of_another(ended: Path) -> None:
     newest = evaluate_checkpoint(config(*BASE), ended / "checkpoints" / "step-8")
     assert {**evaluate_checkpoint(config(*BASE), ended), "weights": newest["weights"]} == newest
     for path in (ended, ended / "checkpoints" / "step-8"):
-        assert_same(set_up(config(*BASE, f"init_from={path}")).model.state_dict(), read_weights(ended, 8))
+        assert_same(
+            set_up(config(*BASE, f"init_from={path}")).model.state_dict(), read_weights(ended, 8)
+        )
 
 
-def test_weights_with_a_new_head_are_taken_but_for_it(ended: Path, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
-    out, keys = tmp_path / "tuned", ["model.args.classes=12", f"init_from={{path: {ended}, strict: false}}", "steps=4"]
+def test_weights_with_a_new_head_are_taken_but_for_it(
+    ended: Path,
+    tmp_path: Path,
+    run_tool: Any,  # noqa: F811
+) -> None:
+    out, keys = (
+        tmp_path / "tuned",
+        ["model.args.classes=12", f"init_from={{path: {ended}, strict: false}}", "steps=4"],
+    )
     code, printed, error = run_tool(DIGITS, *sets(*BASE, *keys), "--out", str(out))
     assert code == 0, error
     record = read_json(out / "init_from.json")
     assert set(record["left_out"]) == set(record["new"]) and len(record["new"]) == 2
-    assert [text.split(", the")[0] for text in record["left_out"].values()] == ["shape (10, 8)", "shape (10,)"]
+    assert [text.split(", the")[0] for text in record["left_out"].values()] == [
+        "shape (10, 8)",
+        "shape (10,)",
+    ]
     (line,) = [line for line in printed.splitlines() if line.startswith("init_from: ")]
-    assert f"{record['taken']} parameters and buffers loaded" in line and all(n in line for n in record["new"])
+    assert f"{record['taken']} parameters and buffers loaded" in line and all(
+        n in line for n in record["new"]
+    )
     fresh = set_up(config(*BASE, keys[0])).model.state_dict()
-    old = {name: value for name, value in read_weights(ended, 8).items() if name not in record["new"]}
+    old = {
+        name: value for name, value in read_weights(ended, 8).items() if name not in record["new"]
+    }
     assert_same(set_up(config(*BASE, *keys)).model.state_dict(), {**fresh, **old})
     assert load_config(out / "config.yaml").init_from == InitFrom(path=str(ended), strict=False)
-    assert went(out, *keys, "steps=8", resume=True)["steps"] == 8 and read_json(out / "init_from.json") == record
+    assert (
+        went(out, *keys, "steps=8", resume=True)["steps"] == 8
+        and read_json(out / "init_from.json") == record
+    )
 
 
 def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> None:
     def refuse(path: Path, *over: str) -> List[str]:
         return list_faults(set_up, config(*BASE, f"init_from={path}", *over))
 
-    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)  # as a run leaves it that ended before its first one
+    (tmp_path / "begun" / "checkpoints").mkdir(
+        parents=True
+    )  # as a run leaves it that ended before its first one
     assert refuse(tmp_path / "begun") == [f"init_from: {tmp_path / 'begun'}: has no checkpoint"]
     assert refuse(tmp_path / "nowhere") == [f"init_from: {tmp_path / 'nowhere'}: no such file"]
     faults = refuse(ended, "model.args.classes=12")
-    assert len(faults) == 2 and faults[-1].endswith("; init_from: {path: ..., strict: false} takes what fits")
+    assert len(faults) == 2 and faults[-1].endswith(
+        "; init_from: {path: ..., strict: false} takes what fits"
+    )
     weights = read_weights(ended, 8)
-    save_file({f"module.{name}": value for name, value in weights.items()}, tmp_path / "wrapped.safetensors")
+    save_file(
+        {f"module.{name}": value for name, value in weights.items()},
+        tmp_path / "wrapped.safetensors",
+    )
     for over in ((), (f"init_from={{path: {tmp_path / 'wrapped.safetensors'}, strict: false}}",)):
         assert refuse(tmp_path / "wrapped.safetensors", *over)[-1].endswith("; nothing in it fits")
     if read_torch_version() >= checkpoint.SAFE_TORCH:

@@ -40,7 +40,9 @@ def deterministic() -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize("method", WHOLE)
-def test_weights_equal_those_of_the_literal_replay(method: str, model: str, dtype: torch.dtype) -> None:
+def test_weights_equal_those_of_the_literal_replay(
+    method: str, model: str, dtype: torch.dtype
+) -> None:
     data = [(x.cuda(), y.cuda()) for x, y in batches(5 * 8, dtype=dtype)]
     stages = [stage.cuda() for stage in fresh(model, dtype)]
     twin, unsplit = copy.deepcopy(stages), whole(stages)
@@ -78,10 +80,14 @@ ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
         ([], {"optimizer": functools.partial(ADAM, capturable=True)}),
     ],
 )
-def test_a_resumed_run_gives_the_same_numbers_and_tells_its_numerics(sets: List[str], objects: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_gives_the_same_numbers_and_tells_its_numerics(
+    sets: List[str], objects: Any, tmp_path: Path
+) -> None:
     config = load_config(DIGITS, [*SHORT, *sets])
     whole = train(config, tmp_path, quiet=True, **objects)
-    assert whole["numerics"]["deterministic_algorithms"] and not whole["numerics"]["tf32_convolutions"]
+    assert (
+        whole["numerics"]["deterministic_algorithms"] and not whole["numerics"]["tf32_convolutions"]
+    )
     for step in (8, 12):
         shutil.rmtree(find_checkpoint(tmp_path, step))
     (tmp_path / "summary.json").unlink()
@@ -92,9 +98,16 @@ def test_losses_are_read_for_lines_alone(tmp_path: Path, monkeypatch: pytest.Mon
     reads: List[int] = []
     read = Emulator.read
     monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))  # type: ignore[func-returns-value]
-    train(load_config(DIGITS, [*SHORT, "log.every=6", "evaluate.every=0"]), tmp_path / "run", quiet=True)
+    train(
+        load_config(DIGITS, [*SHORT, "log.every=6", "evaluate.every=0"]),
+        tmp_path / "run",
+        quiet=True,
+    )
     assert reads == [1, 4, 6, 8, 12]  # the first, checkpoints, lines
-    assert [line["step"] for line in read_metrics(tmp_path / "run") if "train_loss" in line] == [6, 12]
+    assert [line["step"] for line in read_metrics(tmp_path / "run") if "train_loss" in line] == [
+        6,
+        12,
+    ]
 
 
 def test_draws_of_the_cpu_and_of_the_gpu_are_keyed() -> None:
@@ -102,7 +115,10 @@ def test_draws_of_the_cpu_and_of_the_gpu_are_keyed() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * float(torch.rand(()))
 
-    model, x = torch.nn.Sequential(Depth(), torch.nn.Dropout(0.5)).cuda(), torch.ones(64, device="cuda")
+    model, x = (
+        torch.nn.Sequential(Depth(), torch.nn.Dropout(0.5)).cuda(),
+        torch.ones(64, device="cuda"),
+    )
     calls = observe_effects(model, x).draws
     assert calls == {"0": 1, "1": 1}
     keyed, outputs = KeyedRandomness(model, calls, seed=4, device=x.device), []

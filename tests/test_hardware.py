@@ -69,7 +69,12 @@ def test_every_named_description_is_whole_and_says_where_its_figures_are_from() 
         for key, figure in hardware.list_figures():
             assert figure.source != "not stated", (name, key)
             assert not ("estimate" in figure.source and figure.confirmed), (name, key)
-    assert [read_hardware(name).lockstep for name in ("gc2", "pod64", "v100x8", "h200x8")] == [True, True, False, False]
+    assert [read_hardware(name).lockstep for name in ("gc2", "pod64", "v100x8", "h200x8")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     # of products: see test_predictions.py
     assert read_hardware("v100x8").find_rate("float16") == pytest.approx(71.25e12)
     shown = read_hardware("m2000").format_figures()
@@ -81,7 +86,9 @@ def test_a_file_of_ones_own_is_a_description_like_the_named_ones(tmp_path: Path)
     file = tmp_path / "wafer.yaml"
     file.write_text(dump_yaml({**PLAIN, "name": "wafer"}))
     assert read_hardware(str(file)) == read_hardware({**PLAIN, "name": "wafer"})
-    (tmp_path / "larger.yaml").write_text("extends: wafer.yaml\nname: larger\ndevice: {memory_bytes: 2e9}\n")
+    (tmp_path / "larger.yaml").write_text(
+        "extends: wafer.yaml\nname: larger\ndevice: {memory_bytes: 2e9}\n"
+    )
     larger = read_hardware(str(tmp_path / "larger.yaml"))
     assert (larger.device.usable_bytes, larger.device.code_bytes) == (1.8e9, 0.2e9)
     assert read_hardware(str(file)).device.usable_bytes == 0.9e9
@@ -90,9 +97,14 @@ def test_a_file_of_ones_own_is_a_description_like_the_named_ones(tmp_path: Path)
 def test_bad_files_are_reported_a_line_a_fault_with_the_nearest_key(tmp_path: Path) -> None:
     device = {**PLAIN["device"], "memory_bytes": -3, "usable_share": {"value": 1.2, "sorce": "x"}}
     device["memory_bandwidth"] = {"value": 3e9, "confirmed": True}
-    device["rates"] = {"float17": {"peak_flops": 1, "achievable_share": 1}, "float32": {"peak_flops": 1e12}}
+    device["rates"] = {
+        "float17": {"peak_flops": 1, "achievable_share": 1},
+        "float32": {"peak_flops": 1e12},
+    }
     links = [PLAIN["links"][0], {**PLAIN["links"][1], "bandwith": 1}]
-    faults = faults_of({**PLAIN, "lockstep": "maybe", "device": device, "links": links, "hots": 3}, tmp_path)
+    faults = faults_of(
+        {**PLAIN, "lockstep": "maybe", "device": device, "links": links, "hots": 3}, tmp_path
+    )
     begins = [
         "lockstep: maybe: ", "device.memory_bytes.value: -3: must be >= 1", "device.usable_share.value: 1.2: must be <= 1",
         "device.usable_share.sorce: x: unknown key, nearest is source", "device.memory_bandwidth.confirmed: true: says that",
@@ -100,16 +112,23 @@ def test_bad_files_are_reported_a_line_a_fault_with_the_nearest_key(tmp_path: Pa
         "links.1.bandwith: 1: unknown key, nearest is bandwidth", "hots: 3: unknown key, nearest is host",
     ]  # fmt: skip
     assert len(faults) == len(begins)
-    assert all(fault.startswith(f"own.yaml: {begin}") for fault, begin in zip(faults, begins)), faults
+    assert all(fault.startswith(f"own.yaml: {begin}") for fault, begin in zip(faults, begins)), (
+        faults
+    )
 
 
 @pytest.mark.parametrize("tiny", [5e-324, 1e-300, 0.5])
-def test_a_figure_so_small_that_times_would_be_infinite_is_refused(tiny: float, tmp_path: Path) -> None:
+def test_a_figure_so_small_that_times_would_be_infinite_is_refused(
+    tiny: float, tmp_path: Path
+) -> None:
     """A plan for such hardware printed nan and inf, and exited with 0."""
     rates = {"float32": {"peak_flops": tiny, "achievable_share": min(tiny, 1e-7)}}
     device = {**PLAIN["device"], "memory_bytes": tiny, "memory_bandwidth": tiny, "rates": rates}
     links_ = [{**PLAIN["links"][0], "bandwidth": tiny, "latency": 1e300}, PLAIN["links"][1]]
-    keys = [fault.split(": ")[1] for fault in faults_of({**PLAIN, "device": device, "links": links_}, tmp_path)]
+    keys = [
+        fault.split(": ")[1]
+        for fault in faults_of({**PLAIN, "device": device, "links": links_}, tmp_path)
+    ]
     assert keys == [
         "device.memory_bytes.value", "device.memory_bandwidth.value", "device.rates.float32.peak_flops.value",
         "device.rates.float32.achievable_share.value", "links.0.bandwidth.value", "links.0.latency.value",
@@ -120,8 +139,15 @@ def test_no_text_of_a_description_controls_the_terminal(tmp_path: Path) -> None:
     """A source with an escape sequence cleared the screen of whoever planned for the hardware."""
     device = {**PLAIN["device"], "memory_bytes": {"value": 1e9, "source": "\x1b[2J"}}
     levels = [{**PLAIN["links"][0], "name": "a\x1b[31m"}, PLAIN["links"][1]]
-    evil = read_hardware({**PLAIN, "name": "n\x07", "about": "\x9b2J", "device": device, "links": levels})
-    lines = [evil.name, evil.about, *evil.format_figures(), *description.make_transfer(evil, 0, 1, 1.0).links]
+    evil = read_hardware(
+        {**PLAIN, "name": "n\x07", "about": "\x9b2J", "device": device, "links": levels}
+    )
+    lines = [
+        evil.name,
+        evil.about,
+        *evil.format_figures(),
+        *description.make_transfer(evil, 0, 1, 1.0).links,
+    ]
     assert all(line.isprintable() for line in lines) and "\\x1b[2J" in evil.format_figures()[0]
 
 
@@ -131,36 +157,59 @@ def test_no_text_of_a_description_controls_the_terminal(tmp_path: Path) -> None:
         ({"devices": 9}, "devices: 9: must be at most 8: no level of links holds more"),
         ({"links": []}, "devices: 8: must be at most 1"),
         ({"links": PLAIN["links"][::-1]}, "links.1.holds: 4: must be a larger multiple of 8"),
-        ({"links": [PLAIN["links"][0], {**PLAIN["links"][1], "holds": 6}]}, "links.1.holds: 6: must be a larger"),
-        ({"links": [{**PLAIN["links"][0], "holds": None}, PLAIN["links"][1]]}, "links.0.holds: null: only the last"),
-        ({"device": {**PLAIN["device"], "code_share": 0.9}}, "device.code_share: 0.9: leaves nothing of usable_share"),
-        ({"device": {**PLAIN["device"], "streaming_bytes": 1}}, "device.streaming_bytes: given or null alone"),
+        (
+            {"links": [PLAIN["links"][0], {**PLAIN["links"][1], "holds": 6}]},
+            "links.1.holds: 6: must be a larger",
+        ),
+        (
+            {"links": [{**PLAIN["links"][0], "holds": None}, PLAIN["links"][1]]},
+            "links.0.holds: null: only the last",
+        ),
+        (
+            {"device": {**PLAIN["device"], "code_share": 0.9}},
+            "device.code_share: 0.9: leaves nothing of usable_share",
+        ),
+        (
+            {"device": {**PLAIN["device"], "streaming_bytes": 1}},
+            "device.streaming_bytes: given or null alone",
+        ),
         ({"device": {**PLAIN["device"], "rates": {}}}, "device.rates: {}: must state at least one"),
         ({"device": None}, "device: null: must be a mapping"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(changes: Dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_together_is_refused(
+    changes: Dict[str, Any], message: str, tmp_path: Path
+) -> None:
     (fault,) = faults_of({**PLAIN, **changes}, tmp_path)
     assert fault.startswith(f"own.yaml: {message}")
 
 
-def test_names_that_are_none_are_refused_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_none_are_refused_with_what_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(BadInput, match=r"^--hardware: pod61: .*\bpod64\b"):
         read_hardware("pod61")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     with pytest.raises(BadInput, match=r"^hardware: this: .* python tools/measure_hardware.py"):
         read_hardware("this", "hardware")
     find_this_file().parent.mkdir(parents=True)
-    find_this_file().write_text(dump_yaml({key: value for key, value in PLAIN.items() if key != "name"}))
+    find_this_file().write_text(
+        dump_yaml({key: value for key, value in PLAIN.items() if key != "name"})
+    )
     assert read_hardware("this").name == "this"
 
 
 def test_devices_and_precisions_that_it_does_not_have_are_refused(plain: Hardware) -> None:
-    assert plain.with_devices(2).devices == 2 and read_hardware("v100x8").with_devices(64).devices == 64
+    assert (
+        plain.with_devices(2).devices == 2
+        and read_hardware("v100x8").with_devices(64).devices == 64
+    )
     for devices in (0, 9):
         with pytest.raises(BadInput, match=f"^--devices: {devices}: hardware plain: "):
             plain.with_devices(devices)
-    with pytest.raises(BadInput, match="^precision: 16.16: hardware plain states no rate for float16"):
+    with pytest.raises(
+        BadInput, match="^precision: 16.16: hardware plain states no rate for float16"
+    ):
         plain.find_rate("16.16")
 
 
@@ -175,16 +224,28 @@ def unit(name: str = "a", **changes: Any) -> Unit:
 
 
 def test_a_pass_takes_its_arithmetic_or_its_memory_traffic(plain: Hardware) -> None:
-    assert unit_costs.compute_pass_seconds(unit(), plain, "float32", 4) == pytest.approx((4e9 / 0.5e12, 8e9 / 0.5e12))
+    assert unit_costs.compute_pass_seconds(unit(), plain, "float32", 4) == pytest.approx(
+        (4e9 / 0.5e12, 8e9 / 0.5e12)
+    )
     moving = unit(forward_flops=0.0, backward_flops=0.0)
     forward = (4 * 1000 + 2 * 4 * 4000) / 1e11
     backward = (4 * 1000 + 2 * 4 * 1000 + 4 * 4 * 4000) / 1e11
-    assert unit_costs.compute_pass_seconds(moving, plain, "float32", 4) == pytest.approx((forward, backward))
+    assert unit_costs.compute_pass_seconds(moving, plain, "float32", 4) == pytest.approx(
+        (forward, backward)
+    )
 
 
-@pytest.mark.parametrize("samples, forward", [(2, 1.0), (4, 2.0), (6, 2.5), (8, 3.0), (16, 5.0), (1, 0.5)])
-def test_between_measured_sizes_times_lie_on_a_line(plain: Hardware, samples: int, forward: float) -> None:
-    measured = (MeasuredPasses(8, 3.0, 6.0), MeasuredPasses(4, 2.0, 4.0), MeasuredPasses(2, 1.0, 2.0))
+@pytest.mark.parametrize(
+    "samples, forward", [(2, 1.0), (4, 2.0), (6, 2.5), (8, 3.0), (16, 5.0), (1, 0.5)]
+)
+def test_between_measured_sizes_times_lie_on_a_line(
+    plain: Hardware, samples: int, forward: float
+) -> None:
+    measured = (
+        MeasuredPasses(8, 3.0, 6.0),
+        MeasuredPasses(4, 2.0, 4.0),
+        MeasuredPasses(2, 1.0, 2.0),
+    )
     seconds = unit_costs.compute_pass_seconds(unit(measured=measured), plain, "float32", samples)
     assert seconds == pytest.approx((forward, 2 * forward))
     one = unit(measured=(MeasuredPasses(samples, 2.0, 3.0),))  # one size is scaled
@@ -199,9 +260,13 @@ def test_an_update_is_memory_traffic(plain: Hardware) -> None:
 
 
 def test_units_join_to_a_stage() -> None:
-    a = unit("a", measured=(MeasuredPasses(1, 1.0, 2.0), MeasuredPasses(4, 3.0, 5.0)), update_seconds=1.0)
+    a = unit(
+        "a", measured=(MeasuredPasses(1, 1.0, 2.0), MeasuredPasses(4, 3.0, 5.0)), update_seconds=1.0
+    )
     b = unit("b", parameters=7, output_bytes=3.0, measured=(MeasuredPasses(4, 10.0, 20.0),))
-    assert join_units([a, b]) == Unit("a", 2e9, 4e9, 1007, 3.0, 8000.0, 4, (MeasuredPasses(4, 13.0, 25.0),), 1.0)
+    assert join_units([a, b]) == Unit(
+        "a", 2e9, 4e9, 1007, 3.0, 8000.0, 4, (MeasuredPasses(4, 13.0, 25.0),), 1.0
+    )
 
 
 # ---- links
@@ -211,10 +276,16 @@ def test_the_smallest_level_that_joins_devices_carries_their_messages(plain: Har
     assert description.find_level(plain, [2, 2]) is None
     names = [description.find_level(plain, ends).name for ends in ([0, 3], [4, 7], [3, 4])]
     assert names == ["inside", "inside", "between"]
-    assert description.make_transfer(plain, 0, 1, 1e9) == Transfer(0.1, 1e-6, ("inside from device 0", "inside to device 1"))
+    assert description.make_transfer(plain, 0, 1, 1e9) == Transfer(
+        0.1, 1e-6, ("inside from device 0", "inside to device 1")
+    )
     across = description.make_transfer(plain, 3, 4, 1e9, sharing=2)
-    assert across == Transfer(2.0, 1e-3, ("between from devices 0 to 3", "between to devices 4 to 7"))
-    assert description.compute_message_seconds(plain.links[1], 1e9, 2) == pytest.approx(across.seconds + across.latency)
+    assert across == Transfer(
+        2.0, 1e-3, ("between from devices 0 to 3", "between to devices 4 to 7")
+    )
+    assert description.compute_message_seconds(plain.links[1], 1e9, 2) == pytest.approx(
+        across.seconds + across.latency
+    )
     assert description.make_transfer(plain, 5, 5, 1e9) == Transfer()
     with pytest.raises(BadInput, match="no level joins devices 0 and 8"):
         description.make_transfer(plain, 0, 8, 1.0)
@@ -223,11 +294,15 @@ def test_the_smallest_level_that_joins_devices_carries_their_messages(plain: Har
 def test_a_ring_sends_its_bytes_nearly_twice(plain: Hardware) -> None:
     inside, between = plain.links
     assert description.compute_all_reduce_seconds(inside, 4e9, 1) == 0.0
-    assert description.compute_all_reduce_seconds(inside, 4e9, 4) == pytest.approx(2 * 3 / 4 * 4e9 / 1e10 + 6e-6)
+    assert description.compute_all_reduce_seconds(inside, 4e9, 4) == pytest.approx(
+        2 * 3 / 4 * 4e9 / 1e10 + 6e-6
+    )
     transfer = description.make_all_reduce(plain, [0, 4], 1e9)
     assert description.compute_all_reduce_seconds(between, 1e9, 2) == pytest.approx(1.002)
     assert transfer.seconds + transfer.latency == pytest.approx(1.002)
-    assert set(transfer.links) == {f"between {way} devices {group}" for way in ("from", "to") for group in ("0 to 3", "4 to 7")}
+    assert set(transfer.links) == {
+        f"between {way} devices {group}" for way in ("from", "to") for group in ("0 to 3", "4 to 7")
+    }
     assert description.make_all_reduce(plain, [3], 1e9) == Transfer()
 
 
@@ -242,10 +317,21 @@ def test_flows_crowd_where_they_leave_or_enter_together(plain: Hardware) -> None
 WEIGHTS, KEPT, ENTERS = 100, 40.0, 8.0  # numbers, bytes a sample, bytes a microbatch
 
 
-def needed(method: str, stage: int, stages: int = 4, accumulate: int = 8, recompute: bool = False, **more: Any) -> Any:
-    counts = memory.count_kept(resolve_method(method), stages, accumulate, recompute, more.pop("lockstep", False))
+def needed(
+    method: str,
+    stage: int,
+    stages: int = 4,
+    accumulate: int = 8,
+    recompute: bool = False,
+    **more: Any,
+) -> Any:
+    counts = memory.count_kept(
+        resolve_method(method), stages, accumulate, recompute, more.pop("lockstep", False)
+    )
     keys = {"precision": "float32", "samples": 2, "moments": 1, **more}
-    return memory.compute_stage_memory(unit(parameters=WEIGHTS, activation_bytes=KEPT), ENTERS, counts.select(stage), **keys)
+    return memory.compute_stage_memory(
+        unit(parameters=WEIGHTS, activation_bytes=KEPT), ENTERS, counts.select(stage), **keys
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,7 +345,12 @@ def needed(method: str, stage: int, stages: int = 4, accumulate: int = 8, recomp
 def test_memory_follows_the_method(method: str, stage: int, versions: int, flying: int) -> None:
     """Versions as the papers count them; in flight GPipe N, 1F1B P - s, dataflow 2(P-1-s) + 1."""
     need = needed(method, stage)
-    assert (need.weights, need.versions, need.gradients, need.optimizer) == (400, 400 * (versions - 1), 400, 400)
+    assert (need.weights, need.versions, need.gradients, need.optimizer) == (
+        400,
+        400 * (versions - 1),
+        400,
+        400,
+    )
     assert (need.activations, need.code) == (flying * 2 * KEPT, 0)
     assert need.total == 400 * (versions + 2) + flying * 2 * KEPT
     again = needed(method, stage, recompute=True)
@@ -282,22 +373,49 @@ def test_stages_in_lock_step_stash_as_poptorch_does() -> None:
         assert stashed == [2 * KEPT * depth for depth in (7, 5, 3, 1)]
         again = [needed(method, s, recompute=True, lockstep=True).activations for s in range(4)]
         assert again == [ENTERS * depth + 2 * KEPT for depth in (7, 5, 3, 0)]
-    assert [needed("local_chunked", s, lockstep=True).activations for s in range(2)] == [2 * KEPT] * 2
-    assert memory.make_lockstep_schedule(METHODS["gpipe"], 4, 16, 8).slot_count == 2 * (8 + 2 * 4 - 2)
+    assert [needed("local_chunked", s, lockstep=True).activations for s in range(2)] == [
+        2 * KEPT
+    ] * 2
+    assert memory.make_lockstep_schedule(METHODS["gpipe"], 4, 16, 8).slot_count == 2 * (
+        8 + 2 * 4 - 2
+    )
     assert memory.make_lockstep_schedule(METHODS["naive"], 4, 2, 1).slot_count == 2 * 2 * 4
 
 
 def test_precision_optimizer_and_code_count(plain: Hardware) -> None:
     mixed = needed("gpipe", 0, precision="float16", moments=2, device=plain.device)
-    assert (mixed.weights, mixed.gradients, mixed.optimizer, mixed.accumulators) == (200, 200, 1600, 0)
+    assert (mixed.weights, mixed.gradients, mixed.optimizer, mixed.accumulators) == (
+        200,
+        200,
+        1600,
+        0,
+    )
     assert mixed.activations == 8 * 2 * KEPT / 2 and mixed.code == 1e8
-    amounts = {"weights": 400, "gradients": 40, "optimizer": 4, "accumulators": 300, "saved": 30, "entering": 3}
-    summed = memory.sum_stage_bytes(memory.KeptCounts(copies=2, inputs=5, activations=1), frozen=8, **amounts)
-    assert (summed.weights, summed.versions, summed.accumulators, summed.activations) == (408, 400, 300, 45)
+    amounts = {
+        "weights": 400,
+        "gradients": 40,
+        "optimizer": 4,
+        "accumulators": 300,
+        "saved": 30,
+        "entering": 3,
+    }
+    summed = memory.sum_stage_bytes(
+        memory.KeptCounts(copies=2, inputs=5, activations=1), frozen=8, **amounts
+    )
+    assert (summed.weights, summed.versions, summed.accumulators, summed.activations) == (
+        408,
+        400,
+        300,
+        45,
+    )
 
 
 def test_precisions_are_those_of_a_config_and_one_for_plans() -> None:
-    assert set(PRECISIONS) == {*Config.model_fields["precision"].annotation.__args__, "float16", MASTERS}
+    assert set(PRECISIONS) == {
+        *Config.model_fields["precision"].annotation.__args__,
+        "float16",
+        MASTERS,
+    }
     assert HARDWARE_FOLDER.is_dir()
 
 
@@ -309,7 +427,8 @@ def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
         hardware = read_hardware(name)
         device = hardware.device
         rates = "; ".join(
-            f"{kind} {show(rate.peak_flops, 1e12)} x {show(rate.achievable_share)}" for kind, rate in device.rates.items()
+            f"{kind} {show(rate.peak_flops, 1e12)} x {show(rate.achievable_share)}"
+            for kind, rate in device.rates.items()
         )
         level = "; ".join(
             f"{link.name} {show(link.bandwidth, 1e9)}, {show(link.latency, 1e-6)} us"
@@ -320,11 +439,21 @@ def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
         return f"| `{name}` | {hardware.devices} | {sizes} | {level} |"
 
     docs = HARDWARE_FOLDER.parents[1] / "docs"
-    keys = (docs / "hardware.md").read_text(encoding="utf-8").partition("## Measure this machine")[0].splitlines()
+    keys = (
+        (docs / "hardware.md")
+        .read_text(encoding="utf-8")
+        .partition("## Measure this machine")[0]
+        .splitlines()
+    )
     example = "\n".join(line for line in keys if line.startswith("    ") and "extends" not in line)
     page = (docs / "reference" / "hardware.md").read_text(encoding="utf-8").splitlines()
-    assert read_hardware({"name": "page", **parse_yaml(example, "page")}).with_devices(64).devices == 64
-    assert [line for line in page if line.startswith("| `")] == [row(name) for name in list_hardware() if name != "this"]
+    assert (
+        read_hardware({"name": "page", **parse_yaml(example, "page")}).with_devices(64).devices
+        == 64
+    )
+    assert [line for line in page if line.startswith("| `")] == [
+        row(name) for name in list_hardware() if name != "this"
+    ]
 
 
 @pytest.mark.parametrize("precision", ["16.16", "16.32", "32.32", "float32"])

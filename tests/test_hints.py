@@ -77,8 +77,12 @@ class FSDPLinear(FSDPModule, nn.Linear):
 WRAPPED = {
     "model: is wrapped by torch.compile: ": lambda: torch.compile(plain()),
     "model: is wrapped by DataParallel: ": lambda: nn.DataParallel(plain()),
-    "model: is wrapped by torch.jit: ": lambda: torch.jit.script(plain()),  # story: its hooks raised a RuntimeError
-    "model: 1: is wrapped by DataParallel: ": lambda: inside(nn.DataParallel),  # story: these were trained inside it
+    "model: is wrapped by torch.jit: ": lambda: torch.jit.script(
+        plain()
+    ),  # story: its hooks raised a RuntimeError
+    "model: 1: is wrapped by DataParallel: ": lambda: inside(
+        nn.DataParallel
+    ),  # story: these were trained inside it
     "model: 1: is wrapped by torch.compile: ": lambda: inside(torch.compile),
     "model: 1: is wrapped by fully_shard: ": lambda: inside(lambda linear: FSDPLinear(64, 10)),
 }
@@ -91,7 +95,9 @@ def test_a_wrapped_model_is_refused_by_the_wrappers_name(beginning: str) -> None
     assert len(faults) == 1 and faults[0].startswith(beginning)
 
 
-@pytest.mark.skipif(not hasattr(nn.Module, "compile"), reason="modules of this torch have no compile()")
+@pytest.mark.skipif(
+    not hasattr(nn.Module, "compile"), reason="modules of this torch have no compile()"
+)
 def test_a_model_compiled_in_place_is_refused() -> None:
     model = plain()
     model.compile()
@@ -139,8 +145,16 @@ def fault(out: Path, *keys: str) -> str:
 def test_a_run_that_diverges_says_stage_rule_and_remedy(tmp_path: Path) -> None:
     """Of SGD without momentum and a delay of D the largest stable rate is 2 sin(pi / (4 D + 2)) over the curvature (PipeMare,
     Lemma 1): with D 7 0.209, without delay 2."""
-    message = fault(tmp_path / "pipemare", "method=pipemare", "gradient_accumulation=1", "lr_schedule={warmup_steps: 20}")
-    assert "; stage 0 tolerates the smallest learning rate (its weights are 7 updates stale): " in message
+    message = fault(
+        tmp_path / "pipemare",
+        "method=pipemare",
+        "gradient_accumulation=1",
+        "lr_schedule={warmup_steps: 20}",
+    )
+    assert (
+        "; stage 0 tolerates the smallest learning rate (its weights are 7 updates stale): "
+        in message
+    )
     assert "stable up to 0.209 / curvature, 0.1 times the limit without delay, and uses " in message
     assert "; with t1 it tolerates 7 times as much" in message and message.endswith(
         "tools/stability.py CONFIG measures the curvature"
@@ -159,5 +173,7 @@ def test_of_other_runs_it_says_what_it_can(keys: List[str], message: str, tmp_pa
 
 
 def test_rules_that_the_run_has_are_no_remedy(tmp_path: Path) -> None:
-    message = fault(tmp_path / "run", "method=pipemare", "method_args={t1: {}}", "gradient_accumulation=1")
+    message = fault(
+        tmp_path / "run", "method=pipemare", "method_args={t1: {}}", "gradient_accumulation=1"
+    )
     assert "tolerates the smallest learning rate" in message and "with t1 it" not in message

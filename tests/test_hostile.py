@@ -39,7 +39,11 @@ CASE = Case("train", [], "")
         (1, "killed\n", "no line"),
         (2, f"error: {'a' * 9000}\n", "no line: too long"),
         (2, "error: \x1b[31m\n", "no line: too long, or not printable"),
-        (1, f"error: before training: KeyError: 3 ({checkpoint.__file__}:324, in load)\n", "our line: error"),
+        (
+            1,
+            f"error: before training: KeyError: 3 ({checkpoint.__file__}:324, in load)\n",
+            "our line: error",
+        ),
         (1, "error: before training: KeyError: 3 (/x/ipu_pipe/my_model.py:3, in forward)\n", ""),
         (-11, "", "exit code: -11"),
         (3, "error: x\n", "exit code: 3"),
@@ -57,7 +61,12 @@ def test_what_is_accepted_although_it_is_not_what_was_saved(tmp_path: Path) -> N
     (end / LAST).mkdir(parents=True)
     for name in ("model", "optimizer"):
         save_file({"w": torch.arange(3.0)}, end / LAST / f"{name}.safetensors")
-    figures = {"steps": 6, "samples": 192, "initial": {"test_loss": 2.0}, "final": {"test_loss": 1.0}}
+    figures = {
+        "steps": 6,
+        "samples": 192,
+        "initial": {"test_loss": 2.0},
+        "final": {"test_loss": 1.0},
+    }
     (end / "summary.json").write_text(json.dumps(figures))
     shutil.copytree(end, run)
     assert differs_from(end, run) is None
@@ -66,8 +75,13 @@ def test_what_is_accepted_although_it_is_not_what_was_saved(tmp_path: Path) -> N
     save_file({"w": torch.tensor([0.0, 1.0, 2.0000002])}, run / LAST / "optimizer.safetensors")
     assert "optimizer.safetensors" in str(differs_from(end, run))
     case = CASE._replace(differs=lambda printed: differs_from(end, run))
-    assert judged(case, 0, "", "").startswith("differs: ") and judged(case, 2, "", "error: refused\n") == ""
-    assert judged(CASE._replace(differs=json.loads), 0, "no JSON", "").startswith("differs: its result cannot be read")
+    assert (
+        judged(case, 0, "", "").startswith("differs: ")
+        and judged(case, 2, "", "error: refused\n") == ""
+    )
+    assert judged(CASE._replace(differs=json.loads), 0, "no JSON", "").startswith(
+        "differs: its result cannot be read"
+    )
 
 
 def test_a_case_is_made_the_same_again_by_its_name_alone(tmp_path: Path) -> None:
@@ -79,13 +93,23 @@ def test_a_case_is_made_the_same_again_by_its_name_alone(tmp_path: Path) -> None
                 folder.mkdir()
             one, two = (make_case(kind, number, 7, folder, bases) for folder in folders)
             assert one == two and [
-                [(path.name, path.read_bytes()) for path in folder.iterdir()] for folder in folders[:1]
-            ] == [[(path.name, path.read_bytes()) for path in folder.iterdir()] for folder in folders[1:]]
+                [(path.name, path.read_bytes()) for path in folder.iterdir()]
+                for folder in folders[:1]
+            ] == [
+                [(path.name, path.read_bytes()) for path in folder.iterdir()]
+                for folder in folders[1:]
+            ]
     assert {kind for kind, _ in choose(20)} == set(KINDS) and len(set(choose(2000))) == 2000
 
 
 def test_mutations_reach_every_key_that_names_no_function() -> None:
-    assert ("optimizer", "lr") in configs.HARMLESS and ("backend", "ipu", "device_iterations") in configs.HARMLESS
-    assert not any(key in configs.HARMLESS for key in (("model", "entry"), ("loss",), ("data", "name")))
+    assert ("optimizer", "lr") in configs.HARMLESS and (
+        "backend",
+        "ipu",
+        "device_iterations",
+    ) in configs.HARMLESS
+    assert not any(
+        key in configs.HARMLESS for key in (("model", "entry"), ("loss",), ("data", "name"))
+    )
     rng = random.Random(0)
     assert len({damage(b"seed: 3\nsteps: 4\n", rng) for _ in range(100)}) > 60

@@ -24,7 +24,9 @@ from tests.support.runs import ROOT
 
 REPEATS = int(os.environ.get("IPU_PIPE_INTERRUPTS", "4"))
 JOBS = int(os.environ.get("IPU_PIPE_INTERRUPT_JOBS", "2"))
-PATIENCE = 30.0  # seconds from Ctrl-C to the end on a machine as busy as may be; what hung took up to 120
+PATIENCE = (
+    30.0  # seconds from Ctrl-C to the end on a machine as busy as may be; what hung took up to 120
+)
 STARTUP = 0.2  # seconds until the tool's first lines have run
 # Python's own start, in which it answers Ctrl-C by itself, is not the tool's: the scene begins when that is over
 STARTED = "import runpy, sys; sys.argv.pop(0); print('up', flush=True); runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -68,7 +70,11 @@ def interrupted(seed: int, out: Path) -> Ended:
         wait = drawn.uniform(STARTUP, 5.0)
         if seed % 2 == 0:
             patience = time.monotonic() + 120
-            while not (out / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < patience:
+            while (
+                not (out / "metrics.jsonl").exists()
+                and process.poll() is None
+                and time.monotonic() < patience
+            ):
                 time.sleep(0.02)
             wait = drawn.uniform(0.0, 2.0)
         time.sleep(wait)
@@ -79,7 +85,9 @@ def interrupted(seed: int, out: Path) -> Ended:
             process.send_signal(signal.SIGINT)
             moment += ", twice"
         _, error = process.communicate(timeout=PATIENCE)
-        return Ended(seed, f"{moment}, {wait:.2f} s", process.returncode, time.monotonic() - begin, error)
+        return Ended(
+            seed, f"{moment}, {wait:.2f} s", process.returncode, time.monotonic() - begin, error
+        )
     except subprocess.TimeoutExpired:
         return Ended(seed, moment, 99, PATIENCE, "hangs")
     finally:
@@ -88,17 +96,25 @@ def interrupted(seed: int, out: Path) -> Ended:
 
 
 @pytest.mark.slow
-def test_ctrl_c_at_any_moment_ends_a_run(tmp_path: Path, load: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_at_any_moment_ends_a_run(
+    tmp_path: Path, load: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Story: with TensorBoard on, one in five hung for up to two minutes in the writer's queue, on a busy machine."""
     with ThreadPoolExecutor(JOBS) as pool:
-        ended = list(pool.map(lambda seed: interrupted(seed, tmp_path / f"run-{seed}"), range(REPEATS)))
+        ended = list(
+            pool.map(lambda seed: interrupted(seed, tmp_path / f"run-{seed}"), range(REPEATS))
+        )
     # ended by the signal itself, which a shell calls 130 too: while the interpreter of a run that is done is taken down
-    wrong = [run for run in ended if run.code not in (0, 130, -signal.SIGINT) or "Traceback" in run.error]
+    wrong = [
+        run for run in ended if run.code not in (0, 130, -signal.SIGINT) or "Traceback" in run.error
+    ]
     if REPEATS > 4:
         with capsys.disabled():
             seconds = sorted(run.seconds for run in ended)
             codes = dict(Counter(run.code for run in ended))
-            print(f"\n{REPEATS} times: exit codes {codes}, seconds: median {seconds[REPEATS // 2]:.2f}, most {seconds[-1]:.2f}")
+            print(
+                f"\n{REPEATS} times: exit codes {codes}, seconds: median {seconds[REPEATS // 2]:.2f}, most {seconds[-1]:.2f}"
+            )
             print(*wrong, sep="\n")
     assert not wrong
     assert any(run.code == 130 and "interrupted" in run.error for run in ended)
@@ -176,14 +192,20 @@ NO_COMMAND_LINE = (*PARTS_OF_INSTALL, "__init__.py")
 def test_every_command_line_ends_quietly_from_its_first_line_on() -> None:
     """All tools hand Ctrl-C over before their own imports: those of commands in `cli.run`, the others by themselves."""
     late: List[str] = []
-    tools = [file for file in sorted((ROOT / "tools").glob("*.py")) if file.name not in NO_COMMAND_LINE]
+    tools = [
+        file for file in sorted((ROOT / "tools").glob("*.py")) if file.name not in NO_COMMAND_LINE
+    ]
     for file in [ROOT / "ipu_pipe" / "cli" / "__init__.py", *tools]:
         text = file.read_text()
         if file.parent.name == "tools" and "cli.run(" in text:
             imports = re.findall("^(?:import|from) (.*)", text, re.MULTILINE)
             if imports != ["os", "sys", "ipu_pipe import cli  # noqa: E402"]:
                 late.append(file.name)
-        elif not 0 < text.find("interrupts.install_end_at_interrupt()") < text.find("ipu_pipe.errors"):
+        elif (
+            not 0
+            < text.find("interrupts.install_end_at_interrupt()")
+            < text.find("ipu_pipe.errors")
+        ):
             late.append(file.name)
     assert not late
     code = "import sys, ipu_pipe.cli; print([m for m in ('argparse', 'ipu_pipe.errors', 'json') if m in sys.modules])"

@@ -25,7 +25,14 @@ from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.pipeline.build import build
-from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Reads, Timeline, resolve_method
+from ipu_pipe.schedule.methods import (
+    METHODS,
+    DefaultAccumulate,
+    Method,
+    Reads,
+    Timeline,
+    resolve_method,
+)
 from tests.support.ipu_runs import PODS
 from tests.support.runs import ROOT, list_faults, read_json
 
@@ -135,7 +142,9 @@ def test_popart_options_are_those_of_the_published_list() -> None:
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.is_stale])
 def test_asynchronous_methods_are_refused_with_the_nearest_that_runs(method: str) -> None:
     fault = faults(method=method, optimizer={"momentum": 0.9})[0]
-    assert fault.startswith(f"method: {method}: a PopTorch pipeline is flushed at every weight update")
+    assert fault.startswith(
+        f"method: {method}: a PopTorch pipeline is flushed at every weight update"
+    )
     assert any(f"use {near}" in fault for near in ("pipedream_flush", "gpipe"))
 
 
@@ -143,7 +152,11 @@ def test_layers_in_two_blocks_are_refused_and_all_other_methods_run() -> None:
     (fault,) = faults(method="local_overlapping")
     assert "two IPUs" in fault and "local_greedy" in fault
     for name, method in METHODS.items():
-        refused = method.is_stale or method.order is not None or name in ("local_overlapping", "local_sgd")
+        refused = (
+            method.is_stale
+            or method.order is not None
+            or name in ("local_overlapping", "local_sgd")
+        )
         assert bool(check_method(method)) == refused, name
 
 
@@ -161,13 +174,22 @@ INVENTED = {
 
 
 @pytest.mark.parametrize("what", INVENTED)
-def test_a_row_that_does_not_state_that_poptorch_runs_it_is_refused(what: str, monkeypatch: Any) -> None:
+def test_a_row_that_does_not_state_that_poptorch_runs_it_is_refused(
+    what: str, monkeypatch: Any
+) -> None:
     invented = replace(INVENTED[what], name="invented")
     monkeypatch.setitem(METHODS, "invented", invented)
     (fault,) = faults(method="invented")
-    assert fault.startswith("method: invented: PopTorch is not known to run") and "gpipe or pipedream_flush" in fault
-    new_method = replace(GPIPE, name="invented", source="another", default_accumulate=DefaultAccumulate.ONE)
-    assert check_method(new_method) == [] and get_execution(new_method) == PIPELINED  # neither alters what runs
+    assert (
+        fault.startswith("method: invented: PopTorch is not known to run")
+        and "gpipe or pipedream_flush" in fault
+    )
+    new_method = replace(
+        GPIPE, name="invented", source="another", default_accumulate=DefaultAccumulate.ONE
+    )
+    assert (
+        check_method(new_method) == [] and get_execution(new_method) == PIPELINED
+    )  # neither alters what runs
 
 
 def test_a_fault_names_the_file_it_came_from(tmp_path: Path) -> None:
@@ -197,9 +219,16 @@ def test_neighbours_on_one_ipu_are_one_stage_and_a_pipeline_has_twice_as_many_le
     whole = place_stages(IpuConfig(), 8)
     assert (whole.ipu_by_stage, whole.least_accumulation) == (tuple(range(8)), 15)
     # PopART's schedule (willow/src/transforms/pipeline.cpp): cycles of an update, and the share of them that is full
-    for stages, accumulation, cycles, share in ((2, 3, 5, 0.6), (4, 7, 13, 0.54), (4, 64, 70, 0.91), (8, 64, 78, 0.82)):
+    for stages, accumulation, cycles, share in (
+        (2, 3, 5, 0.6),
+        (4, 7, 13, 0.54),
+        (4, 64, 70, 0.91),
+        (8, 64, 78, 0.82),
+    ):
         place = Placement(tuple(range(stages)))
-        assert place.count_cycles(accumulation) == cycles and round(accumulation / cycles, 2) == share
+        assert (
+            place.count_cycles(accumulation) == cycles and round(accumulation / cycles, 2) == share
+        )
 
 
 FACTS = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), 100, 50)
@@ -245,9 +274,14 @@ def test_replicas_of_one_process_count_for_its_ipus() -> None:
     settings = config(replicas=16)
     assert refuses(settings, FACTS) == []
     many = settings.model_copy(update={"replicas": 64})
-    assert refuses(many, FACTS)[0].startswith("replicas: 64: ") and refuses(many, FACTS, local_replicas=16) == []
+    assert (
+        refuses(many, FACTS)[0].startswith("replicas: 64: ")
+        and refuses(many, FACTS, local_replicas=16) == []
+    )
     (fault,) = refuses(config({"tensor_locations": SHARDS}, replicas=2), FACTS, local_replicas=1)
-    assert fault.startswith("backend.ipu.tensor_locations.optimizer.replicated_tensor_sharding: true: ")
+    assert fault.startswith(
+        "backend.ipu.tensor_locations.optimizer.replicated_tensor_sharding: true: "
+    )
 
 
 # ---- poptorch.Options
@@ -295,7 +329,10 @@ def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
     assert {key: options.get(key) for key in expected} == expected
     inference = make_options(settings, place, False, 5).toDict()
     assert inference["device_iterations"] == 3 and inference["gradient_accumulation"] == 1
-    assert inference["output_mode"] == poptorch.OutputMode.All and "location_optimizer" not in inference
+    assert (
+        inference["output_mode"] == poptorch.OutputMode.All
+        and "location_optimizer" not in inference
+    )
     assert inference["replication_factor"] == 4 and "autoRecomputation" not in inference
     assert inference["enableStochasticRounding"] is False
 
@@ -309,7 +346,9 @@ def test_defaults_leave_poptorchs_own(poptorch: Any) -> None:
         "gradient_accumulation", "model_name", "random_seed", "partialsTypeMatMuls", "convolutionOptions",
         "enableStochasticRounding",
     }  # fmt: skip
-    assert options["partialsTypeMatMuls"] == "float" and options["enableStochasticRounding"] is False
+    assert (
+        options["partialsTypeMatMuls"] == "float" and options["enableStochasticRounding"] is False
+    )
 
 
 def test_recomputation_is_set_where_it_was_asked_for(poptorch: Any) -> None:
@@ -328,13 +367,20 @@ def test_recomputation_is_set_where_it_was_asked_for(poptorch: Any) -> None:
 
 def test_overlapped_io_reaches_the_model(poptorch: Any, monkeypatch: Any) -> None:
     settings = config({"overlapped_io": "device_iteration_loop", **IO}, method="naive")
-    loss, mode = torch.nn.functional.cross_entropy, wrapping.OVERLAP[settings.backend.ipu.overlapped_io]
+    loss, mode = (
+        torch.nn.functional.cross_entropy,
+        wrapping.OVERLAP[settings.backend.ipu.overlapped_io],
+    )
     wrapped = wrapping.Wrapped(wrapping.WholeModel(torch.nn.Linear(2, 2)), loss, False, mode)
     options = make_options(settings, Placement((0,)), True, 0)
-    executor = poptorch.trainingModel(wrapped, options, poptorch.optim.SGD(wrapped.parameters(), lr=0.1))
+    executor = poptorch.trainingModel(
+        wrapped, options, poptorch.optim.SGD(wrapped.parameters(), lr=0.1)
+    )
     asked: List[Any] = []
     real = poptorch.set_overlap_for_input
-    monkeypatch.setattr(poptorch, "set_overlap_for_input", lambda x, mode: asked.append(mode) or real(x, mode))
+    monkeypatch.setattr(
+        poptorch, "set_overlap_for_input", lambda x, mode: asked.append(mode) or real(x, mode)
+    )
     executor.compile(torch.ones(16, 2), torch.zeros(16, dtype=torch.int64))
     assert set(asked) == {poptorch.OverlapMode.OverlapDeviceIterationLoop}
 
@@ -357,19 +403,30 @@ def test_there_is_a_config_for_every_pod_depth_and_way() -> None:
 
 def test_graphcores_own_recipe_is_a_config() -> None:
     path = ROOT / "configs" / "pod" / "graphcore_pod16_resnet50.yaml"
-    for settings, replicas, batch in (([], 16, 16416), (["replicas=64", "gradient_accumulation=14"], 64, 16128)):
+    for settings, replicas, batch in (
+        ([], 16, 16416),
+        (["replicas=64", "gradient_accumulation=14"], 64, 16128),
+    ):
         stated = load_config(path, settings)
         assert stated.replicas == replicas
         assert stated.micro_batch_size * stated.gradient_accumulation * replicas == batch
     assert stated.ipu.use_combined_accum and stated.ipu.tensor_locations.optimizer.on_chip is None
-    assert stated.model.args["norm"] == "batch" and stated.evaluate.every == 0  # evaluated after training
+    assert (
+        stated.model.args["norm"] == "batch" and stated.evaluate.every == 0
+    )  # evaluated after training
 
 
-@pytest.mark.parametrize("name", ["resnet34_ipu4", "resnet34_ipu8", "resnet50_ipu4", "resnet50_ipu8", "resnet101_ipu8"])
-def test_the_papers_tables_start_on_ipus_in_their_precision(name: str, poptorch: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "name", ["resnet34_ipu4", "resnet34_ipu8", "resnet50_ipu4", "resnet50_ipu8", "resnet101_ipu8"]
+)
+def test_the_papers_tables_start_on_ipus_in_their_precision(
+    name: str, poptorch: Any, monkeypatch: Any
+) -> None:
     """They are in bfloat16, which PopTorch does not take; their first lines say what to set."""
     path = ROOT / "configs" / f"{name}.yaml"
-    (command,) = [line for line in path.read_text().splitlines() if "--set backend.name=poptorch" in line]
+    (command,) = [
+        line for line in path.read_text().splitlines() if "--set backend.name=poptorch" in line
+    ]
     settings = [word for word in command.split() if "=" in word]
     with pytest.raises(BadInput, match="precision: bfloat16: is not supported on IPUs"):
         load_config(path, settings[:1])

@@ -35,7 +35,9 @@ def sleep(*arguments: Any) -> None:
     time.sleep(60)
 
 
-def test_a_rank_that_hangs_is_not_taken_for_one_that_was_to_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_is_not_taken_for_one_that_was_to_die(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kills, "_run", sleep)
     monkeypatch.setattr(kills, "PATIENCE", 0.2)
     with pytest.raises(AssertionError, match=r"ranks \[0, 1\] did not end"):
@@ -47,7 +49,9 @@ def restart(monkeypatch: pytest.MonkeyPatch, attempt: int, job: str) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
 
 
-def test_a_restart_goes_on_with_its_own_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_restart_goes_on_with_its_own_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """A first start that finds another's run is refused; its restart must be, too."""
     config = load_config(str(kills.DIGITS), SETTINGS)
     restart(monkeypatch, 0, "one")
@@ -64,18 +68,24 @@ def test_a_restart_goes_on_with_its_own_run_alone(tmp_path: Path, monkeypatch: p
     assert [start["first_update"] for start in read_starts(tmp_path)] == [0, 4]
 
 
-def test_a_run_that_was_killed_as_it_began_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_killed_as_it_began_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(str(kills.DIGITS), SETTINGS)
     restart(monkeypatch, 0, "one")
     train(config, tmp_path / "whole", quiet=True)
     (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / "record.json").write_bytes((tmp_path / "whole" / "record.json").read_bytes())
+    (tmp_path / "killed" / "record.json").write_bytes(
+        (tmp_path / "whole" / "record.json").read_bytes()
+    )
     restart(monkeypatch, 1, "one")
     train(config, tmp_path / "killed", quiet=True)
     assert read_numbers(tmp_path / "killed") == read_numbers(tmp_path / "whole")
 
 
-def test_a_restart_without_a_folder_finds_the_dated_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_without_a_folder_finds_the_dated_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     restart(monkeypatch, 0, "one")
     assert re.fullmatch(r"runs/\d{4}-[-_\d]{14}_mlp\[1\]", str(_choose_folder("mlp[1]")))

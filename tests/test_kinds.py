@@ -52,28 +52,48 @@ def raising(*arguments: Any) -> Any:
     return 1 / 0
 
 
-WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an AttributeError or a TypeError of ours
+WRONG: Dict[
+    str, Dict[str, Any]
+] = {  # story: most of these ended in an AttributeError or a TypeError of ours
     "config: a dict: must be the result of ipu_pipe.configure": {"config": {}},
     "model: the class Linear: must be a torch.nn.Module": {"model": nn.Linear},
     "model: missing: must be given": {"model": None},
     "data: a DataLoader: must be a DataSource": {"data": DataLoader(SET, 8)},
     "loss: 3: must be a function of outputs and labels": {"loss": 3},
     "loss: the class CrossEntropyLoss: must be a function": {"loss": nn.CrossEntropyLoss},
-    "loss: Weighted: weight: no optimizer would train": {"loss": Weighted(nn.Parameter(torch.ones(1)))},
-    r"loss: it fails on the model's output, a tensor of shape \(8, 4\) and labels \(8,\), .*: Zero": {"loss": raising},
-    "model.output: it fails on the model's output, a tensor of shape": {"output": lambda output: output.logits},
-    "model.output: logits: the model returns a tensor .* which has no parts: leave it out": {"output": "logits"},
+    "loss: Weighted: weight: no optimizer would train": {
+        "loss": Weighted(nn.Parameter(torch.ones(1)))
+    },
+    r"loss: it fails on the model's output, a tensor of shape \(8, 4\) and labels \(8,\), .*: Zero": {
+        "loss": raising
+    },
+    "model.output: it fails on the model's output, a tensor of shape": {
+        "output": lambda output: output.logits
+    },
+    "model.output: logits: the model returns a tensor .* which has no parts: leave it out": {
+        "output": "logits"
+    },
     "output: 1.5: must be a field's name": {"output": 1.5},
-    "model: it fails on a microbatch .* which loss: model calls with the labels too: TypeError": {"loss": "model"},
-    "optimizer: SGD: .* unexpected keyword argument 'lrr'": {"optimizer": functools.partial(torch.optim.SGD, lrr=1)},
+    "model: it fails on a microbatch .* which loss: model calls with the labels too: TypeError": {
+        "loss": "model"
+    },
+    "optimizer: SGD: .* unexpected keyword argument 'lrr'": {
+        "optimizer": functools.partial(torch.optim.SGD, lrr=1)
+    },
     "lr_scheduler: a StepLR: must be a function of an optimizer": {
-        "lr_scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model().parameters(), lr=1), 3)
+        "lr_scheduler": torch.optim.lr_scheduler.StepLR(
+            torch.optim.SGD(model().parameters(), lr=1), 3
+        )
     },
     "metrics: a str: must be a list": {"metrics": "accuracy"},  # story: a line a letter
     "metrics: 3: must be letters": {"metrics": {3: raising}},
     # story: told only by the first evaluation, into a folder that was there by then
-    r"metrics: mse: outputs \(32, 4\) and labels \(32,\): must be tensors of one shape": {"metrics": ["mse"]},
-    r"metrics: raising: fails on a tensor of shape \(32, 4\) and labels .*: Zero": {"metrics": [raising]},
+    r"metrics: mse: outputs \(32, 4\) and labels \(32,\): must be tensors of one shape": {
+        "metrics": ["mse"]
+    },
+    r"metrics: raising: fails on a tensor of shape \(32, 4\) and labels .*: Zero": {
+        "metrics": [raising]
+    },
     "metrics: f: returned None: must return one number": {"metrics": {"f": lambda output, y: None}},
     "callbacks: a Misnamed: must be a list": {"callbacks": Misnamed()},
     "callbacks: Misnamed.on_epoch_end: ": {"callbacks": [Misnamed()]},
@@ -83,17 +103,31 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
 
 
 @pytest.mark.parametrize("line", list(WRONG))
-def test_what_is_of_a_wrong_kind_is_reported_before_anything_is_written(line: str, tmp_path: Path) -> None:
-    data, loss = ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)), nn.functional.cross_entropy
+def test_what_is_of_a_wrong_kind_is_reported_before_anything_is_written(
+    line: str, tmp_path: Path
+) -> None:
+    data, loss = (
+        ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)),
+        nn.functional.cross_entropy,
+    )
     usual = {"config": ipu_pipe.configure(**SHORT), "model": model(), "data": data, "loss": loss}
-    (fault,) = list_faults(ipu_pipe.train, out=tmp_path / "run", quiet=True, **{**usual, **WRONG[line]})
+    (fault,) = list_faults(
+        ipu_pipe.train, out=tmp_path / "run", quiet=True, **{**usual, **WRONG[line]}
+    )
     assert re.match(line, fault) and not (tmp_path / "run").exists()
 
 
 def test_early_stopping_of_wrong_kinds_tells_each() -> None:
     faults = list_faults(ipu_pipe.EarlyStopping, 3, mode="up", patience="x", min_delta=-1.0)
-    begins = ("metric: 3: ", "mode: up: must be min or max", "patience: x: ", "min_delta: -1.0: must be >= 0")
-    assert len(faults) == 4 and all(fault.startswith(f"EarlyStopping: {begin}") for fault, begin in zip(faults, begins))
+    begins = (
+        "metric: 3: ",
+        "mode: up: must be min or max",
+        "patience: x: ",
+        "min_delta: -1.0: must be >= 0",
+    )
+    assert len(faults) == 4 and all(
+        fault.startswith(f"EarlyStopping: {begin}") for fault, begin in zip(faults, begins)
+    )
 
 
 def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
@@ -102,7 +136,9 @@ def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
     entries = f"[{{entry: '{ends}', args: {{afte: 3}}}}, 'tests.callbacks_of_runs:Fails', 'tests.nothing:X']"
     faults = list_faults(build_for_planning, config(f"callbacks={entries}"))
     keys = [fault.partition(": ")[0] for fault in faults]
-    (fault,) = list_faults(build_for_planning, config("callbacks=['tests.test_kinds:MisnamedStopping']"))
+    (fault,) = list_faults(
+        build_for_planning, config("callbacks=['tests.test_kinds:MisnamedStopping']")
+    )
     assert "MisnamedStopping.on_epoch_end: unknown method" in fault
     assert keys == [f"callbacks.{ends}.afte", f"callbacks.{ends}.after", "callbacks"]
 
@@ -113,7 +149,10 @@ def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
         ("data: train: 3: must be a DataLoader, or another iterable of batches", (3,)),
         ("data: train: None: must be a DataLoader", (None,)),
         ("data: train: a Tensor: must be a DataLoader", (X,)),
-        ("data: train: a TensorDataset: gives samples, not batches: must be a DataLoader of it", (SET,)),
+        (
+            "data: train: a TensorDataset: gives samples, not batches: must be a DataLoader of it",
+            (SET,),
+        ),
         ("data: test: a str: must be a DataLoader", ([], "digits")),
         ("data: validation: 5: must be a DataLoader", ([], [], 0, None, (), 5)),
         ("data: labels: 3: must be their name", ([], None, 0, 3)),
@@ -128,14 +167,30 @@ def test_what_gives_no_batches_is_no_loader(line: str, arguments: Any) -> None:
 @pytest.mark.parametrize("out", ["", None, 3])
 def test_a_folder_has_a_name(out: Any) -> None:
     with pytest.raises(BadInput, match="--out: .*must name a folder"):
-        ipu_pipe.train(ipu_pipe.configure(**SHORT), out, model=model(), data=ipu_pipe.from_loader(DataLoader(SET, 8)))
+        ipu_pipe.train(
+            ipu_pipe.configure(**SHORT),
+            out,
+            model=model(),
+            data=ipu_pipe.from_loader(DataLoader(SET, 8)),
+        )
 
 
 def test_a_loss_may_hold_weights_of_the_model_and_such_as_are_not_trained(tmp_path: Path) -> None:
     net = model()
-    for number, weight in enumerate((net[0].bias, nn.Parameter(torch.ones(1), requires_grad=False))):  # type: ignore[index]
-        how = {"model": net, "data": ipu_pipe.from_loader(DataLoader(SET, 8)), "loss": Weighted(weight)}
-        assert ipu_pipe.train(ipu_pipe.configure(**SHORT), tmp_path / str(number), quiet=True, **how)["steps"] == 2
+    for number, weight in enumerate(
+        (net[0].bias, nn.Parameter(torch.ones(1), requires_grad=False))
+    ):  # type: ignore[index]
+        how = {
+            "model": net,
+            "data": ipu_pipe.from_loader(DataLoader(SET, 8)),
+            "loss": Weighted(weight),
+        }
+        assert (
+            ipu_pipe.train(ipu_pipe.configure(**SHORT), tmp_path / str(number), quiet=True, **how)[
+                "steps"
+            ]
+            == 2
+        )
 
 
 def test_metrics_are_tried_on_what_evaluations_measure_and_draw_nothing(tmp_path: Path) -> None:
@@ -152,16 +207,22 @@ def test_metrics_are_tried_on_what_evaluations_measure_and_draw_nothing(tmp_path
         how = {"model": net, "data": ipu_pipe.from_loader(DataLoader(SET, 8, shuffle=True), test)}
         net.load_state_dict(start)
         config = ipu_pipe.configure(**SHORT, metrics=[])
-        return ipu_pipe.train(config, tmp_path / str(len(metrics)), quiet=True, metrics=metrics, **how)["final"]
+        return ipu_pipe.train(
+            config, tmp_path / str(len(metrics)), quiet=True, metrics=metrics, **how
+        )["final"]
 
     net = model()
     start = {name: value.clone() for name, value in net.state_dict().items()}
     plain, watched = loss_of(), loss_of(watching)
-    assert plain["train_loss"] == watched["train_loss"] and plain["test_loss"] == watched["test_loss"]
+    assert (
+        plain["train_loss"] == watched["train_loss"] and plain["test_loss"] == watched["test_loss"]
+    )
     assert seen == [(20, False), (20, False), (12, False), (20, False), (12, False)]
 
 
-def test_metrics_are_given_labels_whatever_the_loss_asks_for_and_leave_the_model(tmp_path: Path) -> None:
+def test_metrics_are_given_labels_whatever_the_loss_asks_for_and_leave_the_model(
+    tmp_path: Path,
+) -> None:
     class Counts(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls = getattr(self, "calls", 0) + 1
@@ -173,10 +234,19 @@ def test_metrics_are_given_labels_whatever_the_loss_asks_for_and_leave_the_model
     net = nn.Sequential(Counts(8, 8), nn.ReLU(), nn.Linear(8, 4))
     metrics = {"labels": lambda output, y: y.dim()}
     config = ipu_pipe.configure(**SHORT, stages=["2"])
-    how = {"model": net, "data": ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)), "loss": loss}
+    how = {
+        "model": net,
+        "data": ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)),
+        "loss": loss,
+    }
     job = build(config, metrics=metrics, **how)  # type: ignore[arg-type]
     assert job.metrics[0].name == "labels" and not hasattr(net[0], "calls")
-    assert ipu_pipe.train(config, tmp_path / "run", quiet=True, metrics=metrics, **how)["final"]["test_labels"] == 1.0  # type: ignore[arg-type]
+    assert (
+        ipu_pipe.train(config, tmp_path / "run", quiet=True, metrics=metrics, **how)["final"][
+            "test_labels"
+        ]
+        == 1.0
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,19 @@ OUTPUT, LABELS = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)
     [
         (nn.functional.cross_entropy, OUTPUT, LABELS, LabelRange(5)),
         (nn.CrossEntropyLoss(ignore_index=7), OUTPUT, LABELS, LabelRange(5, 7)),
-        (nn.CrossEntropyLoss(), torch.zeros(3, 5, 2), torch.zeros(3, 2, dtype=torch.int64), LabelRange(5)),
+        (
+            nn.CrossEntropyLoss(),
+            torch.zeros(3, 5, 2),
+            torch.zeros(3, 2, dtype=torch.int64),
+            LabelRange(5),
+        ),
         (nn.functional.cross_entropy, OUTPUT, torch.zeros(3, 5), None),  # shares of each class
         (nn.functional.mse_loss, OUTPUT, LABELS, None),
     ],
 )
-def test_cross_entropy_allows_the_models_classes(loss: Any, output: Any, y: Any, expected: Any) -> None:
+def test_cross_entropy_allows_the_models_classes(
+    loss: Any, output: Any, y: Any, expected: Any
+) -> None:
     assert find_label_range(loss, output, y) == expected
 
 
@@ -44,7 +51,9 @@ def settings() -> Any:
 
 @pytest.mark.parametrize("wrong", [3, -1])
 def test_a_wrong_label_of_the_first_microbatch_is_reported_with_the_classes(wrong: int) -> None:
-    with pytest.raises(BadInput, match=f"data: label {wrong}: the model gives 3 classes: must be from 0 to 2"):
+    with pytest.raises(
+        BadInput, match=f"data: label {wrong}: the model gives 3 classes: must be from 0 to 2"
+    ):
         build(settings(), nn.Linear(4, 3), source(wrong, 5))
     build(settings(), nn.Linear(4, 3), source(-100, 5))  # which the loss leaves out
 
@@ -72,5 +81,7 @@ def test_a_gpus_kernels_are_waited_for_inside_the_check(monkeypatch: pytest.Monk
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return output.mean().as_subclass(Faulty)
 
-    with pytest.raises(BadInput, match="model: it fails on a microbatch .* device-side assert triggered"):
+    with pytest.raises(
+        BadInput, match="model: it fails on a microbatch .* device-side assert triggered"
+    ):
         build(settings(), nn.Linear(4, 3), source(2, 5), loss)

@@ -44,7 +44,9 @@ LAYERS: Dict[str, Tuple[nn.Module, torch.Tensor, Any]] = {
 
 @pytest.mark.parametrize("kind, backward_version", [(OverwritingStore, 1), (SwappingStore, 0)])
 @pytest.mark.parametrize("name", list(LAYERS))
-def test_forward_and_backward_read_their_versions(name: str, kind: Any, backward_version: int) -> None:
+def test_forward_and_backward_read_their_versions(
+    name: str, kind: Any, backward_version: int
+) -> None:
     layer, x, gradient = LAYERS[name]
     layer = layer.double()
     old = [torch.randn_like(p) for p in layer.parameters()]
@@ -76,7 +78,10 @@ def test_forward_and_backward_read_their_versions(name: str, kind: Any, backward
 
 def test_a_linear_layer_does_not_see_a_pointer_swap_after_its_forward() -> None:
     """Why the newest values are written into the storage: Linear saved a view of the old one."""
-    layer, x = nn.Linear(3, 3, bias=False).double(), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    layer, x = (
+        nn.Linear(3, 3, bias=False).double(),
+        torch.randn(2, 3, dtype=torch.float64, requires_grad=True),
+    )
     output, old = layer(x), layer.weight.detach().clone()
     layer.weight.data = torch.randn(3, 3, dtype=torch.float64)
     g = torch.randn_like(output)

@@ -24,7 +24,9 @@ ModelCheckpoint = pytest.importorskip("lightning.pytorch.callbacks").ModelCheckp
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "lightning_loop.py"
 EPOCH = 5  # batches
 generator = torch.Generator().manual_seed(1)
-SAMPLES = TensorDataset(torch.randn(8 * EPOCH, 64, generator=generator), torch.arange(8 * EPOCH) % 10)
+SAMPLES = TensorDataset(
+    torch.randn(8 * EPOCH, 64, generator=generator), torch.arange(8 * EPOCH) % 10
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,13 @@ def module_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def fit(
-    module: Any, folder: Path, steps: int, callbacks: Any = (), validate: bool = False, trainer: Any = None, **keys: Any
+    module: Any,
+    folder: Path,
+    steps: int,
+    callbacks: Any = (),
+    validate: bool = False,
+    trainer: Any = None,
+    **keys: Any,
 ) -> Any:
     """Train for a number of steps without shuffling. Return the trainer."""
     fitting = lightning.Trainer(
@@ -84,7 +92,10 @@ def run_own_loop(module: Any, steps: int, drains: int, **keys: Any) -> Any:
         losses += [update.loss for update in pipe.step(*batches[k % EPOCH])]
         if (k + 1) % drains == 0:
             losses += [update.loss for update in pipe.drain()]
-            states[k + 1] = copy.deepcopy(module.net.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+            states[k + 1] = (
+                copy.deepcopy(module.net.state_dict()),
+                copy.deepcopy(optimizer.state_dict()["state"]),
+            )
     losses += [update.loss for update in pipe.close()]
     return states, losses
 
@@ -100,7 +111,9 @@ def read(path: Path) -> Any:
 def use_method(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Let the example's pipelines have other arguments."""
     make = ipu_pipe.Pipeline
-    monkeypatch.setattr(ipu_pipe, "Pipeline", lambda *arguments, **keys: make(*arguments, **{**keys, **changes}))
+    monkeypatch.setattr(
+        ipu_pipe, "Pipeline", lambda *arguments, **keys: make(*arguments, **{**keys, **changes})
+    )
 
 
 @pytest.mark.parametrize("method", ["pipedream", "local_sgd"])
@@ -121,13 +134,20 @@ def test_steps_and_checkpoints_are_those_of_an_own_loop(
     # the last drain's are not logged
     assert module.losses == losses[: len(module.losses)] and len(module.losses) >= 11
     assert_same(expected.net.state_dict(), module.net.state_dict())
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=12.ckpt", "step=4.ckpt", "step=8.ckpt"]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [
+        "step=12.ckpt",
+        "step=4.ckpt",
+        "step=8.ckpt",
+    ]
     for step, (weights, momenta) in states.items():
         saved = read(tmp_path / f"step={step}.ckpt")
         assert saved["global_step"] == saved["pipeline"]["updates"] == step
         assert_same({f"net.{name}": value for name, value in weights.items()}, saved["state_dict"])
         for number, momentum in momenta.items():
-            assert torch.equal(momentum["momentum_buffer"], saved["optimizer_states"][0]["state"][number]["momentum_buffer"])
+            assert torch.equal(
+                momentum["momentum_buffer"],
+                saved["optimizer_states"][0]["state"][number]["momentum_buffer"],
+            )
 
 
 @pytest.mark.parametrize("method", ["pipedream", "pipemare", "local_greedy"])
@@ -156,7 +176,9 @@ def test_what_does_not_go_together_is_refused(module_class: Any, tmp_path: Path)
     module = module_class()
     fit(module, tmp_path, 2)
     # Lightning's own wrapper
-    with pytest.raises(BadInput, match="^optimizer: a LightningOptimizerView: wraps an OptimizerView"):
+    with pytest.raises(
+        BadInput, match="^optimizer: a LightningOptimizerView: wraps an OptimizerView"
+    ):
         ipu_pipe.Pipeline(module.net, cross_entropy, module.optimizers())
     # the view, for another pipeline
     with pytest.raises(BadInput, match="^optimizer: an OptimizerView: wraps a SGD"):

@@ -38,8 +38,21 @@ from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
 from models.vgg import vgg11
 from tests.staged_models import batches, whole
-from tests.support.runs import DIGITS, ROOT, assert_same, find_checkpoint, list_faults, needs_processes, read_column
-from tools.experiments.costs import Flops, compute_per_example, compute_sequential, make_auglocal_law
+from tests.support.runs import (
+    DIGITS,
+    ROOT,
+    assert_same,
+    find_checkpoint,
+    list_faults,
+    needs_processes,
+    read_column,
+)
+from tools.experiments.costs import (
+    Flops,
+    compute_per_example,
+    compute_sequential,
+    make_auglocal_law,
+)
 
 UPDATES = 4
 OPTIMIZERS = {
@@ -52,7 +65,10 @@ def layers(name: str) -> List[nn.Module]:
     """Return four blocks in a row, one activation between them."""
     torch.manual_seed(1)
     if name == "mlp":
-        middle = [nn.Sequential(nn.ReLU(), nn.Linear(9, 8)), nn.Sequential(nn.Tanh(), nn.Linear(8, 7))]
+        middle = [
+            nn.Sequential(nn.ReLU(), nn.Linear(9, 8)),
+            nn.Sequential(nn.Tanh(), nn.Linear(8, 7)),
+        ]
         blocks = [nn.Linear(12, 9), *middle, nn.Linear(7, 4)]
     else:
         norm = nn.BatchNorm2d if name == "batch_norm" else functools.partial(nn.GroupNorm, 2)
@@ -73,13 +89,20 @@ def blocked(stages: Sequence[nn.Module], structure: Structure) -> Tuple[BlockedM
 
 
 def emulate(
-    model: BlockedModel, part: Any, method_name: str, accumulate: int, optimizer: str, args: Dict[str, Any] = {}
+    model: BlockedModel,
+    part: Any,
+    method_name: str,
+    accumulate: int,
+    optimizer: str,
+    args: Dict[str, Any] = {},
 ) -> None:
     method, data = resolve_method(method_name), batches(UPDATES * accumulate)
     table = VersionTable(make_schedule(method, len(part), len(data), accumulate), method)
     make = OPTIMIZERS[optimizer]
     rate = make.keywords["lr"]
-    rules = UpdateRules(args, method, table.rule_lag(), accumulate, make(make_groups(model, part)), lambda k: rate)
+    rules = UpdateRules(
+        args, method, table.rule_lag(), accumulate, make(make_groups(model, part)), lambda k: rate
+    )
     emulator = Emulator(Work(SumOfLosses(cross_entropy), table, rules), model, part, data[0])
     for k in range(UPDATES):
         emulator.step(data[k * accumulate : (k + 1) * accumulate])
@@ -93,16 +116,22 @@ Blocks = List[List[nn.Module]]
 Heads = List[Optional[nn.Module]]
 
 
-def train_plainly(blocks: Blocks, heads: Heads, accumulate: int, optimizer: str, every: Sequence[int] = ()) -> None:
+def train_plainly(
+    blocks: Blocks, heads: Heads, accumulate: int, optimizer: str, every: Sequence[int] = ()
+) -> None:
     """Train each block by itself, one after another: forward of what the one before gave, its own loss, backward, its own
     optimizer. A module in two blocks is there twice, as copies whose gradients are averaged before they step."""
-    trained = [nn.ModuleList([*block, *([head] if head else [])]) for block, head in zip(blocks, heads)]
+    trained = [
+        nn.ModuleList([*block, *([head] if head else [])]) for block, head in zip(blocks, heads)
+    ]
     optimizers = [OPTIMIZERS[optimizer](modules.parameters()) for modules in trained]
     data = batches(UPDATES * accumulate)
     for k in range(UPDATES):
         for x, y in data[k * accumulate : (k + 1) * accumulate]:
             entering = [x]
-            for layer in [block[-1] for block in blocks]:  # what enters each layer, of the copies that own them
+            for layer in [
+                block[-1] for block in blocks
+            ]:  # what enters each layer, of the copies that own them
                 was = {name: b.clone() for name, b in layer.named_buffers()}
                 with torch.no_grad():
                     entering.append(layer(entering[-1]))
@@ -140,7 +169,11 @@ def copy_heads(model: BlockedModel) -> Heads:
 
 def assert_equal(model: BlockedModel, expected: nn.Module, heads: Heads) -> None:
     named_heads = {f"local_heads.{j}": head for j, head in enumerate(heads) if head}
-    states = {f"{prefix}.{key}": value for prefix, head in named_heads.items() for key, value in head.state_dict().items()}
+    states = {
+        f"{prefix}.{key}": value
+        for prefix, head in named_heads.items()
+        for key, value in head.state_dict().items()
+    }
     assert_same(model.state_dict(), {**expected.state_dict(), **states})
 
 
@@ -163,7 +196,9 @@ DEFINITIONS = {
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("method", DEFINITIONS)
-def test_methods_are_their_plain_definitions(method: str, name: str, accumulate: int, optimizer: str) -> None:
+def test_methods_are_their_plain_definitions(
+    method: str, name: str, accumulate: int, optimizer: str
+) -> None:
     structure, cut = DEFINITIONS[method]
     stages = layers(name)
     model, part = blocked(stages, structure)
@@ -175,13 +210,17 @@ def test_methods_are_their_plain_definitions(method: str, name: str, accumulate:
 
 @pytest.mark.parametrize("cut", [(), ("2",), ("1", "3")])
 @pytest.mark.parametrize("name", MODELS)
-def test_chunks_are_their_plain_definition_and_one_is_plain_training(name: str, cut: Tuple[str, ...]) -> None:
+def test_chunks_are_their_plain_definition_and_one_is_plain_training(
+    name: str, cut: Tuple[str, ...]
+) -> None:
     stages = layers(name)
     model, part = blocked(stages, Structure(blocks=cut or 1))
     expected, heads = copy.deepcopy(stages), copy_heads(model)
     edges = [0, *map(int, cut), 4]
     emulate(model, part, "local_chunked", 2, "sgd")
-    train_plainly([[nn.Sequential(*expected[a:b])] for a, b in zip(edges, edges[1:])], heads, 2, "sgd")
+    train_plainly(
+        [[nn.Sequential(*expected[a:b])] for a, b in zip(edges, edges[1:])], heads, 2, "sgd"
+    )
     assert_equal(model, whole(expected), heads)
     assert len(part) == len(cut) + 1 and heads[-1] is None
 
@@ -218,7 +257,11 @@ def test_blocks_have_rates_and_accumulation_of_their_own() -> None:
     model, part = blocked(layers("mlp"), Structure())
     before = copy.deepcopy(model.state_dict())
     emulate(model, part, "local_greedy", 1, "sgd", {"block_rates": [0.0, 1.0, 0.0, 1.0]})
-    moved = {name.split(".")[0] for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    moved = {
+        name.split(".")[0]
+        for name, value in model.state_dict().items()
+        if not torch.equal(value, before[name])
+    }
     assert moved == {"1", "3", "local_heads"}
 
 
@@ -229,13 +272,22 @@ def test_heads_are_built_by_model_family() -> None:
     images = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6))
     out = torch.randn(2, 10)
     head = make_head(images, torch.randn(2, 6, 4, 4), out)
-    assert [type(m) for m in head.children()] == [nn.BatchNorm2d, nn.ReLU, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear]
+    assert [type(m) for m in head.children()] == [
+        nn.BatchNorm2d,
+        nn.ReLU,
+        nn.AdaptiveAvgPool2d,
+        nn.Flatten,
+        nn.Linear,
+    ]
     head = make_head(nn.Sequential(nn.GroupNorm(2, 6)), torch.randn(1, 6, 4, 4), out)
     first = next(head.children())
     assert isinstance(first, nn.GroupNorm) and first.num_groups == 6
     head = make_head(nn.Identity(), torch.randn(2, 5, 8), torch.randn(2, 30, 5))
     assert isinstance(head, TokenHead) and head(torch.randn(2, 5, 8)).shape == (2, 30, 5)
-    assert make_head(nn.Identity(), torch.randn(2, 5, 8), out)(torch.randn(2, 5, 8)).shape == (2, 10)
+    assert make_head(nn.Identity(), torch.randn(2, 5, 8), out)(torch.randn(2, 5, 8)).shape == (
+        2,
+        10,
+    )
     assert isinstance(make_head(nn.Identity(), torch.randn(2, 5), out), nn.Linear)
     with pytest.raises(BadInput, match=r"^model: .*\(2, 3, 4, 5, 6\)"):
         make_head(nn.Identity(), torch.randn(2, 3, 4, 5, 6), out)
@@ -247,7 +299,10 @@ def test_heads_are_built_by_model_family() -> None:
         (resnet18(classes=10, small_images=True), torch.randn(2, 3, 16, 16)),
         (preact_resnet20(), torch.randn(2, 3, 16, 16)),
         (vgg11(), torch.randn(2, 3, 32, 32)),
-        (transformer_lm(vocabulary=11, width=8, heads=2, blocks=3, context=5), torch.randint(0, 11, (2, 5))),
+        (
+            transformer_lm(vocabulary=11, width=8, heads=2, blocks=3, context=5),
+            torch.randint(0, 11, (2, 5)),
+        ),
     ],
     ids=["resnet", "preact", "vgg", "transformer"],
 )
@@ -263,9 +318,15 @@ def test_heads_of_layers_are_those_of_auglocal() -> None:
     """The layers and depths that ChenxiangMA/AugLocal (commit 98c90d6) makes for its ResNet-32 of 16 layers,
     `--aux_net_depth 3 --pyramid_coeff 0.5`, by its printed formulas."""
     heads, L = AugLocal(3, 0.5), 16
-    depths = [max(1, round(3 * (1 - (i * 0.5) / (L - 2)) + (i * 0.5) / (L - 2) * 1)) for i in range(L - 1)]
+    depths = [
+        max(1, round(3 * (1 - (i * 0.5) / (L - 2)) + (i * 0.5) / (L - 2) * 1)) for i in range(L - 1)
+    ]
     assert [heads.compute_depth(i, L) for i in range(L - 1)] == depths == [3] * 7 + [2] * 8
-    assert heads.pick(0, L) == [5, 10, 15] and heads.pick(3, L) == [7, 11, 15] and heads.pick(8, L) == [12, 15]
+    assert (
+        heads.pick(0, L) == [5, 10, 15]
+        and heads.pick(3, L) == [7, 11, 15]
+        and heads.pick(8, L) == [12, 15]
+    )
     assert heads.pick(13, L) == [14, 15] and heads.pick(14, L) == [15]
     assert [AugLocal(5, 0.0).compute_depth(i, L) for i in (0, 14)] == [5, 5]
     # a layer's head in the shapes of the layers that it picks, channels doubled with stride 2, then the usual head
@@ -276,8 +337,16 @@ def test_heads_of_layers_are_those_of_auglocal() -> None:
         x = module(x)
         activations.append(x)
     head = AugLocal(2, 0.0).make(model, 0, activations, torch.zeros(2, 5))
-    assert [type(layer).__name__ for layer in head] == ["ResidualLayer", "ResidualLayer", "Sequential"]
-    assert head[0].conv1.out_channels == 8 and head[0].conv1.stride == (2, 2) and head[1].conv1.stride == (1, 1)
+    assert [type(layer).__name__ for layer in head] == [
+        "ResidualLayer",
+        "ResidualLayer",
+        "Sequential",
+    ]
+    assert (
+        head[0].conv1.out_channels == 8
+        and head[0].conv1.stride == (2, 2)
+        and head[1].conv1.stride == (1, 1)
+    )
     assert all(module.training for module in head.modules())
     assert head.eval()(activations[0]).shape == (2, 5)
     assert head[0].norm1.num_batches_tracked == 0
@@ -290,12 +359,19 @@ def test_the_law_of_heads_of_layers() -> None:
     law = make_auglocal_law([2, 1, 1])
     # four layers, heads of 2, 1 and 1 more, and four usual heads; the slowest is the first: its layer, two more and a head
     assert compute_per_example(law, flops) == 3 * (10 * 8 + 4)
-    assert compute_sequential(law, flops, 5, 2) == pytest.approx(5 * 2 * 3 * (10 * 3 + 1) / 2 + 5 * 1000 * 31 / 84 / 2)
+    assert compute_sequential(law, flops, 5, 2) == pytest.approx(
+        5 * 2 * 3 * (10 * 3 + 1) / 2 + 5 * 1000 * 31 / 84 / 2
+    )
 
 
 def test_boundaries_that_a_skip_connection_crosses_are_refused() -> None:
     with pytest.raises(BadInput, match="^stages: layer1.0.conv2: 2 "):
-        make_blocks(preact_resnet20(), torch.randn(2, 3, 16, 16), Structure(blocks=("layer1.0.conv2",)), None)
+        make_blocks(
+            preact_resnet20(),
+            torch.randn(2, 3, 16, 16),
+            Structure(blocks=("layer1.0.conv2",)),
+            None,
+        )
     model = transformer_translation(20, 20, width=8, heads=2, layers=2, feedforward=8)
     with pytest.raises(BadInput, match="^stages: .*decoder2: 2 "):
         make_blocks(model, torch.randint(1, 20, (2, 2, 5)), Structure(blocks=("decoder2",)), None)
@@ -303,7 +379,9 @@ def test_boundaries_that_a_skip_connection_crosses_are_refused() -> None:
 
 def bias_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
     """Return a user's head."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(activation[0].numel(), output.shape[1], bias=False))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(activation[0].numel(), output.shape[1], bias=False)
+    )
 
 
 def wrong_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
@@ -312,25 +390,39 @@ def wrong_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
 
 def run(out: Path, *sets: str, **others: Any) -> Any:
     """Train on the digits and return the report."""
-    short = ["steps=6", "log.tensorboard=false", "log.every=2", "evaluate.subset=100", "stages=4", "backend.threads=1"]
+    short = [
+        "steps=6",
+        "log.tensorboard=false",
+        "log.every=2",
+        "evaluate.subset=100",
+        "stages=4",
+        "backend.threads=1",
+    ]
     return train(load_config(DIGITS, [*short, *sets]), out, quiet=True, **others)
 
 
 @pytest.mark.parametrize("head", ["tests.test_local:bias_head", "{depth: 2, pyramid: 0.0}"])
 def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None:
-    sets, out = ["method=local_greedy", f"method_args.head={head}", "checkpoint.every=3"], tmp_path / "a"
+    sets, out = (
+        ["method=local_greedy", f"method_args.head={head}", "checkpoint.every=3"],
+        tmp_path / "a",
+    )
     report = run(out, *sets)
     assert [block["index"] for block in report["blocks"]] == [0, 1, 2, 3]
     assert report["blocks"][-1]["test_accuracy"] == report["final"]["test_accuracy"]
     for key, usual in (("block_train_loss", "train_loss"), ("block_test_accuracy", "test_loss")):
-        assert [len(values) for values in read_column(out, key)] == [4] * len(read_column(out, usual))
+        assert [len(values) for values in read_column(out, key)] == [4] * len(
+            read_column(out, usual)
+        )
     assert [(link["src"], link["dst"]) for link in report["links"]] == [(0, 1), (1, 2), (2, 3)]
     shutil.rmtree(find_checkpoint(out, 6))
     (out / "summary.json").unlink()
     again = run(out, *sets, resume=True)
     assert again["final"] == report["final"] and again["blocks"] == report["blocks"]
     # the weights serve other methods: the heads are left out
-    other = run(tmp_path / "b", "method=gpipe", f"init_from={find_checkpoint(out, 6) / 'model.safetensors'}")
+    other = run(
+        tmp_path / "b", "method=gpipe", f"init_from={find_checkpoint(out, 6) / 'model.safetensors'}"
+    )
     assert other["initial"]["test_accuracy"] == report["final"]["test_accuracy"]
 
 
@@ -346,10 +438,22 @@ def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None
         ("last_layers", "method_args.layers=9", "method_args.layers: 9: "),
         ("local_greedy", "method_args.block_rates=[1.0]", "method_args.block_rates: "),
         ("gpipe", "method_args.block_rates=[1.0]", "method_args.block_rates: "),
-        ("local_chunked", "method_args.block_accumulation=[1, 4]", "method_args.block_accumulation"),
-        ("local_greedy", "clip={norm: 1.0, scope: global}", "scope: stage with norm: 0.5 (norm / sqrt(stages)"),
+        (
+            "local_chunked",
+            "method_args.block_accumulation=[1, 4]",
+            "method_args.block_accumulation",
+        ),
+        (
+            "local_greedy",
+            "clip={norm: 1.0, scope: global}",
+            "scope: stage with norm: 0.5 (norm / sqrt(stages)",
+        ),
         ("local_overlapping", "clip={norm: 1.0, scope: stage}", "clip: "),
-        ("local_overlapping", "method_args.block_accumulation=[1, 1, 1, 1]", "method_args.block_accumulation"),
+        (
+            "local_overlapping",
+            "method_args.block_accumulation=[1, 1, 1, 1]",
+            "method_args.block_accumulation",
+        ),
         ("local_overlapping", "method_args.overlap=2", "overlap: 2: "),
         ("local_greedy", "stages={count: 4, by: time}", "stages"),
         ("local_overlapping", "replicas=2", "replicas: 2: "),
@@ -357,7 +461,9 @@ def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None
         ("local_greedy", "method_args.head=tests.test_local:nothing", "method_args.head: "),
     ],
 )
-def test_what_makes_no_sense_is_refused(method: str, setting: str, place: str, tmp_path: Path) -> None:
+def test_what_makes_no_sense_is_refused(
+    method: str, setting: str, place: str, tmp_path: Path
+) -> None:
     faults = list_faults(run, tmp_path / "run", "micro_batch_size=8", f"method={method}", setting)
     assert any(place in fault for fault in faults) and not (tmp_path / "run").exists()
 
@@ -394,7 +500,9 @@ def test_a_head_may_begin_in_place() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 4)), torch.randn(3, 12)
     blocked_model, _ = make_blocks(model, x, Structure(), ["1"], head=head)
-    assert torch.equal(blocked_model.train()(x)[-1], model(x)) and torch.equal(blocked_model.eval()(x), model(x))
+    assert torch.equal(blocked_model.train()(x)[-1], model(x)) and torch.equal(
+        blocked_model.eval()(x), model(x)
+    )
 
 
 def test_a_run_goes_on_with_its_own_blocks_only(tmp_path: Path) -> None:
@@ -434,7 +542,12 @@ def test_a_refused_job_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 
 def test_clipping_by_block_and_replicas_train(tmp_path: Path) -> None:
-    assert run(tmp_path, "method=local_chunked", "replicas=2", "clip={norm: 0.5, scope: stage}")["steps"] == 6
+    assert (
+        run(tmp_path, "method=local_chunked", "replicas=2", "clip={norm: 0.5, scope: stage}")[
+            "steps"
+        ]
+        == 6
+    )
 
 
 # ---- processes
@@ -451,5 +564,7 @@ def test_processes_give_the_emulators_weights_and_half_the_traffic() -> None:
     assert len(rows) == 2 * (4 * 2 + 1) and all(r["difference"] == 0 for r in rows.values())
     for model in ("mlp", "resnet20-batchnorm"):
         for ranks in (2, 4):
-            whole_way, half_way = (rows[case, model, ranks]["bytes"] for case in ("pipedream", "local_greedy"))
+            whole_way, half_way = (
+                rows[case, model, ranks]["bytes"] for case in ("pipedream", "local_greedy")
+            )
             assert whole_way == 2 * half_way > 0

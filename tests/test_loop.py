@@ -21,7 +21,13 @@ from ipu_pipe.store.checkpoint import load_weights, read_weights
 from tests.support.runs import DIGITS, list_faults, read_json
 from tests.test_callbacks import SHORT, go
 
-OFTEN = ["steps=24", "evaluate.every=0.125", "gradient_accumulation=1", "micro_batch_size=8", "checkpoint.keep=1"]
+OFTEN = [
+    "steps=24",
+    "evaluate.every=0.125",
+    "gradient_accumulation=1",
+    "micro_batch_size=8",
+    "checkpoint.keep=1",
+]
 
 
 def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path) -> None:
@@ -29,7 +35,10 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
     stops = ["optimizer.lr=0", "early_stopping={patience: 2, min_delta: 0.001}"]
     report = go(tmp_path / "run", *OFTEN, *stops)
     assert (report["steps"], report["planned_steps"]) == (12, 24)
-    assert "test_loss is not better than" in report["stopped"] and "at step 4 for 2 evaluations" in report["stopped"]
+    assert (
+        "test_loss is not better than" in report["stopped"]
+        and "at step 4 for 2 evaluations" in report["stopped"]
+    )
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert checkpoints == ["step-12", "step-4"] and report["best"]["step"] == 4
     again = go(tmp_path / "run", *OFTEN, *stops, resume_from=4)  # with what had been waited for
@@ -38,8 +47,15 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
 
 def test_more_is_better_for_an_accuracy() -> None:
     stopping = ipu_pipe.EarlyStopping("accuracy", patience=2)
-    stops = [stopping.on_evaluation(_at(step, value)) for step, value in enumerate((0.5, 0.6, 0.6, 0.55), 1)]
-    assert stops[:3] == [None, None, None] and isinstance(stops[3], ipu_pipe.Stop) and stopping.best_step == 2
+    stops = [
+        stopping.on_evaluation(_at(step, value))
+        for step, value in enumerate((0.5, 0.6, 0.6, 0.55), 1)
+    ]
+    assert (
+        stops[:3] == [None, None, None]
+        and isinstance(stops[3], ipu_pipe.Stop)
+        and stopping.best_step == 2
+    )
     falling = ipu_pipe.EarlyStopping("accuracy", mode="min", patience=1)
     assert [falling.on_evaluation(_at(1, 0.5)), falling.on_evaluation(_at(2, 0.4))] == [None, None]
 
@@ -49,12 +65,16 @@ def _at(step: int, accuracy: Optional[float]) -> ipu_pipe.Moment:
 
 
 def test_what_is_not_measured_cannot_stop_a_run(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="^early_stopping.metric: r2: "):  # before anything is trained or written
+    with pytest.raises(
+        BadInput, match="^early_stopping.metric: r2: "
+    ):  # before anything is trained or written
         go(tmp_path / "run", "steps=3", callbacks=[ipu_pipe.EarlyStopping("r2")])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     with pytest.raises(BadInput, match="^early_stopping.metric: r2: "):
         go(tmp_path / "run", "steps=3", "early_stopping={metric: r2}")
-    with pytest.raises(BadInput, match="early_stopping.metric: accuracy: no evaluation computes it"):
+    with pytest.raises(
+        BadInput, match="early_stopping.metric: accuracy: no evaluation computes it"
+    ):
         ipu_pipe.EarlyStopping("accuracy").on_evaluation(_at(1, None))
 
 
@@ -74,7 +94,10 @@ def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
         torch.testing.assert_close(ipu_pipe.predict(model, form, batch_size=10), expected, **close)  # type: ignore[arg-type]
     assert model.training
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-3"):
-        assert torch.equal(ipu_pipe.predict(folder, data, batch_size=10), ipu_pipe.predict(model, data, batch_size=10))
+        assert torch.equal(
+            ipu_pipe.predict(folder, data, batch_size=10),
+            ipu_pipe.predict(model, data, batch_size=10),
+        )
     outputs = ipu_pipe.predict(tmp_path / "run", inputs, into=make_model(config))
     assert torch.equal(outputs, ipu_pipe.predict(model, inputs))
 
@@ -93,7 +116,11 @@ class Named(nn.Module):
 def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
     a, b = torch.randn(7, 3), torch.randn(7, 3)
     predictions = ipu_pipe.predict(Named(), {"a": a, "b": b}, batch_size=3)
-    assert torch.equal(predictions["sum"], a + b) and predictions["kept"][0].shape == (7,) and predictions["kept"][1] == "text"
+    assert (
+        torch.equal(predictions["sum"], a + b)
+        and predictions["kept"][0].shape == (7,)
+        and predictions["kept"][1] == "text"
+    )
     wrong = {
         "contains no samples": lambda: ipu_pipe.predict(nn.Linear(3, 2), []),
         "data: 3: must be a DataSource": lambda: ipu_pipe.predict(nn.Linear(3, 2), 3),
@@ -113,8 +140,15 @@ def test_a_run_records_what_it_was_made_with(tmp_path: Path) -> None:
     first, again = read_json(tmp_path / "run" / "record.json")
     assert [start["first_update"] for start in (first, again)] == [0, 2]
     assert first["begun"] <= first["ended"] <= again["begun"]
-    assert first["versions"]["torch"] == torch.__version__ and first["versions"]["ipu_pipe"] == ipu_pipe.__version__
-    assert first["machine"]["cores"] >= 1 and first["machine"]["memory_bytes"] > 2**20 and first["command"]
+    assert (
+        first["versions"]["torch"] == torch.__version__
+        and first["versions"]["ipu_pipe"] == ipu_pipe.__version__
+    )
+    assert (
+        first["machine"]["cores"] >= 1
+        and first["machine"]["memory_bytes"] > 2**20
+        and first["command"]
+    )
     assert first["data"] == again["data"] and first["data"]["first_microbatch"][1] == "int64 [16]"
     go(tmp_path / "other", *sets, "data.subset=255")
     (other,) = read_json(tmp_path / "other" / "record.json")
@@ -124,7 +158,9 @@ def test_a_run_records_what_it_was_made_with(tmp_path: Path) -> None:
 def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*args: str) -> str:
         how = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
-        return subprocess.run(how, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            how, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     assert find_commit(Path("/")) is None
     git("init", "-q", "-b", "work")

@@ -33,14 +33,18 @@ def make_samples() -> TensorDataset:
 def make_pipeline(model: nn.Module, optimizer: Any, **keys: Any) -> ipu_pipe.Pipeline:
     """Return a pipeline of two stages on processes."""
     where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 20}}
-    return ipu_pipe.Pipeline(model, cross_entropy, optimizer, "pipedream", **{"stages": ["5"], **where, **keys})
+    return ipu_pipe.Pipeline(
+        model, cross_entropy, optimizer, "pipedream", **{"stages": ["5"], **where, **keys}
+    )
 
 
 # ---- the ranks of one pipeline read the same batches
 
 
 def shuffle_alone(rank: int) -> Any:
-    return DataLoader(make_samples(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(rank))
+    return DataLoader(
+        make_samples(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(rank)
+    )
 
 
 def shard_by_default(rank: int) -> Any:
@@ -86,7 +90,9 @@ def read_other_batches(rank: int, folder: Path, make_loader: Callable[[int], Any
     if make_loader is shard_mappings:
         model: nn.Module = OwnLoss()
         where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 20}}
-        pipe = ipu_pipe.Pipeline(model, None, make_sgd(model.parameters()), "pipedream", stages=["layers.5"], **where)
+        pipe = ipu_pipe.Pipeline(
+            model, None, make_sgd(model.parameters()), "pipedream", stages=["layers.5"], **where
+        )
     else:
         model = make_model()
         pipe = make_pipeline(model, make_sgd(model.parameters()))
@@ -125,7 +131,9 @@ def give_a_short_batch(rank: int, folder: Path) -> None:
     """All ranks refuse it, and go on."""
     models = []
     for sizes in ([8, 8, 8, 8], [8, 8, 4, 8, 8]):
-        loop = Loop(Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 20})
+        loop = Loop(
+            Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 20}
+        )
         k = 0
         for size in sizes:
             x, y = make_batch(loop.case, k)
@@ -133,7 +141,9 @@ def give_a_short_batch(rank: int, folder: Path) -> None:
                 loop.pipe.step(x, y)
                 k += 1
                 continue
-            with pytest.raises(ValueError, match="^step: microbatch 0 has 2 samples, those of the first step 4"):
+            with pytest.raises(
+                ValueError, match="^step: microbatch 0 has 2 samples, those of the first step 4"
+            ):
                 loop.pipe.step(x[:4], y[:4])
         models.append(loop.close().state_dict())
     assert_same(*models)
@@ -194,8 +204,12 @@ def sample_by_replica(rank: int, folder: Path) -> None:
 def test_a_sampler_by_replica_gives_the_emulators_weights(tmp_path: Path) -> None:
     """Four ranks: two replicas of two stages."""
     model = make_model()
-    pipe = make_pipeline(model, make_sgd(model.parameters()), replicas=2, backend="emulator", backend_args={})
-    samplers = [DistributedSampler(make_samples(), num_replicas=2, rank=replica) for replica in range(2)]
+    pipe = make_pipeline(
+        model, make_sgd(model.parameters()), replicas=2, backend="emulator", backend_args={}
+    )
+    samplers = [
+        DistributedSampler(make_samples(), num_replicas=2, rank=replica) for replica in range(2)
+    ]
     loaders = [DataLoader(make_samples(), BATCH, sampler=sampler) for sampler in samplers]
     with pipe:
         for batches in zip(*loaders):
@@ -211,14 +225,18 @@ def test_a_prepared_optimizer_is_refused_by_name() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = make_model()
     prepared = accelerate.Accelerator(cpu=True).prepare(make_sgd(model.parameters()))
-    with pytest.raises(BadInput, match="^optimizer: an AcceleratedOptimizer: wraps a SGD: give that one"):
+    with pytest.raises(
+        BadInput, match="^optimizer: an AcceleratedOptimizer: wraps a SGD: give that one"
+    ):
         ipu_pipe.Pipeline(model, cross_entropy, prepared)
 
 
 def wrap_in_ddp(rank: int, folder: Path) -> None:
     model = nn.parallel.DistributedDataParallel(make_model())
     pipe = make_pipeline(model, make_sgd(model.parameters()), stages=["module.5"])
-    with pytest.raises(BadInput, match="^model: is wrapped by DistributedDataParallel: give the model itself"):
+    with pytest.raises(
+        BadInput, match="^model: is wrapped by DistributedDataParallel: give the model itself"
+    ):
         pipe.step(*make_batch(Case("pipedream"), 0))
 
 
@@ -234,7 +252,9 @@ def evaluate_without_gradients(rank: int, folder: Path) -> None:
     """Nothing in flight is lost, and the weights are those of a loop that drains outside of such a context."""
     losses: List[Any] = []
     for context in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
-        loop = Loop(Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 20})
+        loop = Loop(
+            Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 20}
+        )
         loop.run(0, 5, drains=False)
         assert loop.pipe.in_flight
         with context():  # type: ignore[operator]
@@ -258,7 +278,9 @@ def test_a_drain_under_autocast_is_refused() -> None:
     loop = Loop(Case("pipedream", 2))
     loop.run(0, 3, drains=False)
     batch = make_batch(loop.case, 50)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="^evaluate: called under autocast"):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(
+        RuntimeError, match="^evaluate: called under autocast"
+    ):
         loop.pipe.evaluate([batch])
     loop.pipe.drain()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -271,7 +293,9 @@ def test_a_loop_may_evaluate_before_its_first_step() -> None:
     x, y = make_batch(case, 0)
     model = make_model()
     with pytest.raises(RunFault, match="example"):
-        make_pipeline(model, make_sgd(model.parameters()), backend="emulator", backend_args={}).evaluate([(x, y)])
+        make_pipeline(
+            model, make_sgd(model.parameters()), backend="emulator", backend_args={}
+        ).evaluate([(x, y)])
     model = make_model()
     keys: Dict[str, Any] = {"backend": "emulator", "backend_args": {}, "example": (x[:4], y[:4])}
     pipe = make_pipeline(model, make_sgd(model.parameters()), **keys)

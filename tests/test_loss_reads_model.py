@@ -88,7 +88,9 @@ def make_small_batches() -> List[Tuple[torch.Tensor, torch.Tensor]]:
     return [(x[i : i + 2] * (1 + 0.1 * i), y[i : i + 2]) for i in range(4)]
 
 
-def verify(model: nn.Module, loss: Loss, example: Any = None, begins: Sequence[str] = ("2",)) -> None:
+def verify(
+    model: nn.Module, loss: Loss, example: Any = None, begins: Sequence[str] = ("2",)
+) -> None:
     example = example or make_batch()
     pieces = cut_model(model, begins, example[0])
     verify_losses(model, pieces, loss, example, observe_effects(model, example[0]).draws)
@@ -153,7 +155,9 @@ def make_popping(model: Any) -> Loss:
 
 
 def make_drawing(model: Any) -> Loss:
-    return lambda output, y: F.cross_entropy(F.dropout(output, 0.5), y) * (1 + random.random()) + model[0].number
+    return lambda output, y: (
+        F.cross_entropy(F.dropout(output, 0.5), y) * (1 + random.random()) + model[0].number
+    )
 
 
 READS: Dict[str, Tuple[Callable[[Any], Loss], str]] = {
@@ -300,14 +304,20 @@ def test_a_loss_gets_its_own_labels_and_fields() -> None:
         return (F.cross_entropy(output, labels, reduction="none") * weights).mean()
 
     model = make_model()
-    verify(model, LossOfOutput(loss, None, ("weights",)), (x, Labels(y, {"weights": torch.full((6,), 2.0)})))
+    verify(
+        model,
+        LossOfOutput(loss, None, ("weights",)),
+        (x, Labels(y, {"weights": torch.full((6,), 2.0)})),
+    )
 
 
 def test_which_losses_need_no_trial() -> None:
     known = [F.cross_entropy, nn.MSELoss(), LossOfOutput(F.cross_entropy, TakePart(0))]
     own = [Counting(), make_counting(None), LossOfOutput(F.cross_entropy, lambda output: output)]
     # the weights of classes may be a buffer of the model
-    assert all(map(takes_output_alone, known)) and not any(map(takes_output_alone, [*own, nn.NLLLoss(torch.ones(4))]))
+    assert all(map(takes_output_alone, known)) and not any(
+        map(takes_output_alone, [*own, nn.NLLLoss(torch.ones(4))])
+    )
 
 
 class Object:
@@ -346,7 +356,15 @@ def test_what_a_loss_keeps_is_restored() -> None:
             function(x, **{} if isinstance(function, partial) else {"y": y})
     with restore_function(module):
         module(x, y)
-    assert counted.calls == counted.seen[0] == module.calls == module.seen[0] == COUNT == COUNTS["calls"] == 0
+    assert (
+        counted.calls
+        == counted.seen[0]
+        == module.calls
+        == module.seen[0]
+        == COUNT
+        == COUNTS["calls"]
+        == 0
+    )
     assert not module.mean.any() and not COUNTS["mean"].any()
     assert torch.allclose(made(x, y) / (1 + 1 / 4), first)
 
@@ -371,7 +389,10 @@ def test_the_loss_of_a_block_reads_this_block_alone(case: str) -> None:
     make, expected = BLOCK_READS[case]
     faults = list_faults(make_blocks_job, make)
     assert len(faults) == len(expected)
-    assert all(part in fault and "a method that has no blocks" in fault for part, fault in zip(expected, faults))
+    assert all(
+        part in fault and "a method that has no blocks" in fault
+        for part, fault in zip(expected, faults)
+    )
 
 
 @pytest.mark.parametrize("method", ["local_greedy", "local_overlapping", "last_layers"])
@@ -412,7 +433,9 @@ def test_poptorch_compiles_blocks_of_which_losses_read_outputs(make: Any, poptor
     build(**Case("local_greedy", model, make(model)).make_arguments(**keys))
 
 
-@pytest.mark.parametrize("make, times", [(make_counting, 3), (draw, 3), (make_hooked("2", torch.mean), 9)])
+@pytest.mark.parametrize(
+    "make, times", [(make_counting, 3), (draw, 3), (make_hooked("2", torch.mean), 9)]
+)
 def test_a_trial_is_short(make: Any, times: int) -> None:
     """Three forwards show that a loss reads outputs alone; only another one is tried stage by stage."""
     model = make_model(partial(nn.Linear, 8, 8))
@@ -471,9 +494,14 @@ def refuse_on_a_rank(rank: int, folder: Path) -> None:
     keys = {"backend": {"name": "distributed", "deadline": 60}}
     for method in ("gpipe", "zb_h1"):
         (fault,) = list_faults(
-            ipu_pipe.train, out=folder / "run", quiet=True, **make_case(method, make).make_arguments(**keys)
+            ipu_pipe.train,
+            out=folder / "run",
+            quiet=True,
+            **make_case(method, make).make_arguments(**keys),
         )
-        assert fault.startswith("loss: reads attributes of modules (0.aux), but on processes the last stage"), fault
+        assert fault.startswith(
+            "loss: reads attributes of modules (0.aux), but on processes the last stage"
+        ), fault
     assert not (folder / "run" / "metrics.jsonl").exists()
 
 
@@ -497,7 +525,9 @@ def read_all_and_count(model: Any) -> Loss:
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
         penalty = sum(p.abs().sum() for p in model.parameters())
-        return F.cross_entropy(output, y) + (0.01 * penalty + model[0].aux + model[2].aux) / calls[0]
+        return (
+            F.cross_entropy(output, y) + (0.01 * penalty + model[0].aux + model[2].aux) / calls[0]
+        )
 
     return loss
 

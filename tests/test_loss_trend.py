@@ -24,7 +24,9 @@ def describe(losses: List[float], planned: int = 0) -> Any:
     return trend.describe()
 
 
-def draw(seed: int, count: int, deviation: float, start: float = 2.3, end: float = 2.3) -> List[float]:
+def draw(
+    seed: int, count: int, deviation: float, start: float = 2.3, end: float = 2.3
+) -> List[float]:
     generator = random.Random(seed)
     means = (start + (end - start) * i / count for i in range(count))
     return [generator.gauss(mean, deviation) for mean in means]
@@ -58,7 +60,10 @@ def test_losses_that_fall_early_or_rise_again_are_not_reported() -> None:
 def test_too_few_updates_tell_nothing() -> None:
     assert describe([2.3] * 19) is None and describe([2.3] * 20) is not None
     # stopped early: of 1,000 planned updates only two tenths
-    assert describe([2.3] * 299, planned=1000) is None and describe([2.3] * 300, planned=1000) is not None
+    assert (
+        describe([2.3] * 299, planned=1000) is None
+        and describe([2.3] * 300, planned=1000) is not None
+    )
     assert describe([math.nan] * 100) is None and describe([]) is None
 
 
@@ -83,4 +88,6 @@ def test_a_run_that_learns_nothing_says_so(tmp_path: Path, monkeypatch: Any, cap
     assert SAID not in end("optimizer.lr=1e-12", "steps=10")
     # the start of a resumed run is not known
     end("optimizer.lr=1e-12", "steps=20", "checkpoint.every=20")
-    assert SAID not in end("optimizer.lr=1e-12", "steps=60", "checkpoint.every=20", option="--resume")
+    assert SAID not in end(
+        "optimizer.lr=1e-12", "steps=60", "checkpoint.every=20", option="--resume"
+    )

@@ -1,7 +1,7 @@
 """Uneven microbatches: `loss_weight` weighs them in an update's gradient and loss, alike on the emulator and on processes.
 
-    gradient    (loss_m * (w_m R / W)).backward() for m = 0 ... N-1 on each of R replicas, then the mean over the replicas
-    loss        sum of loss_m w_m / W, from left to right in float64
+gradient    (loss_m * (w_m R / W)).backward() for m = 0 ... N-1 on each of R replicas, then the mean over the replicas
+loss        sum of loss_m w_m / W, from left to right in float64
 """
 
 from __future__ import annotations
@@ -31,7 +31,16 @@ from tests.support.runs import (
     read_numbers,
     read_weights,
 )
-from tests.test_emulator_exact import OPTIMIZERS, VARIANTS, assert_equal, batches, emulate, fresh, literal, whole
+from tests.test_emulator_exact import (
+    OPTIMIZERS,
+    VARIANTS,
+    assert_equal,
+    batches,
+    emulate,
+    fresh,
+    literal,
+    whole,
+)
 
 N, IGNORED = 4, -100
 Batch = Tuple[torch.Tensor, torch.Tensor]
@@ -80,13 +89,24 @@ def configure(method: str = "gpipe", **keys: Any) -> Any:
     return ipu_pipe.configure(method=method, **{**settings, **keys})
 
 
-def describe_run(method: str = "gpipe", counts: Sequence[int] = UNEVEN, **keys: Any) -> Dict[str, Any]:
+def describe_run(
+    method: str = "gpipe", counts: Sequence[int] = UNEVEN, **keys: Any
+) -> Dict[str, Any]:
     """Return the arguments of `ipu_pipe.train` for uneven microbatches."""
     objects = {name: keys.pop(name) for name in ("loss", "model") if name in keys}
     weight = keys.pop("weight", "tokens")
-    config = configure(method, **({"loss_weight": weight} if isinstance(weight, str) else {}), **keys)
+    config = configure(
+        method, **({"loss_weight": weight} if isinstance(weight, str) else {}), **keys
+    )
     data = ipu_pipe.from_loader(make_batches(counts), make_batches(counts[:1]))
-    arguments = {"model": make_model(), "loss": token_loss, "data": data, "optimizer": SGD, "config": config, **objects}
+    arguments = {
+        "model": make_model(),
+        "loss": token_loss,
+        "data": data,
+        "optimizer": SGD,
+        "config": config,
+        **objects,
+    }
     return arguments if isinstance(weight, str) else {**arguments, "loss_weight": weight}
 
 
@@ -164,7 +184,9 @@ def test_replicas_add_up_their_weights(replicas: int, tmp_path: Path) -> None:
     assert read_column(tmp_path, "train_loss") == losses
 
 
-@pytest.mark.parametrize("weight", [f"{__name__}:count_first_row", count_first_row], ids=["import", "function"])
+@pytest.mark.parametrize(
+    "weight", [f"{__name__}:count_first_row", count_first_row], ids=["import", "function"]
+)
 def test_a_function_of_the_labels_weighs_them(weight: Any, tmp_path: Path) -> None:
     arguments = describe_run(weight=weight)
     ipu_pipe.train(out=tmp_path, quiet=True, **arguments)
@@ -172,7 +194,11 @@ def test_a_function_of_the_labels_weighs_them(weight: Any, tmp_path: Path) -> No
     assert_same(arguments["model"].state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("method, args", VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
+@pytest.mark.parametrize(
+    "method, args",
+    VARIANTS,
+    ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
+)
 def test_every_method_weighs_as_the_literal_replay(method: str, args: Any) -> None:
     stages = fresh("mlp")
     if len(stages) % args.get("stages_per_device", 1):
@@ -204,7 +230,10 @@ def test_an_own_update_of_one_microbatch_has_its_whole_loss(method: str, tmp_pat
     """Weights change nothing but where there is none: the loss is not read."""
     full = [count or 1 for count in UNEVEN]
     how: Dict[str, Any] = {"gradient_accumulation": 1, "steps": 6, "checkpoint": None}
-    weighted, plain = describe_run(method, full, **how), describe_run(method, full, weight=lambda y: 1, **how)
+    weighted, plain = (
+        describe_run(method, full, **how),
+        describe_run(method, full, weight=lambda y: 1, **how),
+    )
     ipu_pipe.train(out=tmp_path / "weighted", quiet=True, **weighted)
     ipu_pipe.train(out=tmp_path / "plain", quiet=True, **plain)
     assert_same(weighted["model"].state_dict(), plain["model"].state_dict())
@@ -241,7 +270,14 @@ def test_a_models_own_loss_is_weighed_too(tmp_path: Path) -> None:
     own = OwnLoss()
     data = [{"inputs": x, "labels": y} for x, y in make_batches(UNEVEN)]
     config = configure(loss="model", loss_weight="tokens", stages=["body.3"])
-    ipu_pipe.train(config, tmp_path, model=own, data=ipu_pipe.from_loader(data, data[:1]), optimizer=SGD, quiet=True)
+    ipu_pipe.train(
+        config,
+        tmp_path,
+        model=own,
+        data=ipu_pipe.from_loader(data, data[:1]),
+        optimizer=SGD,
+        quiet=True,
+    )
     model, losses = train_plainly(make_batches(UNEVEN), count_tokens)
     assert_same(own.body.state_dict(), model.state_dict())
     assert read_column(tmp_path, "train_loss") == losses
@@ -254,7 +290,9 @@ def test_a_resumed_run_reads_the_same_weights(tmp_path: Path) -> None:
     assert_same_weights(tmp_path / "whole", tmp_path / "parts")
     assert read_numbers(tmp_path / "whole")[-2:] == read_numbers(tmp_path / "parts")[-2:]
     unweighted = {**describe_run(), "config": configure("pipedream", steps=6)}
-    faults = list_faults(ipu_pipe.train, out=tmp_path / "parts", quiet=True, resume=True, **unweighted)
+    faults = list_faults(
+        ipu_pipe.train, out=tmp_path / "parts", quiet=True, resume=True, **unweighted
+    )
     assert any("loss_weight: tokens -> null" in fault for fault in faults)
 
 
@@ -281,7 +319,9 @@ METHODS: Dict[str, Dict[str, Any]] = {
 @needs_processes
 def test_two_processes_weigh_as_the_emulator(tmp_path: Path) -> None:
     runs = {name: functools.partial(describe_run, name, **keys) for name, keys in METHODS.items()}
-    runs["replicas"] = functools.partial(describe_run, counts=[*UNEVEN, *UNEVEN[::-1]], replicas=2, stages=1)
+    runs["replicas"] = functools.partial(
+        describe_run, counts=[*UNEVEN, *UNEVEN[::-1]], replicas=2, stages=1
+    )
     check_two_processes(tmp_path, runs)
     for name in runs:
         assert read_numbers(tmp_path / "one" / name) == read_numbers(tmp_path / "two" / name), name
@@ -301,7 +341,12 @@ def describe_blocks() -> Dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     config = configure("local_greedy", stages=["2"], loss_weight="tokens")
-    return {"config": config, "model": model, "data": ipu_pipe.from_loader(data, data[:1]), "optimizer": SGD}
+    return {
+        "config": config,
+        "model": model,
+        "data": ipu_pipe.from_loader(data, data[:1]),
+        "optimizer": SGD,
+    }
 
 
 @needs_processes
@@ -309,7 +354,10 @@ def test_each_block_on_a_process_weighs_its_own_loss(tmp_path: Path) -> None:
     check_two_processes(tmp_path, {"blocks": describe_blocks})
     numbers = read_numbers(tmp_path / "two" / "blocks")
     assert numbers == read_numbers(tmp_path / "one" / "blocks")
-    assert [line["block_train_loss"] for line in numbers if "block_train_loss" in line][2] == [None, None]
+    assert [line["block_train_loss"] for line in numbers if "block_train_loss" in line][2] == [
+        None,
+        None,
+    ]
 
 
 @needs_processes
@@ -326,7 +374,9 @@ def test_replicas_of_a_pipeline_add_up_their_weights(tmp_path: Path) -> None:
 # ---- faults
 
 
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "many", None, True, torch.ones(2)])
+@pytest.mark.parametrize(
+    "value", [-1, float("nan"), float("inf"), "many", None, True, torch.ones(2)]
+)
 def test_a_weight_that_is_none_ends_the_run_in_one_line(value: Any, tmp_path: Path) -> None:
     """It is of the second update: the first is good."""
     later = {5: value}
@@ -344,7 +394,9 @@ def test_a_weight_that_is_none_ends_the_run_in_one_line(value: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("weight", ["token", "tests.test_loss_weight:nothing"])
 def test_an_unknown_weight_is_refused(weight: str, tmp_path: Path) -> None:
-    faults = list_faults(ipu_pipe.train, out=tmp_path / "run", quiet=True, **describe_run(weight=weight))
+    faults = list_faults(
+        ipu_pipe.train, out=tmp_path / "run", quiet=True, **describe_run(weight=weight)
+    )
     assert len(faults) == 1 and faults[0].startswith(f"loss_weight: {weight}: ")
     assert not (tmp_path / "run").exists()
 
@@ -366,9 +418,15 @@ def test_tokens_are_the_labels_that_the_loss_does_not_ignore() -> None:
 
 def test_a_rule_that_goes_by_a_microbatchs_own_gradient_is_refused(tmp_path: Path) -> None:
     how: Dict[str, Any] = {"method_args": {"delay_compensation": {"scale": 0.5}}}
-    faults = list_faults(ipu_pipe.train, out=tmp_path, quiet=True, **describe_run("pipedream", **how))
-    assert len(faults) == 1 and faults[0].startswith("method_args.delay_compensation: cannot be combined with loss_weight")
-    ipu_pipe.train(out=tmp_path, quiet=True, **describe_run("pipedream", gradient_accumulation=1, **how))
+    faults = list_faults(
+        ipu_pipe.train, out=tmp_path, quiet=True, **describe_run("pipedream", **how)
+    )
+    assert len(faults) == 1 and faults[0].startswith(
+        "method_args.delay_compensation: cannot be combined with loss_weight"
+    )
+    ipu_pipe.train(
+        out=tmp_path, quiet=True, **describe_run("pipedream", gradient_accumulation=1, **how)
+    )
 
 
 def test_metrics_are_json_where_an_update_has_no_loss(tmp_path: Path) -> None:

@@ -40,7 +40,10 @@ def test_constant_is_the_base_rate() -> None:
 @pytest.mark.parametrize(
     "keys, make",
     [  # milestones in epochs of 10 updates; the others fall to 0
-        ({"name": "step", "milestones": [2, 3.5], "gamma": 0.5}, lambda o: lr_scheduler.MultiStepLR(o, [20, 35], 0.5)),
+        (
+            {"name": "step", "milestones": [2, 3.5], "gamma": 0.5},
+            lambda o: lr_scheduler.MultiStepLR(o, [20, 35], 0.5),
+        ),
         ({"name": "cosine"}, lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=40)),
         ({"name": "linear"}, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, total_iters=40)),
     ],
@@ -54,7 +57,9 @@ def test_warm_up_rises_linearly_to_the_full_rate_and_the_rest_follows(name: str)
     w, updates = 8, 48
 
     def warm(optimizer: torch.optim.Optimizer) -> Any:
-        return lr_scheduler.LinearLR(optimizer, start_factor=1 / w, end_factor=1.0, total_iters=w - 1)
+        return lr_scheduler.LinearLR(
+            optimizer, start_factor=1 / w, end_factor=1.0, total_iters=w - 1
+        )
 
     rates = by_us(updates, name=name, warmup_steps=w)
     assert rates[:w] == pytest.approx(by_torch(warm, w), rel=1e-9)
@@ -66,8 +71,15 @@ def test_warm_up_does_not_shift_the_milestones() -> None:
     assert rates[4:20] == [BASE] * 16 and rates[20:] == pytest.approx([BASE * 0.1] * 20)
 
 
-@given(st.sampled_from(["constant", "cosine", "linear", "step"]), st.integers(0, 30), st.integers(1, 30), st.integers(0, 60))
-def test_no_rate_is_negative_or_above_the_base(name: str, warmup: int, updates: int, k: int) -> None:
+@given(
+    st.sampled_from(["constant", "cosine", "linear", "step"]),
+    st.integers(0, 30),
+    st.integers(1, 30),
+    st.integers(0, 60),
+)
+def test_no_rate_is_negative_or_above_the_base(
+    name: str, warmup: int, updates: int, k: int
+) -> None:
     milestones: List[float] = [1] if name == "step" else []
     settings = LrSchedule(name=name, warmup_steps=warmup, milestones=milestones)  # type: ignore[arg-type]
     assert 0 <= compute_rate(settings, BASE, k, updates, 4) <= BASE

@@ -29,21 +29,35 @@ def test_a_long_message_takes_its_latency_and_its_bytes() -> None:
 
 
 def test_what_two_processes_found_makes_a_description() -> None:
-    pair = [{"rates": {"float32": [1e9, 4e9]}, "copied": 2e9}, {"rates": {"float32": [3e9, 6e9]}, "copied": 4e9}]
+    pair = [
+        {"rates": {"float32": [1e9, 4e9]}, "copied": 2e9},
+        {"rates": {"float32": [3e9, 6e9]}, "copied": 4e9},
+    ]
     result = {**measuring.average(pair), "memory": 8e9, "latency": 1e-5, "bandwidth": 1e8}
     hardware = read_hardware({"name": "this", **measuring.describe(result, 4, 2, "cpu")})
-    assert (hardware.devices, hardware.most_devices, hardware.device.memory_bytes.value) == (4, None, 2e9)
+    assert (hardware.devices, hardware.most_devices, hardware.device.memory_bytes.value) == (
+        4,
+        None,
+        2e9,
+    )
     assert hardware.device.memory_bandwidth.value == 3e9 and hardware.find_rate("float32") == 2e9
     assert compute_message_seconds(hardware.links[0], 1e6) == pytest.approx(1e-5 + 0.01)
-    assert [key for key, figure in hardware.list_figures() if not figure.confirmed] == ["device.usable_share"]
+    assert [key for key, figure in hardware.list_figures() if not figure.confirmed] == [
+        "device.usable_share"
+    ]
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_description_that_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_description_that_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "mine.yaml"
     main(["--out", str(out), "--seconds", "0.001"])
     result = read_hardware(str(out))
-    assert set(result.device.rates) == {"float32", "float64", "bfloat16"} and result.find_rate("bfloat16") > 0
+    assert (
+        set(result.device.rates) == {"float32", "float64", "bfloat16"}
+        and result.find_rate("bfloat16") > 0
+    )
     assert result.links[0].name == "gloo" and result.device.memory_bytes.value > 1e8
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == f"written: {out}" and len(printed) == 1 + len(result.list_figures())
@@ -51,17 +65,30 @@ def test_the_command_writes_a_description_that_reads(tmp_path: Path, capsys: pyt
 
 def test_plans_for_this_machine_time_the_models_parts() -> None:
     """They counted FLOPs: 24 times the throughput of a small model on a laptop."""
-    figures = {"rates": {"float32": [1e9, 4e9]}, "copied": 2e9, "memory": 8e9, "latency": 1e-5, "bandwidth": 1e8}
+    figures = {
+        "rates": {"float32": [1e9, 4e9]},
+        "copied": 2e9,
+        "memory": 8e9,
+        "latency": 1e-5,
+        "bandwidth": 1e8,
+    }
     machine = measuring.describe(figures, 2, 1, "cpu")
     config, threads = load_config(ROOT / "configs" / "mlp_digits.yaml"), torch.get_num_threads()
 
     def is_timed(**others: Any) -> bool:
-        hardware = {**machine, "measured_on": {**machine["measured_on"], **others.pop("measured_on", {})}}
-        problem = make_planning_problem(config.model_copy(update={"hardware": hardware}), **others).problem
+        hardware = {
+            **machine,
+            "measured_on": {**machine["measured_on"], **others.pop("measured_on", {})},
+        }
+        problem = make_planning_problem(
+            config.model_copy(update={"hardware": hardware}), **others
+        ).problem
         return all(unit.measured for unit in problem.units)
 
     assert is_timed() and not is_timed(measure=False)
-    assert not is_timed(measured_on={"name": "another"}) and not is_timed(measured_on={"device": "cuda"})
+    assert not is_timed(measured_on={"name": "another"}) and not is_timed(
+        measured_on={"device": "cuda"}
+    )
     assert torch.get_num_threads() == threads
 
 

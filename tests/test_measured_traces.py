@@ -17,7 +17,15 @@ import torch
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.processes.trace import StreamClock, TraceRecorder
 from ipu_pipe.errors import end_process
-from ipu_pipe.trace.events import KINDS, MEMORY, PAYLOADS, Events, Trace, concatenate_events, find_updates
+from ipu_pipe.trace.events import (
+    KINDS,
+    MEMORY,
+    PAYLOADS,
+    Events,
+    Trace,
+    concatenate_events,
+    find_updates,
+)
 from ipu_pipe.trace.store import read_store
 from tests import forked, sleeping_model
 from tests.sleeping_model import BATCH, CLASSES, WIDTH
@@ -37,7 +45,9 @@ def start(folder: Path, **keys: Any) -> Started:
         free_socket.bind(("localhost", 0))
         port = free_socket.getsockname()[1]
     context = forked.context()
-    ranks = [context.Process(target=_train, args=(rank, str(folder), port, keys)) for rank in range(2)]
+    ranks = [
+        context.Process(target=_train, args=(rank, str(folder), port, keys)) for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     return Started(ranks, folder)
@@ -50,7 +60,9 @@ def finish(started: Started) -> None:
 
 
 def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port)
+    )
     torch.set_num_threads(1)
     from ipu_pipe.config.load import configure
     from ipu_pipe.run import loop, train
@@ -70,7 +82,11 @@ def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
 
     loop.TrainingLoop._write_end = seen  # type: ignore[method-assign]
     train.train(
-        config, Path(folder) / "run", model=sleeping_model.model(), data=sleeping_model.data(), resume=resume,
+        config,
+        Path(folder) / "run",
+        model=sleeping_model.model(),
+        data=sleeping_model.data(),
+        resume=resume,
         quiet=True,
     )
     (Path(folder) / f"slept-{rank}.json").write_text(json.dumps(sleeping_model.passes))
@@ -100,13 +116,20 @@ def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
     events = of_rank(slept, 0).events
     updates = events.select(events.is_kind("update"))
     begin, end = int(updates.end[0]), int(updates.end[-1])
-    intervals = [(a, b) for stage, a, b in json.loads((slept / "slept-0.json").read_text()) if stage == 0]
+    intervals = [
+        (a, b) for stage, a, b in json.loads((slept / "slept-0.json").read_text()) if stage == 0
+    ]
     truth = during(intervals, begin, end) / (end - begin)
     assert 0.05 < truth < 0.3
     work = events.select(events.is_kind("forward", "backward"))
-    assert abs(during(zip(work.start.tolist(), work.end.tolist()), begin, end) / (end - begin) - truth) < 0.03
+    assert (
+        abs(during(zip(work.start.tolist(), work.end.tolist()), begin, end) / (end - begin) - truth)
+        < 0.03
+    )
     busy, wait, communication, span = times[0]
-    own_updates = int((updates.end - updates.start)[1:].sum()) / span  # which no timer in the model sees
+    own_updates = (
+        int((updates.end - updates.start)[1:].sum()) / span
+    )  # which no timer in the model sees
     assert abs(busy / span - own_updates - truth) < 0.03
     assert wait / span > 0.6 and all(sum(device[:3]) <= device[3] for device in times)
     assert times[1][0] / times[1][3] > 0.7  # the bottleneck
@@ -137,7 +160,10 @@ def test_communication_is_the_size_of_what_crosses_to_the_byte(slept: Path) -> N
         # what is sent is there after it was sent, by one clock
         assert (came.end - sent.start > -1_000_000).all()
     links = read_summary(slept / "run")["links"]
-    assert [(link["src"], link["dst"], link["bytes_per_microbatch"]) for link in links] == [(0, 1, size), (1, 0, size)]
+    assert [(link["src"], link["dst"], link["bytes_per_microbatch"]) for link in links] == [
+        (0, 1, size),
+        (1, 0, size),
+    ]
 
 
 @needs_processes
@@ -148,7 +174,10 @@ def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
     for peak, weights in zip(peaks, (first, last)):
         assert peak["weights"] == peak["gradients"] == peak["optimizer"] == weights
         assert peak["total"] <= sum(peak[name] for name in MEMORY)
-    assert [peak["versions"] for peak in peaks] == [first, 0]  # the copy that the first stage's backward reads
+    assert [peak["versions"] for peak in peaks] == [
+        first,
+        0,
+    ]  # the copy that the first stage's backward reads
     # two microbatches in flight: inputs, and what is sent on; on the last stage inputs, labels, the log of the softmax, the loss
     # and the sum of the labels' weights
     assert peaks[0]["activations"] == 2 * (across + across)
@@ -163,8 +192,15 @@ def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
 @needs_processes
 def test_the_metadata_tell_the_run_and_its_units(slept: Path) -> None:
     metadata = of_rank(slept, 1).metadata
-    assert metadata["schema"] == 1 and metadata["method"] == "pipedream" and metadata["device_of_stage"] == [0, 1]
-    assert metadata["window"] == {"begin": 0, "end": 512, "every": 1} and metadata["step_samples"] == BATCH
+    assert (
+        metadata["schema"] == 1
+        and metadata["method"] == "pipedream"
+        and metadata["device_of_stage"] == [0, 1]
+    )
+    assert (
+        metadata["window"] == {"begin": 0, "end": 512, "every": 1}
+        and metadata["step_samples"] == BATCH
+    )
     units = {unit["name"]: unit for unit in metadata["units"]}
     assert list(units) == ["one", "two"] and [unit["stage"] for unit in metadata["units"]] == [0, 1]
     assert units["one"]["forward_flops"] == 2 * BATCH * WIDTH * WIDTH
@@ -189,8 +225,13 @@ def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path
         rank.join()
     left = [read_store(path) for path in traces]
     # clipping by norms of others divides an update into parts
-    done = [sorted(set(trace.events.microbatch[trace.events.is_kind("update")].tolist())) for trace in left]
-    assert all(updates == list(range(2, len(updates) + 2)) and len(updates) > 40 for updates in done)
+    done = [
+        sorted(set(trace.events.microbatch[trace.events.is_kind("update")].tolist()))
+        for trace in left
+    ]
+    assert all(
+        updates == list(range(2, len(updates) + 2)) and len(updates) > 40 for updates in done
+    )
     steps = sorted(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     newest_step = steps[-1]
     finish(start(tmp_path, steps=90, resume=True, **keys))
@@ -293,7 +334,9 @@ def test_on_a_gpu_events_take_the_time_that_they_take_there() -> None:
     recorder.count("weights (bytes)", 5, recorder.mark())
     recorder.end_step()
     recorder.flush()
-    assert stream.host == 51 and len(recorder._pending) == 3  # a backward that goes on is not waited for
+    assert (
+        stream.host == 51 and len(recorder._pending) == 3
+    )  # a backward that goes on is not waited for
     events = recorder.read_events()
     assert [(KINDS[k], e) for k, e in zip(events.kind, (events.end - events.start) // 10**6)] == [
         ("forward", 30), ("wait", 21), ("backward", 60)
@@ -324,5 +367,7 @@ def test_updates_of_events() -> None:
     ]  # fmt: skip
     from ipu_pipe.trace.events import Event
 
-    events = Events.from_rows(Event(0, 0, kind, m, 0, 1, version, None, -1, what) for kind, m, version, what in rows)
+    events = Events.from_rows(
+        Event(0, 0, kind, m, 0, 1, version, None, -1, what) for kind, m, version, what in rows
+    )
     assert find_updates(concatenate_events([events]), 4).tolist() == [1, 1, 1, 1, 1, 1, -1, 1]

@@ -25,7 +25,12 @@ from tests.staged_models import whole
 from tests.support.runs import ROOT, list_faults
 from tools.experiments import measures
 from tools.experiments.experiment import Request
-from tools.experiments.measures import MeasureOptions, compute_angle, compute_block_angles, observe_draws
+from tools.experiments.measures import (
+    MeasureOptions,
+    compute_angle,
+    compute_block_angles,
+    observe_draws,
+)
 from tools.experiments.training_grids import load_experiment
 
 cross_entropy = nn.functional.cross_entropy
@@ -57,7 +62,10 @@ def layers(structure: Structure) -> List[nn.Module]:
         nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Tanh()),
         nn.Sequential(nn.Linear(10, 9), nn.Dropout(0.3), nn.Tanh()),
         nn.Sequential(
-            nn.Linear(9, 8), nn.Identity() if structure.overlap else Drift(), nn.BatchNorm1d(8), nn.ReLU(inplace=True)
+            nn.Linear(9, 8),
+            nn.Identity() if structure.overlap else Drift(),
+            nn.BatchNorm1d(8),
+            nn.ReLU(inplace=True),
         ),
         nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 4)),
     ]
@@ -94,7 +102,10 @@ def test_one_block_has_no_angle_to_the_whole_model() -> None:
 
 def plain() -> List[nn.Module]:
     torch.manual_seed(3)
-    return [nn.Sequential(nn.Linear(a, b), nn.Tanh()).double() for a, b in ((12, 10), (10, 9), (9, 8), (8, 4))]
+    return [
+        nn.Sequential(nn.Linear(a, b), nn.Tanh()).double()
+        for a, b in ((12, 10), (10, 9), (9, 8), (8, 4))
+    ]
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -118,7 +129,10 @@ def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
     loss = cross_entropy(nn.Sequential(*stages)(x), y)
     for i, result in enumerate(measure_angles(model, x, y)):
         true = torch.cat(
-            [g.flatten() for g in torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)]
+            [
+                g.flatten()
+                for g in torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)
+            ]
         )
         mean = torch.stack(local[i]).mean(0)
         cosine = float(mean @ true / mean.norm() / true.norm())
@@ -143,7 +157,9 @@ def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
     first = measure_angles(model, x, y)
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
     for p, gradient, value in zip(model.parameters(), gradients, values):
-        assert p.grad is gradient and (gradient is None or (value is not None and torch.equal(gradient, value)))
+        assert p.grad is gradient and (
+            gradient is None or (value is not None and torch.equal(gradient, value))
+        )
     assert modes == [module.training for module in [*model.modules(), blocks.model]]
     assert torch.equal(random, torch.get_rng_state()) and torch.equal(x, x_before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -160,14 +176,21 @@ def test_angles_are_judged_by_the_second_half_of_the_updates() -> None:
         curve = [[0, 170.0, 170.0, 170.0, 0.0], *([update, *later, 0.0] for update in (50, 100))]
         return {"label": "greedy", "seed": seed, "step": 100, "curve": curve}
 
-    descent, growth = measures.judge_angles([run(seed, 60.0 + seed, 50.0, 40.0) for seed in range(3)])
+    descent, growth = measures.judge_angles(
+        [run(seed, 60.0 + seed, 50.0, 40.0) for seed in range(3)]
+    )
     assert (descent.verdict, descent.difference) == ("shown", pytest.approx(29))
     assert (growth.verdict, growth.difference) == ("shown", pytest.approx(10.5))
     verdicts = measures.judge_angles([run(seed, 91.0, 95.0, 99.0) for seed in range(3)])
     assert [verdict.verdict for verdict in verdicts] == ["contradicted", "contradicted"]
-    assert [verdict.verdict for verdict in measures.judge_angles([run(0, None, 50.0, 40.0)])] == ["cannot be told"] * 2
+    assert [verdict.verdict for verdict in measures.judge_angles([run(0, None, 50.0, 40.0)])] == [
+        "cannot be told"
+    ] * 2
     runs = [run(seed, 120.0) for seed in range(3)]
-    assert [verdict.verdict for verdict in measures.judge_angles(runs)] == ["contradicted", "cannot be told"]
+    assert [verdict.verdict for verdict in measures.judge_angles(runs)] == [
+        "contradicted",
+        "cannot be told",
+    ]
 
 
 def test_angles_of_vectors() -> None:
@@ -178,11 +201,20 @@ def test_angles_of_vectors() -> None:
     assert degrees([1.0, 0.0], [-5.0, 0.0]) == 180
     assert degrees([1.0, 0.0], [1.0, 3**0.5]) == pytest.approx(60)
     assert degrees([1.0, 0.0], [1.0, 1e-9]) == pytest.approx(np.degrees(1e-9))  # whose cosine is 1
-    assert degrees([0.0, 0.0], [1.0, 0.0]) is None and degrees([float("nan"), 0.0], [1.0, 0.0]) is None
+    assert (
+        degrees([0.0, 0.0], [1.0, 0.0]) is None and degrees([float("nan"), 0.0], [1.0, 0.0]) is None
+    )
 
 
 def digits(*changes: str) -> Config:
-    short = ["steps=6", "stages=4", "backend.threads=1", "micro_batch_size=8", "data.subset=200", "data.test_subset=100"]
+    short = [
+        "steps=6",
+        "stages=4",
+        "backend.threads=1",
+        "micro_batch_size=8",
+        "data.subset=200",
+        "data.test_subset=100",
+    ]
     return load_config(ROOT / "configs" / "mlp_digits.yaml", [*short, *changes])
 
 
@@ -190,9 +222,12 @@ def digits(*changes: str) -> Config:
 def test_training_is_the_same_with_and_without_the_probe(method: str, tmp_path: Path) -> None:
     options = [MeasureOptions(name="angles", every=every, samples=32) for every in (1, 4)]
     often, seldom = (
-        measures.measure_angles(digits(f"method={method}"), tmp_path, one, False)["curve"] for one in options
+        measures.measure_angles(digits(f"method={method}"), tmp_path, one, False)["curve"]
+        for one in options
     )
-    assert [point[0] for point in often] == [0, 1, 2, 3, 4, 5, 6] and [point[0] for point in seldom] == [0, 4, 6]
+    assert [point[0] for point in often] == [0, 1, 2, 3, 4, 5, 6] and [
+        point[0] for point in seldom
+    ] == [0, 4, 6]
     assert all(point in often for point in seldom)
     assert len(often[0]) == 5 and all(point[-1] == 0 for point in often)
 
@@ -200,9 +235,18 @@ def test_training_is_the_same_with_and_without_the_probe(method: str, tmp_path: 
 # ---- the fit of training samples, and filters
 
 
-def test_training_samples_are_evaluated_without_augmentation_by_the_final_output(tmp_path: Path) -> None:
+def test_training_samples_are_evaluated_without_augmentation_by_the_final_output(
+    tmp_path: Path,
+) -> None:
     """The curve has means over updates; the final weights are those of the same run without a measure."""
-    changes = ("data.augment=true", "data.subset=32", "steps=40", "optimizer.lr=0.1", "method=local_greedy", "checkpoint.keep=1")
+    changes = (
+        "data.augment=true",
+        "data.subset=32",
+        "steps=40",
+        "optimizer.lr=0.1",
+        "method=local_greedy",
+        "checkpoint.keep=1",
+    )
     options = [MeasureOptions(name="fit", every=every) for every in (1, 20)]
     fine, coarse = (measures.measure_fit(digits(*changes), tmp_path, one, False) for one in options)
     losses = [loss for _, loss, _ in fine["curve"]]
@@ -219,7 +263,10 @@ def test_training_samples_are_evaluated_without_augmentation_by_the_final_output
 
 
 def test_filters_are_the_first_layers_each_between_its_own_extremes(tmp_path: Path) -> None:
-    filters = np.random.default_rng(0).normal(size=(5, 3, 2, 4)) * np.array([1, 1e3, 1, 1e-3, 1])[:, None, None, None]
+    filters = (
+        np.random.default_rng(0).normal(size=(5, 3, 2, 4))
+        * np.array([1, 1e3, 1, 1e-3, 1])[:, None, None, None]
+    )
     filters[2] = 7.0
     image = measures.make_filters_image(filters)
     assert image.shape == (2 * 3 + 1, 3 * 5 + 1, 3)
@@ -258,8 +305,14 @@ rows: {greedy: {}, last: {method: last_layers, method_args: {layers: 2}}}
 def test_each_measure_writes_its_results(measure: str, pictures: List[str], tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
     file.write_text(f"{EXPERIMENT}measure: {measure}\n")
-    outcome = load_experiment(file).run(Request(tmp_path / "runs", seeds=[0], jobs=2, say=lambda text: None))
-    assert [path.name for path in outcome.write(tmp_path)] == ["results.json", "table.md", *pictures]
+    outcome = load_experiment(file).run(
+        Request(tmp_path / "runs", seeds=[0], jobs=2, say=lambda text: None)
+    )
+    assert [path.name for path in outcome.write(tmp_path)] == [
+        "results.json",
+        "table.md",
+        *pictures,
+    ]
     assert [curve["label"] for curve in outcome.findings.curves] == ["greedy", "last"]
     assert all(row["final"] is not None and row["step"] == 4 for row in outcome.results["rows"])
 
@@ -268,12 +321,19 @@ def test_each_measure_writes_its_results(measure: str, pictures: List[str], tmp_
 def test_a_window_of_microbatches_counts_those_of_every_replica(tmp_path: Path) -> None:
     """LocalSGD's windows were of its updates, longer than the run, and its rows were called diverged."""
     file = tmp_path / "one.yaml"
-    changed = EXPERIMENT.replace("rows: {", "rows: {sgd: {method: local_sgd, method_args: {replicas: 2}}, ")
+    changed = EXPERIMENT.replace(
+        "rows: {", "rows: {sgd: {method: local_sgd, method_args: {replicas: 2}}, "
+    )
     for window, points in ((4, 2), (1000, 1)):
         file.write_text(f"{changed}measure: {{name: training_loss, window: {window}}}\n")
-        request = Request(tmp_path / f"runs{window}", seeds=[0], rows=["sgd"], say=lambda text: None)
+        request = Request(
+            tmp_path / f"runs{window}", seeds=[0], rows=["sgd"], say=lambda text: None
+        )
         findings = load_experiment(file).run(request).findings
-        assert len(findings.curves[0]["curve"]) == points and findings.results["rows"][0]["final"] is not None
+        assert (
+            len(findings.curves[0]["curve"]) == points
+            and findings.results["rows"][0]["final"] is not None
+        )
 
 
 @pytest.mark.parametrize("measure, fault", [
@@ -300,17 +360,26 @@ def data_of(**options: Any) -> TensorData:
 
 def test_random_labels_are_drawn_by_the_seed_alone() -> None:
     plain_data, drawn, again = data_of(), data_of(random_labels=True), data_of(random_labels=True)
-    assert torch.equal(plain_data.train[0], drawn.train[0]) and torch.equal(plain_data.test[0], drawn.test[0])
+    assert torch.equal(plain_data.train[0], drawn.train[0]) and torch.equal(
+        plain_data.test[0], drawn.test[0]
+    )
     for part in ("train", "test"):
         real, labels = getattr(plain_data, part)[1], getattr(drawn, part)[1]
-        assert torch.equal(labels, getattr(again, part)[1]) and labels.dtype == real.dtype == torch.int64
+        assert (
+            torch.equal(labels, getattr(again, part)[1])
+            and labels.dtype == real.dtype == torch.int64
+        )
         assert sorted(set(labels.tolist())) == list(range(10))
-        assert 0.05 < float((labels == real).float().mean()) < 0.15  # chance: of 1437 and 360, 0.1 +- 0.008 and 0.016
+        assert (
+            0.05 < float((labels == real).float().mean()) < 0.15
+        )  # chance: of 1437 and 360, 0.1 +- 0.008 and 0.016
     other = data_of(random_labels=True, seed=1)
     assert 0.05 < float((other.train[1] == drawn.train[1]).float().mean()) < 0.15
     assert 0.05 < float((drawn.train[1][:360] == drawn.test[1]).float().mean()) < 0.15
     few = data_of(random_labels=True, subset=50, test_subset=20)
-    assert torch.equal(few.train[1], drawn.train[1][:50]) and torch.equal(few.test[1], drawn.test[1][:20])
+    assert torch.equal(few.train[1], drawn.train[1][:50]) and torch.equal(
+        few.test[1], drawn.test[1][:20]
+    )
     assert torch.equal(data_of(random_labels=False).train[1], plain_data.train[1])
     # neither images nor labels matter
     x, y = plain_data.train
@@ -322,5 +391,7 @@ def test_random_labels_are_drawn_by_the_seed_alone() -> None:
     ("synthetic", True, "data.random_labels: True: "),
     ("shakespeare", True, "data.random_labels: True: unknown key for shakespeare"),
 ])  # fmt: skip
-def test_random_labels_are_refused_where_they_have_no_meaning(name: str, value: Any, message: str) -> None:
+def test_random_labels_are_refused_where_they_have_no_meaning(
+    name: str, value: Any, message: str
+) -> None:
     assert message in str(list_faults(load_data, name, random_labels=value))

@@ -79,7 +79,9 @@ VALUES: Dict[str, Dict[str, Sequence[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in VALUES.items() for value in values])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in VALUES.items() for value in values]
+)
 def test_a_value_names_the_nearest_or_the_right_key(key: str, value: str) -> None:
     (fault,) = list_faults(load_config, DIGITS, [f"{key}={value}"])
     assert fault.startswith(f"--set {key}={value}: {key}")
@@ -88,7 +90,9 @@ def test_a_value_names_the_nearest_or_the_right_key(key: str, value: str) -> Non
 
 def test_keywords_of_python_are_checked_alike() -> None:
     (fault,) = list_faults(lambda: configure(backend={"name": "cuda"}))
-    assert fault.startswith("configure: backend.name: cuda: ") and read_suggestion(fault) == ["backend.device=cuda"]
+    assert fault.startswith("configure: backend.name: cuda: ") and read_suggestion(fault) == [
+        "backend.device=cuda"
+    ]
     (fault,) = list_faults(lambda: configure(metod="gpipe"))
     assert read_suggestion(fault) == ["method"]
 
@@ -155,10 +159,16 @@ LINES = {
     f"train --config {DIGITS}": ("", ["CONFIG without --config"]),
     f"train {DIGITS} --zzzzzz": ("", []),
     f"train {DIGITS} --against 1f1b": ("--against: 1f1b: ", ["pipedream_flush", "pipedream"]),
-    f"collect {DIGITS} --out x --methods gpipe,1F1B": ("--methods: 1F1B: ", ["pipedream_flush", "pipedream"]),
+    f"collect {DIGITS} --out x --methods gpipe,1F1B": (
+        "--methods: 1F1B: ",
+        ["pipedream_flush", "pipedream"],
+    ),
     f"plan {DIGITS} --hardware POD16": ("--hardware: POD16: ", ["pod16"]),
     f"plan {DIGITS} --hardware pod16 --methods GPipe": ("--methods: GPipe: ", ["gpipe"]),
-    f"plan {DIGITS} --hardware pod16 --precision fp16": ("--precision: fp16: ", ["float16", "bfloat16_mixed"]),
+    f"plan {DIGITS} --hardware pod16 --precision fp16": (
+        "--precision: fp16: ",
+        ["float16", "bfloat16_mixed"],
+    ),
     f"stability {DIGITS} optimizer.lr=1": ("", ["--set optimizer.lr=1"]),
     "stability mlp_digit": ("mlp_digit: ", ["mlp_digits"]),
     "schedule GPipe --stages 2 --microbatches 2": ("method: GPipe: ", ["gpipe"]),
@@ -177,7 +187,9 @@ def test_a_command_line_names_the_right_spelling(
     done = run_line(line, monkeypatch, capsys)
     place, meant = LINES[line]
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith(f"error: {place}") and read_suggestion(done.stderr.strip()) == meant
+    assert (
+        done.stderr.startswith(f"error: {place}") and read_suggestion(done.stderr.strip()) == meant
+    )
 
 
 @pytest.mark.parametrize("written, meant", [
@@ -222,15 +234,22 @@ def write_base(folder: Path, text: str = BASE) -> str:
     return str(folder / "base.yaml")
 
 
-@pytest.mark.parametrize("override", ["optimizer.name=adamw", "optimizer={name: adamw}", "optimizer.name=torch.optim.RMSprop"])
-def test_inherited_settings_of_another_optimizer_are_left_out_with_one_warning(override: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer.name=adamw", "optimizer={name: adamw}", "optimizer.name=torch.optim.RMSprop"],
+)
+def test_inherited_settings_of_another_optimizer_are_left_out_with_one_warning(
+    override: str, tmp_path: Path
+) -> None:
     """The momentum of a shipped file was a fault of the user who chose adamw."""
     path = write_base(tmp_path)
     with pytest.warns(UserWarning) as warned:
         config = load_config(path, [override])
     assert config.optimizer.settings() == {"lr": 0.1, "weight_decay": 0.01}
     assert len(warned) == 1
-    assert all(f"{path}: optimizer.{key}: " in str(warned[0].message) for key in ("momentum", "nesterov"))
+    assert all(
+        f"{path}: optimizer.{key}: " in str(warned[0].message) for key in ("momentum", "nesterov")
+    )
 
 
 def test_an_extending_file_and_a_schedule_of_rates_leave_out_alike(tmp_path: Path) -> None:
@@ -239,7 +258,11 @@ def test_an_extending_file_and_a_schedule_of_rates_leave_out_alike(tmp_path: Pat
     with pytest.warns(UserWarning) as warned:
         config = load_config(tmp_path / "run.yaml", ["lr_schedule.name=cosine"])
     assert config.optimizer.settings() == {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-6}
-    assert (config.lr_schedule.milestones, config.lr_schedule.warmup_steps, config.lr_schedule.gamma) == ([], 3, 0.5)
+    assert (
+        config.lr_schedule.milestones,
+        config.lr_schedule.warmup_steps,
+        config.lr_schedule.gamma,
+    ) == ([], 3, 0.5)
     assert len(warned) == 2 and "lr_schedule.milestones: " in str(warned[1].message)
 
 
@@ -250,7 +273,9 @@ def test_an_extending_file_and_a_schedule_of_rates_leave_out_alike(tmp_path: Pat
     (["optimizer.betas=[0.9, 0.9]"], "betas"),
     (["optimizer={lr: 0.2, betas: [0.9, 0.9]}"], "betas"),
 ])  # fmt: skip
-def test_settings_beside_the_new_name_are_still_faults(overrides: List[str], key: str, tmp_path: Path) -> None:
+def test_settings_beside_the_new_name_are_still_faults(
+    overrides: List[str], key: str, tmp_path: Path
+) -> None:
     path = write_base(tmp_path, BASE.replace("nesterov: true, ", ""))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -260,7 +285,11 @@ def test_settings_beside_the_new_name_are_still_faults(overrides: List[str], key
 
 @pytest.mark.parametrize("name", ["name: sgd, ", ""])
 def test_a_file_whose_own_settings_do_not_fit_is_a_fault(name: str, tmp_path: Path) -> None:
-    text = BASE.replace("momentum: 0.9", "betas: [0.9, 0.9]").replace("nesterov: true, ", "").replace("name: sgd, ", name)
+    text = (
+        BASE.replace("momentum: 0.9", "betas: [0.9, 0.9]")
+        .replace("nesterov: true, ", "")
+        .replace("name: sgd, ", name)
+    )
     path = write_base(tmp_path, text)
     for overrides in ([], ["optimizer.lr=0.2"], ["optimizer={lr: 0.2}"]):
         (fault,) = list_faults(load_config, path, overrides)

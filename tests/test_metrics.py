@@ -20,7 +20,9 @@ from tests.support.runs import read_metrics
 from tests.test_callbacks import go
 
 
-def measured(chosen: Any, loss: Any, output: torch.Tensor, y: torch.Tensor, sizes: List[int]) -> Any:
+def measured(
+    chosen: Any, loss: Any, output: torch.Tensor, y: torch.Tensor, sizes: List[int]
+) -> Any:
     metrics = make_metrics(chosen)
     tally = Tally(loss, metrics)
     for o, labels in zip(output.split(sizes), y.split(sizes)):
@@ -47,7 +49,9 @@ def test_batches_of_any_size_add_up() -> None:
     best = classes.topk(5, dim=1).indices
     right = sum(int(labels[i]) in best[i].tolist() for i in range(12) if i != 2)
     for sizes in ([12], [7, 5]):
-        result = measured(["accuracy", "top5", "top1"], nn.functional.cross_entropy, classes, labels, sizes)
+        result = measured(
+            ["accuracy", "top5", "top1"], nn.functional.cross_entropy, classes, labels, sizes
+        )
         assert result.metrics["top5"] == right / 11
         assert result.metrics["top1"] == result.accuracy
 
@@ -56,7 +60,9 @@ def test_ones_own_function_is_averaged_by_samples_and_an_object_keeps_its_sums()
     output, y = torch.randn(10, 4), torch.zeros(10, dtype=torch.int64)
     result = measured([confidence, Spread()], nn.functional.cross_entropy, output, y, [7, 3])
     average = (7 * float(confidence(output[:7], y)) + 3 * float(confidence(output[7:], y))) / 10
-    assert result.metrics == pytest.approx({"confidence": average, "Spread": float(output.max() - output.min())})
+    assert result.metrics == pytest.approx(
+        {"confidence": average, "Spread": float(output.max() - output.min())}
+    )
     named = measured({"how_sure": confidence}, nn.functional.cross_entropy, output, y, [10])
     assert list(named.metrics) == ["how_sure"]
 
@@ -71,12 +77,16 @@ def test_a_regression_says_its_own_metrics_and_no_accuracy(tmp_path: Path, capsy
         steps=8, micro_batch_size=16, stages=["2"], metrics=["r2", "mae"], log={"tensorboard": False},
         optimizer={"lr": 0.1},
     )  # fmt: skip
-    report = ipu_pipe.train(config, tmp_path / "run", model=model, data=data, loss=nn.functional.mse_loss)
+    report = ipu_pipe.train(
+        config, tmp_path / "run", model=model, data=data, loss=nn.functional.mse_loss
+    )
     printed = capsys.readouterr()
     assert "accuracy" not in printed.out + printed.err
     assert "test r2 " in printed.out and "test mae " in printed.out and "test loss " in printed.out
     last = read_metrics(tmp_path / "run")[-1]
-    assert report["final"]["test_r2"] == last["test_r2"] and report["final"]["test_accuracy"] is None
+    assert (
+        report["final"]["test_r2"] == last["test_r2"] and report["final"]["test_accuracy"] is None
+    )
     with torch.no_grad():
         left = (model(x) - pair[1]).square().sum() / (pair[1] - pair[1].mean()).square().sum()
     assert report["final"]["test_r2"] == pytest.approx(1 - float(left), abs=1e-5)
@@ -99,7 +109,8 @@ def test_what_is_no_metric_is_refused_in_a_line(chosen: Any, message: str, tmp_p
 
 def test_a_metric_that_does_not_fit_the_outputs_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
-        BadInput, match=r"metrics: mse: outputs \(64, 10\) and labels \(64,\): must be tensors of one shape"
+        BadInput,
+        match=r"metrics: mse: outputs \(64, 10\) and labels \(64,\): must be tensors of one shape",
     ):
         go(tmp_path / "run", "steps=2", "metrics=[mse]")
 
@@ -108,5 +119,8 @@ def test_metrics_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
     sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=2"]
     whole = go(tmp_path / "run", *sets)
     again = go(tmp_path / "run", *sets, metrics=["accuracy", "top3", confidence], resume_from=2)
-    assert again["final"]["test_loss"] == whole["final"]["test_loss"] and again["initial"] == whole["initial"]
+    assert (
+        again["final"]["test_loss"] == whole["final"]["test_loss"]
+        and again["initial"] == whole["initial"]
+    )
     assert again["final"]["test_top3"] > again["final"]["test_accuracy"]

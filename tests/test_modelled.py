@@ -20,7 +20,11 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.position import Position
-from ipu_pipe.report.run_trace import build_modelled_events, choose_stage_costs, compute_modelled_rates
+from ipu_pipe.report.run_trace import (
+    build_modelled_events,
+    choose_stage_costs,
+    compute_modelled_rates,
+)
 from ipu_pipe.report.summary import compute_busy_shares
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import Costs, clock
@@ -59,15 +63,28 @@ def model(*parts: nn.Module) -> nn.Module:
     """Return a stage a part; with running statistics and dropout."""
     torch.manual_seed(0)
     first = [nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)]
-    return nn.Sequential(*first, *map(ipu_pipe.begin_stage, parts), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(16, 10)))
+    return nn.Sequential(
+        *first,
+        *map(ipu_pipe.begin_stage, parts),
+        nn.ReLU(),
+        ipu_pipe.begin_stage(nn.Linear(16, 10)),
+    )
 
 
-def events_of(method: str, costs: Costs, stages: int, microbatches: int, accumulate: int, **more: Any) -> List[Event]:
+def events_of(
+    method: str, costs: Costs, stages: int, microbatches: int, accumulate: int, **more: Any
+) -> List[Event]:
     schedule = make_schedule(METHODS[method], stages, microbatches, accumulate)
     table = VersionTable(schedule, METHODS[method])
     versions = table.forward(0, microbatches), table.backward(0, microbatches)
-    arguments = {"device_of_stage": range(stages), "boundary_bytes": [100 * (s + 1) for s in range(stages - 1)], **more}
-    result, _ = build_modelled_events(clock(schedule, costs), versions, accumulate, 1.0, **arguments)
+    arguments = {
+        "device_of_stage": range(stages),
+        "boundary_bytes": [100 * (s + 1) for s in range(stages - 1)],
+        **more,
+    }
+    result, _ = build_modelled_events(
+        clock(schedule, costs), versions, accumulate, 1.0, **arguments
+    )
     return list(result.rows())
 
 
@@ -87,10 +104,14 @@ def test_a_gap_is_a_wait_for_the_device_of_what_came_last() -> None:
     ]
     sends = [e for e in events if e.kind == "send"]
     assert sends[0] == Event(0, 0, "send", 0, 10, 10, -1, 100, 1, "activations")
-    assert sends[-1] == Event(1, 1, "send", 1, 190, 190, -1, 100, 0, "gradients") and len(sends) == 4
+    assert (
+        sends[-1] == Event(1, 1, "send", 1, 190, 190, -1, 100, 0, "gradients") and len(sends) == 4
+    )
 
 
-@pytest.mark.parametrize("name", ["gpipe", "pipedream", "pipemare", "pipelined_backprop", "naive", "local_greedy"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "pipedream", "pipemare", "pipelined_backprop", "naive", "local_greedy"]
+)
 def test_what_a_device_does_and_waits_for_fills_its_time(name: str) -> None:
     accumulate = 1 if name == "naive" else 4
     local = METHODS[name].structure is not None
@@ -98,20 +119,32 @@ def test_what_a_device_does_and_waits_for_fills_its_time(name: str) -> None:
     events = events_of(name, costs, 3, 12, accumulate, gradients_cross=not local)
     for device in range(3):
         of_device = [e for e in events if e.device == device and e.kind != "send"]
-        assert of_device[0].start_ns == 0 and all(a.end_ns == b.start_ns for a, b in zip(of_device, of_device[1:]))
+        assert of_device[0].start_ns == 0 and all(
+            a.end_ns == b.start_ns for a, b in zip(of_device, of_device[1:])
+        )
         for wait, following in zip(of_device, of_device[1:]):
             if wait.kind == "wait":  # ends when the peer's pass does
                 kind = {"activations": "forward", "gradients": "backward"}[wait.carries]
-                need = [e for e in events if (e.kind, e.device, e.microbatch) == (kind, wait.peer, wait.microbatch)]
+                need = [
+                    e
+                    for e in events
+                    if (e.kind, e.device, e.microbatch) == (kind, wait.peer, wait.microbatch)
+                ]
                 assert [e.end_ns for e in need] == [wait.end_ns] and following.kind == kind
         busy = sum(e.end_ns - e.start_ns for e in of_device if e.kind != "wait")
-        assert busy == 12 * (costs.forward[device] + costs.backward[device]) + 12 // accumulate * costs.update[device]
+        assert (
+            busy
+            == 12 * (costs.forward[device] + costs.backward[device])
+            + 12 // accumulate * costs.update[device]
+        )
     sent = sum(e.bytes or 0 for e in events if e.kind == "send")
     assert sent == 12 * (100 + 200) * (1 if local else 2)
 
 
 def test_neighbours_on_one_device_send_nothing() -> None:
-    events = events_of("gpipe", Costs([1] * 3, [1] * 3, [0] * 3), 3, 4, 4, device_of_stage=[0, 0, 1])
+    events = events_of(
+        "gpipe", Costs([1] * 3, [1] * 3, [0] * 3), 3, 4, 4, device_of_stage=[0, 0, 1]
+    )
     assert {(e.device, e.peer) for e in events if e.kind == "send"} == {(0, 1), (1, 0)}
     assert {(e.device, e.peer) for e in events if e.kind == "wait"} <= {(0, 1), (1, 0)}
 
@@ -128,26 +161,38 @@ def test_halves_of_backwards_are_events_and_whole_ones_are_backwards(name: str) 
     )[0].rows())  # fmt: skip
     whole = schedule.is_whole if len(schedule.passes) > 2 else np.ones((4, 4), np.bool_)
     for stage in range(4):
-        by_kind = {kind: [e for e in result if (e.stage, e.kind) == (stage, kind)] for kind in KINDS}
-        assert sorted(e.microbatch for e in by_kind["backward"]) == np.flatnonzero(whole[stage]).tolist()
+        by_kind = {
+            kind: [e for e in result if (e.stage, e.kind) == (stage, kind)] for kind in KINDS
+        }
+        assert (
+            sorted(e.microbatch for e in by_kind["backward"])
+            == np.flatnonzero(whole[stage]).tolist()
+        )
         assert {e.end_ns - e.start_ns for e in by_kind["backward"]} <= {costs.backward[stage]}
         for kind, takes in (("input gradient", costs.backward[stage] - costs.weight_gradient[stage]),
                             ("weight gradient", costs.weight_gradient[stage])):  # fmt: skip
-            assert sorted(e.microbatch for e in by_kind[kind]) == np.flatnonzero(~whole[stage]).tolist()
+            assert (
+                sorted(e.microbatch for e in by_kind[kind])
+                == np.flatnonzero(~whole[stage]).tolist()
+            )
             assert {e.end_ns - e.start_ns for e in by_kind[kind]} <= {takes}
     for device in set(schedule.device_of_stage):
         here = [e for e in result if e.device == device and e.kind != "send"]
         assert here[0].start_ns == 0 and all(a.end_ns == b.start_ns for a, b in zip(here, here[1:]))
         stages = [s for s in range(4) if schedule.device_of_stage[s] == device]
         busy = sum(e.end_ns - e.start_ns for e in here if e.kind != "wait")
-        assert busy == sum(4 * (costs.forward[s] + costs.backward[s]) + costs.update[s] for s in stages)
+        assert busy == sum(
+            4 * (costs.forward[s] + costs.backward[s]) + costs.update[s] for s in stages
+        )
 
 
 def test_only_the_window_is_recorded_with_pauses_between() -> None:
     whole = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
     window = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2, updates=range(2, 9, 3))
     updates = {2, 5, 8}
-    expected = [e for e in whole if (e.microbatch if e.kind == "update" else e.microbatch // 2) in updates]
+    expected = [
+        e for e in whole if (e.microbatch if e.kind == "update" else e.microbatch // 2) in updates
+    ]
     key = lambda e: (e.device, e.start_ns, e.end_ns, e.kind)  # noqa: E731
     assert sorted((e for e in window if e.kind != "pause"), key=key) == sorted(expected, key=key)
     for device in range(2):
@@ -162,7 +207,10 @@ def test_only_the_window_is_recorded_with_pauses_between() -> None:
 def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
     """A stage that sleeps 10 ms a pass beside one that sleeps 1: the trace says so, and for whom the others wait."""
     report = train(
-        config("method=pipedream", "steps=2"), tmp_path / "run", model=model(make_slow(0.001), make_slow(0.01)), quiet=True
+        config("method=pipedream", "steps=2"),
+        tmp_path / "run",
+        model=model(make_slow(0.001), make_slow(0.01)),
+        quiet=True,
     )
     trace = read_store(tmp_path / "run" / "trace" / "modelled.trace")
     other_data = read_trace_file(tmp_path / "run")["otherData"]
@@ -176,11 +224,16 @@ def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
         assert max(took[kind, 0], took[kind, 1]) < took[kind, 2]
     late = [e for e in rows if e.kind == "wait" and e.device == 3 and e.microbatch > 0]
     assert {e.peer for e in late} == {2}
-    assert report["utilization"] is None and 0.2 < report["modelled_utilization"] < 0.6 < report["planned_utilization"]
+    assert (
+        report["utilization"] is None
+        and 0.2 < report["modelled_utilization"] < 0.6 < report["planned_utilization"]
+    )
     assert report["modelled_samples_per_second"] < 8 / 0.02
 
 
-@pytest.mark.parametrize("pairs", [(), ("method=local_greedy", "gradient_accumulation=1"), ("optimizer.momentum=0.9",)])
+@pytest.mark.parametrize(
+    "pairs", [(), ("method=local_greedy", "gradient_accumulation=1"), ("optimizer.momentum=0.9",)]
+)
 def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
     """Weights, running statistics, gradients, modes, the optimizer and the random state are as before, to the bit."""
     job = build(config(*pairs), model=model(nn.Linear(16, 16)))
@@ -191,17 +244,29 @@ def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
     before, state = copy.deepcopy(job.model.state_dict()), copy.deepcopy(job.optimizer.state_dict())
     random, gradients = torch.get_rng_state(), [p.grad for p in job.model.parameters()]
     result = engine.time_stages(job)
-    assert len(result.forward) == len(result.backward) == len(result.update) == len(job.partition) and min(result.forward) > 0
+    assert (
+        len(result.forward) == len(result.backward) == len(result.update) == len(job.partition)
+        and min(result.forward) > 0
+    )
     assert all(torch.equal(a, b) for a, b in zip(before.values(), job.model.state_dict().values()))
     assert torch.equal(random, torch.get_rng_state()) and not job.model.training
     assert all(a is b for a, b in zip(gradients, [p.grad for p in job.model.parameters()]))
     after = job.optimizer.state_dict()
-    assert after["param_groups"] == state["param_groups"] and after["state"].keys() == state["state"].keys()
+    assert (
+        after["param_groups"] == state["param_groups"]
+        and after["state"].keys() == state["state"].keys()
+    )
     for key, entries in state["state"].items():
-        assert all(torch.equal(a, b) for a, b in zip(entries.values(), after["state"][key].values()) if a is not None)
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(entries.values(), after["state"][key].values())
+            if a is not None
+        )
 
 
-def test_the_numbers_of_a_run_are_those_without_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_of_a_run_are_those_without_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def weights(name: str) -> Dict[str, torch.Tensor]:
         torch.manual_seed(1)
         net = model(nn.Linear(16, 16))
@@ -215,7 +280,9 @@ def test_the_numbers_of_a_run_are_those_without_a_profile(tmp_path: Path, monkey
     summary = read_summary(tmp_path / "b")
     assert summary["modelled_utilization"] is None and summary["planned_utilization"] > 0
     reason = read_store(tmp_path / "b" / "trace" / "modelled.trace").metadata["why_modelled"]
-    assert "FLOPs" in reason and "could not be timed (ZeroDivisionError: division by zero)" in reason
+    assert (
+        "FLOPs" in reason and "could not be timed (ZeroDivisionError: division by zero)" in reason
+    )
 
 
 def test_an_optimizer_of_the_users_own_makes_no_step_more(tmp_path: Path) -> None:
@@ -226,7 +293,9 @@ def test_an_optimizer_of_the_users_own_makes_no_step_more(tmp_path: Path) -> Non
             steps.append(1)
             return super().step(closure)
 
-    train(config(), tmp_path / "run", optimizer=lambda groups: Counting(groups, lr=0.01), quiet=True)
+    train(
+        config(), tmp_path / "run", optimizer=lambda groups: Counting(groups, lr=0.01), quiet=True
+    )
     assert len(steps) == 6
 
 
@@ -235,9 +304,13 @@ def test_costs_by_flops_take_as_long_as_a_microbatch_took() -> None:
     position = Position(seconds=10.0, timed_updates=5)
     stage_costs = choose_stage_costs(job, StageSeconds((), (), (), "why"), position)
     assert not stage_costs.are_measured and "since why" in stage_costs.origin
-    assert sum(stage_costs.costs.forward) + sum(stage_costs.costs.backward) == pytest.approx(10 / 5 / 4)
+    assert sum(stage_costs.costs.forward) + sum(stage_costs.costs.backward) == pytest.approx(
+        10 / 5 / 4
+    )
     shares = np.array(stage_costs.costs.forward) / sum(stage_costs.costs.forward)
-    assert shares == pytest.approx(np.array(job.footprint.forward_flops) / sum(job.footprint.forward_flops))
+    assert shares == pytest.approx(
+        np.array(job.footprint.forward_flops) / sum(job.footprint.forward_flops)
+    )
 
 
 # ---- busy shares
@@ -246,9 +319,16 @@ def test_costs_by_flops_take_as_long_as_a_microbatch_took() -> None:
 def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
     """Where a slot holds two passes, the clock need not wait for its end: no less is busy then."""
     ones = Costs([1.0] * 4, [1.0] * 4, [0.0] * 4)
-    for method, *more in (("gpipe",), ("pipedream",), ("pipemare", "method_args={warmup: {epochs: 0.05}}")):
+    for method, *more in (
+        ("gpipe",),
+        ("pipedream",),
+        ("pipemare", "method_args={warmup: {epochs: 0.05}}"),
+    ):
         job = build(config(f"method={method}", "stages=4", "steps=9", *more))
-        share, planned = compute_modelled_rates(job, ones).utilization, job.compute_planned_utilization()
+        share, planned = (
+            compute_modelled_rates(job, ones).utilization,
+            job.compute_planned_utilization(),
+        )
         assert planned * (1 - 1e-9) <= share
         assert share < 1 if method == "pipemare" else share <= planned * (1 + 1e-9)
 

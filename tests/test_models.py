@@ -48,9 +48,13 @@ def test_resnets_have_torchvisions_sizes_and_a_stage_a_block(name: str) -> None:
     assert count_weights(model) == parameters
     assert len(partition(model, torch.empty(2, 3, 64, 64, device="meta"))) == blocks + 1
     assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == convolutions
-    assert len(model.state_dict()) == 6 * convolutions + 2  # a norm has 5 entries, the linear layer 2
+    assert (
+        len(model.state_dict()) == 6 * convolutions + 2
+    )  # a norm has 5 entries, the linear layer 2
     assert not any(m.inplace for m in model.modules() if isinstance(m, nn.ReLU))
-    assert not any("bias" in n for n, _ in model.named_parameters() if "conv" in n or "downsample.0" in n)
+    assert not any(
+        "bias" in n for n, _ in model.named_parameters() if "conv" in n or "downsample.0" in n
+    )
 
 
 def test_resnet50_for_cifar_has_the_size_and_the_107_weights_of_pipemare() -> None:
@@ -60,12 +64,16 @@ def test_resnet50_for_cifar_has_the_size_and_the_107_weights_of_pipemare() -> No
     assert [kinds.count(k) for k in (nn.Conv2d, nn.BatchNorm2d, nn.Linear)] == [53, 53, 1]
     images = torch.empty(2, 3, 32, 32, device="meta")
     assert len(partition(model, images, "finest")) == 107
-    before_layer1 = nn.Sequential(*list(model.children())[:-7])  # what is left: four layers, pool, flatten, linear
+    before_layer1 = nn.Sequential(
+        *list(model.children())[:-7]
+    )  # what is left: four layers, pool, flatten, linear
     assert before_layer1(images).shape == (2, 64, 32, 32)
     assert model(images).shape == (2, 10)
 
 
-def literal_resnet(held: Dict[str, torch.Tensor], depths: List[int], x: torch.Tensor) -> torch.Tensor:
+def literal_resnet(
+    held: Dict[str, torch.Tensor], depths: List[int], x: torch.Tensor
+) -> torch.Tensor:
     """Return the network in evaluation mode, written out from torchvision's names; v1.5: the stride is in the 3x3."""
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +126,9 @@ def test_a_resnet_of_bytes_holds_no_other_weights_and_refuses_normalized_images(
     result = {flag: resnets.resnet18(classes=3, norm="group", bytes=flag) for flag in (False, True)}
     result[True].load_state_dict(result[False].state_dict())
     raw = torch.arange(2 * 3 * 32 * 32).view(2, 3, 32, 32).remainder(256).to(torch.uint8)
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    mean, std = (
+        torch.tensor(v).view(1, 3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
     x = (raw / 255 - mean) / std
     torch.testing.assert_close(result[True](raw), result[False](x))
     assert resnets.FromBytes().half()(raw).dtype == torch.float16  # what an IPU computes in
@@ -163,12 +173,16 @@ def test_what_the_stages_of_a_preactivation_resnet_hold() -> None:
     assert modules == [*want, ["norm"], [], ["fc"], []]  # last norm, pool, linear, loss
 
 
-def test_a_strided_block_projects_the_shared_preactivation_and_an_ordinary_one_adds_its_input() -> None:
+def test_a_strided_block_projects_the_shared_preactivation_and_an_ordinary_one_adds_its_input() -> (
+    None
+):
     model = preact(20)()
     block, x = model.layer2[0], torch.randn(2, 16, 8, 8)
     shared = F.relu(F.group_norm(x, 8, block.norm1.weight, block.norm1.bias))
     inner = F.relu(block.norm2(F.conv2d(shared, block.conv1.weight, stride=2, padding=1)))
-    want = F.conv2d(inner, block.conv2.weight, padding=1) + F.conv2d(shared, block.shortcut.weight, stride=2)
+    want = F.conv2d(inner, block.conv2.weight, padding=1) + F.conv2d(
+        shared, block.shortcut.weight, stride=2
+    )
     torch.testing.assert_close(block(x), want)
     block = model.layer1[1]
     nn.init.zeros_(block.conv2.weight)
@@ -178,9 +192,17 @@ def test_a_strided_block_projects_the_shared_preactivation_and_an_ordinary_one_a
 def test_the_number_of_groups_is_fixed_and_the_first_groups_hold_two_channels() -> None:
     norms = [m for m in preact(20)().modules() if isinstance(m, nn.GroupNorm)]
     assert {m.num_groups for m in norms} == {8} and norms[0].num_channels == 16
-    assert sum(isinstance(m, nn.BatchNorm2d) for m in preact(20)(norm="batch").modules()) == len(norms) == 19
-    norms = [m for m in on_meta(resnets.resnet50, norm="group").modules() if isinstance(m, nn.GroupNorm)]
-    assert {m.num_groups for m in norms} == {32} and norms[0].num_channels == 64 and len(norms) == 53
+    assert (
+        sum(isinstance(m, nn.BatchNorm2d) for m in preact(20)(norm="batch").modules())
+        == len(norms)
+        == 19
+    )
+    norms = [
+        m for m in on_meta(resnets.resnet50, norm="group").modules() if isinstance(m, nn.GroupNorm)
+    ]
+    assert (
+        {m.num_groups for m in norms} == {32} and norms[0].num_channels == 64 and len(norms) == 53
+    )
 
 
 # ---- both, and the perceptron
@@ -209,13 +231,17 @@ SMALL: Dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_gradients_reach_every_weight_and_the_seed_decides_the_weights(name: str) -> None:
-    assert find_unreached_weights(SMALL[name], torch.randn(2, 3, 32, 32), torch.tensor([1, 7])) == []
+    assert (
+        find_unreached_weights(SMALL[name], torch.randn(2, 3, 32, 32), torch.tensor([1, 7])) == []
+    )
 
 
 def test_convolutions_start_with_he_initialization_by_fan_out_and_norms_as_the_identity() -> None:
     torch.manual_seed(0)
     model = resnets.resnet18(10)
-    weight = model.get_parameter("layer4.0.conv1.weight")  # (512, 256, 3, 3): fan-out 512 * 9, fan-in 256 * 9
+    weight = model.get_parameter(
+        "layer4.0.conv1.weight"
+    )  # (512, 256, 3, 3): fan-out 512 * 9, fan-in 256 * 9
     assert weight.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     assert all(bool((m.weight == 1).all()) and bool((m.bias == 0).all()) for m in norms)
@@ -229,5 +255,7 @@ def test_convolutions_start_with_he_initialization_by_fan_out_and_norms_as_the_i
     (mlps.mlp, {"width": 0}, "mlp: width: 0: must be at least 1"),
     (mlps.mlp, {"classes": 0}, "mlp: classes: 0: must be at least 1"),
 ])  # fmt: skip
-def test_impossible_arguments_are_refused(make: Callable[..., nn.Module], args: Dict[str, Any], message: str) -> None:
+def test_impossible_arguments_are_refused(
+    make: Callable[..., nn.Module], args: Dict[str, Any], message: str
+) -> None:
     assert list_faults(make, **args) == [message]

@@ -16,9 +16,19 @@ from models import transformer, vgg
 from tests.support.models import count_weights, find_unreached_weights, on_meta
 from tests.support.runs import list_faults
 
-VGGS = {"vgg11": ((1, 1, 2, 2, 2), 29), "vgg13": ((2, 2, 2, 2, 2), 33), "vgg16": ((2, 2, 3, 3, 3), 39)}
+VGGS = {
+    "vgg11": ((1, 1, 2, 2, 2), 29),
+    "vgg13": ((2, 2, 2, 2, 2), 33),
+    "vgg16": ((2, 2, 3, 3, 3), 39),
+}
 LM: Dict[str, Any] = {"vocabulary": 11, "width": 16, "heads": 2, "blocks": 2, "context": 8}
-TRANSLATION: Dict[str, Any] = {"source_vocabulary": 13, "target_vocabulary": 11, "width": 16, "heads": 2, "layers": 2}
+TRANSLATION: Dict[str, Any] = {
+    "source_vocabulary": 13,
+    "target_vocabulary": 11,
+    "width": 16,
+    "heads": 2,
+    "layers": 2,
+}
 TRANSLATION.update(feedforward=24, dropout=0.0)
 
 
@@ -58,7 +68,9 @@ def test_vggs_have_the_papers_stages_each_at_a_top_level_child(name: str, norm: 
     begun = names(model, images)
     assert len(begun) == stages == 2 * sum(depths) + 5 + 7 + 1
     children = [n for n, _ in model.named_children() if not n.startswith(("norm", "flatten"))]
-    assert begun == children  # a norm lies in its convolution's stage, the flattening in the last pool's
+    assert (
+        begun == children
+    )  # a norm lies in its convolution's stage, the flattening in the last pool's
     assert model(images).shape == (2, 10)
 
 
@@ -96,9 +108,15 @@ def test_vgg11_computes_convolutions_pools_and_a_classifier() -> None:
 def test_vggs_start_with_he_initialization_by_fan_out_and_without_bias() -> None:
     torch.manual_seed(0)
     model = vgg.vgg11(width=32)
-    weight = model.get_parameter("conv4_1.weight")  # (256, 128, 3, 3): fan-out 256 * 9, fan-in 128 * 9
+    weight = model.get_parameter(
+        "conv4_1.weight"
+    )  # (256, 128, 3, 3): fan-out 256 * 9, fan-in 128 * 9
     assert weight.std().item() == pytest.approx((2 / (256 * 9)) ** 0.5, rel=0.02)
-    assert not any(bool(p.any()) for n, p in model.named_parameters() if n.startswith("conv") and n.endswith("bias"))
+    assert not any(
+        bool(p.any())
+        for n, p in model.named_parameters()
+        if n.startswith("conv") and n.endswith("bias")
+    )
 
 
 # ---- pre-activation ResNet-50
@@ -112,8 +130,15 @@ def test_preact_resnet50_has_the_papers_stages_at_any_image_size(norm: str) -> N
         assert len(partition(model, images)) == 78 == 1 + 1 + 16 * (3 + 1) + 4 * 2 + 1 + 1 + 1 + 1
         assert model(images).shape == (2, 1000)
         begins = names(model, images)
-        first_block = [f"layer1.0.{name}" for name in ("norm1", "shortcut", "conv1", "norm2", "norm3", "add")]
-        assert begins[:8] == ["conv1", "maxpool", *first_block] and begins[-4:] == ["norm", "avgpool", "fc", "loss"]
+        first_block = [
+            f"layer1.0.{name}" for name in ("norm1", "shortcut", "conv1", "norm2", "norm3", "add")
+        ]
+        assert begins[:8] == ["conv1", "maxpool", *first_block] and begins[-4:] == [
+            "norm",
+            "avgpool",
+            "fc",
+            "loss",
+        ]
     assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == 1 + 16 * 3 + 4
     assert not any(m.inplace for m in model.modules() if isinstance(m, nn.ReLU))
 
@@ -122,13 +147,24 @@ def test_preact_resnet50_has_the_parameters_that_its_blocks_add_up_to() -> None:
     want, inputs = 3 * 64 * 49, 64
     for width, depth in zip((64, 128, 256, 512), (3, 4, 6, 3)):
         for index in range(depth):
-            want += 2 * (inputs + width + width) + inputs * width + 9 * width * width + 4 * width * width
+            want += (
+                2 * (inputs + width + width)
+                + inputs * width
+                + 9 * width * width
+                + 4 * width * width
+            )
             want += inputs * 4 * width if index == 0 else 0
             inputs = 4 * width
     want += 2 * 2048 + linear(2048, 1000)
-    assert {count_weights(on_meta(resnets.preact_resnet50, norm=norm)) for norm in ("batch", "group")} == {want}
+    assert {
+        count_weights(on_meta(resnets.preact_resnet50, norm=norm)) for norm in ("batch", "group")
+    } == {want}
     norms = [m for m in on_meta(resnets.preact_resnet50).modules() if isinstance(m, nn.GroupNorm)]
-    assert {m.num_groups for m in norms} == {32} and norms[0].num_channels == 64 and len(norms) == 16 * 3 + 1
+    assert (
+        {m.num_groups for m in norms} == {32}
+        and norms[0].num_channels == 64
+        and len(norms) == 16 * 3 + 1
+    )
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -140,7 +176,9 @@ def test_a_preactivation_bottleneck_projects_the_shared_preactivation(stride: in
     shared = pre(x, "norm1")
     inner = pre(F.conv2d(shared, block.conv1.weight), "norm2")
     inner = pre(F.conv2d(inner, block.conv2.weight, stride=stride, padding=1), "norm3")
-    want = F.conv2d(inner, block.conv3.weight) + F.conv2d(shared, block.shortcut.weight, stride=stride)
+    want = F.conv2d(inner, block.conv3.weight) + F.conv2d(
+        shared, block.shortcut.weight, stride=stride
+    )
     torch.testing.assert_close(block(x), want)
     ordinary = resnets.PreActivationBottleneck(8, 2, 1, norm)
     nn.init.zeros_(ordinary.conv3.weight)
@@ -151,7 +189,10 @@ def test_a_preactivation_bottleneck_projects_the_shared_preactivation(stride: in
 
 
 def test_the_language_model_is_a_stage_a_block() -> None:
-    model, x = on_meta(transformer.transformer_lm), torch.zeros(2, 64, dtype=torch.int64, device="meta")
+    model, x = (
+        on_meta(transformer.transformer_lm),
+        torch.zeros(2, 64, dtype=torch.int64, device="meta"),
+    )
     begun = ["embedding.tokens", *(f"block{n}.norm1" for n in (1, 2, 3, 4)), "norm"]
     assert names(model, x) == begun and len(begun) == 4 + 2
     assert model(x).shape == (2, 256, 64)
@@ -160,7 +201,10 @@ def test_the_language_model_is_a_stage_a_block() -> None:
 
 
 def test_the_translating_model_has_15_stages_and_93_weights() -> None:
-    model, x = on_meta(transformer.transformer_translation), torch.zeros(2, 2, 9, dtype=torch.int64, device="meta")
+    model, x = (
+        on_meta(transformer.transformer_translation),
+        torch.zeros(2, 2, 9, dtype=torch.int64, device="meta"),
+    )
     numbers = range(1, 7)
     encoders, decoders = [f"encoder{n}" for n in numbers], [f"decoder{n}" for n in numbers]
     children = ["source_embedding", *encoders, "target_embedding", *decoders, "head"]
@@ -173,7 +217,9 @@ def test_the_translating_model_has_15_stages_and_93_weights() -> None:
     encoder = ["attention.projection", "attention.output", "norm1", "fc1", "fc2", "norm2"]
     decoder = [*encoder[:3], "cross.projection", "cross.output", "norm2", "fc1", "fc2", "norm3"]
     for layer, want in (("encoder2", encoder), ("decoder2", decoder)):
-        assert [s.name for s in finest if s.name.startswith(layer)] == [f"{layer}.{n}" for n in want]
+        assert [s.name for s in finest if s.name.startswith(layer)] == [
+            f"{layer}.{n}" for n in want
+        ]
 
 
 def test_transformers_have_the_parameters_that_their_layers_add_up_to() -> None:
@@ -187,7 +233,12 @@ def test_transformers_have_the_parameters_that_their_layers_add_up_to() -> None:
     attention, norm = linear(w, 3 * w) + linear(w, w), 2 * w
     encoder = attention + norm + linear(w, f) + linear(f, w) + norm
     want = s * w + t * w + 6 * encoder + 6 * (encoder + attention + norm) + t * w
-    assert count_weights(on_meta(transformer.transformer_translation, source_vocabulary=s, target_vocabulary=t)) == want
+    assert (
+        count_weights(
+            on_meta(transformer.transformer_translation, source_vocabulary=s, target_vocabulary=t)
+        )
+        == want
+    )
 
 
 def test_a_tied_head_is_the_embeddings_weight_and_must_lie_in_its_stage() -> None:
@@ -207,14 +258,23 @@ def test_a_tied_head_is_the_embeddings_weight_and_must_lie_in_its_stage() -> Non
 
 
 def copy_attention(mine: Any, torchs: nn.MultiheadAttention) -> None:
-    mine.projection.weight.data, mine.projection.bias.data = torchs.in_proj_weight.data, torchs.in_proj_bias.data
+    mine.projection.weight.data, mine.projection.bias.data = (
+        torchs.in_proj_weight.data,
+        torchs.in_proj_bias.data,
+    )
     mine.output.load_state_dict(torchs.out_proj.state_dict())
 
 
 def copy_layer(mine: Any, torchs: Any) -> None:
     """torch's layer into the same layer of ours, whose names differ."""
     copy_attention(mine.attention, torchs.self_attn)
-    names = {"fc1": "linear1", "fc2": "linear2", "norm1": "norm1", "norm2": "norm2", "norm3": "norm3"}
+    names = {
+        "fc1": "linear1",
+        "fc2": "linear2",
+        "norm1": "norm1",
+        "norm2": "norm2",
+        "norm3": "norm3",
+    }
     for ours, theirs in names.items():
         if hasattr(mine, ours):
             getattr(mine, ours).load_state_dict(getattr(torchs, theirs).state_dict())
@@ -238,7 +298,9 @@ def test_layers_compute_what_torchs_do() -> None:
     want = theirs(x, memory, tgt_mask=future, memory_key_padding_mask=padded)
     torch.testing.assert_close(decoder(x, memory, keep), want)
 
-    theirs = seeded(nn.TransformerEncoderLayer, d_model=16, nhead=2, norm_first=True, activation="gelu", **args)
+    theirs = seeded(
+        nn.TransformerEncoderLayer, d_model=16, nhead=2, norm_first=True, activation="gelu", **args
+    )
     block = transformer.Block(16, 2, 0.0)
     copy_layer(block, theirs)
     torch.testing.assert_close(block(x), theirs(x, src_mask=future))
@@ -306,7 +368,9 @@ SMALL: Dict[str, Callable[[], nn.Module]] = {
     "preact_resnet50, group": lambda: resnets.preact_resnet50(10),
     "transformer_lm": lambda: transformer.transformer_lm(**{**LM, "dropout": 0.2}),
     "transformer_lm, tied": lambda: transformer.transformer_lm(**LM, tied=True),
-    "transformer_translation": lambda: transformer.transformer_translation(**{**TRANSLATION, "dropout": 0.2}),
+    "transformer_translation": lambda: transformer.transformer_translation(
+        **{**TRANSLATION, "dropout": 0.2}
+    ),
 }
 
 
@@ -350,7 +414,9 @@ def test_no_weight_is_derived_and_saved(name: str) -> None:
     (transformer.transformer_translation, {"width": 9, "heads": 3},
      "transformer_translation: width: 9: must be even, half sines and half cosines"),
 ])  # fmt: skip
-def test_impossible_arguments_are_refused(make: Callable[..., nn.Module], args: Dict[str, Any], message: str) -> None:
+def test_impossible_arguments_are_refused(
+    make: Callable[..., nn.Module], args: Dict[str, Any], message: str
+) -> None:
     assert list_faults(make, **args) == [message]
 
 
@@ -361,5 +427,7 @@ def test_impossible_arguments_are_refused(make: Callable[..., nn.Module], args: 
     (lambda: transformer.transformer_translation(**TRANSLATION), (2, 8),
      "x: (2, 8): must be (B, 2, T), source and shifted target tokens"),
 ])  # fmt: skip
-def test_inputs_of_another_shape_are_refused(make: Callable[[], nn.Module], shape: Any, message: str) -> None:
+def test_inputs_of_another_shape_are_refused(
+    make: Callable[[], nn.Module], shape: Any, message: str
+) -> None:
     assert list_faults(make(), torch.ones(shape, dtype=torch.int64)) == [message]

@@ -25,7 +25,14 @@ pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 STAGES = ["3"]
 STEPS = 4
-METHODS = ["pipedream", "pipemare", "pipelined_backprop", "randomized_pipedream", "local_sgd", "local_greedy"]
+METHODS = [
+    "pipedream",
+    "pipemare",
+    "pipelined_backprop",
+    "randomized_pipedream",
+    "local_sgd",
+    "local_greedy",
+]
 ACCUMULATION = 2
 
 
@@ -48,7 +55,13 @@ def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)))
     model = nn.Sequential(
-        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), block, nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        block,
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        nn.Linear(8, 4),
     )
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
@@ -59,15 +72,26 @@ def make_model() -> nn.Sequential:
     return model
 
 
-FROZEN = ("1.running_mean", "1.running_var", "1.num_batches_tracked", "3.1.0.running_mean", "3.1.0.running_var")
+FROZEN = (
+    "1.running_mean",
+    "1.running_var",
+    "1.num_batches_tracked",
+    "3.1.0.running_mean",
+    "3.1.0.running_var",
+)
 
 
 def draw_batches() -> List[Any]:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(4, 8, generator=generator), torch.randint(0, 4, (4,), generator=generator)) for _ in range(8)]
+    return [
+        (torch.randn(4, 8, generator=generator), torch.randint(0, 4, (4,), generator=generator))
+        for _ in range(8)
+    ]
 
 
-def make_arguments(model: Optional[nn.Module] = None, method: str = "gpipe", **keys: Any) -> Dict[str, Any]:
+def make_arguments(
+    model: Optional[nn.Module] = None, method: str = "gpipe", **keys: Any
+) -> Dict[str, Any]:
     """Return the arguments of a run of `STEPS` updates that is evaluated in the middle."""
     settings: Dict[str, Any] = {
         "stages": STAGES, "steps": STEPS, "gradient_accumulation": ACCUMULATION,
@@ -121,7 +145,9 @@ def test_every_method_leaves_their_statistics(method: str, tmp_path: Path) -> No
 def test_a_resumed_run_keeps_them(tmp_path: Path) -> None:
     ipu_pipe.train(out=tmp_path / "whole", quiet=True, **make_arguments())
     for resume, steps in ((False, 2), (True, STEPS)):
-        ipu_pipe.train(out=tmp_path / "parts", quiet=True, resume=resume, **make_arguments(steps=steps))
+        ipu_pipe.train(
+            out=tmp_path / "parts", quiet=True, resume=resume, **make_arguments(steps=steps)
+        )
     assert_same(read_weights(tmp_path / "parts"), read_weights(tmp_path / "whole"))
 
 
@@ -132,10 +158,16 @@ def test_all_passes_of_a_run_that_train_see_them_in_evaluation_mode(tmp_path: Pa
         spies = [Spy(), Spy().eval()]
         model[2], model[5] = spies
         ipu_pipe.train(out=tmp_path / method, quiet=True, **make_arguments(model, method))
-        assert any(spies[0].modes) and not any(spies[1].modes) and len(spies[1].modes) > STEPS * ACCUMULATION
+        assert (
+            any(spies[0].modes)
+            and not any(spies[1].modes)
+            and len(spies[1].modes) > STEPS * ACCUMULATION
+        )
 
 
-def test_a_model_in_evaluation_mode_is_trained_in_training_mode(tmp_path: Path, capsys: Any) -> None:
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode(
+    tmp_path: Path, capsys: Any
+) -> None:
     """As `from_pretrained` returns it."""
     model = make_model()
     model[3][1][1].p = 0.0
@@ -158,7 +190,9 @@ def make_entry(classes: int = 4) -> nn.Module:
     return make_model()
 
 
-def test_a_line_names_them_and_a_configs_own_model_keeps_them_too(tmp_path: Path, capsys: Any) -> None:
+def test_a_line_names_them_and_a_configs_own_model_keeps_them_too(
+    tmp_path: Path, capsys: Any
+) -> None:
     arguments = {**make_arguments(), "model": None}
     entry = arguments["config"].model.model_copy(update={"entry": "tests.test_modes:make_entry"})
     arguments["config"] = arguments["config"].model_copy(update={"model": entry})
@@ -193,9 +227,13 @@ def test_a_models_own_train_decides_and_an_evaluation_freezes_nothing(tmp_path: 
     other[3][1][1].eval()
     model_of_plain = train_plain(other)
     names = ("0.weight", "1.weight", "1.running_mean")
-    assert all(torch.equal(model.state_dict()[name], make_model().state_dict()[name]) for name in names)
+    assert all(
+        torch.equal(model.state_dict()[name], make_model().state_dict()[name]) for name in names
+    )
     assert not torch.equal(model.state_dict()["6.weight"], make_model().state_dict()["6.weight"])
-    assert model_of_plain[0].weight.grad is None and all(p.requires_grad for p in model.parameters())
+    assert model_of_plain[0].weight.grad is None and all(
+        p.requires_grad for p in model.parameters()
+    )
 
 
 def test_an_evaluation_by_blocks_runs_what_a_model_does_in_evaluation_mode(tmp_path: Path) -> None:
@@ -256,7 +294,9 @@ class Recomputed(nn.Module):
 
 def make_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
     """Return a head with a frozen BatchNorm."""
-    head = nn.Sequential(nn.BatchNorm1d(activation.shape[1]), nn.Linear(activation.shape[1], output.shape[1]))
+    head = nn.Sequential(
+        nn.BatchNorm1d(activation.shape[1]), nn.Linear(activation.shape[1], output.shape[1])
+    )
     head[0].eval()
     return head
 
@@ -286,7 +326,10 @@ def test_processes_train_them_as_the_emulator_does(tmp_path: Path) -> None:
     before = make_model().state_dict()
     for name in list_runs():
         for side in ("one", "two"):
-            weights = {key.replace(".inner", ""): value for key, value in read_weights(tmp_path / side / name).items()}
+            weights = {
+                key.replace(".inner", ""): value
+                for key, value in read_weights(tmp_path / side / name).items()
+            }
             assert all(torch.equal(before[key], weights[key]) for key in FROZEN), name
     for side in ("one", "two"):
         head = read_weights(tmp_path / side / "local")
@@ -294,7 +337,9 @@ def test_processes_train_them_as_the_emulator_does(tmp_path: Path) -> None:
 
 
 def make_for_ipus(**keys: Any) -> Dict[str, Any]:
-    return make_arguments(stages=["3"], evaluate={"every": 0}, gradient_accumulation=4, steps=2, **keys)
+    return make_arguments(
+        stages=["3"], evaluate={"every": 0}, gradient_accumulation=4, steps=2, **keys
+    )
 
 
 def test_a_dropout_that_is_off_stays_off_on_ipus(tmp_path: Path, poptorch: Any) -> None:

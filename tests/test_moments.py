@@ -36,9 +36,16 @@ def test_processes_show_what_the_emulator_shows(method: str, tmp_path: Path) -> 
     emulate(tmp_path / "one", *sets, callbacks=[seen])
     assert json.loads((tmp_path / "ranks.json").read_text()) == seen.seen
     moments = [moment for moment, _, _ in seen.seen]
-    assert moments[:2] == ["start", "gradients"] and moments[-3:] == ["evaluation", "checkpoint", "end"]
+    assert moments[:2] == ["start", "gradients"] and moments[-3:] == [
+        "evaluation",
+        "checkpoint",
+        "end",
+    ]
     assert [step for moment, step, _ in seen.seen if moment == "gradients"] == [1, 2, 3, 4, 5, 6]
-    assert len({tuple(tensors.values()) for moment, _, tensors in seen.seen if moment == "gradients"}) == 6
+    assert (
+        len({tuple(tensors.values()) for moment, _, tensors in seen.seen if moment == "gradients"})
+        == 6
+    )
 
 
 def test_gradients_are_those_of_plain_accumulation_before_clipping(tmp_path: Path) -> None:
@@ -49,10 +56,21 @@ def test_gradients_are_those_of_plain_accumulation_before_clipping(tmp_path: Pat
             self.gradients.append(now.gradients)
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.Tanh(), torch.nn.Linear(5, 10))
-    twin = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.Tanh(), torch.nn.Linear(5, 10))
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.Tanh(), torch.nn.Linear(5, 10)
+    )
+    twin = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.Tanh(), torch.nn.Linear(5, 10)
+    )
     twin.load_state_dict(model.state_dict())
-    sets = ["method=gpipe", "stages=2", "gradient_accumulation=2", "micro_batch_size=8", "clip={norm: 0.001}", "steps=1"]
+    sets = [
+        "method=gpipe",
+        "stages=2",
+        "gradient_accumulation=2",
+        "micro_batch_size=8",
+        "clip={norm: 0.001}",
+        "steps=1",
+    ]
     config = load_config(DIGITS, [*sets, "log.tensorboard=false"])
     keeps = Keeps()
     train(config, tmp_path / "run", model=model, callbacks=[keeps], quiet=True)
@@ -67,7 +85,15 @@ def test_gradients_are_those_of_plain_accumulation_before_clipping(tmp_path: Pat
 
 
 @pytest.mark.parametrize("method", ["local_sgd", "randomized_pipedream"])
-def test_where_replicas_or_stages_step_one_by_one_gradients_are_refused(method: str, tmp_path: Path) -> None:
-    sets = [f"method={method}", "gradient_accumulation=1", "stages=2", "steps=4", f"callbacks=['{NEW}:Watches']"]
+def test_where_replicas_or_stages_step_one_by_one_gradients_are_refused(
+    method: str, tmp_path: Path
+) -> None:
+    sets = [
+        f"method={method}",
+        "gradient_accumulation=1",
+        "stages=2",
+        "steps=4",
+        f"callbacks=['{NEW}:Watches']",
+    ]
     (fault,) = list_faults(check, load_config(DIGITS, sets), tmp_path / "run")
     assert fault.startswith("callbacks: Watches.on_gradients: ") and method in fault

@@ -25,6 +25,8 @@ ROUNDING = 1e-12
 def test_an_old_run_goes_on(name: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(OLD_RUNS / name, run)
-    config = load_config(run / "config.yaml", ["steps=8", "backend.name=emulator", "checkpoint.format=single"])
+    config = load_config(
+        run / "config.yaml", ["steps=8", "backend.name=emulator", "checkpoint.format=single"]
+    )
     train(config, run, resume=True, quiet=True)
     assert_close(read_weights(run, 8), load_file(OLD_RUNS / name / "end.safetensors"), ROUNDING)

@@ -22,7 +22,12 @@ from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import simulate_scheduler
 from tests.support.runs import list_faults, read_column, read_summary
 
-HOW = {"micro_batch_size": 4, "log": {"tensorboard": False, "every": 1}, "evaluate": {"every": 0}, "stages": ["2"]}
+HOW = {
+    "micro_batch_size": 4,
+    "log": {"tensorboard": False, "every": 1},
+    "evaluate": {"every": 0},
+    "stages": ["2"],
+}
 
 
 def model() -> nn.Sequential:
@@ -65,7 +70,10 @@ def equal(ours: List[torch.Tensor], theirs: List[torch.Tensor]) -> bool:
 def groups_of(net: nn.Sequential) -> List[Any]:
     """With settings of their own, one group over both stages: as for fine-tuning."""
     biases = [net[0].bias, net[2].bias]
-    return [{"params": [net[0].weight, net[2].weight], "weight_decay": 0.1}, {"params": biases, "lr": 0.002}]
+    return [
+        {"params": [net[0].weight, net[2].weight], "weight_decay": 0.1},
+        {"params": biases, "lr": 0.002},
+    ]
 
 
 @pytest.mark.parametrize("form", ["instance", "groups", "class", "pair", "factory", "yaml"])
@@ -74,7 +82,13 @@ def test_every_form_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> N
     make = functools.partial(torch.optim.RMSprop, **args)
     theirs = model()
     expected = plain(theirs, make(groups_of(theirs) if form == "groups" else theirs.parameters()))
-    keys = {"optimizer": {"name": "torch.optim.RMSprop", "lr": 0.01, "args": {"alpha": 0.9, "momentum": 0.5}}}
+    keys = {
+        "optimizer": {
+            "name": "torch.optim.RMSprop",
+            "lr": 0.01,
+            "args": {"alpha": 0.9, "momentum": 0.5},
+        }
+    }
     forms = {
         "instance": {"optimizer": make(net.parameters())},
         "groups": {"optimizer": make(groups_of(net))},
@@ -88,7 +102,9 @@ def test_every_form_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> N
     assert report["name"] == "torch.optim.rmsprop.RMSprop" and report["settings"]["alpha"] == 0.9
 
 
-def test_an_optimizer_that_is_none_or_not_of_the_model_is_reported_in_a_line(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_none_or_not_of_the_model_is_reported_in_a_line(
+    tmp_path: Path,
+) -> None:
     net, other = model(), model()
     used = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     plain(net, used, steps=1)
@@ -114,7 +130,12 @@ def test_groups_with_rates_of_their_own_are_predicted_by_them() -> None:
     """SpecTrain reads w - lr T v, lr that of the weight's own group."""
     net = model()
     optimizer = torch.optim.SGD(groups_of(net), lr=0.5, momentum=0.5)
-    job = build(ipu_pipe.configure(**HOW, method="spectrain"), net, data(), optimizer=make_factory_of(optimizer))
+    job = build(
+        ipu_pipe.configure(**HOW, method="spectrain"),
+        net,
+        data(),
+        optimizer=make_factory_of(optimizer),
+    )
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     job.rules.step(0, None)
@@ -139,26 +160,38 @@ def test_any_scheduler_gives_its_own_rates(name: str, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
     expected = plain(theirs, optimizer, make(optimizer))
     sgd = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
-    assert equal(trained(tmp_path / "a", model(), keys={"optimizer": sgd}, lr_scheduler=make), expected)
+    assert equal(
+        trained(tmp_path / "a", model(), keys={"optimizer": sgd}, lr_scheduler=make), expected
+    )
     named = {"name": f"torch.optim.lr_scheduler.{name}", "args": SCHEDULERS[name]}
-    assert equal(trained(tmp_path / "b", model(), keys={"optimizer": sgd, "lr_schedule": named}), expected)
+    assert equal(
+        trained(tmp_path / "b", model(), keys={"optimizer": sgd, "lr_schedule": named}), expected
+    )
     rates = [read_column(tmp_path / run, "lr") for run in ("a", "b")]
     assert rates[0] == rates[1] and len(set(rates[0])) > 2
 
 
 def test_a_scheduler_may_be_stepped_by_epochs_and_composes_with_rules() -> None:
-    schedule = {"name": "torch.optim.lr_scheduler.StepLR", "args": {"step_size": 1, "gamma": 0.5}, "interval": "epoch"}
+    schedule = {
+        "name": "torch.optim.lr_scheduler.StepLR",
+        "args": {"step_size": 1, "gamma": 0.5},
+        "interval": "epoch",
+    }
     keys = {**HOW, "lr_schedule": schedule, "optimizer": {"lr": 1.0}, "epochs": 3}
     job = build(ipu_pipe.configure(**keys), model(), data())
     assert [job.rate(k) for k in (0, 7, 8, 15, 16, 23)] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     t1 = build(
-        ipu_pipe.configure(**keys, method="pipemare", method_args={"t1": {"anneal_updates": 4}}), model(), data()
+        ipu_pipe.configure(**keys, method="pipemare", method_args={"t1": {"anneal_updates": 4}}),
+        model(),
+        data(),
     )
     assert t1.rules.rates(20)[0] == 0.25 and 0 < t1.rules.rates(1)[0] < 1.0
 
 
 def test_a_scheduler_that_cannot_be_played_is_reported_in_a_line() -> None:
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "member": 0}], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))], "member": 0}], lr=0.1, momentum=0.9
+    )
     wrong = {
         r"OneCycleLR: changes momentum: .*cycle_momentum=False": lambda o: lr_scheduler.OneCycleLR(
             o, 0.1, total_steps=20
@@ -171,7 +204,9 @@ def test_a_scheduler_that_cannot_be_played_is_reported_in_a_line() -> None:
         "at update 6 of 20: ValueError": functools.partial(
             lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=5, cycle_momentum=False
         ),
-        "returned a rate that is negative or not finite": lambda o: lr_scheduler.LambdaLR(o, lambda k: float("nan")),
+        "returned a rate that is negative or not finite": lambda o: lr_scheduler.LambdaLR(
+            o, lambda k: float("nan")
+        ),
     }
     for message, make in wrong.items():
         (fault,) = list_faults(simulate_scheduler, make, optimizer, 0.1, 20)
@@ -196,11 +231,20 @@ def test_a_run_by_a_given_scheduler_is_recorded_and_goes_on_with_it_alone(tmp_pa
     trained(tmp_path / "run", model(), keys={"checkpoint": {"every": 2}}, lr_scheduler=make)
     recorded = (tmp_path / "run" / "config.yaml").read_text()
     assert "ExponentialLR" in recorded and "gamma: 0.9" in recorded
-    with pytest.raises(BadInput, match="given.lr_scheduler: .*ExponentialLR: the run that wrote this had it from Python"):
+    with pytest.raises(
+        BadInput,
+        match="given.lr_scheduler: .*ExponentialLR: the run that wrote this had it from Python",
+    ):
         trained(tmp_path / "run", model(), keys={"checkpoint": {"every": 2}}, resume_from=2)
     with pytest.raises(BadInput, match=r"given.lr_scheduler.settings.gamma: 0.9 -> 0.8"):
         other = functools.partial(lr_scheduler.ExponentialLR, gamma=0.8)
-        trained(tmp_path / "run", model(), keys={"checkpoint": {"every": 2}}, resume_from=2, lr_scheduler=other)
+        trained(
+            tmp_path / "run",
+            model(),
+            keys={"checkpoint": {"every": 2}},
+            resume_from=2,
+            lr_scheduler=other,
+        )
 
 
 def test_checkpoints_of_before_these_keys_are_gone_on_with() -> None:
@@ -211,4 +255,6 @@ def test_checkpoints_of_before_these_keys_are_gone_on_with() -> None:
     keys = select_deciding(ipu_pipe.configure().to_dict())
     names = ("lr_schedule.args", "lr_schedule.interval", "optimizer.args", "model.compile")
     new = [key for key in keys if key in names]
-    assert len(new) == 4 and not compare_deciding({key: value for key, value in keys.items() if key not in new}, keys)
+    assert len(new) == 4 and not compare_deciding(
+        {key: value for key, value in keys.items() if key not in new}, keys
+    )

@@ -31,7 +31,10 @@ def test_versions_before_a_drain_do_not_depend_on_what_follows(name: str, stages
     drains = [5, 5 + UPDATES]
     open_end = open_schedule(method, stages, accumulate, drains)
     closed = make_schedule(method, stages, drains[-1] * accumulate, accumulate, [5 * accumulate])
-    for table in (VersionTable(open_end, method, 0), VersionTable(open_schedule(method, stages, accumulate, [5]), method, 0)):
+    for table in (
+        VersionTable(open_end, method, 0),
+        VersionTable(open_schedule(method, stages, accumulate, [5]), method, 0),
+    ):
         expected = VersionTable(closed, method, 0).window(0, drains[-1] * accumulate)
         for versions, same in zip(table.window(0, drains[-1] * accumulate), expected):
             assert (versions == same).all()
@@ -40,7 +43,9 @@ def test_versions_before_a_drain_do_not_depend_on_what_follows(name: str, stages
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("accumulate", [2, 3, 7])
 @pytest.mark.parametrize("rest", [0, 1])
-def test_a_repeated_batch_of_shared_blocks_is_the_batch_laid_out(stages: int, accumulate: int, rest: int) -> None:
+def test_a_repeated_batch_of_shared_blocks_is_the_batch_laid_out(
+    stages: int, accumulate: int, rest: int
+) -> None:
     """local_overlapping has a run for each batch; a long stretch repeats one batch in its middle."""
     microbatches = 60 * accumulate + rest
     schedule = make_schedule(resolve_method("local_overlapping"), stages, microbatches, accumulate)

@@ -43,12 +43,18 @@ from tests.test_update import staged
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon")
 
 MUON = {"ndim": 2, "name": "torch.optim.Muon", "lr": 0.02, "args": {"weight_decay": 0.0}}
-GROUPS = [{"match": ["0.*"], "name": "adamw", "lr": 0.01}, MUON, {"name": "sgd", "lr": 0.1, "momentum": 0.9}]
+GROUPS = [
+    {"match": ["0.*"], "name": "adamw", "lr": 0.01},
+    MUON,
+    {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+]
 
 
 def model() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+    return nn.Sequential(
+        nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2)
+    )
 
 
 def configure(groups: Any, **keys: Any) -> Any:
@@ -69,7 +75,11 @@ def train_by_hand(factors: Sequence[Callable[[int], float]]) -> List[torch.Tenso
     optimizers = [
         torch.optim.AdamW([named["0.weight"], named["0.bias"]], lr=0.01),
         torch.optim.Muon([named["2.weight"], named["4.weight"]], lr=0.02, weight_decay=0.0),
-        torch.optim.SGD([named[name] for name in ("2.bias", "3.weight", "3.bias", "4.bias")], lr=0.1, momentum=0.9),
+        torch.optim.SGD(
+            [named[name] for name in ("2.bias", "3.weight", "3.bias", "4.bias")],
+            lr=0.1,
+            momentum=0.9,
+        ),
     ]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(*pair) for pair in zip(optimizers, factors)]
     for k in range(6):
@@ -89,20 +99,40 @@ def test_a_schedule_may_have_a_function_for_each_group(tmp_path: Path) -> None:
     def make(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
 
-    for ours, theirs in zip(trained(tmp_path / "run", GROUPS, lr_scheduler=make), train_by_hand(factors)):
+    for ours, theirs in zip(
+        trained(tmp_path / "run", GROUPS, lr_scheduler=make), train_by_hand(factors)
+    ):
         assert torch.allclose(ours, theirs, rtol=1e-6)
-    idle = [*GROUPS[:2], {"name": "adamw", "lr": 0.1}, GROUPS[2]]  # a group for which an earlier one leaves nothing
-    build(configure(idle), model(), data(), lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, [*factors, factors[0]]))
+    idle = [
+        *GROUPS[:2],
+        {"name": "adamw", "lr": 0.1},
+        GROUPS[2],
+    ]  # a group for which an earlier one leaves nothing
+    build(
+        configure(idle),
+        model(),
+        data(),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, [*factors, factors[0]]),
+    )
 
 
 def test_groups_train_as_their_optimizers_do_by_hand(tmp_path: Path) -> None:
     assert equal(trained(tmp_path / "run", GROUPS), train_by_hand([lambda k: 1.0] * 3))
     report = read_summary(tmp_path / "run")
-    assert [group["name"].split(".")[-1] for group in report["optimizer"]["groups"]] == ["AdamW", "Muon", "SGD"]
+    assert [group["name"].split(".")[-1] for group in report["optimizer"]["groups"]] == [
+        "AdamW",
+        "Muon",
+        "SGD",
+    ]
     # one copy of Muon's and SGD's parameters and two of AdamW's, as planned; and AdamW's two step counts
-    planned = [row["optimizer_bytes"] for row in build_memory_table(build(configure(GROUPS), model(), data()))]
+    planned = [
+        row["optimizer_bytes"]
+        for row in build_memory_table(build(configure(GROUPS), model(), data()))
+    ]
     counts = [4 * 2, 0]
-    assert [stage["optimizer_bytes"] for stage in report["stages"]] == [a + b for a, b in zip(planned, counts)]
+    assert [stage["optimizer_bytes"] for stage in report["stages"]] == [
+        a + b for a, b in zip(planned, counts)
+    ]
 
 
 def test_a_run_goes_on_bitwise_and_names_its_state_as_before(tmp_path: Path) -> None:
@@ -111,7 +141,12 @@ def test_a_run_goes_on_bitwise_and_names_its_state_as_before(tmp_path: Path) -> 
     trained(tmp_path / "b", GROUPS, **{**keys, "steps": 3})
     assert equal(trained(tmp_path / "b", GROUPS, resume_from=3, **keys), straight)
     state = load_file(tmp_path / "a" / "checkpoints" / "step-6" / "optimizer.safetensors")
-    assert {"0.weight/exp_avg", "2.weight/momentum_buffer", "2.bias/momentum_buffer", "0.weight/t2_delta"} <= set(state)
+    assert {
+        "0.weight/exp_avg",
+        "2.weight/momentum_buffer",
+        "2.bias/momentum_buffer",
+        "0.weight/t2_delta",
+    } <= set(state)
     with pytest.raises(BadInput, match="optimizer.groups: "):
         trained(tmp_path / "b", GROUPS[:1] + GROUPS[2:], resume_from=3, **keys)
 
@@ -120,13 +155,21 @@ def test_processes_give_the_emulators_weights_and_state(tmp_path: Path) -> None:
     how = ["method=pipemare", "clip={norm: 0.5, scope: delayed_global}"]
     betas = "by_stage: {betas: {from: [0.9, 0.99], to: [0.99, 0.999]}}"
     muon = "{match: '*weight', ndim: 2, name: torch.optim.Muon, lr: 0.02}"
-    both = [*how, "stages=4", f"optimizer={{groups: [{muon}, {{name: adamw, lr: 0.002, {betas}}}]}}"]
+    both = [
+        *how,
+        "stages=4",
+        f"optimizer={{groups: [{muon}, {{name: adamw, lr: 0.002, {betas}}}]}}",
+    ]
     wiped = [f"optimizer.{key}=null" for key in ("name", "lr", "momentum")]  # of the file's own
     report = compare(tmp_path, 2, *both, *wiped)
     weights = len(read_weights(tmp_path / "one", 12))
-    assert len(read_state(tmp_path / "one", 12)) - weights == 5 + 3 * 5  # Muon's of each weight, and AdamW's of each bias
+    assert (
+        len(read_state(tmp_path / "one", 12)) - weights == 5 + 3 * 5
+    )  # Muon's of each weight, and AdamW's of each bias
     theirs = read_summary(tmp_path / "ranks")
-    assert [s["optimizer_bytes"] for s in theirs["stages"]] == [s["optimizer_bytes"] for s in report["stages"]]
+    assert [s["optimizer_bytes"] for s in theirs["stages"]] == [
+        s["optimizer_bytes"] for s in report["stages"]
+    ]
 
 
 # ---- which parameter is in which group
@@ -144,7 +187,10 @@ def test_the_first_member_that_fits_has_a_parameter() -> None:
 
 def test_the_parts_share_state_and_groups_and_a_stage_without_weights_has_one() -> None:
     net, part = staged()
-    muon, sgd = functools.partial(torch.optim.Muon, lr=0.1), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+    muon, sgd = (
+        functools.partial(torch.optim.Muon, lr=0.1),
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5),
+    )
     make = make_factory_by_group([muon, sgd])
     optimizer = make(make_groups(net, part, (), [Member(None, 2), Member()]))
     assert isinstance(optimizer, OptimizersByGroup)
@@ -168,7 +214,9 @@ def test_the_parts_share_state_and_groups_and_a_stage_without_weights_has_one() 
 def test_settings_by_the_stages_delay(values: Any, expected: List[Any]) -> None:
     assert [one["x"] for one in spread_settings({"x": values}, [4.0, 2.0, 0.0])] == expected
     if isinstance(values, dict):  # nothing changes without delay
-        assert [one["x"] for one in spread_settings({"x": values}, [0.0, 0.0])] == [values["from"]] * 2
+        assert [one["x"] for one in spread_settings({"x": values}, [0.0, 0.0])] == [
+            values["from"]
+        ] * 2
 
 
 def test_a_rate_of_zero_on_the_first_stage_stops_no_other(tmp_path: Path) -> None:
@@ -181,17 +229,38 @@ def test_a_rate_of_zero_on_the_first_stage_stops_no_other(tmp_path: Path) -> Non
 
 
 def test_settings_by_stage_are_the_groups_own() -> None:
-    optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.5, "by_stage": {"momentum": [0.25, 0.75], "lr": [0.1, 0.2]}}
-    job = build(ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}), model(), data())
-    assert [(g["momentum"], g["lr"]) for g in job.optimizer.param_groups] == [(0.25, 0.1), (0.75, 0.2)]
+    optimizer = {
+        "name": "sgd",
+        "lr": 0.1,
+        "momentum": 0.5,
+        "by_stage": {"momentum": [0.25, 0.75], "lr": [0.1, 0.2]},
+    }
+    job = build(
+        ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}),
+        model(),
+        data(),
+    )
+    assert [(g["momentum"], g["lr"]) for g in job.optimizer.param_groups] == [
+        (0.25, 0.1),
+        (0.75, 0.2),
+    ]
     job.rules.step(0, None)
     assert [g["lr"] for g in job.optimizer.param_groups] == [0.1, 0.2]
 
 
 def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
     """Their groups got the stage's weight_decay."""
-    optimizer = {"name": "adamw", "lr": 0.1, "no_decay": "norms_and_biases", "by_stage": {"weight_decay": [0.1, 0.2]}}
-    job = build(ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}), model(), data())
+    optimizer = {
+        "name": "adamw",
+        "lr": 0.1,
+        "no_decay": "norms_and_biases",
+        "by_stage": {"weight_decay": [0.1, 0.2]},
+    }
+    job = build(
+        ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}),
+        model(),
+        data(),
+    )
     decays = [(g["stage"], g["weight_decay"]) for g in job.optimizer.param_groups]
     assert decays == [(0, 0.1), (0, 0.0), (1, 0.2), (1, 0.0)]
 
@@ -220,7 +289,11 @@ def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
 ])  # fmt: skip
 def test_what_does_not_fit_is_reported_in_a_line(optimizer: Dict[str, Any], key: str) -> None:
     with pytest.raises(BadInput, match=key) as refused:
-        build(ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}), model(), data())
+        build(
+            ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}),
+            model(),
+            data(),
+        )
     assert len(refused.value.faults) == 1
 
 
@@ -246,7 +319,9 @@ def test_rates_of_all_groups_scale_together() -> None:
 class Lion(torch.optim.Optimizer):
     """w <- w - lr (sign(b1 m + (1 - b1) g) + decay w), m <- b2 m + (1 - b2) g (Chen et al. 2023)."""
 
-    def __init__(self, params: Any, lr: float, betas: Any = (0.9, 0.99), decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Any, lr: float, betas: Any = (0.9, 0.99), decay: float = 0.0
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
 
     @torch.no_grad()
@@ -255,7 +330,9 @@ class Lion(torch.optim.Optimizer):
             b1, b2 = group["betas"]
             for p in (p for p in group["params"] if p.grad is not None):
                 m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["decay"]).sub_(m.mul(b1).add(p.grad, alpha=1 - b1).sign(), alpha=group["lr"])
+                p.mul_(1 - group["lr"] * group["decay"]).sub_(
+                    m.mul(b1).add(p.grad, alpha=1 - b1).sign(), alpha=group["lr"]
+                )
                 m.mul_(b2).add_(p.grad, alpha=1 - b2)
 
 
@@ -271,7 +348,12 @@ def test_users_optimizers_take_two_buffered_weights(args: Any) -> None:
 def test_groups_of_users_optimizers_are_named_by_import_strings(tmp_path: Path) -> None:
     lion = {"name": "tests.test_optimizer_groups:Lion", "lr": 1e-3, "args": {"decay": 0.1}}
     groups = [{"ndim": 2, **lion}, {"name": "torch.optim:Adagrad", "lr": 1e-2}]
-    keys = {"method": "pipedream_2bw", "gradient_accumulation": 2, "checkpoint": {"every": 2, "keep": 9}, "steps": 4}
+    keys = {
+        "method": "pipedream_2bw",
+        "gradient_accumulation": 2,
+        "checkpoint": {"every": 2, "keep": 9},
+        "steps": 4,
+    }
     straight = trained(tmp_path / "a", groups, **keys)
     trained(tmp_path / "b", groups, **{**keys, "steps": 2})
     assert equal(trained(tmp_path / "b", groups, resume_from=2, **keys), straight)
@@ -287,7 +369,12 @@ def make_text(**options: Any) -> TextData:
 def test_presets_train(name: str, tmp_path: Path) -> None:
     data = "data={name: 'tests.test_optimizer_groups:make_text', context: 8, subset: 512, test_subset: 32}"
     sizes = ["model.args={width: 8, heads: 2, context: 8}", data]
-    quick = ["steps=3", "log={tensorboard: false, trace: false}", "evaluate.every=0", "checkpoint=null"]
+    quick = [
+        "steps=3",
+        "log={tensorboard: false, trace: false}",
+        "evaluate.every=0",
+        "checkpoint=null",
+    ]
     config = load_config(f"configs/async/{name}.yaml", [*sizes, *quick])
     report = ipu_pipe.train(config, tmp_path / "run", quiet=True)
     assert math.isfinite(report["final"]["train_loss"]) and len(report["stages"]) == 8
@@ -295,4 +382,6 @@ def test_presets_train(name: str, tmp_path: Path) -> None:
         job = build(config)
         betas = [group["betas"] for group in job.optimizer.param_groups]
         assert [one[1] for one in betas] == [0.999] * 8
-        assert [one[0] for one in betas] == pytest.approx([0.9 + (7 - s) * 0.09 / 8 for s in range(8)])
+        assert [one[0] for one in betas] == pytest.approx(
+            [0.9 + (7 - s) * 0.09 / 8 for s in range(8)]
+        )

@@ -24,14 +24,23 @@ from tests.support.runs import list_faults
 GENERATED = [name for name, method in METHODS.items() if method.order and name != "rows"]
 
 
-def make(name: str, P: int, M: int, durations: Sequence[float] = (1, 1, 1), link: float = 0.0, **args: Any) -> Schedule:
+def make(
+    name: str,
+    P: int,
+    M: int,
+    durations: Sequence[float] = (1, 1, 1),
+    link: float = 0.0,
+    **args: Any,
+) -> Schedule:
     """Return the schedule of a batch on P devices."""
     method = resolve_method(name, {**args, "durations": durations, "link": link})
     stages = P * (1 if method.order is None else method.order.stages_per_device)
     return make_schedule(method, stages, M, M)
 
 
-def time(schedule: Schedule, durations: Sequence[float] = (1, 1, 1), link: float = 0.0) -> Tuple[float, float]:
+def time(
+    schedule: Schedule, durations: Sequence[float] = (1, 1, 1), link: float = 0.0
+) -> Tuple[float, float]:
     """Return what makespan and span have beside the work of a device."""
     bubbles = compute_bubbles(schedule, durations, link)
     work = schedule.microbatches * sum(durations)
@@ -48,7 +57,9 @@ def halve(P: int) -> Tuple[float, float]:
 
 def thirds(P: int) -> Tuple[float, float]:
     """V-min's."""
-    return (2 * P - 3.5 if P % 3 == 0 else 2 * P - 2.5), (P + 2 + (P % 3 == 2) * 2) // 3 + (P % 3 == 0)
+    return (2 * P - 3.5 if P % 3 == 0 else 2 * P - 2.5), (P + 2 + (P % 3 == 2) * 2) // 3 + (
+        P % 3 == 0
+    )
 
 
 @pytest.mark.parametrize("P", range(2, 9))
@@ -57,7 +68,9 @@ def test_bubbles_and_activations_in_unit_times(P: int, rounds: int) -> None:
     M = rounds * P
     if P == 2:  # the V's of controllable memory are for more
         assert time(make("v_half", P, M))[0] == time(make("v_min", P, M))[0] == 0.5
-    expected: Dict[Tuple[str, int], Tuple[float, float, float]] = {  # makespan, span, most activations
+    expected: Dict[
+        Tuple[str, int], Tuple[float, float, float]
+    ] = {  # makespan, span, most activations
         ("interleaved_1f1b", 2): (1.5 * (P - 1), 1.5 * (P - 1), (3 * P - 1) / 2),
         ("interleaved_1f1b", 3): (P - 1, P - 1, (4 * P - 1) / 3),
         ("looped_bfs", 2): (1.5 * (P - 1), 1.5 * (P - 1), M),
@@ -114,7 +127,9 @@ def test_rates_of_zero_bubble_to_every_printed_digit(row: Tuple[Any, ...]) -> No
     ("P", "M", "times", "link", "rate"),  # times of a chunk, as printed
     [(16, 48, (14407, 14380, 9676), 1610, 0.0697), (24, 72, (6763, 6969, 5251), 755, 0.0638)],
 )
-def test_rates_of_zbv_to_every_printed_digit(P: int, M: int, times: Tuple[int, ...], link: int, rate: float) -> None:
+def test_rates_of_zbv_to_every_printed_digit(
+    P: int, M: int, times: Tuple[int, ...], link: int, rate: float
+) -> None:
     both = [2 * time for time in times]
     schedule = make("zbv", P, M, both, link)
     assert round(compute_bubbles(schedule, both, link).span_bubble_rate, 4) == rate
@@ -137,7 +152,9 @@ def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: i
         M -= M % P  # whole rounds
     v = METHODS[name].order.stages_per_device  # type: ignore[union-attr]
     schedule = make_schedule(METHODS[name], P * v, 2 * M + (M if P > 1 else 0), M, drains=[M])
-    assert all(table.is_in_order() for stretch in schedule.stretches for table in stretch.tables.values())
+    assert all(
+        table.is_in_order() for stretch in schedule.stretches for table in stretch.tables.values()
+    )
     slots = {kind: schedule.slots(kind, 0, schedule.microbatches) for kind in schedule.passes}
     whole = {(s, m) for s, m in zip(*map(list, schedule.is_whole.nonzero()))}
     for kind, table in slots.items():
@@ -223,7 +240,10 @@ def test_late_weight_gradients_fill_waits_for_slow_links_at_the_price_of_lag() -
     schedules = [make_schedule(method, P, M, 1) for method in (plain, split)]
     waits = [compute_bubbles(schedule, (1, 1, 1), link).span_bubble_rate for schedule in schedules]
     assert waits[1] < waits[0]
-    lags = [VersionTable(schedule, method).greatest_lag() for schedule, method in zip(schedules, (plain, split))]
+    lags = [
+        VersionTable(schedule, method).greatest_lag()
+        for schedule, method in zip(schedules, (plain, split))
+    ]
     assert (lags[1] >= lags[0]).all() and lags[1].sum() > lags[0].sum()
     assert max(schedules[1].peak_activations()) <= P
 
@@ -248,7 +268,9 @@ def test_pytorch_validates_our_csv(name: str, P: int, M: int, tmp_path: Path) ->
     path = tmp_path / "rows.csv"
     path.write_text("".join(format_csv(schedule)))
     lines = [line.split(",") for line in path.read_text().splitlines()]
-    actions = {rank: [schedules._Action.from_str(cell) for cell in line] for rank, line in enumerate(lines)}
+    actions = {
+        rank: [schedules._Action.from_str(cell) for cell in line] for rank, line in enumerate(lines)
+    }
     placement = schedules._validate_schedule(actions, P, schedule.stages, M)
     assert tuple(placement[stage] for stage in range(schedule.stages)) == schedule.device_of_stage
     back = make_schedule(resolve_method("rows", {"file": str(path)}), schedule.stages, M, M)
@@ -259,7 +281,11 @@ def order_of(schedules: Any, name: str, P: int, v: int, M: int) -> Dict[int, Lis
     """Return the order of one of PyTorch's classes, which needs of a real one only its sizes."""
     theirs = getattr(schedules, name).__new__(getattr(schedules, name))
     theirs.pp_group_size, theirs._n_microbatches, theirs.n_local_stages = P, M, v
-    theirs._stages, theirs.num_stages, theirs._num_stages = [types.SimpleNamespace()] * v, P * v, P * v
+    theirs._stages, theirs.num_stages, theirs._num_stages = (
+        [types.SimpleNamespace()] * v,
+        P * v,
+        P * v,
+    )
     theirs.number_of_rounds = max(1, M // P)
     theirs.microbatches_per_round = M // theirs.number_of_rounds
     order = {}
@@ -283,11 +309,16 @@ def order_of(schedules: Any, name: str, P: int, v: int, M: int) -> Dict[int, Lis
     ("ScheduleDualPipeV", 2, "dualpipe_v"),
 ])  # fmt: skip
 @pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 8), (4, 12)])
-def test_pytorchs_own_orders_are_read(theirs: str, v: int, ours: Any, P: int, M: int, tmp_path: Path) -> None:
+def test_pytorchs_own_orders_are_read(
+    theirs: str, v: int, ours: Any, P: int, M: int, tmp_path: Path
+) -> None:
     """And equal ours where ours are meant to be theirs."""
     order = order_of(load_torch(), theirs, P, v, M)
     path = tmp_path / "theirs.csv"
-    cells = {rank: [str(cell or "") for cell in row if "REDUCE" not in str(cell)] for rank, row in order.items()}
+    cells = {
+        rank: [str(cell or "") for cell in row if "REDUCE" not in str(cell)]
+        for rank, row in order.items()
+    }
     path.write_text("".join(",".join(cells[rank]) + "\n" for rank in range(P)))
     rows = read_csv(str(path))
     schedule = make_schedule(resolve_method("rows", {"file": str(path)}), P * v, M, M)
@@ -298,7 +329,9 @@ def test_pytorchs_own_orders_are_read(theirs: str, v: int, ours: Any, P: int, M:
     if theirs == "ScheduleZBVZeroBubble":
         assert time(schedule) == pytest.approx(((P - 1) / 2, 0))
     if theirs == "ScheduleLoopedBFS":
-        assert not schedule.in_order and time(schedule) == pytest.approx((1.5 * (P - 1), 1.5 * (P - 1)))
+        assert not schedule.in_order and time(schedule) == pytest.approx(
+            (1.5 * (P - 1), 1.5 * (P - 1))
+        )
 
 
 @pytest.mark.parametrize("theirs, v", [
@@ -317,7 +350,9 @@ def test_both_files_that_pytorch_writes_have_the_same_passes(
         rank: schedules._add_reduce_grad(schedules._add_unshard_reshard(row), M)
         for rank, row in runtime.pipeline_order.items()
     }
-    runtime.pipeline_order_with_comms = schedules._add_send_recv(with_averages, placement.__getitem__, P * v)
+    runtime.pipeline_order_with_comms = schedules._add_send_recv(
+        with_averages, placement.__getitem__, P * v
+    )
     written: Dict[str, List[List[Action]]] = {}
     for form in ("compute_only", "compute_comms"):
         path = tmp_path / f"{form}.csv"
@@ -355,11 +390,15 @@ def test_a_bad_cell_is_named_with_file_row_and_cell(text: str, where: str, tmp_p
     ("0B0,0F0\n", "row 1, cell 1: the schedule cannot run: B0 on stage 0 waits for F0 on stage 0"),
     ("0F0,0B0,0F1,0W1,,0I1\n", "row 1, cell 4: the schedule cannot run: W1 on stage 0"),
 ])  # fmt: skip
-def test_rows_that_cannot_run_name_the_file_the_row_and_the_cell(text: str, where: str, tmp_path: Path) -> None:
+def test_rows_that_cannot_run_name_the_file_the_row_and_the_cell(
+    text: str, where: str, tmp_path: Path
+) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
     count = 1 + text.count("F1")
-    (fault,) = list_faults(lambda: make_schedule(resolve_method("rows", {"file": str(path)}), 1, count, count))
+    (fault,) = list_faults(
+        lambda: make_schedule(resolve_method("rows", {"file": str(path)}), 1, count, count)
+    )
     assert fault.startswith(f"{path}: {where}")
 
 
@@ -373,14 +412,19 @@ def test_ipus_name_the_cell_that_they_cannot_run(text: str, cell: str, tmp_path:
     (fault,) = check_method(resolve_method("rows", {"file": str(path)}))
     assert fault.startswith("method: rows: ") and f"{path}: {cell}" in fault
     for name, args in (("zb_h1", {}), ("pipedream", {"split_backward": True})):
-        assert [fault[: len(name) + 10] for fault in check_method(resolve_method(name, args))] == [f"method: {name}: "]
+        assert [fault[: len(name) + 10] for fault in check_method(resolve_method(name, args))] == [
+            f"method: {name}: "
+        ]
 
 
 def test_an_overlapped_pair_is_a_forward_and_then_a_backward(tmp_path: Path) -> None:
     path = tmp_path / "pair.csv"
     path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     assert lay_out(read_csv(str(path))).slots == 4
-    assert [action.kind for action in read_csv(str(path)).rows[0]][1:3] == [Kind.FORWARD, Kind.BACKWARD]
+    assert [action.kind for action in read_csv(str(path)).rows[0]][1:3] == [
+        Kind.FORWARD,
+        Kind.BACKWARD,
+    ]
 
 
 WHOLE = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -401,7 +445,9 @@ COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "
     (SPLIT.replace("\n", "\r\r\n"), SPLIT),  # csv.writer on Windows without newline=""
     (SPLIT.replace("0F0,", '"0F0",None,'), SPLIT),
 ])  # fmt: skip
-def test_other_spellings_of_rows_are_read_as_the_same_rows(written: str, meant: str, tmp_path: Path) -> None:
+def test_other_spellings_of_rows_are_read_as_the_same_rows(
+    written: str, meant: str, tmp_path: Path
+) -> None:
     files = tmp_path / "written.csv", tmp_path / "meant.csv"
     for file, text in zip(files, (written, meant)):
         file.write_bytes(text.encode())
@@ -428,7 +474,9 @@ def test_communication_in_rows_is_skipped_with_one_warning(tmp_path: Path) -> No
     ("0F0,0I0,0B0,0W0\n", "row 1, cell 3: B0 on stage 0"),  # all three of a microbatch
     ("0F0,0W0,0B0\n", "row 1, cell 2: the schedule cannot run: W0 on stage 0"),
 ])  # fmt: skip
-def test_an_older_backward_that_cannot_run_names_its_cell(text: str, where: str, tmp_path: Path) -> None:
+def test_an_older_backward_that_cannot_run_names_its_cell(
+    text: str, where: str, tmp_path: Path
+) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
     (fault,) = list_faults(lambda: lay_out(read_csv(str(path))))
@@ -449,7 +497,9 @@ def test_an_older_backward_that_cannot_run_names_its_cell(text: str, where: str,
 def test_impossible_sizes_and_arguments_are_refused(
     name: str, args: Dict[str, Any], stages: int, microbatches: int, key: str
 ) -> None:
-    (fault,) = list_faults(lambda: make_schedule(resolve_method(name, args), stages, microbatches, microbatches))
+    (fault,) = list_faults(
+        lambda: make_schedule(resolve_method(name, args), stages, microbatches, microbatches)
+    )
     assert fault.startswith(key)
 
 
@@ -465,7 +515,9 @@ def test_stages_of_a_pipeline_take_turns_on_fewer_devices() -> None:
     rows: List[List[Tuple[int, int, int, Kind]]] = [[], []]
     for order, kind in enumerate(schedule.passes):
         for stage, row in enumerate(schedule.slots(kind, 0, M).tolist()):
-            rows[placement[stage]] += [(slot, order * P + stage, m, kind) for m, slot in enumerate(row)]
+            rows[placement[stage]] += [
+                (slot, order * P + stage, m, kind) for m, slot in enumerate(row)
+            ]
     end: Dict[Action, float] = {}
     free, queues = [0.0, 0.0], [sorted(row) for row in rows]
     while any(queues):
@@ -481,7 +533,9 @@ def test_stages_of_a_pipeline_take_turns_on_fewer_devices() -> None:
         assert times.end[action.kind][action.stage, action.index] == moment
     assert compute_busy_share(schedule, range(P)) == schedule.busy_share() == M / (M + P - 1)
     alone = clock(schedule, Costs([1.0] * P, [1.0] * P, [0.0] * P), placement=placement).finish
-    assert compute_busy_share(schedule, placement) == 2 * P * M / (2 * alone) > schedule.busy_share()
+    assert (
+        compute_busy_share(schedule, placement) == 2 * P * M / (2 * alone) > schedule.busy_share()
+    )
     assert compute_busy_share(schedule, (0,) * P) == 1.0
 
 

@@ -28,7 +28,16 @@ from tests.support.runs import assert_same_weights, list_faults
 from tests.test_asynchrony import assert_alike, cross_entropy, emulated, fresh
 from tests.test_asynchrony_runs import ROOT, config
 
-OUTER = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "offset": 0, "delay": 0, "mix": 0.0}
+OUTER = {
+    "name": "sgd",
+    "lr": 0.7,
+    "momentum": 0.9,
+    "nesterov": True,
+    "fragments": 1,
+    "offset": 0,
+    "delay": 0,
+    "mix": 0.0,
+}
 
 # Weights before each local step that pytorch/torchft records for two fragments of one weight each, at commit 73dafea in
 # test_fixtures/torchft.diloco_regression_test.DiLoCoMockedUpdateTest.*.json: two replicas, gradients of 2, first weights 1,
@@ -67,20 +76,32 @@ def test_weights_are_those_that_torchft_recorded(delay: int, mix: float) -> None
     steps = max(map(len, by_fragment)) - 1
     model = nn.Sequential(add_twice(), begin_stage(add_twice()))
     batch = (torch.zeros(1, 1), torch.zeros(1))
-    outer = {**OUTER, "lr": 2.0, "momentum": 0.0, "nesterov": False, "fragments": 2, "delay": delay, "mix": mix}
+    outer = {
+        **OUTER,
+        "lr": 2.0,
+        "momentum": 0.0,
+        "nesterov": False,
+        "fragments": 2,
+        "delay": delay,
+        "mix": mix,
+    }
     method = resolve_method("local_sgd", {"replicas": 2, "local_steps": 6, "outer": outer})
     part = partition(model, batch[0])
     schedule = make_schedule(method, 2, 2 * steps, 2)
     table = VersionTable(schedule, method)
     optimizer = torch.optim.SGD(make_groups(model, part), lr=1.0)
     rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: 1.0)
-    emulator = Emulator(Work(lambda output, y: output.mean(), table, rules), model, part, batch, 0, 2)
+    emulator = Emulator(
+        Work(lambda output, y: output.mean(), table, rules), model, part, batch, 0, 2
+    )
     history = [[1.0, 1.0]]
     for _ in range(steps - steps % 3):
         emulator.step([batch] * 2)
         history.append([float(module.w.detach()) for module in model])
     for fragment, recorded in enumerate(by_fragment):
-        assert [weights[fragment] for weights in history][: len(recorded)] == recorded[: len(history)]
+        assert [weights[fragment] for weights in history][: len(recorded)] == recorded[
+            : len(history)
+        ]
 
 
 ARGUMENTS: List[Dict[str, Any]] = [
@@ -104,10 +125,16 @@ def test_it_is_the_loop_of_the_paper(outer: Dict[str, Any], drains: List[int]) -
     method = resolve_method("local_sgd", {"replicas": R, "local_steps": H, "outer": settings})
     emulated(ours, method, steps, data, [d * R for d in drains])
     nets = [copy.deepcopy(first) for _ in range(R)]
-    inner = [torch.optim.SGD(whole(net).parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3) for net in nets]
+    inner = [
+        torch.optim.SGD(whole(net).parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
+        for net in nets
+    ]
     shared = [[nn.Parameter(p.detach().clone()) for p in stage.parameters()] for stage in first]
     step_outer = torch.optim.SGD(
-        [p for stage in shared for p in stage], settings["lr"], settings["momentum"], nesterov=settings["nesterov"]
+        [p for stage in shared for p in stage],
+        settings["lr"],
+        settings["momentum"],
+        nesterov=settings["nesterov"],
     )
     begin = 0
     while begin < steps:
@@ -122,8 +149,14 @@ def test_it_is_the_loop_of_the_paper(outer: Dict[str, Any], drains: List[int]) -
                 inner[r].zero_grad()
                 cross_entropy(whole(nets[r])(x), y).backward()
                 inner[r].step()
-                if h == max(end - 1 - settings["delay"], begin - 1) or (h == end - 1 and r not in deltas):
-                    deltas[r] = [a.detach() - b.detach() for s in stages for a, b in zip(shared[s], nets[r][s].parameters())]
+                if h == max(end - 1 - settings["delay"], begin - 1) or (
+                    h == end - 1 and r not in deltas
+                ):
+                    deltas[r] = [
+                        a.detach() - b.detach()
+                        for s in stages
+                        for a, b in zip(shared[s], nets[r][s].parameters())
+                    ]
         step_outer.zero_grad()
         for i, p in enumerate([p for s in stages for p in shared[s]]):
             p.grad = (deltas[0][i] + deltas[1][i] + deltas[2][i]) / R
@@ -137,12 +170,24 @@ def test_it_is_the_loop_of_the_paper(outer: Dict[str, Any], drains: List[int]) -
 
 
 @pytest.mark.parametrize("outer", [{}, {"fragments": 2, "delay": 1, "mix": 0.5}], ids=str)
-@pytest.mark.parametrize("optimizer", [{"lr": 0.02, "momentum": 0.9}, {"name": "adamw", "lr": 0.01}], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [{"lr": 0.02, "momentum": 0.9}, {"name": "adamw", "lr": 0.01}],
+    ids=["sgd", "adamw"],
+)
 def test_a_resumed_run_ends_with_the_same_numbers(
-    outer: Dict[str, Any], optimizer: Dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outer: Dict[str, Any],
+    optimizer: Dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    chosen = config("local_sgd", {"replicas": 3, "local_steps": 4, "outer": outer}, steps=12, optimizer=optimizer)
+    chosen = config(
+        "local_sgd",
+        {"replicas": 3, "local_steps": 4, "outer": outer},
+        steps=12,
+        optimizer=optimizer,
+    )
     complete = train(chosen, tmp_path / "whole", quiet=True)
     train(chosen, tmp_path / "again", quiet=True)
     again = train(chosen, tmp_path / "again", resume_from=4, quiet=True)
@@ -150,7 +195,9 @@ def test_a_resumed_run_ends_with_the_same_numbers(
     assert_same_weights(tmp_path / "whole", tmp_path / "again")
     # three replicas' moments, the outer optimizer's weights and velocity; Adam's step counts are not planned
     job = build(chosen)
-    moments, counts = (2, 3 * 4 * len(list(job.model.parameters()))) if "name" in optimizer else (1, 0)
+    moments, counts = (
+        (2, 3 * 4 * len(list(job.model.parameters()))) if "name" in optimizer else (1, 0)
+    )
     planned = sum(row["optimizer_bytes"] for row in build_memory_table(job))
     assert planned == (3 * moments + 2) * 4 * complete["model"]["parameters"]
     assert sum(stage["optimizer_bytes"] for stage in complete["stages"]) == planned + counts
@@ -162,7 +209,9 @@ def test_an_optimizers_own_entries_stay() -> None:
     optimizer = torch.optim.SGD([weight])
     optimizer.state[weight].update({"outer_velocity": torch.ones(1), "replicas": 2})
     with IndependentReplicas(nn.Module(), [weight], optimizer, 2, Outer(), [0]).export_replicas():
-        assert {"replica1.weight", "replica1.replicas", "outer.weight"} < set(optimizer.state[weight])
+        assert {"replica1.weight", "replica1.replicas", "outer.weight"} < set(
+            optimizer.state[weight]
+        )
     assert list(optimizer.state[weight]) == ["outer_velocity", "replicas"]
 
 

@@ -47,7 +47,11 @@ def test_the_description_on_an_index_leads_nowhere_into_the_clone() -> None:
 def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     digits = ROOT / "configs" / "mlp_digits.yaml"
-    assert shipped.find_config("configs/mlp_digits.yaml") == shipped.find_config("mlp_digits") == digits
+    assert (
+        shipped.find_config("configs/mlp_digits.yaml")
+        == shipped.find_config("mlp_digits")
+        == digits
+    )
     assert shipped.find_config("configs/local/resnet20_greedy.yaml").is_file()
     assert shipped.find_config("configs/none.yaml") == Path("configs/none.yaml")
     (tmp_path / "configs").mkdir()
@@ -62,7 +66,9 @@ def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ("/a/ipu_pipe/__main__.py", "run: python -m ipu_pipe fetch-data x; python -m ipu_pipe train"),
     ("/a/pytest/__main__.py", "run: python tools/fetch_data.py x; tools/train.py"),
 ])  # fmt: skip
-def test_commands_are_named_as_they_are_called(called: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_named_as_they_are_called(
+    called: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", [called])
     assert shipped.name_commands("run: python tools/fetch_data.py x; tools/train.py") == expected
 
@@ -79,7 +85,11 @@ def _without_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delitem(sys.modules, name)
     paths = [path for path in sys.path if not (Path(path or ".") / "models").is_dir()]
     monkeypatch.setattr(sys, "path", paths)
-    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if "editable" not in type(f).__module__ + str(f)])
+    monkeypatch.setattr(
+        sys,
+        "meta_path",
+        [f for f in sys.meta_path if "editable" not in type(f).__module__ + str(f)],
+    )
     monkeypatch.chdir(tmp_path)
 
 
@@ -102,14 +112,24 @@ def test_the_users_own_models_come_first(monkeypatch: pytest.MonkeyPatch, tmp_pa
         del sys.modules[name]
 
 
-CHECK = "import runpy, sys; sys.prefix = sys.argv[1]; runpy.run_path(sys.argv[2], run_name='__main__')"
+CHECK = (
+    "import runpy, sys; sys.prefix = sys.argv[1]; runpy.run_path(sys.argv[2], run_name='__main__')"
+)
 
 
 def check_torchvision(environment: Path, packages: Path) -> str:
     """Run tools/check_torchvision.py where `packages` come before the installed ones; return what it prints."""
-    words = [sys.executable, "-c", CHECK, str(environment), str(ROOT / "tools" / "check_torchvision.py")]
+    words = [
+        sys.executable,
+        "-c",
+        CHECK,
+        str(environment),
+        str(ROOT / "tools" / "check_torchvision.py"),
+    ]
     variables = {**os.environ, "PYTHONPATH": str(packages)}
-    return subprocess.run(words, env=variables, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+    return subprocess.run(
+        words, env=variables, stdout=subprocess.PIPE, text=True, timeout=120, check=True
+    ).stdout
 
 
 def test_an_environment_has_no_torchvision_that_cannot_be_imported(tmp_path: Path) -> None:
@@ -154,7 +174,9 @@ def test_ci_runs_as_on_a_machine_that_was_never_used(tmp_path: Path) -> None:
         "IPU_PIPE_DATA": str(home), "IPU_PIPE_INTERRUPTS": "1",
     }  # fmt: skip
     words = ["bash", str(ROOT / ".ci" / "run")]
-    done = subprocess.run(words, env=variables, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        words, env=variables, stdout=subprocess.PIPE, text=True, timeout=60, check=True
+    )
     lines = done.stdout.splitlines()
     seen = dict(line.split("=", 1) for line in lines if "=" in line)
     assert not [name for name in seen if name.startswith("IPU_PIPE_")]
@@ -169,13 +191,22 @@ def test_ci_runs_as_on_a_machine_that_was_never_used(tmp_path: Path) -> None:
 def test_every_test_is_run_by_make_test_or_by_make_test_slow() -> None:
     """CI runs both, so that none is left out and none runs twice."""
     makefile = (ROOT / "Makefile").read_text()
-    (default,) = re.findall(r"^addopts = .* -m '([^']*)'", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    chosen = dict(re.findall(r"^(test[-a-z]*): install\n\t\$\(PYTEST\)(?: -m '(.*)')?$", makefile, re.MULTILINE))
+    (default,) = re.findall(
+        r"^addopts = .* -m '([^']*)'", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    chosen = dict(
+        re.findall(
+            r"^(test[-a-z]*): install\n\t\$\(PYTEST\)(?: -m '(.*)')?$", makefile, re.MULTILINE
+        )
+    )
     assert chosen.keys() == {"test", "test-slow", "test-all"}
     for slow in (False, True):
         for browser in (False, True):
             marks = {"slow": slow, "browser": browser}
-            runs = {target: eval(expression or default, {}, marks) for target, expression in chosen.items()}
+            runs = {
+                target: eval(expression or default, {}, marks)
+                for target, expression in chosen.items()
+            }
             assert runs["test"] + runs["test-slow"] == runs["test-all"] == (not browser)
     in_ci = re.findall(r"^make (test[-a-z]*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert in_ci == ["test", "test-slow"]

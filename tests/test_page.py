@@ -26,7 +26,9 @@ def written(path: Path, *args: Any) -> str:
 
 
 def data(page: str) -> Dict[str, Any]:
-    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    (text,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL
+    )
     content: Dict[str, Any] = json.loads(text)
     return content
 
@@ -41,7 +43,10 @@ def unpacked(column: Dict[str, str]) -> List[Any]:
 def test_the_page_holds_all_of_the_trace(tmp_path: Path) -> None:
     trace, analysis = example()
     content = data(written(tmp_path / "p.html", trace, analysis))
-    assert content["analysis"] == json.loads(json.dumps(analysis)) and content["trace"]["metadata"] == trace.metadata
+    assert (
+        content["analysis"] == json.loads(json.dumps(analysis))
+        and content["trace"]["metadata"] == trace.metadata
+    )
     columns = {name: unpacked(column) for name, column in content["trace"]["columns"].items()}
     start = np.cumsum(columns["start"])
     order = np.lexsort((trace.events.end, trace.events.start))
@@ -56,10 +61,15 @@ def test_the_page_holds_all_of_the_trace(tmp_path: Path) -> None:
 
 def test_times_of_a_wall_clock_count_from_the_begin(tmp_path: Path) -> None:
     begin = 1_765_000_000_123_456_789
-    events = [Event(0, 0, "forward", m, begin + 10 * m, begin + 10 * m + 9, 0, 1 << 40) for m in range(3)]
+    events = [
+        Event(0, 0, "forward", m, begin + 10 * m, begin + 10 * m + 9, 0, 1 << 40) for m in range(3)
+    ]
     content = data(
         written(
-            tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([Counter(0, "loss", begin + 7, 1)]), {}),
+            tmp_path / "p",
+            Trace(
+                Events.from_rows(events), Counters.from_rows([Counter(0, "loss", begin + 7, 1)]), {}
+            ),
             {},
         )
     )
@@ -68,7 +78,11 @@ def test_times_of_a_wall_clock_count_from_the_begin(tmp_path: Path) -> None:
     assert unpacked(columns["bytes"]) == [1 << 40] * 3 and columns["microbatch"]["type"] == "u1"
     assert content["trace"]["curves"][0]["times"] == [7]
     content = data(
-        written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {"begin_ns": begin - 5})
+        written(
+            tmp_path / "p",
+            Trace(Events.from_rows(events), Counters.from_rows([]), {}),
+            {"begin_ns": begin - 5},
+        )
     )
     assert unpacked(content["trace"]["columns"]["start"])[0] == 5
 
@@ -76,9 +90,13 @@ def test_times_of_a_wall_clock_count_from_the_begin(tmp_path: Path) -> None:
 def test_nothing_is_asked_of_any_network(tmp_path: Path) -> None:
     page = written(tmp_path / "p", *example())
     page = page.replace("http://www.w3.org/2000/svg", "")  # a name, which no browser opens
-    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|\bsrc=|fetch\(|XMLHttpRequest|WebSocket", page)
+    assert not re.search(
+        r"https?:|//[a-z]+\.|@import|url\(|\bsrc=|fetch\(|XMLHttpRequest|WebSocket", page
+    )
     assert re.findall(r"<link[^>]*>", page) == ['<link rel="icon" href="data:,">']
-    assert "default-src 'none'" in page and "/* " not in re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+    assert "default-src 'none'" in page and "/* " not in re.sub(
+        r"<style>.*?</style>", "", page, flags=re.DOTALL
+    )
     assert len(page) < 200_000
 
 
@@ -96,11 +114,15 @@ def test_the_policy_allows_the_one_script_and_the_one_style(tmp_path: Path) -> N
     assert not re.search(r"<[^>]* style=", page)
 
 
-def test_the_picture_has_the_colours_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_has_the_colours_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Backwards were green in the picture and orange on the page, where sends were green."""
     axes = pytest.importorskip("matplotlib.axes")
     page = written(tmp_path / "p", *example())
-    light, dark = (re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part) for part in page.split("@media")[:2])
+    light, dark = (
+        re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part) for part in page.split("@media")[:2]
+    )
     assert {name for name, _ in light} >= {kind.replace(" ", "-") for kind in KINDS}
     assert [name for name, _ in light] == [name for name, _ in dark]
     drawn: Dict[str, str] = {}
@@ -112,7 +134,10 @@ def test_the_picture_has_the_colours_of_the_page(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(axes.Axes, "broken_barh", record_bars)
     trace, analysis = example()
-    events = [Event(0, 0, kind, 0, 10 * place, 10 * place + 9, 0, None) for place, kind in enumerate(KINDS)]
+    events = [
+        Event(0, 0, kind, 0, 10 * place, 10 * place + 9, 0, None)
+        for place, kind in enumerate(KINDS)
+    ]
     trace = trace._replace(events=Events.from_rows(events))
     picture.draw_timeline(tmp_path / "p.png", trace, {**analysis, "begin_ns": 0})
     assert drawn == {kind: dict(light)[kind.replace(" ", "-")] for kind in KINDS}
@@ -135,12 +160,16 @@ def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     assert content["utilization"] is None and content["imbalance"] is None
 
 
-def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(tmp_path: Path, monkeypatch: Any) -> None:
+def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(page_module, "MOST_EVENTS", 4)
     monkeypatch.setattr(page_module, "OVERVIEW_BINS", 4)
     events = [Event(0, 0, "forward", m, 100 * m, 100 * m + 50, 0, None) for m in range(8)]
     events += [Event(0, 0, "wait", m, 100 * m + 50, 100 * m + 100, -1, None) for m in range(4)]
-    content = data(written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {}))["trace"]
+    content = data(
+        written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {})
+    )["trace"]
     assert content["count"] == 12 and len(unpacked(content["columns"]["kind"])) == 4
     assert content["window_ns"] == [200, 350]
     (overview,) = content["overview"]
@@ -149,11 +178,15 @@ def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(tmp
     exact = {"forward": [100] * 4, "wait": [87.5, 87.5, 25, 0]}  # of each 187.5 ns
     assert shares.keys() == exact.keys()
     for kind, expected in exact.items():
-        assert shares[kind].tolist() == pytest.approx([time / 187.5 for time in expected], abs=0.003)
+        assert shares[kind].tolist() == pytest.approx(
+            [time / 187.5 for time in expected], abs=0.003
+        )
     monkeypatch.setattr(page_module, "MOST_EVENTS", 12)
     assert (
         "overview"
-        not in data(written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {}))["trace"]
+        not in data(
+            written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {})
+        )["trace"]
     )
 
 

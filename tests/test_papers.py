@@ -33,8 +33,16 @@ def list_experiments() -> FrozenSet[str]:
 def read_rows() -> List[Row]:
     """Return the rows of the papers' tables, cell by cell."""
     lines = (RESULTS / "papers.md").read_text(encoding="utf-8").splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    return [(a, b, c, d, e) for a, b, c, d, e in (row for row in cells if len(row) == 5) if a not in ("item", "---")]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| ")
+    ]
+    return [
+        (a, b, c, d, e)
+        for a, b, c, d, e in (row for row in cells if len(row) == 5)
+        if a not in ("item", "---")
+    ]
 
 
 def list_numbers(text: str) -> List[int]:
@@ -51,10 +59,16 @@ def compute_status(name: str, claims: str) -> str:
     file = RESULTS / name / "results.json"
     if not file.is_file():
         return NOT_RUN
-    verdicts = [verdict["verdict"] for verdict in json.loads(file.read_text(encoding="utf-8"))["verdicts"]]
+    verdicts = [
+        verdict["verdict"] for verdict in json.loads(file.read_text(encoding="utf-8"))["verdicts"]
+    ]
     if not verdicts:  # the paper's words are of a picture
         return UNDECIDED
-    counts = Counter(verdicts[number - 1] for number in list_numbers(claims)) if claims else Counter(verdicts)
+    counts = (
+        Counter(verdicts[number - 1] for number in list_numbers(claims))
+        if claims
+        else Counter(verdicts)
+    )
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{word} {counts[word]}" for word in WORDS if counts[word])
@@ -102,6 +116,9 @@ def test_a_wrong_row_fails(command: str, status: str) -> None:
 
 
 def test_the_core_hours_of_all_experiments_are_those_of_their_files() -> None:
-    hours = sum(yaml.safe_load(file.read_text())["hours"] for file in (ROOT / "configs" / "experiments").glob("*.yaml"))
+    hours = sum(
+        yaml.safe_load(file.read_text())["hours"]
+        for file in (ROOT / "configs" / "experiments").glob("*.yaml")
+    )
     stated = re.search(r"about (\d+)\s+core-hours of training", (RESULTS / "README.md").read_text())
     assert stated is not None and int(stated[1]) == round(hours)

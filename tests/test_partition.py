@@ -21,7 +21,9 @@ def model(
 
     def costs(first: IntArray, end: IntArray) -> Callable[[int], FloatArray]:
         seconds = np.maximum(work[end] - work[first], 0) + crossing[first] + crossing[end]
-        return lambda k: np.where(k * (bytes_before[end] - bytes_before[first]) <= limit, seconds, np.inf)
+        return lambda k: np.where(
+            k * (bytes_before[end] - bytes_before[first]) <= limit, seconds, np.inf
+        )
 
     costs.work = np.diff(work)  # type: ignore[attr-defined]
     return costs
@@ -35,7 +37,8 @@ def every_cut(
     for inner in itertools.combinations(range(1, units), count - 1):
         edges = [0, *inner, units]
         by_stage = [
-            float(costs(np.array([a]), np.array([b]))(count - s)[0]) for s, (a, b) in enumerate(zip(edges, edges[1:]))
+            float(costs(np.array([a]), np.array([b]))(count - s)[0])
+            for s, (a, b) in enumerate(zip(edges, edges[1:]))
         ]
         result.append([max(by_stage), sum(x * x for x in by_stage)])
     best = min(result, default=None)
@@ -65,4 +68,9 @@ def test_no_cut_is_better(count: int, limit: float) -> None:
 
 
 def test_more_stages_than_units_is_no_cut() -> None:
-    assert find_best_cut([1.0, 1.0], 3, lambda first, end: lambda k: np.zeros(np.broadcast(first, end).shape)) is None
+    assert (
+        find_best_cut(
+            [1.0, 1.0], 3, lambda first, end: lambda k: np.zeros(np.broadcast(first, end).shape)
+        )
+        is None
+    )

@@ -37,8 +37,14 @@ CASES: Dict[str, Case] = {
     "pipemare_warmup": Case("pipemare", 4, T1_T2, warmup=4),
     "pipemare_recompute": Case("pipemare", 2, {"recompute": {"segments": 2}}),
     "pipemare_hogwild": Case("pipemare", 1, {"hogwild": {"max": 4, "mean": 2}}),
-    "pb_sc_lwp": Case("pipelined_backprop", 1, {"spike_compensation": {}, "weight_prediction": {"form": "velocity"}}),
-    "pb_virtual_split": Case("pipelined_backprop", 1, {"split_backward": True}, others={"stages_per_device": 2}),
+    "pb_sc_lwp": Case(
+        "pipelined_backprop",
+        1,
+        {"spike_compensation": {}, "weight_prediction": {"form": "velocity"}},
+    ),
+    "pb_virtual_split": Case(
+        "pipelined_backprop", 1, {"split_backward": True}, others={"stages_per_device": 2}
+    ),
     "pipedream_clip_delayed": Case("pipedream", 1, clip=(0.5, "delayed_global")),
     "pipedream_clip_stage": Case("pipedream", 1, clip=(0.5, "stage")),
     "gpipe_clip_global": Case("gpipe", 4, clip=(0.5, "global")),
@@ -47,7 +53,11 @@ CASES: Dict[str, Case] = {
     "local_overlapping_n3": Case("local_overlapping", 3),
     "local_sgd_rounds": Case("local_sgd", 1, {"local_steps": 3}),
     "local_sgd_replicas": Case("local_sgd", 1, {"local_steps": 2, "replicas": 2}),
-    "diloco": Case("local_sgd", 1, {"local_steps": 3, "outer": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}}),
+    "diloco": Case(
+        "local_sgd",
+        1,
+        {"local_steps": 3, "outer": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}},
+    ),
     "delay_compensation": Case("pipedream", 2, {"delay_compensation": {}}),
     "recompute": Case("gpipe", 2, others={"recompute": True}),
     "randomized_nag": Case("randomized_pipedream", 1, {"nag": 0.5}),
@@ -55,7 +65,9 @@ CASES: Dict[str, Case] = {
 for _name, _method in METHODS.items():
     _default = 4 if _method.flushes or _method.default_accumulate is DefaultAccumulate.STAGES else 1
     if _name != "rows":
-        CASES[_name] = Case(_name, 1 if _method.rounds is not None or _method.history is not None else _default)
+        CASES[_name] = Case(
+            _name, 1 if _method.rounds is not None or _method.history is not None else _default
+        )
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -85,7 +97,9 @@ def test_dropout_is_drawn_as_by_train(tmp_path: Path) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("name", ["pipedream", "pipemare_t1_t2", "pb_sc_lwp", "pipedream_2bw", "local_sgd"])
+@pytest.mark.parametrize(
+    "name", ["pipedream", "pipemare_t1_t2", "pb_sc_lwp", "pipedream_2bw", "local_sgd"]
+)
 def test_drains_and_rates_matter(name: str) -> None:
     """Else the comparisons above would show nothing."""
     models = []
@@ -118,7 +132,9 @@ def test_updates_leave_at_these_steps(name: str) -> None:
     assert loop.pipe.updates == len(LEAVES[name])
     assert loop.pipe.in_flight == loop.pipe.updates - loop.pipe.finished
     before = loop.pipe.in_flight
-    assert [update.index for update in loop.pipe.drain()] == list(range(loop.pipe.updates - before, loop.pipe.updates))
+    assert [update.index for update in loop.pipe.drain()] == list(
+        range(loop.pipe.updates - before, loop.pipe.updates)
+    )
     assert loop.pipe.in_flight == 0 and loop.pipe.drain() == []
     loop.close()
 
@@ -176,11 +192,15 @@ def test_a_state_goes_through_a_file(tmp_path: Path) -> None:
 def test_a_state_has_the_settings_of_the_optimizers_groups() -> None:
     """As torch's own load_state_dict has: a scheduler that computes a rate from the last one goes on rightly."""
 
-    def make(optimizer_class: Any = torch.optim.SGD, **keys: Any) -> Tuple[ipu_pipe.Pipeline, Any, Any]:
+    def make(
+        optimizer_class: Any = torch.optim.SGD, **keys: Any
+    ) -> Tuple[ipu_pipe.Pipeline, Any, Any]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
         optimizer = optimizer_class(model.parameters(), lr=0.1)
-        pipe = ipu_pipe.Pipeline(model, F.cross_entropy, optimizer, "gpipe", stages=["1"], microbatches=1, **keys)
+        pipe = ipu_pipe.Pipeline(
+            model, F.cross_entropy, optimizer, "gpipe", stages=["1"], microbatches=1, **keys
+        )
         return pipe, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
     x, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
@@ -193,14 +213,20 @@ def test_a_state_has_the_settings_of_the_optimizers_groups() -> None:
     again.load_state_dict(state)
     going_on.load_state_dict(saved)
     # also before the first step
-    assert (again.updates, again.finished, other.param_groups[0]["lr"]) == (5, 5, optimizer.param_groups[0]["lr"])
+    assert (again.updates, again.finished, other.param_groups[0]["lr"]) == (
+        5,
+        5,
+        optimizer.param_groups[0]["lr"],
+    )
     for each, plan in ((pipe, scheduler), (again, going_on)):
         each.step(x, y)
         plan.step()
     assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != 0.1
     assert again.updates == 6
     assert_same(pipe.model.state_dict(), again.model.state_dict())
-    with pytest.raises(BadInput, match="^load_state_dict: state of SGD: this pipeline's optimizer is Adam"):
+    with pytest.raises(
+        BadInput, match="^load_state_dict: state of SGD: this pipeline's optimizer is Adam"
+    ):
         make(torch.optim.Adam)[0].load_state_dict(state)
     with pytest.raises(BadInput, match="^clip: 1.0: must be a pair"):
         make(clip=1.0)
@@ -231,9 +257,13 @@ def test_each_group_has_its_own_rates_and_momentum() -> None:
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for name, p in model.named_parameters() if p.dim() == 1 and name != "0.bias"]
         optimizer = torch.optim.SGD(
-            [{"params": matrices, "weight_decay": 1e-2}, {"params": vectors, "momentum": 0.5}], lr=0.1, momentum=0.9
+            [{"params": matrices, "weight_decay": 1e-2}, {"params": vectors, "momentum": 0.5}],
+            lr=0.1,
+            momentum=0.9,
         )
-        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.2, 0.1], total_steps=20)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=[0.2, 0.1], total_steps=20
+        )
 
     plain = make_model()
     optimizer, scheduler = make(plain)
@@ -271,7 +301,9 @@ def test_a_late_stage_steps_by_the_settings_of_its_batch() -> None:
 
 def test_a_plateau_scheduler_needs_nothing_special() -> None:
     loop = Loop(CASES["pipemare_t1_t2"])
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer, patience=0, threshold=1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        loop.optimizer, patience=0, threshold=1.0
+    )
     for k in range(8):
         for update in loop.pipe.step(*make_batch(loop.case, k)):
             scheduler.step(update.loss)
@@ -340,8 +372,13 @@ def test_an_optimizer_belongs_to_one_pipeline_and_its_model() -> None:
     last = make_pipeline(case, model, optimizer)
     last.step(*make_batch(case, 0))
     last.close()
-    for parameters in (make_model().parameters(), [*make_model().parameters(), *model.parameters()]):
-        with pytest.raises(BadInput, match="^optimizer: 12 of its (12|24) parameters are not the model's"):
+    for parameters in (
+        make_model().parameters(),
+        [*make_model().parameters(), *model.parameters()],
+    ):
+        with pytest.raises(
+            BadInput, match="^optimizer: 12 of its (12|24) parameters are not the model's"
+        ):
             make_pipeline(case, model, make_sgd(parameters))
 
 
@@ -353,7 +390,9 @@ def test_evaluation_and_prediction_see_the_newest_weights() -> None:
     loop.run(0, 4, drains=False)
     x, y = make_batch(Case("gpipe", 3), 50)
     batches = [(x[:5], y[:5]), (x[5:], y[5:])]
-    measured = loop.pipe.evaluate(batches, {"right": lambda output, labels: (output.argmax(1) == labels).double().mean()})
+    measured = loop.pipe.evaluate(
+        batches, {"right": lambda output, labels: (output.argmax(1) == labels).double().mean()}
+    )
     output = loop.pipe.predict(x)
     with loop.pipe.whole_model() as model:
         model.eval()
@@ -361,8 +400,12 @@ def test_evaluation_and_prediction_see_the_newest_weights() -> None:
             expected = model(x)
         model.train()
     assert torch.equal(output, expected)
-    assert measured["loss"] == pytest.approx(float(nn.functional.cross_entropy(expected, y)), rel=1e-12)
-    assert measured["right"] == pytest.approx(float((expected.argmax(1) == y).double().mean()), rel=1e-12)
+    assert measured["loss"] == pytest.approx(
+        float(nn.functional.cross_entropy(expected, y)), rel=1e-12
+    )
+    assert measured["right"] == pytest.approx(
+        float((expected.argmax(1) == y).double().mean()), rel=1e-12
+    )
     assert loop.pipe.evaluate(batches) == {"loss": measured["loss"]}
     # the updates of the drain are not lost
     assert [update.index for update in loop.pipe.step(*make_batch(loop.case, 4))] == [1, 2, 3]
@@ -398,8 +441,12 @@ def test_on_update_sees_replicas_of_their_own_before_and_after_their_average() -
     loop.pipe.on_update(note)
     loop.run(0, 5, drains=False)
     model = loop.close()
-    counts = {(k, averaged): 4 if not averaged else 1 for k in range(5) for averaged in (False, True)}
-    expected = {(k, averaged): n for (k, averaged), n in counts.items() if not averaged or k in (2, 4)}
+    counts = {
+        (k, averaged): 4 if not averaged else 1 for k in range(5) for averaged in (False, True)
+    }
+    expected = {
+        (k, averaged): n for (k, averaged), n in counts.items() if not averaged or k in (2, 4)
+    }
     assert {key: len(found) for key, found in weights.items()} == {
         (k, averaged, stage): n for (k, averaged), n in expected.items() for stage in range(4)
     }
@@ -447,7 +494,12 @@ def test_an_error_breaks_the_object() -> None:
     x, y = make_batch(loop.case, 3)
     with pytest.raises(IndexError):
         loop.pipe.step(x, y + 7)
-    for call in (lambda: loop.pipe.step(x, y), loop.pipe.drain, loop.pipe.state_dict, lambda: loop.pipe.evaluate([(x, y)])):
+    for call in (
+        lambda: loop.pipe.step(x, y),
+        loop.pipe.drain,
+        loop.pipe.state_dict,
+        lambda: loop.pipe.evaluate([(x, y)]),
+    ):
         with pytest.raises(RunFault, match="earlier call has failed"):
             call()
     assert loop.pipe.close() == []
@@ -479,7 +531,12 @@ def test_a_loss_that_is_not_finite_is_reported_when_it_leaves() -> None:
 ROUNDS = {
     "diloco": (CASES["diloco"], 3),
     "blocks": (Case("local_greedy", 1, {"block_accumulation": [1, 2, 1, 3]}), 6),
-    "streams": (Case("local_sgd", 1, {"local_steps": 4, "outer": {"name": "sgd", "fragments": 2, "delay": 1}}), 2),
+    "streams": (
+        Case(
+            "local_sgd", 1, {"local_steps": 4, "outer": {"name": "sgd", "fragments": 2, "delay": 1}}
+        ),
+        2,
+    ),
 }
 
 
@@ -569,7 +626,9 @@ CALLS: List[Any] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["pipedream_n2", "pipemare_recompute", "gpipe_clip_global", "local_overlapping_n3"])
+@pytest.mark.parametrize(
+    "name", ["pipedream_n2", "pipemare_recompute", "gpipe_clip_global", "local_overlapping_n3"]
+)
 def test_calls_that_are_refused_change_nothing(name: str) -> None:
     """Neither weights nor counters: the loop goes on to the bits of one that has not made them."""
     case = CASES[name]._replace(microbatches=2)
@@ -581,7 +640,9 @@ def test_calls_that_are_refused_change_nothing(name: str) -> None:
             # a mode is compared with that of the first step
             if k == 0 and call is refuse_another_mode:
                 continue
-            with pytest.raises((ValueError, RuntimeError), match="^(step|load_state_dict): [^\n]*$"):
+            with pytest.raises(
+                (ValueError, RuntimeError), match="^(step|load_state_dict): [^\n]*$"
+            ):
                 call(loop.pipe, *make_batch(case, k))
         assert counts == (loop.pipe.updates, loop.pipe.in_flight, loop.pipe.finished)
         loop.run(k, k + 1, drains=False)

@@ -29,7 +29,9 @@ REPLICAS = Case("pipedream_flush", 4, replicas=2)
 def make_arguments(**keys: Any) -> ipu_pipe.Pipeline:
     model = keys.pop("model", None) or make_model()
     optimizer = keys.pop("optimizer", None) or make_sgd(model.parameters())
-    return ipu_pipe.Pipeline(model, nn.functional.cross_entropy, optimizer, **{"stages": STAGES, **keys})
+    return ipu_pipe.Pipeline(
+        model, nn.functional.cross_entropy, optimizer, **{"stages": STAGES, **keys}
+    )
 
 
 def run_to_the_end(work: Any, folder: Path) -> None:
@@ -45,11 +47,17 @@ def run_to_the_end(work: Any, folder: Path) -> None:
     [
         ({"device": "tpu"}, "device: tpu: "),
         ({"device": torch.device("meta")}, "device: meta: "),
-        ({"device": "cuda", "backend_args": {"device": "cpu"}}, "device: cuda: backend_args has cpu"),
+        (
+            {"device": "cuda", "backend_args": {"device": "cpu"}},
+            "device: cuda: backend_args has cpu",
+        ),
         ({"deadline": -1.0}, "deadline: -1"),
         ({"deadline": 20, "backend_args": {"deadline": 30}}, "deadline: 20: backend_args has 30"),
         ({"heads": {"lr": 0.1}}, "heads: {'lr': 0.1}: method gpipe adds no auxiliary heads"),
-        ({"method": "local_greedy", "heads": {"betas": 1}}, "heads: betas: must be a setting of SGD: lr, momentum"),
+        (
+            {"method": "local_greedy", "heads": {"betas": 1}},
+            "heads: betas: must be a setting of SGD: lr, momentum",
+        ),
         ({"method": "local_greedy", "heads": {"lr": -0.1}}, "heads: Invalid learning rate"),
         ({"method": "local_greedy", "heads": 0.1}, "heads: 0.1: must be a mapping"),
         ({"process_group": "gloo"}, "process_group: backend emulator has no processes"),
@@ -75,7 +83,12 @@ def test_a_device_that_is_not_there() -> None:
 
 
 def test_the_device_is_the_models_own_or_the_one_that_is_given() -> None:
-    for arguments in ({}, {"device": "cpu"}, {"device": torch.device("cpu")}, {"backend_args": {"device": "cpu"}}):
+    for arguments in (
+        {},
+        {"device": "cpu"},
+        {"device": torch.device("cpu")},
+        {"backend_args": {"device": "cpu"}},
+    ):
         pipe = make_arguments(deadline=20, **arguments)
         assert (pipe._config.backend.device, pipe._config.backend.deadline) == ("cpu", 20)
         pipe.close()
@@ -88,7 +101,9 @@ def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for right in (None, "cpu", "cuda", "cuda:0"):
         require_current_gpu(make_model(), right)
-    with pytest.raises(BadInput, match="^device: cuda:1: the current one is cuda:0: call torch.cuda.set_device.1."):
+    with pytest.raises(
+        BadInput, match="^device: cuda:1: the current one is cuda:0: call torch.cuda.set_device.1."
+    ):
         require_current_gpu(make_model(), torch.device("cuda:1"))
 
 
@@ -99,7 +114,9 @@ def call_late(rank: int, folder: Path) -> None:
         # longer than the other rank waits for step 3
         time.sleep(12)
     else:
-        with pytest.raises(RunFault, match="rank 0 has not called step 3 .*this rank waits in step 3"):
+        with pytest.raises(
+            RunFault, match="rank 0 has not called step 3 .*this rank waits in step 3"
+        ):
             loop.pipe.step(*make_batch(loop.case, 3))
     loop.pipe.abort()
     end_rank(folder, rank)
@@ -109,7 +126,9 @@ def call_another_method(rank: int, folder: Path) -> None:
     loop = Loop(PIPEDREAM, backend="distributed", deadline=2)
     loop.run(0, 3, drains=False)
     batch = make_batch(loop.case, 3)
-    with pytest.raises(RunFault, match="rank 1 is in evaluate" if rank == 0 else "rank 0 is in state_dict"):
+    with pytest.raises(
+        RunFault, match="rank 1 is in evaluate" if rank == 0 else "rank 0 is in state_dict"
+    ):
         loop.pipe.state_dict() if rank == 0 else loop.pipe.evaluate([batch])
     loop.pipe.abort()
     end_rank(folder, rank)
@@ -184,7 +203,11 @@ def test_a_group_without_a_backend_for_the_cpu_is_refused(tmp_path: Path) -> Non
 
 
 def select_heads(state: Dict[str, Any]) -> Dict[str, torch.Tensor]:
-    return {name: value for name, value in state["model"].items() if name.startswith("_heads") or "head" in name}
+    return {
+        name: value
+        for name, value in state["model"].items()
+        if name.startswith("_heads") or "head" in name
+    }
 
 
 def train_heads(**keys: Any) -> Tuple[Dict[str, Any], Dict[str, Any]]:
@@ -249,9 +272,13 @@ def resume_from_parts(rank: int, folder: Path) -> None:
         whole, part = loop.pipe.state_dict(), loop.pipe.state_dict(sharded=True)
         assert bool(whole) == (rank == 0) and part["layout"]["rank"] == rank
         if rank == 0 and name == "pipedream":
-            assert set(part["model"]) < set(whole["model"]) and set(part["optimizer"]) < set(whole["optimizer"])
+            assert set(part["model"]) < set(whole["model"]) and set(part["optimizer"]) < set(
+                whole["optimizer"]
+            )
         torch.save(part, folder / f"{name}-{rank}.pt")
-        settings = [copy.deepcopy(handle.state_dict()) for handle in (loop.optimizer, loop.scheduler)]
+        settings = [
+            copy.deepcopy(handle.state_dict()) for handle in (loop.optimizer, loop.scheduler)
+        ]
         loop.run(4, 8)
         expected = copy.deepcopy(loop.close().state_dict())
         part = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
@@ -420,7 +447,10 @@ def reduce_fast(rank: int, folder: Path) -> None:
     loop = Loop(REPLICAS, share=take_share, reduction="fast", **ON_TWO)
     loop.run()
     assert loop.pipe._config.reduction == "fast"
-    averages = [update.averages for update in loop.pipe._require_flow().engine._interpreter._updates.values()]
+    averages = [
+        update.averages
+        for update in loop.pipe._require_flow().engine._interpreter._updates.values()
+    ]
     assert all(averages)
     state, expected = loop.close().state_dict(), torch.load(folder / "exact.pt")
     for key, value in expected.items():
@@ -493,4 +523,7 @@ def test_devices_have_several_stages(tmp_path: Path) -> None:
 def test_an_update_shows_its_values_in_short() -> None:
     assert repr(Update(3, 1.0 / 3)) == "Update(3, loss=0.333333)"
     assert repr(Update(0, None, 0.5)) == "Update(0, loss=None, accuracy=0.5)"
-    assert repr(Update(0, 1.5, None, ((2.0, None), (1.5, None)))) == "Update(0, loss=1.5, losses of blocks=(2, 1.5))"
+    assert (
+        repr(Update(0, 1.5, None, ((2.0, None), (1.5, None))))
+        == "Update(0, loss=1.5, losses of blocks=(2, 1.5))"
+    )

@@ -19,7 +19,15 @@ from tests.support.processes import run_in_group
 from tests.support.runs import assert_same, needs_processes
 from tests.test_pipeline_processes import ON_PROCESSES, take_share
 
-NAMES = ("gpipe", "pipedream", "pipedream_2bw", "pipemare_t1_t2", "local_greedy", "zbv", "gpipe_replicas")
+NAMES = (
+    "gpipe",
+    "pipedream",
+    "pipedream_2bw",
+    "pipemare_t1_t2",
+    "local_greedy",
+    "zbv",
+    "gpipe_replicas",
+)
 
 
 def make_doubles(doubles: List[NcclDouble]) -> Any:
@@ -29,7 +37,9 @@ def make_doubles(doubles: List[NcclDouble]) -> Any:
         channels: Dict[Link, Any] = {}
         for replica in range(layout.replicas):
             for link in list_links(layout.stages, job.method, tied):
-                pair = sorted(layout.list_ranks(layout.placement[stage])[replica] for stage in link[:2])
+                pair = sorted(
+                    layout.list_ranks(layout.placement[stage])[replica] for stage in link[:2]
+                )
                 if pair[0] != pair[1]:
                     group = dist.new_group(pair)
                     if replica == layout.replica:

@@ -77,7 +77,9 @@ def write_expected(folder: Path, names: List[str]) -> None:
         loop = Loop(ON_PROCESSES[name])
         loop.run()
         state = loop.close().state_dict()
-        torch.save({"state": state, "losses": loop.losses, "left": loop.left}, folder / f"{name}.pt")
+        torch.save(
+            {"state": state, "losses": loop.losses, "left": loop.left}, folder / f"{name}.pt"
+        )
 
 
 @pytest.mark.parametrize("part", mark_slow(range(4), lambda part: part == 0))
@@ -161,7 +163,10 @@ def test_states_go_from_backend_to_backend(tmp_path: Path) -> None:
 
 # ---- the end within a round
 
-WITHIN_ROUNDS = {"diloco": CASES["diloco"], "blocks": Case("local_greedy", 1, {"block_accumulation": [1, 3]}, stages=["5"])}
+WITHIN_ROUNDS = {
+    "diloco": CASES["diloco"],
+    "blocks": Case("local_greedy", 1, {"block_accumulation": [1, 3]}, stages=["5"]),
+}
 
 
 def close_within_round(name: str, steps: int, **keys: Any) -> Loop:
@@ -176,7 +181,9 @@ def compare_ends(rank: int, folder: Path) -> None:
     for name in WITHIN_ROUNDS:
         for steps in (1, 5):
             expected = torch.load(folder / f"{name}-{steps}.pt")
-            loop = close_within_round(name, steps, backend="distributed", backend_args={"deadline": 20})
+            loop = close_within_round(
+                name, steps, backend="distributed", backend_args={"deadline": 20}
+            )
             assert_same(expected["state"], loop.model.state_dict())
             assert loop.losses == expected["losses"] and len(loop.losses) == steps
 
@@ -185,7 +192,10 @@ def test_a_pipeline_that_closes_within_a_round_finishes_its_batches(tmp_path: Pa
     for name in WITHIN_ROUNDS:
         for steps in (1, 5):
             loop = close_within_round(name, steps)
-            torch.save({"state": loop.model.state_dict(), "losses": loop.losses}, tmp_path / f"{name}-{steps}.pt")
+            torch.save(
+                {"state": loop.model.state_dict(), "losses": loop.losses},
+                tmp_path / f"{name}-{steps}.pt",
+            )
     run_in_group(2, compare_ends, tmp_path)
 
 
@@ -224,7 +234,9 @@ def compare_calls(rank: int, folder: Path) -> None:
 def test_functions_are_called_after_updates_as_on_the_emulator(tmp_path: Path) -> None:
     for name in CALLED:
         calls = record_updates(name)
-        assert any(averaged for _, averaged, _ in calls[0]) == (METHODS[ON_PROCESSES[name].method].rounds is not None)
+        assert any(averaged for _, averaged, _ in calls[0]) == (
+            METHODS[ON_PROCESSES[name].method].rounds is not None
+        )
         torch.save(calls, tmp_path / f"{name}.pt")
     run_in_group(2, compare_calls, tmp_path)
 
@@ -284,7 +296,13 @@ def differ_in_arguments(rank: int, folder: Path) -> None:
     model = make_model()
     case = ON_PROCESSES["pipedream"]._replace(microbatches=1 + rank)
     with pytest.raises(BadInput, match="gradient_accumulation|microbatches"):
-        make_pipeline(case, model, make_sgd(model.parameters()), backend="distributed", backend_args={"deadline": 20})
+        make_pipeline(
+            case,
+            model,
+            make_sgd(model.parameters()),
+            backend="distributed",
+            backend_args={"deadline": 20},
+        )
 
 
 def test_ranks_with_other_arguments_are_refused(tmp_path: Path) -> None:
@@ -294,4 +312,10 @@ def test_ranks_with_other_arguments_are_refused(tmp_path: Path) -> None:
 def test_processes_need_a_launcher() -> None:
     model = make_model()
     with pytest.raises(BadInput, match="^backend: distributed"):
-        ipu_pipe.Pipeline(model, nn.functional.cross_entropy, make_sgd(model.parameters()), stages=STAGES, backend="distributed")
+        ipu_pipe.Pipeline(
+            model,
+            nn.functional.cross_entropy,
+            make_sgd(model.parameters()),
+            stages=STAGES,
+            backend="distributed",
+        )

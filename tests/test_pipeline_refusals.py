@@ -59,7 +59,9 @@ def make_batch(kind: str, samples: int) -> Tuple[torch.Tensor, torch.Tensor]:
 
 def append(*modules: nn.Module) -> Callable[[], nn.Module]:
     """Return a function that makes a model of two stages, the second with more modules."""
-    return lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), *modules, nn.Linear(8, 5)).double()
+    return lambda: nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), *modules, nn.Linear(8, 5)
+    ).double()
 
 
 class Counter(nn.Module):
@@ -132,7 +134,9 @@ class TrainedLoss(nn.Module):
 
 
 def embed(**keys: Any) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Embedding(5, 8, **keys), Mean(), nn.Linear(8, 8), nn.Linear(8, 5)).double()
+    return lambda: nn.Sequential(
+        nn.Embedding(5, 8, **keys), Mean(), nn.Linear(8, 8), nn.Linear(8, 5)
+    ).double()
 
 
 def make_weight_norm() -> nn.Module:
@@ -336,14 +340,29 @@ def choose_arguments(case: Refused, folder: Path) -> Dict[str, Any]:
 def ask_config(case: Refused, folder: Path, **others: Any) -> List[str]:
     """Return the faults of `configure` and `train`."""
     arguments = {**choose_arguments(case, folder), **others}
-    keys = {"micro_batch_size": SAMPLES, "precision": "float64", "metrics": [], "checkpoint": None, "evaluate": {"every": 0}}
-    keys.update({key: value for key, value in arguments.items() if key not in ("microbatches", "clip", "warmup", "backend")})
+    keys = {
+        "micro_batch_size": SAMPLES,
+        "precision": "float64",
+        "metrics": [],
+        "checkpoint": None,
+        "evaluate": {"every": 0},
+    }
+    keys.update(
+        {
+            key: value
+            for key, value in arguments.items()
+            if key not in ("microbatches", "clip", "warmup", "backend")
+        }
+    )
     alone = arguments["method"] in ("local_sgd", "randomized_pipedream")
     keys["gradient_accumulation"] = arguments.get("microbatches", 1 if alone else 2)
     if "clip" in arguments:
         keys["clip"] = dict(zip(("norm", "scope"), arguments["clip"]))
     if "warmup" in arguments:
-        keys["method_args"] = {**keys.get("method_args", {}), "warmup": {"epochs": arguments["warmup"] / EPOCH}}
+        keys["method_args"] = {
+            **keys.get("method_args", {}),
+            "warmup": {"epochs": arguments["warmup"] / EPOCH},
+        }
     if "backend" in arguments:
         keys["backend"] = {"name": arguments["backend"]}
     with pytest.raises(BadInput) as refused:
@@ -363,7 +382,9 @@ def ask_config(case: Refused, folder: Path, **others: Any) -> List[str]:
 def ask_pipeline(case: Refused, folder: Path, **others: Any) -> List[str]:
     """Return the faults of `Pipeline` and its first step. The model and its optimizer stay as they were."""
     arguments = {**choose_arguments(case, folder), **others}
-    arguments.setdefault("microbatches", None if arguments["method"] in ("local_sgd", "randomized_pipedream") else 2)
+    arguments.setdefault(
+        "microbatches", None if arguments["method"] in ("local_sgd", "randomized_pipedream") else 2
+    )
     model = case.make_model()
     # as after `from_pretrained`
     model.eval()
@@ -378,16 +399,26 @@ def ask_pipeline(case: Refused, folder: Path, **others: Any) -> List[str]:
     assert describe(model) == before and not optimizer.state
     # the optimizer may go into another pipeline
     if case.make_model is make_model:
-        ipu_pipe.Pipeline(model, cross_entropy, optimizer, stages=["2"], microbatches=2, **others).close()
+        ipu_pipe.Pipeline(
+            model, cross_entropy, optimizer, stages=["2"], microbatches=2, **others
+        ).close()
     return refused.value.faults
 
 
 def describe(model: nn.Module) -> Any:
     """Return what a refusal must not change: modules and their modes, tensors and their values."""
-    modules = [(name, type(module), module.training, len(module._forward_hooks)) for name, module in model.named_modules()]
+    modules = [
+        (name, type(module), module.training, len(module._forward_hooks))
+        for name, module in model.named_modules()
+    ]
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    facts = [(name, t.dtype, t.requires_grad, getattr(t, "grad", None) is None) for name, t in tensors]
-    values = [t.tolist() if t.layout is torch.strided and type(t) in (nn.Parameter, torch.Tensor) else 0 for _, t in tensors]
+    facts = [
+        (name, t.dtype, t.requires_grad, getattr(t, "grad", None) is None) for name, t in tensors
+    ]
+    values = [
+        t.tolist() if t.layout is torch.strided and type(t) in (nn.Parameter, torch.Tensor) else 0
+        for _, t in tensors
+    ]
     return modules, facts, values
 
 

@@ -110,7 +110,13 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         clip = None if scope is None else (0.1, scope)
         self.pipe = ipu_pipe.Pipeline(
-            self.model, cross_entropy, self.optimizer, variant.method, stages=variant.stages, clip=clip, **keys
+            self.model,
+            cross_entropy,
+            self.optimizer,
+            variant.method,
+            stages=variant.stages,
+            clip=clip,
+            **keys,
         )
         self.losses: List[Any] = []
 
@@ -139,7 +145,11 @@ class Training:
         """Close the pipeline. Return everything that a run leaves."""
         state = self.pipe.state_dict() if self.pipe.can_drain else {}
         self.losses += [(update.index, update.loss, update.blocks) for update in self.pipe.close()]
-        return {"model": dict(self.model.state_dict()), "pipe": state, "optimizer": self.optimizer.state_dict()}
+        return {
+            "model": dict(self.model.state_dict()),
+            "pipe": state,
+            "optimizer": self.optimizer.state_dict(),
+        }
 
 
 def flatten(value: Any, name: str = "") -> Dict[str, Any]:
@@ -158,7 +168,11 @@ def assert_same_ends(expected: Any, actual: Any) -> None:
     assert one.keys() == other.keys()
     different = []
     for name, value in one.items():
-        is_same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        is_same = (
+            torch.equal(value, other[name])
+            if isinstance(value, torch.Tensor)
+            else value == other[name]
+        )
         different += [] if is_same else [name]
     assert different == []
 
@@ -170,11 +184,19 @@ def list_scopes(variant: Variant) -> List[Optional[str]]:
         return [None]
     if method.flushes:
         return [None, "stage", "global"]
-    steps_alone = method.structure is not None or method.rounds is not None or method.history is not None
-    return [None, "stage"] if steps_alone or "warmup" in variant.keys else [None, "stage", "delayed_global"]
+    steps_alone = (
+        method.structure is not None or method.rounds is not None or method.history is not None
+    )
+    return (
+        [None, "stage"]
+        if steps_alone or "warmup" in variant.keys
+        else [None, "stage", "delayed_global"]
+    )
 
 
-def resume_everywhere(variant: Variant, scope: Optional[str], folder: Path) -> Tuple[List[int], torch.Tensor]:
+def resume_everywhere(
+    variant: Variant, scope: Optional[str], folder: Path
+) -> Tuple[List[int], torch.Tensor]:
     """Compare the runs that go on from each saved state with those that saved them.
 
     Return the steps of the states, and the weights of the last run.

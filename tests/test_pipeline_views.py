@@ -20,7 +20,15 @@ from tests.support.runs import assert_same, needs_processes
 from tests.test_pipeline import CASES
 from tests.test_pipeline_processes import ON_PROCESSES, take_share
 
-NAMES = ["gpipe", "pipedream", "pipemare_warmup", "pb_virtual_split", "local_greedy", "local_sgd_rounds", "zbv"]
+NAMES = [
+    "gpipe",
+    "pipedream",
+    "pipemare_warmup",
+    "pb_virtual_split",
+    "local_greedy",
+    "local_sgd_rounds",
+    "zbv",
+]
 
 
 def list_updates(file: Path, accumulate: int) -> set:
@@ -38,7 +46,9 @@ def test_every_method_draws_its_schedule_and_versions(name: str) -> None:
     loop.run(0, 7)
     drawing = loop.pipe.schedule._repr_html_()
     assert drawing == loop.pipe.versions._repr_html_() and "reads weight version" in drawing
-    assert repr(loop.pipe.versions).startswith(f"{CASES[name].method}: {len(loop.pipe.partition)} stages")
+    assert repr(loop.pipe.versions).startswith(
+        f"{CASES[name].method}: {len(loop.pipe.partition)} stages"
+    )
     loop.close()
 
 
@@ -144,7 +154,9 @@ def show(rank: int, folder: Path) -> None:
         assert list_updates(begun.file, accumulate) <= {2, 3, 4}, name
         assert list_updates(done.file, accumulate) == {2, 3, 4, 5}, name
         assert {device["index"] for device in done.analysis["devices"]} == {0, 1}
-        assert len(memory["peak_memory"]) == 2 and all(peaks["total"] > 0 for peaks in memory["peak_memory"])
+        assert len(memory["peak_memory"]) == 2 and all(
+            peaks["total"] > 0 for peaks in memory["peak_memory"]
+        )
         assert "iframe" in done._repr_html_()
 
 

@@ -33,7 +33,16 @@ from ipu_pipe.schedule.methods import METHODS, Timeline
 from ipu_pipe.schedule.timelines import make_schedule
 from tests.support.runs import list_faults
 
-BY_DEVICE = ["interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "dualpipe_v"]
+BY_DEVICE = [
+    "interleaved_1f1b",
+    "zb_h1",
+    "zb_h2",
+    "interleaved_zb",
+    "zbv",
+    "v_half",
+    "v_min",
+    "dualpipe_v",
+]
 PIPELINES = ["pipedream_2bw", "pipedream_flush", "gpipe", "pipedream"]
 
 
@@ -55,16 +64,27 @@ def units(rng: np.random.Generator, count: int) -> Tuple[Unit, ...]:
 
     def draw(i: int) -> Unit:
         flops = float(rng.integers(1, 9))
-        return Unit(f"unit{i}", flops, 2 * flops, int(rng.integers(0, 30)), 4.0 * rng.integers(1, 9), 40.0)
+        return Unit(
+            f"unit{i}", flops, 2 * flops, int(rng.integers(0, 30)), 4.0 * rng.integers(1, 9), 40.0
+        )
 
     return tuple(draw(i) for i in range(count))
 
 
-def problem(seed: int = 0, count: int = 6, memory: Optional[float] = None, **changes: Any) -> Problem:
+def problem(
+    seed: int = 0, count: int = 6, memory: Optional[float] = None, **changes: Any
+) -> Problem:
     """Return a small problem."""
     machine = hardware(**changes)
     result = units(np.random.default_rng(seed), count)
-    return Problem(result, 8.0, machine, machine.device.usable_bytes if memory is None else memory, "float32", 1)
+    return Problem(
+        result,
+        8.0,
+        machine,
+        machine.device.usable_bytes if memory is None else memory,
+        "float32",
+        1,
+    )
 
 
 def predict(given: Problem, asked: Candidate) -> Optional[Prediction]:
@@ -79,9 +99,12 @@ def predict(given: Problem, asked: Candidate) -> Optional[Prediction]:
 
 
 @pytest.mark.parametrize(
-    "method, lockstep", [*((method, False) for method in PIPELINES), ("gpipe", True), ("pipedream_flush", True)]
+    "method, lockstep",
+    [*((method, False) for method in PIPELINES), ("gpipe", True), ("pipedream_flush", True)],
 )
-def test_long_batches_are_extended_as_the_clock_would_play_them(method: str, lockstep: bool) -> None:
+def test_long_batches_are_extended_as_the_clock_would_play_them(
+    method: str, lockstep: bool
+) -> None:
     """The time of a batch of 160 microbatches, not played, is that of the clock that plays all of them."""
     links = [{"name": "all", "bandwidth": 50.0, "latency": 0.1}]
     for seed in range(3):
@@ -94,9 +117,13 @@ def test_long_batches_are_extended_as_the_clock_would_play_them(method: str, loc
         result = BatchTimes(METHODS[method], 3, costs).compute(160).seconds
         if METHODS[method].flushes:
             make = make_lockstep_schedule if lockstep else make_schedule
-            assert result == pytest.approx(clock(make(METHODS[method], 3, 160, 160), costs).finish, rel=1e-9)
+            assert result == pytest.approx(
+                clock(make(METHODS[method], 3, 160, 160), costs).finish, rel=1e-9
+            )
         else:  # the whole run's rate, its fill and drain apart
-            times = [clock(make_schedule(METHODS[method], 3, n * 160, 160), costs).finish for n in (2, 4)]
+            times = [
+                clock(make_schedule(METHODS[method], 3, n * 160, 160), costs).finish for n in (2, 4)
+            ]
             assert result == pytest.approx((times[1] - times[0]) / 2, rel=1e-9)
 
 
@@ -112,7 +139,9 @@ def test_long_batches_of_orders_are_extended_as_the_clock_would_play_them(method
         assert starts is not None and asked.gradient_accumulation == 90
         costs = costing.compute_costs(starts)
         result = BatchTimes(asked.method_row, asked.stages, costs).compute(90).seconds
-        assert result == pytest.approx(clock(make_schedule(asked.method_row, asked.stages, 90, 90), costs).finish, rel=1e-6)
+        assert result == pytest.approx(
+            clock(make_schedule(asked.method_row, asked.stages, 90, 90), costs).finish, rel=1e-6
+        )
         assert costing.bound_seconds(costs) <= result * (1 + 1e-9)
 
 
@@ -121,13 +150,24 @@ def test_memory_of_a_device_is_that_of_its_stages_when_it_holds_most() -> None:
     task = replace(problem(0, memory=1e9), units=(Unit("u", 1e3, 2e3, 10, 4.0, 100.0, 4),) * 8)
     most = {}
     for method in ("zbv", "v_half", "zb_h1", "interleaved_1f1b"):
-        asked = next(candidate for candidate in list_candidates([method], 4, 8, 16, (False,)) if candidate.depth == 4)
-        costing = Costing(task, asked, list_layouts(4, 1, asked.placement)[0], UnitSums(task, asked.micro_batch_size))
+        asked = next(
+            candidate
+            for candidate in list_candidates([method], 4, 8, 16, (False,))
+            if candidate.depth == 4
+        )
+        costing = Costing(
+            task,
+            asked,
+            list_layouts(4, 1, asked.placement)[0],
+            UnitSums(task, asked.micro_batch_size),
+        )
         starts = costing.find_cut()
         assert starts is not None
         memory = costing.compute_memory(starts)
         assert {device.weights for device in memory} == {2 * 10 * 4}
-        most[method] = max(device.activations for device in memory) / (2 * 100 * asked.micro_batch_size)
+        most[method] = max(device.activations for device in memory) / (
+            2 * 100 * asked.micro_batch_size
+        )
     assert most == pytest.approx({"zbv": 4, "v_half": 3, "zb_h1": 4, "interleaved_1f1b": 5.5})
 
 
@@ -137,13 +177,19 @@ def test_bounds_are_never_above_what_is_played(lockstep: bool) -> None:
     looked = 0
     for seed in range(4):
         task = problem(seed, lockstep=lockstep)
-        for asked in list_candidates(PIPELINES[:3] if not lockstep else ["pipedream_flush"], 4, 6, 32):
+        for asked in list_candidates(
+            PIPELINES[:3] if not lockstep else ["pipedream_flush"], 4, 6, 32
+        ):
             for layout in list_layouts(asked.depth, asked.width, asked.placement):
                 costing = Costing(task, asked, layout, UnitSums(task, asked.micro_batch_size))
                 starts = costing.find_cut()
                 if starts is not None:
                     costs = costing.compute_costs(starts)
-                    seconds = BatchTimes(METHODS[asked.method], asked.depth, costs).compute(asked.gradient_accumulation).seconds
+                    seconds = (
+                        BatchTimes(METHODS[asked.method], asked.depth, costs)
+                        .compute(asked.gradient_accumulation)
+                        .seconds
+                    )
                     assert costing.bound_seconds(costs) <= seconds * (1 + 1e-9), asked
                     looked += 1
     assert looked > 40
@@ -156,7 +202,9 @@ def test_bounds_are_never_above_what_is_played(lockstep: bool) -> None:
     (1e9, ["pipedream_flush", *BY_DEVICE], 8),
     (2500.0, ["pipedream_flush", *BY_DEVICE], 8),
 ])  # fmt: skip
-def test_the_search_finds_what_trying_all_finds(memory: float, methods: List[str], batch: int) -> None:
+def test_the_search_finds_what_trying_all_finds(
+    memory: float, methods: List[str], batch: int
+) -> None:
     for seed in range(3) if methods is PIPELINES else (1,):
         task = problem(seed, memory=memory)
         candidates = list(list_candidates(methods, 4, 6, batch))
@@ -173,14 +221,22 @@ def test_the_search_finds_what_trying_all_finds(memory: float, methods: List[str
         if not answer.best:
             assert answer.refused == {NO_ROOM: len(candidates)}
         for plan in answer.best:
-            assert max(device.total for device in plan.memory) <= memory and len(plan.memory) == plan.candidate.depth
+            assert (
+                max(device.total for device in plan.memory) <= memory
+                and len(plan.memory) == plan.candidate.depth
+            )
 
 
 def test_pipedream_is_planned_with_the_schedule_that_holds_least_and_is_as_fast() -> None:
     """On equal stages both schedules are as fast; between their needs of memory only the capped one fits."""
-    layers = tuple(Unit("", 1.0, 2.0, 10, 4.0, activations) for activations in (40.0, 40.0, 4000.0, 40.0))
+    layers = tuple(
+        Unit("", 1.0, 2.0, 10, 4.0, activations) for activations in (40.0, 40.0, 4000.0, 40.0)
+    )
     task = Problem(layers, 8.0, hardware(), 1e9, "float32", 1)
-    capped, plain = (Candidate("pipedream", 4, 1, 1, 4, False, 1, row) for row in (Timeline.ONE_F_ONE_B_CAPPED, None))
+    capped, plain = (
+        Candidate("pipedream", 4, 1, 1, 4, False, 1, row)
+        for row in (Timeline.ONE_F_ONE_B_CAPPED, None)
+    )
     needs = []
     for asked in (capped, plain):
         predicted = predict(task, asked)
@@ -189,7 +245,11 @@ def test_pipedream_is_planned_with_the_schedule_that_holds_least_and_is_as_fast(
     assert needs[0] < needs[1]
     for memory in (1e9, needs[1] - 1):
         limited = replace(task, memory_bytes=memory)
-        asked = [candidate for candidate in list_candidates(["pipedream"], 4, 4, 4) if candidate.depth == 4]
+        asked = [
+            candidate
+            for candidate in list_candidates(["pipedream"], 4, 4, 4)
+            if candidate.depth == 4
+        ]
         best = search(limited, asked, 1).best
         assert [plan.candidate.schedule for plan in best] == [Timeline.ONE_F_ONE_B_CAPPED]
 
@@ -220,8 +280,12 @@ def test_the_dearer_messages_stay_inside_a_server() -> None:
     inside, outside = ReplicaLayout(2, 2, False), ReplicaLayout(2, 2, True)
     assert inside.list_devices() == [[0, 1], [2, 3]] and outside.list_devices() == [[0, 2], [1, 3]]
     assert make_boundary_transfer(hardware(), inside, 0).seconds == 1e-6
-    assert make_boundary_transfer(hardware(), outside, 0).seconds == 2e-2  # both replicas at once through one link
-    assert make_all_reduce(hardware(), outside.list_replicas(0), 100.0).seconds == pytest.approx(1e-4)
+    assert (
+        make_boundary_transfer(hardware(), outside, 0).seconds == 2e-2
+    )  # both replicas at once through one link
+    assert make_all_reduce(hardware(), outside.list_replicas(0), 100.0).seconds == pytest.approx(
+        1e-4
+    )
 
 
 def test_what_holds_back_is_named() -> None:
@@ -275,10 +339,26 @@ def run(capsys: Any, *arguments: str) -> str:
 
 def test_its_json_is_the_contracts_and_what_it_writes_trains(capsys: Any, tmp_path: Path) -> None:
     file = tmp_path / "planned.yaml"
-    printed = run(capsys, "--hardware", "v100x8", "--devices", "4", "--top", "3", "--json", "--write", str(file))
+    printed = run(
+        capsys,
+        "--hardware",
+        "v100x8",
+        "--devices",
+        "4",
+        "--top",
+        "3",
+        "--json",
+        "--write",
+        str(file),
+    )
     content = json.loads(printed)
-    assert content == ipu_pipe.plan_config(load_config("configs/mlp_digits.yaml"), "v100x8", devices=4, top=3)
-    assert set(content) >= {"hardware", "devices", "plans", "refused", "smallest_change"} and content["devices"] == 4
+    assert content == ipu_pipe.plan_config(
+        load_config("configs/mlp_digits.yaml"), "v100x8", devices=4, top=3
+    )
+    assert (
+        set(content) >= {"hardware", "devices", "plans", "refused", "smallest_change"}
+        and content["devices"] == 4
+    )
     keys = {
         "method", "depth", "width", "micro_batch_size", "gradient_accumulation", "recompute", "stages",
         "samples_per_second", "utilization", "global_batch_size", "memory_bytes", "binding",
@@ -288,31 +368,71 @@ def test_its_json_is_the_contracts_and_what_it_writes_trains(capsys: Any, tmp_pa
     assert rates == sorted(rates, reverse=True)
     best = content["plans"][0]
     assert len(best["memory_bytes"]) == best["depth"] == len(best["stages"]) + 1
-    assert best["global_batch_size"] == best["micro_batch_size"] * best["gradient_accumulation"] * best["width"] <= 64
+    assert (
+        best["global_batch_size"]
+        == best["micro_batch_size"] * best["gradient_accumulation"] * best["width"]
+        <= 64
+    )
     written = load_config(file)
-    assert (written.method, written.replicas, written.recompute) == (best["method"], best["width"], best["recompute"])
+    assert (written.method, written.replicas, written.recompute) == (
+        best["method"],
+        best["width"],
+        best["recompute"],
+    )
     assert written.micro_batch_size == best["micro_batch_size"] and written.hardware == "v100x8"
 
 
-def test_a_method_that_reads_old_weights_is_written_for_one_that_flushes_only_if_named(capsys: Any, tmp_path: Path) -> None:
+def test_a_method_that_reads_old_weights_is_written_for_one_that_flushes_only_if_named(
+    capsys: Any, tmp_path: Path
+) -> None:
     file = tmp_path / "planned.yaml"
-    asked = ["--set", "method=gpipe", "--hardware", "v100x8", "--devices", "4", "--precision", "float32", "--top", "1"]
+    asked = [
+        "--set",
+        "method=gpipe",
+        "--hardware",
+        "v100x8",
+        "--devices",
+        "4",
+        "--precision",
+        "float32",
+        "--top",
+        "1",
+    ]
     best = json.loads(run(capsys, *asked, "--json"))["plans"][0]["method"]
     assert not METHODS[best].flushes
     run(capsys, *asked, "--write", str(file))
     assert METHODS[load_config(file).method].flushes
     run(capsys, *asked, "--methods", best, "--write", str(file), "--overwrite")
     assert load_config(file).method == best
-    split = ["--set", "method=pipedream", "method_args={split_backward: true}", *asked[2:], "--methods", "pipedream"]
+    split = [
+        "--set",
+        "method=pipedream",
+        "method_args={split_backward: true}",
+        *asked[2:],
+        "--methods",
+        "pipedream",
+    ]
     run(capsys, *split, "--write", str(file), "--overwrite")
     written = load_config(file).method_args  # the plan is of whole backwards
     assert written.split_backward is None and written.schedule == "1f1b_capped"
 
 
 @pytest.mark.parametrize("method", ["zbv", "interleaved_1f1b"])
-def test_stages_of_a_device_are_planned_written_and_trained(method: str, tmp_path: Path, capsys: Any) -> None:
+def test_stages_of_a_device_are_planned_written_and_trained(
+    method: str, tmp_path: Path, capsys: Any
+) -> None:
     file = tmp_path / "planned.yaml"
-    asked = ["--hardware", "v100x8", "--devices", "2", "--methods", f"pipedream_flush,{method}", "--top", "9", "--json"]
+    asked = [
+        "--hardware",
+        "v100x8",
+        "--devices",
+        "2",
+        "--methods",
+        f"pipedream_flush,{method}",
+        "--top",
+        "9",
+        "--json",
+    ]
     command.main(["configs/mlp_digits.yaml", *asked, "--batch", "64"])
     plans = json.loads(capsys.readouterr().out)["plans"]
     best = next(plan for plan in plans if plan["method"] == method)
@@ -326,13 +446,34 @@ def test_stages_of_a_device_are_planned_written_and_trained(method: str, tmp_pat
     assert summary["steps"] == 2 and len(summary["stages"]) == 4 and written.stages_per_device == 2
 
 
-def test_a_config_is_written_for_what_was_planned_or_not_at_all(capsys: Any, tmp_path: Path) -> None:
+def test_a_config_is_written_for_what_was_planned_or_not_at_all(
+    capsys: Any, tmp_path: Path
+) -> None:
     """Also the precision that the plan is for; float16 is for plans alone."""
     file = tmp_path / "planned.yaml"
-    run(capsys, "--hardware", "v100x8", "--devices", "2", "--precision", "float64", "--write", str(file))
+    run(
+        capsys,
+        "--hardware",
+        "v100x8",
+        "--devices",
+        "2",
+        "--precision",
+        "float64",
+        "--write",
+        str(file),
+    )
     assert load_config(file).precision == "float64"
     before = file.read_text()
-    half = ["--hardware", "v100x8", "--devices", "2", "--precision", "float16", "--write", str(file)]
+    half = [
+        "--hardware",
+        "v100x8",
+        "--devices",
+        "2",
+        "--precision",
+        "float16",
+        "--write",
+        str(file),
+    ]
     with pytest.raises(BadInput, match="^--write: precision: float16: must be"):
         run(capsys, *half, "--overwrite")
     with pytest.raises(BadInput, match=f"^--write: {file}: exists already"):
@@ -344,22 +485,51 @@ def test_a_config_is_written_for_what_was_planned_or_not_at_all(capsys: Any, tmp
 
 def test_the_configs_hardware_is_the_default(capsys: Any) -> None:
     """And so is its method; of one that cannot be planned it says so."""
-    command.main(["configs/mlp_digits.yaml", "--set", "hardware=v100x8", "method=local_overlapping", "--top", "1"])
+    command.main(
+        [
+            "configs/mlp_digits.yaml",
+            "--set",
+            "hardware=v100x8",
+            "method=local_overlapping",
+            "--top",
+            "1",
+        ]
+    )
     printed = capsys.readouterr()
-    assert "8 devices of v100x8" in printed.out and "method: local_overlapping: cannot be planned" in printed.err
+    assert (
+        "8 devices of v100x8" in printed.out
+        and "method: local_overlapping: cannot be planned" in printed.err
+    )
 
 
-@pytest.mark.parametrize("name, asked", [("v100x8", []), ("pod4", []), ("v100x8", ["--methods", "local_chunked"])])
-def test_local_methods_are_planned_and_written(name: str, asked: List[str], capsys: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name, asked", [("v100x8", []), ("pod4", []), ("v100x8", ["--methods", "local_chunked"])]
+)
+def test_local_methods_are_planned_and_written(
+    name: str, asked: List[str], capsys: Any, tmp_path: Path
+) -> None:
     """Of a local config by default, beside pipelines, and when asked for; a stage is a block, in what is written too."""
     file = tmp_path / "planned.yaml"
     size = "500kB" if name == "v100x8" else "189MB"  # a fifth is code
-    local = ["--set", "method=local_greedy", "--hardware", name, "--devices", "4", "--memory", size, "--top", "40"]
+    local = [
+        "--set",
+        "method=local_greedy",
+        "--hardware",
+        name,
+        "--devices",
+        "4",
+        "--memory",
+        size,
+        "--top",
+        "40",
+    ]
     command.main(["configs/mlp_digits.yaml", *local, *asked, "--json", "--write", str(file)])
     printed = capsys.readouterr()
     plans = json.loads(printed.out)["plans"]
     methods = {plan["method"] for plan in plans}
-    usual = {"local_greedy", "pipedream_flush"} | (set() if name == "pod4" else {"pipedream_2bw", "gpipe", "zb_h1"})
+    usual = {"local_greedy", "pipedream_flush"} | (
+        set() if name == "pod4" else {"pipedream_2bw", "gpipe", "zb_h1"}
+    )
     methods -= {*BY_DEVICE} - {"zb_h1"}  # as many as the few units have stages for
     assert methods == ({"local_chunked"} if asked else usual) and "not planned" not in printed.err
     written, best = load_config(file), plans[0]
@@ -381,6 +551,8 @@ def test_bad_input_is_reported(arguments: List[str], message: str, capsys: Any) 
     assert any(message in fault for fault in list_faults(run, capsys, *arguments))
 
 
-@pytest.mark.parametrize("text, size", [("16GB", 16e9), ("900MiB", 900 * 2**20), ("16e9", 16e9), ("1.5TB", 1.5e12)])
+@pytest.mark.parametrize(
+    "text, size", [("16GB", 16e9), ("900MiB", 900 * 2**20), ("16e9", 16e9), ("1.5TB", 1.5e12)]
+)
 def test_sizes_are_bytes(text: str, size: float) -> None:
     assert command.main.make_parser().parse_args(["--memory", text]).memory == size

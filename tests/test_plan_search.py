@@ -30,13 +30,25 @@ def slow(seed: int, devices: int = 8) -> Hardware:
     rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1.0}}
     figures: Dict[str, Any] = {
         "devices": devices,
-        "device": {"memory_bytes": 1e4, "usable_share": 1.0, "memory_bandwidth": 1e9, "rates": rates},
+        "device": {
+            "memory_bytes": 1e4,
+            "usable_share": 1.0,
+            "memory_bandwidth": 1e9,
+            "rates": rates,
+        },
         "links": [
             {
-                "name": "inside", "holds": int(rng.choice([2, 4])), "bandwidth": 10 ** rng.uniform(0.5, 4),
+                "name": "inside",
+                "holds": int(rng.choice([2, 4])),
+                "bandwidth": 10 ** rng.uniform(0.5, 4),
                 "latency": 0.3,
             },
-            {"name": "network", "bandwidth": 10 ** rng.uniform(0.5, 2.5), "latency": 1.0, "shared_by": 2},
+            {
+                "name": "network",
+                "bandwidth": 10 ** rng.uniform(0.5, 2.5),
+                "latency": 1.0,
+                "shared_by": 2,
+            },
         ],
     }
     return read_hardware(figures, "here")
@@ -71,13 +83,19 @@ def test_slow_links_hide_nothing_from_the_search(memory: float) -> None:
         asked = list(list_candidates(PIPELINES, 8, 8, 16))
         result, rates, fits = search(task, asked, 5), {}, set()
         for plan in every(task, asked):
-            rates[plan.candidate.shape] = max(plan.samples_per_second, rates.get(plan.candidate.shape, 0.0))
+            rates[plan.candidate.shape] = max(
+                plan.samples_per_second, rates.get(plan.candidate.shape, 0.0)
+            )
             fits.add(plan.candidate)
         best = [plan.samples_per_second for plan in result.best]
         assert best == pytest.approx(sorted(rates.values(), reverse=True)[:5], rel=1e-12)
         shown = {plan.candidate.shape for plan in result.best}
-        assert result.refused.get(ALIKE, 0) == sum(candidate.shape in shown for candidate in asked) - len(result.best)
-        assert result.refused.get(NO_ROOM, 0) <= sum(one not in fits and one.shape not in shown for one in asked)
+        assert result.refused.get(ALIKE, 0) == sum(
+            candidate.shape in shown for candidate in asked
+        ) - len(result.best)
+        assert result.refused.get(NO_ROOM, 0) <= sum(
+            one not in fits and one.shape not in shown for one in asked
+        )
         assert sum(result.refused.values()) + len(result.best) == len(asked)
 
 
@@ -95,8 +113,13 @@ def test_bounds_hold_where_messages_wait() -> None:
                 pipeline, count = costing.make_batch_times(starts), asked.gradient_accumulation
                 least = costing.bound_seconds(pipeline.costs)
                 # a batch of a pipeline that never empties may be a little shorter than those around it
-                most = pipeline.compute(count).seconds * (1.003 if not METHODS[asked.method].flushes else 1 + 1e-9)
-                assert max(least, pipeline.compute_uncontended_seconds(count)) <= most, (asked, layout)
+                most = pipeline.compute(count).seconds * (
+                    1.003 if not METHODS[asked.method].flushes else 1 + 1e-9
+                )
+                assert max(least, pipeline.compute_uncontended_seconds(count)) <= most, (
+                    asked,
+                    layout,
+                )
                 met += pipeline.compute_uncontended_seconds(count) < most * 0.99
     assert met > 20
 
@@ -116,14 +139,32 @@ def played_one_by_one(monkeypatch: pytest.MonkeyPatch) -> List[int]:
 def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search's bounds and the clock's fast path spare most of them: a count, the same on every machine."""
     embedding = Unit(
-        "0", 0.0, 0.0, 84_557_824, 3407872.0, 6144.0, forward_moved=182755328.0, backward_moved=179345408.0
+        "0",
+        0.0,
+        0.0,
+        84_557_824,
+        3407872.0,
+        6144.0,
+        forward_moved=182755328.0,
+        backward_moved=179345408.0,
     )
     block = Unit(
         "", 35769024512.0, 72410464256.0, 33_248_384, 3407872.0, 54587392.0, forward_moved=71586816.0,
         backward_moved=173866240.0,
     )  # fmt: skip
-    norm = Unit("65", 0.0, 0.0, 3328, 3407872.0, 3411968.0, forward_moved=6826496.0, backward_moved=10241024.0)
-    head = Unit("66", 85714796544.0, 171429593088.0, 83_756_160, 0.0, 3407872.0, backward_moved=103123200.0)
+    norm = Unit(
+        "65",
+        0.0,
+        0.0,
+        3328,
+        3407872.0,
+        3411968.0,
+        forward_moved=6826496.0,
+        backward_moved=10241024.0,
+    )
+    head = Unit(
+        "66", 85714796544.0, 171429593088.0, 83_756_160, 0.0, 3407872.0, backward_moved=103123200.0
+    )
     units = (embedding, *(replace(block, name=str(i)) for i in range(1, 65)), norm, head)
     hardware = read_hardware("v100x8").with_devices(32)
     task = Problem(units, 4096.0, hardware, hardware.device.usable_bytes, "float16", 2)
@@ -134,7 +175,9 @@ def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.Mon
     assert 0 < sum(played) < 45_000, sum(played)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "pipedream_2bw", "pipedream", "pipemare", "local_greedy"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "pipedream_flush", "pipedream_2bw", "pipedream", "pipemare", "local_greedy"]
+)
 def test_without_meetings_the_clock_is_found_slot_by_slot(name: str) -> None:
     """To the bit; with meetings nothing is earlier on the clock."""
     rng = np.random.default_rng(0)
@@ -148,7 +191,10 @@ def test_without_meetings_the_clock_is_found_slot_by_slot(name: str) -> None:
 
         def messages(count: int, name: str, scale: float) -> Tuple[Transfer, ...]:
             wires = [("wire",) if trial % 2 else (f"{name} {i}",) for i in range(count)]
-            return tuple(Transfer(*both, links) for both, links in zip(zip(some(count, scale), some(count, 0.5)), wires))
+            return tuple(
+                Transfer(*both, links)
+                for both, links in zip(zip(some(count, scale), some(count, 0.5)), wires)
+            )
 
         costs = Costs(
             some(P, 1), some(P, 2), some(P, 0.5), onward=messages(P - 1, "on", 0.2), back=messages(P - 1, "back", 0.2),

@@ -47,7 +47,10 @@ def test_state_leaves_the_device_and_costs_its_traffic_at_each_update() -> None:
     ]
     state = 2 * 1000 * 8  # of a stage
     for here, streamed in zip(result[0].memory, result[1].memory):
-        assert (here.optimizer, streamed.optimizer) == (state, 0) and here.total - streamed.total == state
+        assert (here.optimizer, streamed.optimizer) == (
+            state,
+            0,
+        ) and here.total - streamed.total == state
     assert result[1].seconds - result[0].seconds == pytest.approx(2 * state / 100.0)
 
 
@@ -61,10 +64,19 @@ def test_it_is_planned_where_nothing_else_fits_and_printed() -> None:
     usual = plan(problem(enough))
     assert usual.plans and not usual.problem.streamed and usual.smallest_change is None
     result = plan(problem(little))
-    assert result.plans and result.problem.streamed and KEY in str(result.smallest_change) and KEY in format_answer(result)
-    assert max(memory.total for prediction, _ in result.plans for memory in prediction.memory) <= little
+    assert (
+        result.plans
+        and result.problem.streamed
+        and KEY in str(result.smallest_change)
+        and KEY in format_answer(result)
+    )
+    assert (
+        max(memory.total for prediction, _ in result.plans for memory in prediction.memory)
+        <= little
+    )
     assert all(
-        "optimizer state in streaming memory, whose traffic takes" in p["binding"] for p in convert_to_json(result)["plans"]
+        "optimizer state in streaming memory, whose traffic takes" in p["binding"]
+        for p in convert_to_json(result)["plans"]
     )
     assert not plan(problem(little, streaming_bytes=None, streaming_bandwidth=None)).plans
     assert not plan(problem(little, streaming_bytes=15_999.0)).plans

@@ -33,9 +33,23 @@ def test_what_is_planned_trains_on_as_many_processes_and_is_reported_beside_what
     hardware, planned, out = (tmp_path / name for name in ("two.yaml", "planned.yaml", "run"))
     hardware.write_text(HARDWARE)
     digits = [
-        str(ROOT / "configs" / "mlp_digits.yaml"), "--set", "steps=4", "backend.name=distributed", "backend.threads=1",
+        str(ROOT / "configs" / "mlp_digits.yaml"),
+        "--set",
+        "steps=4",
+        "backend.name=distributed",
+        "backend.threads=1",
     ]
-    plan.main([*digits, "evaluate.every=0", "--hardware", str(hardware), "--json", "--write", str(planned)])
+    plan.main(
+        [
+            *digits,
+            "evaluate.every=0",
+            "--hardware",
+            str(hardware),
+            "--json",
+            "--write",
+            str(planned),
+        ]
+    )
     output = capsys.readouterr()
     best = json.loads(output.out)["plans"][0]
     assert (best["depth"], best["width"]) == (2, 1)
@@ -45,7 +59,10 @@ def test_what_is_planned_trains_on_as_many_processes_and_is_reported_beside_what
     ran = forked.run_ranks(2, "train", [str(planned), "--out", str(out)], GLOO_SOCKET_IFNAME="lo")
     assert ran.code == 0, ran.error[-2000:]
     measured = read_summary(out)["throughput_samples_per_second"]
-    match = re.search(r"predicted on two: ([0-9.]+) samples/s, measured: ([0-9.]+); the prediction is", ran.printed)
+    match = re.search(
+        r"predicted on two: ([0-9.]+) samples/s, measured: ([0-9.]+); the prediction is",
+        ran.printed,
+    )
     assert match is not None, ran.printed
     assert float(match.group(1)) == pytest.approx(best["samples_per_second"], abs=0.06)
     assert float(match.group(2)) == pytest.approx(measured, abs=0.06)

@@ -26,7 +26,14 @@ LARGE = {"entry": "models.resnet:preact_resnet32", "args": {"classes": 10}}
 def config(**keys: Any) -> Any:
     """Of a model with more numbers than `SMALL`."""
     return configure(
-        **{"model": LARGE, "data": DATA, "stages": ["layer2", "layer3"], "micro_batch_size": 4, "steps": 2, **keys}
+        **{
+            "model": LARGE,
+            "data": DATA,
+            "stages": ["layer2", "layer3"],
+            "micro_batch_size": 4,
+            "steps": 2,
+            **keys,
+        }
     )
 
 
@@ -40,7 +47,9 @@ def config(**keys: Any) -> Any:
 def test_shapes_tell_what_the_numbers_do(keys: Any) -> None:
     shapes, numbers = build_for_planning(config(**keys)), build(config(**keys))
     assert shapes.example[0].is_meta and not numbers.example[0].is_meta
-    assert shapes.footprint == numbers.footprint and build_memory_table(shapes) == build_memory_table(numbers)
+    assert shapes.footprint == numbers.footprint and build_memory_table(
+        shapes
+    ) == build_memory_table(numbers)
     assert format_plan(shapes) == format_plan(numbers)
 
 
@@ -66,7 +75,9 @@ def test_what_shapes_do_not_tell_is_built_of_numbers(entry: str) -> None:
 
 def test_a_small_model_is_built_as_it_is() -> None:
     assert (
-        not build_for_planning(config(model={"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}}))
+        not build_for_planning(
+            config(model={"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}})
+        )
         .example[0]
         .is_meta
     )
@@ -75,7 +86,9 @@ def test_a_small_model_is_built_as_it_is() -> None:
 def test_faults_are_those_of_a_run() -> None:
     """Also those of labels, which shapes do not have."""
     for keys in ({"stages": ["layer9"]}, {"model": {**LARGE, "args": {"classes": 5}}}):
-        assert list_faults(lambda: build_for_planning(config(**keys))) == list_faults(lambda: build(config(**keys)))
+        assert list_faults(lambda: build_for_planning(config(**keys))) == list_faults(
+            lambda: build(config(**keys))
+        )
 
 
 def test_a_language_models_shapes_are_those_of_its_numbers() -> None:
@@ -90,5 +103,9 @@ def test_a_language_models_shapes_are_those_of_its_numbers() -> None:
         shapes = observe_costs(model, shape, lambda: model(shape))
     assert shapes.live == numbers.live and shapes.runs == numbers.runs
     for one, other in zip(shapes.calls, numbers.calls):
-        assert (one.name, one.flops, one.backward_flops) == (other.name, other.flops, other.backward_flops)
+        assert (one.name, one.flops, one.backward_flops) == (
+            other.name,
+            other.flops,
+            other.backward_flops,
+        )
         assert sorted(one.saved.values()) == sorted(other.saved.values())

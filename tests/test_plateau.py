@@ -30,11 +30,22 @@ def list_rates(out: Path) -> List[float]:
 
 
 @pytest.mark.parametrize("metric", ["loss", "accuracy"])
-def test_rates_are_those_of_torchs_scheduler_after_each_evaluation(metric: str, tmp_path: Path) -> None:
-    go(tmp_path / "run", "steps=16", f"lr_schedule={{name: plateau, metric: {metric}, args: {ARGS}}}")
+def test_rates_are_those_of_torchs_scheduler_after_each_evaluation(
+    metric: str, tmp_path: Path
+) -> None:
+    go(
+        tmp_path / "run",
+        "steps=16",
+        f"lr_schedule={{name: plateau, metric: {metric}, args: {ARGS}}}",
+    )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        optimizer, mode="max" if metric == "accuracy" else "min", factor=0.5, patience=0, threshold=0.02, cooldown=1
+        optimizer,
+        mode="max" if metric == "accuracy" else "min",
+        factor=0.5,
+        patience=0,
+        threshold=0.02,
+        cooldown=1,
     )
     rates = []
     for line in read_metrics(tmp_path / "run")[1:]:
@@ -53,7 +64,14 @@ def test_a_resume_continues_it_and_processes_have_its_rates(tmp_path: Path) -> N
     go(tmp_path / "whole", "steps=12", plateau)
     assert list_rates(tmp_path / "cut") == list_rates(tmp_path / "whole")
     assert_same_state(tmp_path / "cut", tmp_path / "whole", 12)
-    sets = ["method=spectrain", "stages=2", "gradient_accumulation=1", "evaluate.steps=2", "log.every=1", plateau]
+    sets = [
+        "method=spectrain",
+        "stages=2",
+        "gradient_accumulation=1",
+        "evaluate.steps=2",
+        "log.every=1",
+        plateau,
+    ]
     compare(tmp_path, 2, *sets)
     assert len({*list_rates(tmp_path / "one")}) > 4
 
@@ -70,5 +88,9 @@ BAD = {
 
 @pytest.mark.parametrize("value", BAD)
 def test_bad_values_are_refused(value: str, tmp_path: Path) -> None:
-    (fault,) = list_faults(lambda: check(load_config(DIGITS, [*SETS, "steps=2", f"lr_schedule={value}"]), tmp_path / "run"))
+    (fault,) = list_faults(
+        lambda: check(
+            load_config(DIGITS, [*SETS, "steps=2", f"lr_schedule={value}"]), tmp_path / "run"
+        )
+    )
     assert BAD[value] in fault

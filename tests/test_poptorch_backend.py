@@ -61,10 +61,14 @@ EVALUATION = 7  # calls: 50 test samples, 8 a call on 4 stages
 PLAIN = {"name": "sgd", "lr": 0.05}
 
 
-def both(tmp_path: Path, method: str = "gpipe", name: str = "residual", ipu: Any = None, **keys: Any) -> Any:
+def both(
+    tmp_path: Path, method: str = "gpipe", name: str = "residual", ipu: Any = None, **keys: Any
+) -> Any:
     """Run by the emulator and on the double: equal in weights, close in what is measured of them."""
     ours = run(make_config(method, "poptorch", ipu, **keys), tmp_path / "ipu", name)
-    theirs = run(make_config(method, **{**keys, "precision": "float32"}), tmp_path / "emulator", name)
+    theirs = run(
+        make_config(method, **{**keys, "precision": "float32"}), tmp_path / "emulator", name
+    )
     assert_same_weights(tmp_path / "ipu", tmp_path / "emulator")
     assert_close_losses(tmp_path / "ipu", tmp_path / "emulator", 1e-6)
     for when in ("initial", "final"):
@@ -101,12 +105,23 @@ SAME: Dict[str, Dict[str, Any]] = {
 }  # fmt: skip
 
 
-def test_a_rate_that_changes_at_an_evaluation_reaches_the_device(tmp_path: Path, poptorch: Any) -> None:
+def test_a_rate_that_changes_at_an_evaluation_reaches_the_device(
+    tmp_path: Path, poptorch: Any
+) -> None:
     """Story: evaluations detach, attaching writes back what was read at the detachment, and the new rate was set before."""
     step = {"name": "step", "milestones": [1], "gamma": 0.1}
-    how: Dict[str, Any] = {"lr_schedule": step, "steps": None, "epochs": 2, "checkpoint": {}, "gradient_accumulation": 64}
+    how: Dict[str, Any] = {
+        "lr_schedule": step,
+        "steps": None,
+        "epochs": 2,
+        "checkpoint": {},
+        "gradient_accumulation": 64,
+    }
     both(tmp_path, name="mlp", **how)
-    for folder, on in (("ipu", "poptorch"), ("emulator", "emulator")):  # and a run that is resumed there
+    for folder, on in (
+        ("ipu", "poptorch"),
+        ("emulator", "emulator"),
+    ):  # and a run that is resumed there
         shutil.rmtree(find_checkpoint(tmp_path / folder))
         (tmp_path / folder / "summary.json").unlink()
         run(make_config(on=on, **how), tmp_path / folder, "mlp", resume=True)
@@ -114,7 +129,9 @@ def test_a_rate_that_changes_at_an_evaluation_reaches_the_device(tmp_path: Path,
 
 
 @pytest.mark.parametrize("played", [False, True])
-def test_the_updates_of_a_call_have_the_rate_of_its_first(tmp_path: Path, poptorch: Any, played: bool) -> None:
+def test_the_updates_of_a_call_have_the_rate_of_its_first(
+    tmp_path: Path, poptorch: Any, played: bool
+) -> None:
     """A warm-up and a cosine were refused: as Graphcore's own training code, a call holds the rate."""
 
     def hold(k: int) -> float:
@@ -124,7 +141,11 @@ def test_the_updates_of_a_call_have_the_rate_of_its_first(tmp_path: Path, poptor
         return hold(k) if k % 2 == 0 else 7.0
 
     if not played:
-        run(make_config(on="poptorch", ipu={"device_iterations": 2}, lr_schedule=COSINE), tmp_path / "cosine", "mlp")
+        run(
+            make_config(on="poptorch", ipu={"device_iterations": 2}, lr_schedule=COSINE),
+            tmp_path / "cosine",
+            "mlp",
+        )
         whole = make_config(lr_schedule=COSINE)
         rates = [build(whole, make_model("mlp"), Source()).rate(k) for k in (0, 0, 2, 2, 4, 4)]
         assert read_column(tmp_path / "cosine", "lr") == rates and len(set(rates)) > 1
@@ -139,7 +160,9 @@ def test_the_updates_of_a_call_have_the_rate_of_its_first(tmp_path: Path, poptor
     assert read_column(tmp_path / "poptorch", "lr") == read_column(tmp_path / "emulator", "lr")
 
 
-def test_a_model_that_needs_its_version_in_a_state_dict_trains(tmp_path: Path, poptorch: Any) -> None:
+def test_a_model_that_needs_its_version_in_a_state_dict_trains(
+    tmp_path: Path, poptorch: Any
+) -> None:
     torch.manual_seed(3)
     versioned = Versioned(nn.Linear(12, 8), nn.Linear(8, 4))
     before = versioned[0].weight.clone()
@@ -149,7 +172,9 @@ def test_a_model_that_needs_its_version_in_a_state_dict_trains(tmp_path: Path, p
 
 def test_a_loss_with_a_tensor_of_its_own_is_on_every_block(tmp_path: Path, poptorch: Any) -> None:
     weighted = Composed(
-        lambda m, output, y: (nn.functional.cross_entropy(output, y, reduction="none") * m.factors[y]).mean(),
+        lambda m, output, y: (
+            nn.functional.cross_entropy(output, y, reduction="none") * m.factors[y]
+        ).mean(),
         factors=torch.tensor([1.0, 2.0, 0.5, 1.0]),  # of the labels
     )
     for folder, on in (("ipu", "poptorch"), ("emulator", "emulator")):
@@ -165,7 +190,11 @@ def test_labels_stay_in_float32() -> None:
 @pytest.mark.parametrize("case", SAME)
 def test_weights_are_the_emulators_to_the_bit(poptorch: Any, tmp_path: Path, case: str) -> None:
     keys = dict(SAME[case])
-    if keys.get("name", "residual") == "residual" and "ipus" not in keys.get("ipu", {}) and "stages" not in keys:
+    if (
+        keys.get("name", "residual") == "residual"
+        and "ipus" not in keys.get("ipu", {})
+        and "stages" not in keys
+    ):
         keys["stages"] = ["1", "2", "4"]  # 4 stages: a sum alone is no stage worth an IPU
     if keys.get("name") == "convolution":
         keys.setdefault("stages", ["1", "2", "3"])
@@ -184,16 +213,24 @@ def test_output_modes_report_the_same_losses_but_for_final(poptorch: Any, tmp_pa
 
 
 @pytest.mark.parametrize("precision", ["16.16", "16.32"])
-def test_half_precision_ends_in_a_float32_model(poptorch: Any, tmp_path: Path, precision: str) -> None:
+def test_half_precision_ends_in_a_float32_model(
+    poptorch: Any, tmp_path: Path, precision: str
+) -> None:
     run(make_config(), tmp_path / "float32", "mlp")
-    run(make_config(on="poptorch", precision=precision, ipu={"loss_scaling": 128.0}), tmp_path / "half", "mlp")
+    run(
+        make_config(on="poptorch", precision=precision, ipu={"loss_scaling": 128.0}),
+        tmp_path / "half",
+        "mlp",
+    )
     weight = read_weights(tmp_path / "half")["0.0.weight"]
     assert weight.dtype == torch.float32
     assert_close_losses(tmp_path / "half", tmp_path / "float32", 2e-3)
     assert torch.equal(weight, weight.half().float()) == (precision == "16.16")
     assert compilation(poptorch).optimizer["variables"]["loss_scaling"][0] == 128.0
     called = poptorch.recorded.of("PoplarExecutor.__call__")
-    assert called and all("float16" in str(call["args"]) and "float32" not in str(call["args"]) for call in called)
+    assert called and all(
+        "float16" in str(call["args"]) and "float32" not in str(call["args"]) for call in called
+    )
 
 
 # ---- what PopTorch was asked
@@ -203,17 +240,35 @@ def compilation(poptorch: Any, training: bool = True) -> Any:
     return next(c for c in poptorch.recorded.compilations if c.training == training)
 
 
-def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(poptorch: Any, tmp_path: Path) -> None:
+def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(
+    poptorch: Any, tmp_path: Path
+) -> None:
     run(make_config(on="poptorch"), tmp_path, "mlp")
     compiled = compilation(poptorch)
-    assert compiled.strategy == "PipelinedExecution" and compiled.forward_stages == 4 and compiled.ipus == 4
+    assert (
+        compiled.strategy == "PipelinedExecution"
+        and compiled.forward_stages == 4
+        and compiled.ipus == 4
+    )
     assert compiled.stages == {0: 0, 1: 1, 2: 2, 3: 3}
     assert compiled.parameters["body.model.2.0.weight"] == 2 and compiled.losses[-1].stage == 3
     assert compiled.losses[-1].function == "identity_loss" and compiled.losses[-1].final
-    constants = {name for group in compiled.optimizer["groups"] for name, (_, constant) in group.items() if constant}
-    assert constants == {"momentum", "dampening", "weight_decay", "nesterov"}  # the rate alone may change
+    constants = {
+        name
+        for group in compiled.optimizer["groups"]
+        for name, (_, constant) in group.items()
+        if constant
+    }
+    assert constants == {
+        "momentum",
+        "dampening",
+        "weight_decay",
+        "nesterov",
+    }  # the rate alone may change
     evaluated = compilation(poptorch, training=False)
-    assert evaluated.options["device_iterations"] == 4 and evaluated.strategy == "PipelinedExecution"
+    assert (
+        evaluated.options["device_iterations"] == 4 and evaluated.strategy == "PipelinedExecution"
+    )
 
 
 def test_local_losses_are_computed_where_their_blocks_are(poptorch: Any, tmp_path: Path) -> None:
@@ -233,11 +288,19 @@ def test_rates_reach_the_ipu_when_they_change(poptorch: Any, tmp_path: Path) -> 
     assert poptorch.recorded.names().count("PoplarExecutor.setOptimizer") == 5
 
 
-def test_a_small_pod_is_shared_by_training_and_evaluation(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_small_pod_is_shared_by_training_and_evaluation(
+    poptorch: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "4")
     run(make_config(on="poptorch"), tmp_path / "shared", "mlp")
-    with pytest.raises(RunFault, match=r"poptorch_cpp_error: Failed to acquire 4 IPU\(s\).*gc-info"):
-        run(make_config(on="poptorch", ipu={"detach_for_evaluation": False}), tmp_path / "both", "mlp")
+    with pytest.raises(
+        RunFault, match=r"poptorch_cpp_error: Failed to acquire 4 IPU\(s\).*gc-info"
+    ):
+        run(
+            make_config(on="poptorch", ipu={"detach_for_evaluation": False}),
+            tmp_path / "both",
+            "mlp",
+        )
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "8")
     run(make_config(on="poptorch", ipu={"detach_for_evaluation": False}), tmp_path / "both", "mlp")
     assert_same_weights(tmp_path / "shared", tmp_path / "both")
@@ -247,21 +310,35 @@ def test_a_small_pod_is_shared_by_training_and_evaluation(poptorch: Any, tmp_pat
 
 def test_times_cycles_and_profiles_are_reported(poptorch: Any, tmp_path: Path) -> None:
     profile = {"directory": str(tmp_path / "profile"), "blocks": "stage.*"}
-    ipu = {"log_cycle_count": True, "profile": profile, "engine_options": {"debug.instrument": "true"}}
+    ipu = {
+        "log_cycle_count": True,
+        "profile": profile,
+        "engine_options": {"debug.instrument": "true"},
+    }
     summary = run(make_config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
     report = read_json(tmp_path / "run" / "ipu.json")
-    assert report["pipeline_cycles_an_update"] == 16 + 2 * 4 - 2 and report["cycles_of_the_last_call"] == 22000
+    assert (
+        report["pipeline_cycles_an_update"] == 16 + 2 * 4 - 2
+        and report["cycles_of_the_last_call"] == 22000
+    )
     assert summary["planned_utilization"] == report["full_cycles_share"] == 16 / 22
     assert report["latency_seconds"]["round_trip"] > report["latency_seconds"]["compute"] > 0
     device = report["profiles"]["training"]["devices"][1]
-    assert device["memory_bytes"] == 4 * 3000 and device["cycles"] == 1000 and device["exchange_in_bytes"] == 2000
+    assert (
+        device["memory_bytes"] == 4 * 3000
+        and device["cycles"] == 1000
+        and device["exchange_in_bytes"] == 2000
+    )
     assert report["profiles"]["training"]["ipus"] == 4 and "inference" in report["profiles"]
     engine = compilation(poptorch).options["engineOptions"]
     assert engine["debug.instrument"] == engine["autoReport.all"] == "true"
     assert engine["profiler.blocks.filter"] == "stage.*"
     trace = read_trace_file(tmp_path / "run")
     kinds = [e["cat"] for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert kinds.count("update") == kinds.count("send") == kinds.count("recv") == 6 and kinds.count("evaluate") == 2
+    assert (
+        kinds.count("update") == kinds.count("send") == kinds.count("recv") == 6
+        and kinds.count("evaluate") == 2
+    )
     counters = {e["name"]: e["args"]["value"] for e in trace["traceEvents"] if e["ph"] == "C"}
     assert counters["IPU cycles an update"] == 22000 and counters["samples/s"] > 0
     assert not trace["otherData"]["modelled"]
@@ -283,7 +360,9 @@ def test_the_first_call_is_the_warm_up_and_its_updates_share_its_time(
     summary = run(make_config(on="poptorch", ipu={"device_iterations": 2}), tmp_path, "mlp")
     assert summary["throughput_samples_per_second"] == 4 * 32 / 2
     lines = read_metrics(tmp_path)
-    assert [line["samples_per_second"] for line in lines if "train_loss" in line] == [32 / 50] * 2 + [64.0] * 4
+    assert [line["samples_per_second"] for line in lines if "train_loss" in line] == [
+        32 / 50
+    ] * 2 + [64.0] * 4
 
 
 def test_callbacks_see_the_newest_weights_or_none(poptorch: Any, tmp_path: Path) -> None:
@@ -303,7 +382,12 @@ def test_callbacks_see_the_newest_weights_or_none(poptorch: Any, tmp_path: Path)
 
         on_end = on_checkpoint
 
-    run(make_config(on="poptorch", evaluate={"every": 0.3}), tmp_path, callbacks=[Watch()], model=make_model("mlp"))
+    run(
+        make_config(on="poptorch", evaluate={"every": 0.3}),
+        tmp_path,
+        callbacks=[Watch()],
+        model=make_model("mlp"),
+    )
     assert seen["step"] == [None] * 6 and [step for step, _ in seen["at rest"]] == [2, 4, 6, 6, 6]
     for step, weights in seen["at rest"]:
         assert_same(weights, read_weights(tmp_path, step))
@@ -313,7 +397,9 @@ def test_callbacks_see_the_newest_weights_or_none(poptorch: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM, PLAIN])
-def test_a_resumed_run_ends_with_the_same_weights(poptorch: Any, tmp_path: Path, optimizer: Any) -> None:
+def test_a_resumed_run_ends_with_the_same_weights(
+    poptorch: Any, tmp_path: Path, optimizer: Any
+) -> None:
     straight = make_config(on="poptorch", optimizer=optimizer)
     run(straight, tmp_path / "straight", "mlp")
     broken = poptorch.UnrecoverableError("broken", "poplar_unrecoverable_error")
@@ -332,17 +418,29 @@ def both_halves(tmp_path: Path, first: Any, second: Any, optimizer: Any = SGD) -
 
 
 @pytest.mark.parametrize("combined", [False, True])
-def test_velocities_follow_the_loss_scaling_when_a_run_is_resumed(poptorch: Any, tmp_path: Path, combined: bool) -> None:
+def test_velocities_follow_the_loss_scaling_when_a_run_is_resumed(
+    poptorch: Any, tmp_path: Path, combined: bool
+) -> None:
     """PopTorch keeps them times the loss scaling: taken as they were, the momentum was off by the ratio."""
-    first, second = ({"use_combined_accum": combined, "loss_scaling": scaling} for scaling in (128.0, 4.0))
-    run(make_config(on="poptorch", ipu={"use_combined_accum": combined}), tmp_path / "straight", "mlp")
+    first, second = (
+        {"use_combined_accum": combined, "loss_scaling": scaling} for scaling in (128.0, 4.0)
+    )
+    run(
+        make_config(on="poptorch", ipu={"use_combined_accum": combined}),
+        tmp_path / "straight",
+        "mlp",
+    )
     both_halves(tmp_path / "scaled", first, second)
     assert_same_weights(tmp_path / "straight", tmp_path / "scaled")
     if combined:
         run(make_config(), tmp_path / "other", "mlp")
     else:  # PopTorch would misread the other type's memory
         both_halves(tmp_path / "other", {}, {"velocity_accum_type": "float16"})
-    assert_close(read_weights(tmp_path / "straight"), read_weights(tmp_path / "other"), 1e-6 if combined else 1e-4)
+    assert_close(
+        read_weights(tmp_path / "straight"),
+        read_weights(tmp_path / "other"),
+        1e-6 if combined else 1e-4,
+    )
 
 
 CHANGES = [[0, 2.0], [2, 64.0], [5, 0.5]]
@@ -367,14 +465,21 @@ def test_a_loss_scaling_that_changes_in_a_run_changes_no_weight(
     run(changing, tmp_path / "resumed", "mlp", resume=True)
     assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
     assert not poptorch.recorded.warnings
-    assert load_config(tmp_path / "changing" / "config.yaml").ipu.loss_scaling == changing.ipu.loss_scaling
+    assert (
+        load_config(tmp_path / "changing" / "config.yaml").ipu.loss_scaling
+        == changing.ipu.loss_scaling
+    )
 
 
 @pytest.mark.parametrize("combined", [True, False])
-def test_velocities_of_the_other_variant_are_refused(poptorch: Any, tmp_path: Path, combined: bool) -> None:
+def test_velocities_of_the_other_variant_are_refused(
+    poptorch: Any, tmp_path: Path, combined: bool
+) -> None:
     """Their names differ: PopTorch warned, and went on without momentum."""
     with pytest.raises(BadInput, match="use_combined_accum: .*the other variant.*init_from"):
-        both_halves(tmp_path, {"use_combined_accum": combined}, {"use_combined_accum": not combined})
+        both_halves(
+            tmp_path, {"use_combined_accum": combined}, {"use_combined_accum": not combined}
+        )
     assert not poptorch.recorded.warnings
 
 
@@ -383,7 +488,9 @@ def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: 
 
     def import_less(*args: Any) -> Any:
         state = import_state(*args)
-        return state._replace(tensors={k: v for k, v in state.tensors.items() if k != "Accl2___body.model.3.bias"})
+        return state._replace(
+            tensors={k: v for k, v in state.tensors.items() if k != "Accl2___body.model.3.bias"}
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ipu_engine, "import_state", import_less)
@@ -391,7 +498,9 @@ def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: 
             run(make_config(on="poptorch", optimizer=ADAM), tmp_path, "mlp", resume=True)
     interrupted(tmp_path / "sgd", make_config(on="poptorch"), 4)
 
-    def import_unscaled(optimizer: Any, *args: Any) -> Any:  # an earlier version's checkpoint, which does not say its scale
+    def import_unscaled(
+        optimizer: Any, *args: Any
+    ) -> Any:  # an earlier version's checkpoint, which does not say its scale
         for state in optimizer.state.values():
             for entry in [entry for entry in state if "velocity_scaling" in entry]:
                 del state[entry]
@@ -400,7 +509,12 @@ def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ipu_engine, "import_state", import_unscaled)
         with pytest.raises(BadInput, match="backend.ipu.loss_scaling: 2.0: "):
-            run(make_config(on="poptorch", ipu={"loss_scaling": 2.0}), tmp_path / "sgd", "mlp", resume=True)
+            run(
+                make_config(on="poptorch", ipu={"loss_scaling": 2.0}),
+                tmp_path / "sgd",
+                "mlp",
+                resume=True,
+            )
 
 
 @pytest.mark.parametrize("scaling", [1.0, 64.0])
@@ -419,7 +533,9 @@ def interrupted(out: Path, settings: Any, at: int) -> None:
         run(settings, out, "mlp", data=Source(at * 16, KeyboardInterrupt()))
 
 
-def test_weights_change_the_backend_and_optimizer_state_does_not(poptorch: Any, tmp_path: Path) -> None:
+def test_weights_change_the_backend_and_optimizer_state_does_not(
+    poptorch: Any, tmp_path: Path
+) -> None:
     for first, second in (("emulator", "poptorch"), ("poptorch", "emulator")):
         interrupted(tmp_path / first, make_config(on=first, optimizer=PLAIN), 4)
         run(make_config(on=second, optimizer=PLAIN), tmp_path / first, "mlp", resume=True)
@@ -448,16 +564,22 @@ def test_a_recoverable_error_is_retried_once_from_the_last_checkpoint(
         assert_same_weights(tmp_path / "plain", tmp_path / "retried")
         done = (call - 1) % 2
         assert f"repeating {done} updates" in capsys.readouterr().err
-    assert read_column(tmp_path / "plain", "train_loss") == read_column(tmp_path / "retried", "train_loss")
+    assert read_column(tmp_path / "plain", "train_loss") == read_column(
+        tmp_path / "retried", "train_loss"
+    )
     poptorch.recorded.fail("copyWeightsToHost", 1)
     run(settings, tmp_path / "retried", "mlp")
     assert_same_weights(tmp_path / "plain", tmp_path / "retried")
 
 
-def test_a_second_error_before_the_next_checkpoint_ends_the_run(poptorch: Any, tmp_path: Path) -> None:
+def test_a_second_error_before_the_next_checkpoint_ends_the_run(
+    poptorch: Any, tmp_path: Path
+) -> None:
     for call in (3, 5):
         poptorch.recorded.fail("execute", EVALUATION + call)
-    with pytest.raises(RunFault, match=r"\(IPU_RESET\) for the second time since the last checkpoint.*--resume"):
+    with pytest.raises(
+        RunFault, match=r"\(IPU_RESET\) for the second time since the last checkpoint.*--resume"
+    ):
         run(make_config(on="poptorch", checkpoint={"every": None}), tmp_path, "mlp")
     assert poptorch._device.held == {}
 
@@ -477,7 +599,11 @@ def test_both_families_of_errors_are_reported_in_one_line(
     poptorch.recorded.fail(event, 1, error(poptorch))
     with pytest.raises(RunFault) as caught:
         run(make_config(on="poptorch"), tmp_path, "mlp")
-    assert message in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).startswith("poptorch: ")
+    assert (
+        message in str(caught.value)
+        and "\n" not in str(caught.value)
+        and str(caught.value).startswith("poptorch: ")
+    )
 
 
 def test_ctrl_c_leaves_no_wrapper_and_no_ipu_held(poptorch: Any, tmp_path: Path) -> None:
@@ -485,7 +611,9 @@ def test_ctrl_c_leaves_no_wrapper_and_no_ipu_held(poptorch: Any, tmp_path: Path)
 
     def list_kinds() -> Any:
         parts = [*model.modules(), *model.parameters(), *model.buffers()]
-        return [type(part) for part in parts], [len(part._forward_pre_hooks) for part in model.modules()]
+        return [type(part) for part in parts], [
+            len(part._forward_pre_hooks) for part in model.modules()
+        ]
 
     before = list_kinds()
     poptorch.recorded.fail("execute", 12, KeyboardInterrupt())
@@ -501,7 +629,12 @@ def test_ctrl_c_leaves_no_wrapper_and_no_ipu_held(poptorch: Any, tmp_path: Path)
 
 def test_a_loss_that_is_no_number_ends_the_run(poptorch: Any, tmp_path: Path) -> None:
     with pytest.raises(RunFault, match="update 0 of method gpipe: the training loss is nan"):
-        run(make_config(on="poptorch"), tmp_path, "mlp", loss=lambda x, y: nn.functional.cross_entropy(x * torch.nan, y))
+        run(
+            make_config(on="poptorch"),
+            tmp_path,
+            "mlp",
+            loss=lambda x, y: nn.functional.cross_entropy(x * torch.nan, y),
+        )
 
 
 def test_a_divergence_in_a_block_stays_one(poptorch: Any) -> None:
@@ -546,18 +679,28 @@ UNFIT: List[Tuple[Dict[str, Any], Dict[str, Any], List[str]]] = [
 
 
 @pytest.mark.parametrize("keys, parts, words", UNFIT)
-def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any, keys: Any, parts: Any, words: List[str]) -> None:
+def test_models_that_no_pipeline_of_ipus_has_are_refused(
+    poptorch: Any, keys: Any, parts: Any, words: List[str]
+) -> None:
     (fault,) = faults(make_config(on="poptorch", **keys), **parts)
     assert all(part in fault for part in words), fault
 
 
 def test_a_weight_is_accepted_where_it_changes_nothing(poptorch: Any) -> None:
-    build(make_config("naive", "poptorch", gradient_accumulation=1, loss_weight="tokens"), model=make_model("mlp"), data=Source())
+    build(
+        make_config("naive", "poptorch", gradient_accumulation=1, loss_weight="tokens"),
+        model=make_model("mlp"),
+        data=Source(),
+    )
 
 
 def test_a_buffer_of_two_stages_may_be_sharded_or_on_one_ipu(poptorch: Any) -> None:
     build(make_config("naive", "poptorch", stages=ODD_STAGES), model=make_odd(), data=Source())
-    build(make_config(on="poptorch", stages=ODD_STAGES, ipu={"ipus": [0, 1, 1, 1]}), model=make_odd(), data=Source())
+    build(
+        make_config(on="poptorch", stages=ODD_STAGES, ipu={"ipus": [0, 1, 1, 1]}),
+        model=make_odd(),
+        data=Source(),
+    )
 
 
 def make_unfaithful(what: str) -> nn.Module:
@@ -583,7 +726,9 @@ def make_unfaithful(what: str) -> nn.Module:
     ("counter", "model: 0.seen: training writes an integer buffer"),
     ("no_grad", r"model: mean in 0.*: torch.no_grad\(\) has no effect inside a forward"),
 ])  # fmt: skip
-def test_what_poptorch_would_compute_otherwise_is_refused_by_name(poptorch: Any, what: str, message: str) -> None:
+def test_what_poptorch_would_compute_otherwise_is_refused_by_name(
+    poptorch: Any, what: str, message: str
+) -> None:
     (fault,) = faults(make_config(on="poptorch", stages=["1"]), model=make_unfaithful(what))
     assert re.match(message, fault), fault
     build(make_config(on="poptorch", stages=["1"]), model=make_unfaithful("nothing"), data=Source())
@@ -591,7 +736,9 @@ def test_what_poptorch_would_compute_otherwise_is_refused_by_name(poptorch: Any,
 
 def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any) -> None:
     keys = {"on": "poptorch", "precision": "16.32", "stages": 1}
-    biased = nn.Sequential(nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 1, 1), nn.Flatten(), nn.Linear(12, 4))
+    biased = nn.Sequential(
+        nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 1, 1), nn.Flatten(), nn.Linear(12, 4)
+    )
     (fault,) = faults(make_config(**keys), model=biased)
     assert fault.startswith("precision: 16.32: ") and "bias=False" in fault
     x, y = torch.zeros(64, 12, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
@@ -608,10 +755,14 @@ def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any)
     assert fault.startswith("precision: 16.32: inputs are uint8")
 
 
-def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_taken(poptorch: Any) -> None:
+def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_taken(
+    poptorch: Any,
+) -> None:
     def how(**of_biases: float) -> Dict[str, Any]:
         net = make_model("mlp")
-        wide, biases = ([p for p in net.parameters() if (p.dim() > 1) is many] for many in (True, False))
+        wide, biases = (
+            [p for p in net.parameters() if (p.dim() > 1) is many] for many in (True, False)
+        )
         groups: Any = [{"params": wide}, {"params": biases, **of_biases}]
         return {"model": net, "optimizer": torch.optim.SGD(groups, lr=0.05)}
 
@@ -628,7 +779,9 @@ def test_an_optimizer_of_the_users_own_is_translated(poptorch: Any, tmp_path: Pa
     assert_same_weights(tmp_path / "emulator", tmp_path / "poptorch")
 
 
-def test_a_machine_with_too_few_ipus_is_reported_before_compiling(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_machine_with_too_few_ipus_is_reported_before_compiling(
+    poptorch: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "2")
     with pytest.raises(BadInput, match="this machine has no device of 4 IPUs.*compile_only=true"):
         run(make_config(on="poptorch"), tmp_path, "mlp")
@@ -644,20 +797,32 @@ def test_compiling_alone_needs_no_ipu_and_trains_nothing(
     with pytest.raises(SystemExit) as left:
         run(make_config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
     assert left.value.code == 0 and "compiled for 4 IPUs x replicas 1" in capsys.readouterr().out
-    assert [c.training for c in poptorch.recorded.compilations] == [True, False] and poptorch.recorded.runs == []
+    assert [c.training for c in poptorch.recorded.compilations] == [
+        True,
+        False,
+    ] and poptorch.recorded.runs == []
 
 
 def test_data_that_cannot_go_to_another_process_is_refused(poptorch: Any, tmp_path: Path) -> None:
     source = Source()
     source.odd = lambda: None  # type: ignore[attr-defined]
-    with pytest.raises(BadInput, match="data_loading.mode: async: the data cannot go to another process"):
-        run(make_config(on="poptorch", ipu={"data_loading": {"mode": "async"}}), tmp_path, "mlp", data=source)
+    with pytest.raises(
+        BadInput, match="data_loading.mode: async: the data cannot go to another process"
+    ):
+        run(
+            make_config(on="poptorch", ipu={"data_loading": {"mode": "async"}}),
+            tmp_path,
+            "mlp",
+            data=source,
+        )
 
 
 # ---- launchers
 
 
-def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(
+    poptorch: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     settings = {"replicas": 2, "stages": 2}
     run(make_config(**settings), tmp_path / "emulator", "mlp")
     # joining sets the last two
@@ -667,7 +832,9 @@ def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(poptorch: Any, tm
         monkeypatch.setenv(name, value)
     run(make_config(on="poptorch", **settings), tmp_path / "poprun", "mlp")
     assert_same_weights(tmp_path / "poprun", tmp_path / "emulator")
-    assert compilation(poptorch).options["replication_factor"] == 2 and compilation(poptorch).ipus == 4
+    assert (
+        compilation(poptorch).options["replication_factor"] == 2 and compilation(poptorch).ipus == 4
+    )
     with pytest.raises(BadInput, match=r"replicas: 4: poprun started 2 \(--num-replicas\)"):
         run(make_config(on="poptorch", replicas=4, stages=2), tmp_path / "four", "mlp")
     with pytest.raises(BadInput, match="not under poprun"):
@@ -679,15 +846,26 @@ def test_instances_evaluate_shares_of_the_test_set(tmp_path: Path) -> None:
     """Two instances of poprun, one of which has a batch more; both make as many calls, since their replicas wait for one
     another."""
     write_pictures(tmp_path, 2, train=8, val=150)
-    keys = ["model.entry=models.mlp:mlp", "model.args={inputs: 192, width: 8, layers: 1, classes: 2}", "stages=2", "steps=2"]
-    keys += ["data={name: image_folder, size: 8, root: %s}" % tmp_path, "method=gpipe", "replicas=2"]
+    keys = [
+        "model.entry=models.mlp:mlp",
+        "model.args={inputs: 192, width: 8, layers: 1, classes: 2}",
+        "stages=2",
+        "steps=2",
+    ]
+    keys += [
+        "data={name: image_folder, size: 8, root: %s}" % tmp_path,
+        "method=gpipe",
+        "replicas=2",
+    ]
     keys += ["micro_batch_size=2", "gradient_accumulation=4", "log.tensorboard=false"]
     summaries = {}
     for name, on in (("emulator", []), ("ipus", ["backend.name=poptorch"])):
         arguments = [DIGITS, "--set", *keys, *on, "--out", str(tmp_path / name)]
         ranks = {"POPDIST_NUM_INSTANCES": "2", "POPDIST_NUM_LOCAL_REPLICAS": "1"}
         if on:
-            code, _, error = forked.run_ranks(2, "train", arguments, PYTHONPATH=DOUBLE, POPTORCH_DOUBLE_ALONE="1", **ranks)
+            code, _, error = forked.run_ranks(
+                2, "train", arguments, PYTHONPATH=DOUBLE, POPTORCH_DOUBLE_ALONE="1", **ranks
+            )
         else:
             code, _, error = forked.run_command("train", *arguments)
         assert code == 0, error
@@ -695,8 +873,12 @@ def test_instances_evaluate_shares_of_the_test_set(tmp_path: Path) -> None:
     assert summaries["ipus"]["initial"] == pytest.approx(summaries["emulator"]["initial"], rel=1e-6)
 
 
-def test_launchers_that_do_not_fit_are_refused(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    with pytest.raises(BadInput, match="decoupled: each block runs in a process of its own: start it with torchrun"):
+def test_launchers_that_do_not_fit_are_refused(
+    poptorch: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    with pytest.raises(
+        BadInput, match="decoupled: each block runs in a process of its own: start it with torchrun"
+    ):
         check(make_config("local_greedy", "poptorch", {"local": "decoupled"}), tmp_path / "none")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -719,24 +901,45 @@ def test_an_sdk_that_is_not_switched_on_is_reported(poptorch: Any, monkeypatch: 
         row.start(make_config(on="poptorch"), {})
 
 
-SHORT = ["steps=4", "log.tensorboard=false", "gradient_accumulation=8", "micro_batch_size=4", "backend.name=poptorch"]
+SHORT = [
+    "steps=4",
+    "log.tensorboard=false",
+    "gradient_accumulation=8",
+    "micro_batch_size=4",
+    "backend.name=poptorch",
+]
 
 
-def test_without_poptorch_the_command_says_so_in_one_line(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+def test_without_poptorch_the_command_says_so_in_one_line(
+    monkeypatch: Any, capsys: Any, tmp_path: Path
+) -> None:
     monkeypatch.chdir(ROOT)
     out = str(tmp_path / "run")
     arguments = [DIGITS, "--set", *SHORT, "method=gpipe", "--out", out]
     code, _, printed = run_here(tool, *arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 2 and len(printed.splitlines()) == 1
-    assert printed.startswith("error: backend.name: poptorch: ") and "backend.name=emulator" in printed
+    assert (
+        printed.startswith("error: backend.name: poptorch: ") and "backend.name=emulator" in printed
+    )
     assert all(part in printed for part in ("Poplar SDK 3.4", "Python 3.8", "torch 2.0.1"))
     assert not Path(out).exists()
 
 
 def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    arguments = [DIGITS, "--set", *SHORT, "method=pipedream_flush", "stages=2", "--out", str(tmp_path / "run")]
-    faulty = {"POPTORCH_DOUBLE_FAIL": "execute:24:RecoverableError:LINK_RESET", "POPTORCH_DOUBLE_RECORD": str(record)}
+    arguments = [
+        DIGITS,
+        "--set",
+        *SHORT,
+        "method=pipedream_flush",
+        "stages=2",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    faulty = {
+        "POPTORCH_DOUBLE_FAIL": "execute:24:RecoverableError:LINK_RESET",
+        "POPTORCH_DOUBLE_RECORD": str(record),
+    }
     code, out, error = forked.run_command("train", *arguments, PYTHONPATH=DOUBLE, **faulty)
     assert code == 0 and out.splitlines()[-1].startswith("throughput: "), error
     assert "(PipelinedExecution): 10 pipeline cycles an update, 80.0% of them full" in out
@@ -755,7 +958,12 @@ def check_one_device(folder: Path, busy_share: float) -> Dict[str, Any]:
     assert device["covers"] == "all IPUs" and device["busy_ns"] > 0
     for key in ("utilization", "bubble_fraction", "imbalance", "bottleneck"):
         assert analysis[key] is None, key
-    assert device["utilization"] is analysis["overlap"]["share"] is analysis["overlap"]["hidden_ns"] is None
+    assert (
+        device["utilization"]
+        is analysis["overlap"]["share"]
+        is analysis["overlap"]["hidden_ns"]
+        is None
+    )
     assert analysis["stages"] == analysis["links"] == analysis["staleness"] == []
     assert sum(device[part] for part in PARTS) == analysis["span_ns"]
     # planned as PopTorch's pipeline runs it, here as in the summary
@@ -765,7 +973,11 @@ def check_one_device(folder: Path, busy_share: float) -> Dict[str, Any]:
     assert summary["utilization"] is summary["bubble_fraction"] is None
     text = format_analysis(analysis)
     assert "all IPUs as one device" in text and "0 (all IPUs)" in text and "known" in text
-    assert "move work" not in text and "stages" not in text.split("note:")[0] and "bubble" not in text.split("note:")[0]
+    assert (
+        "move work" not in text
+        and "stages" not in text.split("note:")[0]
+        and "bubble" not in text.split("note:")[0]
+    )
     return analysis
 
 
@@ -775,12 +987,18 @@ def test_the_analysis_takes_all_ipus_as_one_device(
 ) -> None:
     """Story: the host sees calls of all IPUs together as device 0, and every other device was reported as idle, 100 %."""
     deep = nn.Sequential(*[nn.Linear(12, 12) for _ in range(7)], nn.Linear(12, 4))
-    run(make_config("pipedream_flush", "poptorch", stages=stages, replicas=replicas), tmp_path / "ipu", model=deep)
+    run(
+        make_config("pipedream_flush", "poptorch", stages=stages, replicas=replicas),
+        tmp_path / "ipu",
+        model=deep,
+    )
     check_one_device(tmp_path / "ipu", 16 / (16 + 2 * stages - 2))
     png, html = tmp_path / "timeline.png", tmp_path / "page.html"
     asked = (str(tmp_path / "ipu"), "--png", str(png), "--html", str(html))
     code, _, _ = run_here(analyze_tool, *asked, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 0 and png.read_bytes()[1:4] == b"PNG" and '"covers": "all IPUs"' in html.read_text()
+    assert (
+        code == 0 and png.read_bytes()[1:4] == b"PNG" and '"covers": "all IPUs"' in html.read_text()
+    )
 
 
 @pytest.mark.parametrize("method, busy_share", [("naive", 1 / 4), ("local_greedy", 16 / 22)])
@@ -806,14 +1024,24 @@ def test_the_analysis_of_blocks_on_ipus_of_their_own(blocks: int, tmp_path: Path
     analysis = analyze_run(tmp_path / "run")
     assert [device["index"] for device in analysis["devices"]] == list(range(blocks))
     for device in analysis["devices"]:
-        assert device["stages"] == [device["index"]] and device["busy_ns"] > 0 and "covers" not in device
+        assert (
+            device["stages"] == [device["index"]]
+            and device["busy_ns"] > 0
+            and "covers" not in device
+        )
         assert device["outside_ns"] > 0
 
 
 @pytest.mark.slow
 def test_blocks_do_not_wait_for_results_that_are_read_late(tmp_path: Path) -> None:
     """Rank 0 reads losses for a line of metrics alone: sends of the others' results would wait for it, and it for activations."""
-    keys = ["steps=40", "log.tensorboard=false", "gradient_accumulation=2", "micro_batch_size=4", "log.every=40"]
+    keys = [
+        "steps=40",
+        "log.tensorboard=false",
+        "gradient_accumulation=2",
+        "micro_batch_size=4",
+        "log.every=40",
+    ]
     keys += ["method=local_greedy", "stages=4", "method_args.block_accumulation=[1,2,4,1]"]
     decoupled = ["backend.name=poptorch", "backend.ipu.local=decoupled"]
     arguments = [DIGITS, "--set", *keys, *decoupled, "--out", str(tmp_path / "blocks")]
@@ -826,7 +1054,13 @@ def test_blocks_do_not_wait_for_results_that_are_read_late(tmp_path: Path) -> No
 
 def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) -> None:
     """Decoupled, by a launcher's variables: one block gathers two updates' gradients; then with a device error in one process."""
-    keys = [*SHORT[:-1], "method=local_greedy", "stages=2", "method_args.block_accumulation=[1,2]", "optimizer.momentum=0.9"]
+    keys = [
+        *SHORT[:-1],
+        "method=local_greedy",
+        "stages=2",
+        "method_args.block_accumulation=[1,2]",
+        "optimizer.momentum=0.9",
+    ]
     decoupled = ["backend.name=poptorch", "backend.ipu.local=decoupled"]
     arguments = [DIGITS, "--set", *keys, *decoupled, "--out", str(tmp_path / "blocks")]
     code, out, error = forked.run_ranks(2, "train", arguments, PYTHONPATH=DOUBLE)
@@ -839,6 +1073,10 @@ def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) 
         assert a == pytest.approx(b, rel=1e-5)
     assert one["links"][0]["bytes_per_microbatch"] == other["links"][0]["bytes_per_microbatch"]
     broken = {"POPTORCH_DOUBLE_FAIL": "execute:92:RecoverableError:PARTITION_RESET"}
-    code, out, error = forked.run_ranks(2, "train", [*arguments, "--overwrite"], PYTHONPATH=DOUBLE, **broken)
+    code, out, error = forked.run_ranks(
+        2, "train", [*arguments, "--overwrite"], PYTHONPATH=DOUBLE, **broken
+    )
     (complaint,) = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert code != 0 and "device error (PARTITION_RESET)" in complaint and "--resume" in complaint, error
+    assert (
+        code != 0 and "device error (PARTITION_RESET)" in complaint and "--resume" in complaint
+    ), error

@@ -54,7 +54,9 @@ def plain(m: Any, x: Any, y: Any) -> Any:
 
 def data(count: int) -> Tuple[Any, Any]:
     generator = torch.Generator().manual_seed(7)
-    return torch.randn(count, 4, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+    return torch.randn(count, 4, generator=generator), torch.randint(
+        0, 3, (count,), generator=generator
+    )
 
 
 def pipeline(poptorch: Any, ipus: Sequence[int] = (0, 1), accumulation: int = 4) -> Any:
@@ -65,9 +67,15 @@ def pipeline(poptorch: Any, ipus: Sequence[int] = (0, 1), accumulation: int = 4)
     return options
 
 
-def training(poptorch: Any, forward: Any = plain, options: Any = None, optimizer: Any = None) -> Any:
+def training(
+    poptorch: Any, forward: Any = plain, options: Any = None, optimizer: Any = None
+) -> Any:
     model = Forward(forward)
-    result = optimizer(model.parameters()) if optimizer else poptorch.optim.SGD(model.parameters(), lr=0.1)
+    result = (
+        optimizer(model.parameters())
+        if optimizer
+        else poptorch.optim.SGD(model.parameters(), lr=0.1)
+    )
     return poptorch.trainingModel(model, options, result)
 
 
@@ -105,13 +113,17 @@ WRONG: List[Tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize("call, error, message", WRONG)
-def test_wrong_names_and_values_are_refused(poptorch: Any, call: Any, error: Any, message: str) -> None:
+def test_wrong_names_and_values_are_refused(
+    poptorch: Any, call: Any, error: Any, message: str
+) -> None:
     refused(error or poptorch.Error, message, lambda: call(poptorch))
 
 
 def test_errors_are_no_runtime_errors(poptorch: Any) -> None:
     """python/poptorch.cpp makes them of Exception: what catches RuntimeError alone lets them pass."""
-    assert not issubclass(poptorch.Error, RuntimeError) and issubclass(poptorch.RecoverableError, poptorch.Error)
+    assert not issubclass(poptorch.Error, RuntimeError) and issubclass(
+        poptorch.RecoverableError, poptorch.Error
+    )
 
 
 def test_options_are_frozen_by_a_model(poptorch: Any) -> None:
@@ -174,15 +186,25 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("forward, options, message", LAYOUTS)
-def test_layouts_that_no_pipeline_has_are_refused(poptorch: Any, forward: Any, options: Any, message: str) -> None:
+def test_layouts_that_no_pipeline_has_are_refused(
+    poptorch: Any, forward: Any, options: Any, message: str
+) -> None:
     result = options(poptorch)
     parts = result.Training.gradient_accumulation * result.replication_factor
-    refused((poptorch.Error, AssertionError), message, lambda: training(poptorch, forward, result)(*data(2 * parts)))
+    refused(
+        (poptorch.Error, AssertionError),
+        message,
+        lambda: training(poptorch, forward, result)(*data(2 * parts)),
+    )
 
 
 def test_an_inference_pipeline_wants_as_many_device_iterations_as_stages(poptorch: Any) -> None:
-    run = poptorch.inferenceModel(Forward(in_blocks("A", "B", "B")), pipeline(poptorch, accumulation=1))
-    refused(poptorch.Error, "deviceIterations must be greater than or equal", lambda: run(data(2)[0]))
+    run = poptorch.inferenceModel(
+        Forward(in_blocks("A", "B", "B")), pipeline(poptorch, accumulation=1)
+    )
+    refused(
+        poptorch.Error, "deviceIterations must be greater than or equal", lambda: run(data(2)[0])
+    )
 
 
 # ---- forwards
@@ -227,9 +249,15 @@ FORWARDS: List[Tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize("forward, error, message", FORWARDS)
-def test_forwards_that_cannot_be_compiled_are_refused(poptorch: Any, forward: Any, error: str, message: str) -> None:
+def test_forwards_that_cannot_be_compiled_are_refused(
+    poptorch: Any, forward: Any, error: str, message: str
+) -> None:
     kinds = {"Error": poptorch.Error, "DoubleRefuses": poptorch._errors.DoubleRefuses}
-    refused(kinds.get(error, NotImplementedError), message, lambda: training(poptorch, forward)(*data(2)))
+    refused(
+        kinds.get(error, NotImplementedError),
+        message,
+        lambda: training(poptorch, forward)(*data(2)),
+    )
 
 
 def test_integer_buffers_are_constants(poptorch: Any, monkeypatch: Any) -> None:
@@ -261,16 +289,29 @@ def test_the_batch_has_to_be_a_multiple_and_then_the_same(poptorch: Any) -> None
     refused(poptorch.Error, "Shape mismatch for x", lambda: result(x[:8], y))
     refused(poptorch.Error, "Data type mismatch for x", lambda: result(x.double(), y))
     refused(poptorch.Error, "Type mismatch for y", lambda: result(x, None))
-    refused(poptorch.Error, "requires_grad", lambda: training(poptorch)(x.clone().requires_grad_(), y))
-    refused(poptorch.Error, "Unsupported tensor input type", lambda: training(poptorch)(x.bfloat16(), y))
+    refused(
+        poptorch.Error, "requires_grad", lambda: training(poptorch)(x.clone().requires_grad_(), y)
+    )
+    refused(
+        poptorch.Error, "Unsupported tensor input type", lambda: training(poptorch)(x.bfloat16(), y)
+    )
 
 
 @pytest.mark.parametrize(
     "mode, period, rows",
-    [("All", None, range(8)), ("Final", None, [6, 7]), ("EveryN", 2, [2, 3, 6, 7]), ("Sum", None, [12, 16])],
+    [
+        ("All", None, range(8)),
+        ("Final", None, [6, 7]),
+        ("EveryN", 2, [2, 3, 6, 7]),
+        ("Sum", None, [12, 16]),
+    ],
 )
 def test_output_modes(poptorch: Any, mode: str, period: Any, rows: Sequence[int]) -> None:
-    options = poptorch.Options().deviceIterations(4).outputMode(getattr(poptorch.OutputMode, mode), period)
+    options = (
+        poptorch.Options()
+        .deviceIterations(4)
+        .outputMode(getattr(poptorch.OutputMode, mode), period)
+    )
     run = poptorch.inferenceModel(Forward(lambda m, x, y: (x + 0, x.sum())), options)
     x = torch.arange(8.0)
     out, sums = run(x)
@@ -281,7 +322,9 @@ def test_output_modes(poptorch: Any, mode: str, period: Any, rows: Sequence[int]
 # ---- optimizers
 
 
-def updates(poptorch: Any, optimizer: Callable[..., Any], count: int = 3, **training_options: Any) -> Any:
+def updates(
+    poptorch: Any, optimizer: Callable[..., Any], count: int = 3, **training_options: Any
+) -> Any:
     """Return the executor after so many updates of two microbatches."""
     options = poptorch.Options()
     options.Training.gradientAccumulation(2)
@@ -316,7 +359,9 @@ def assert_close(made: Any, weights: Dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 64.0])
 @pytest.mark.parametrize("combined", [False, True])
-def test_velocities_are_kept_times_their_scale_under_popart_names(poptorch: Any, scale: float, combined: bool) -> None:
+def test_velocities_are_kept_times_their_scale_under_popart_names(
+    poptorch: Any, scale: float, combined: bool
+) -> None:
     """compoundscalarhelper.hpp; sgd1decompose.cpp, sgd2decompose.cpp. The scale of the separate variant is the loss scaling."""
     settings = {"velocity_scaling": scale, "use_combined_accum": True} if combined else {}
     result = updates(poptorch, sgd(poptorch.optim, loss_scaling=scale, **settings))
@@ -324,7 +369,9 @@ def test_velocities_are_kept_times_their_scale_under_popart_names(poptorch: Any,
     state = result._optimizer.state_dict()["ipu_state"]
     prefix = "Accl___" if combined else "Accl1___"
     assert {name[: len(prefix)] for name in state} == {prefix} and f"{prefix}a.weight" in state
-    plain_state = updates(poptorch, sgd(poptorch.optim, **({"use_combined_accum": True} if combined else {})))
+    plain_state = updates(
+        poptorch, sgd(poptorch.optim, **({"use_combined_accum": True} if combined else {}))
+    )
     one = plain_state._optimizer.state_dict()["ipu_state"][f"{prefix}a.weight"]
     assert torch.allclose(state[f"{prefix}a.weight"], one * scale, atol=1e-5 * scale)
 
@@ -343,10 +390,14 @@ def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(popt
     assert "ignoring missing state Accl1___a.bias" in poptorch.recorded.warnings[-1]
     assert optimizer.param_groups[0]["lr"] == 0.5 and result._description.groups[0]["lr"][0] == 0.5
     plain_state = torch.optim.Optimizer.state_dict(optimizer)
-    refused(RuntimeError, "Only IPU optimizer states", lambda: optimizer.load_state_dict(plain_state))
+    refused(
+        RuntimeError, "Only IPU optimizer states", lambda: optimizer.load_state_dict(plain_state)
+    )
     state["Accl1___a.weight"] = state["Accl1___a.weight"].half()
     optimizer.load_state_dict({**optimizer.state_dict(), "ipu_state": state})
-    refused(poptorch._errors.DoubleRefuses, "Accl1___a.weight", lambda: result.setOptimizer(optimizer))
+    refused(
+        poptorch._errors.DoubleRefuses, "Accl1___a.weight", lambda: result.setOptimizer(optimizer)
+    )
 
 
 @pytest.mark.parametrize("optimizer, error, message", [
@@ -356,8 +407,12 @@ def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(popt
     (lambda p, ps: p.optim.SGD(ps, lr=0.1, maximize=True), AssertionError, "maximize=True has no meaning"),
     (lambda p, ps: p.optim.SGD(list(ps)[1:], lr=0.1), AssertionError, "in no group of the optimizer: a.weight"),
 ])  # fmt: skip
-def test_optimizers_that_no_ipu_has_are_refused(poptorch: Any, optimizer: Any, error: Any, message: str) -> None:
-    refused(error, message, lambda: training(poptorch, optimizer=lambda ps: optimizer(poptorch, ps)))
+def test_optimizers_that_no_ipu_has_are_refused(
+    poptorch: Any, optimizer: Any, error: Any, message: str
+) -> None:
+    refused(
+        error, message, lambda: training(poptorch, optimizer=lambda ps: optimizer(poptorch, ps))
+    )
 
 
 def test_constants_of_a_compiled_optimizer_do_not_change(poptorch: Any) -> None:
@@ -380,11 +435,19 @@ def test_the_host_sees_trained_weights_when_it_touches_them(poptorch: Any) -> No
     copies = lambda: poptorch.recorded.events.count(("copyWeightsToHost", 0))  # noqa: E731
     assert copies() == 0 and not torch.equal(model.a.weight, before) and copies() == 1
     result(*data(2))
-    assert result.copyWeightsToHostIfNeeded() and not result.copyWeightsToHostIfNeeded() and copies() == 2
+    assert (
+        result.copyWeightsToHostIfNeeded()
+        and not result.copyWeightsToHostIfNeeded()
+        and copies() == 2
+    )
     result(*data(2))
     result.destroy()
     assert type(model) is Forward and type(model.a.weight) is nn.Parameter
-    refused(RuntimeError, "already been wrapped", lambda: [poptorch.trainingModel(model) for _ in range(2)])
+    refused(
+        RuntimeError,
+        "already been wrapped",
+        lambda: [poptorch.trainingModel(model) for _ in range(2)],
+    )
 
 
 def test_devices_are_held_and_given_back(poptorch: Any, monkeypatch: Any) -> None:
@@ -401,7 +464,11 @@ def test_devices_are_held_and_given_back(poptorch: Any, monkeypatch: Any) -> Non
     result.attachToDevice()
     refused(poptorch.Error, "Device is already attached", result.attachToDevice)
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "0")
-    refused(poptorch.Error, "No IPU detected", lambda: poptorch.inferenceModel(Forward(plain))(data(2)[0]))
+    refused(
+        poptorch.Error,
+        "No IPU detected",
+        lambda: poptorch.inferenceModel(Forward(plain))(data(2)[0]),
+    )
 
 
 @pytest.mark.parametrize("change, message", [
@@ -409,7 +476,9 @@ def test_devices_are_held_and_given_back(poptorch: Any, monkeypatch: Any) -> Non
     (lambda o: o.logCycleCount(True), "only supported on actual IPU hardware"),
     (lambda o: o.useIpuModel(True), "cannot be used if the IPU model"),
 ])  # fmt: skip
-def test_an_offline_target_compiles_and_does_not_run(poptorch: Any, change: Any, message: str) -> None:
+def test_an_offline_target_compiles_and_does_not_run(
+    poptorch: Any, change: Any, message: str
+) -> None:
     """CompilerImpl.cpp: it takes neither a device's id nor a cycle counter."""
     result = training(poptorch, options=poptorch.Options().useOfflineIpuTarget(2))
     result.compile(*data(2))
@@ -426,9 +495,16 @@ def test_faults_of_the_device_can_be_ordered_and_lose_it(poptorch: Any, monkeypa
     result(*data(2))
     with pytest.raises(poptorch.RecoverableError) as caught:
         result(*data(2))
-    assert caught.value.recovery_action == "IPU_RESET" and caught.value.type == "poplar_recoverable_error"
-    refused(poptorch.RecoverableError, "simulated", lambda: result(*data(2)))  # this executor is lost
-    refused(poptorch.RecoverableError, "simulated", result.model.state_dict)  # and what it had trained
+    assert (
+        caught.value.recovery_action == "IPU_RESET"
+        and caught.value.type == "poplar_recoverable_error"
+    )
+    refused(
+        poptorch.RecoverableError, "simulated", lambda: result(*data(2))
+    )  # this executor is lost
+    refused(
+        poptorch.RecoverableError, "simulated", result.model.state_dict
+    )  # and what it had trained
     training(poptorch)(*data(2))
 
 
@@ -463,7 +539,11 @@ def test_a_worker_is_a_process_of_its_own_whose_batches_are_overwritten(poptorch
     batch, process = next(source)
     assert batch.tolist() == [0, 0] and int(process) != os.getpid()
     refused(AssertionError, "An error occurred in the data fetcher", lambda: next(source))
-    refused(poptorch.Error, "failed to start", lambda: poptorch.DataLoader(poptorch.Options(), Items(0), **how))
+    refused(
+        poptorch.Error,
+        "failed to start",
+        lambda: poptorch.DataLoader(poptorch.Options(), Items(0), **how),
+    )
     # drop_last=True is the default
     with pytest.raises(ValueError, match="batch_size=None option disables auto-batching"):
         poptorch.DataLoader(poptorch.Options(), Items(9), **{**how, "drop_last": True})
@@ -478,7 +558,11 @@ def test_popdist_fills_the_options_in_and_keeps_them(poptorch: Any, monkeypatch:
     popdist.init()
     options = popdist.poptorch.Options(ipus_per_replica=2)
     assert isinstance(options, poptorch.Options) and popdist.getNumTotalReplicas() == 8
-    assert (options.replication_factor, options.Distributed.processId, options.Distributed.numProcesses) == (4, 1, 2)
+    assert (
+        options.replication_factor,
+        options.Distributed.processId,
+        options.Distributed.numProcesses,
+    ) == (4, 1, 2)
     for name in DATA["popdist"]["poptorch.Options"]["forbidden"]:
         target: Any = options
         for part in name.split("."):

@@ -51,7 +51,9 @@ RESIDUAL_STAGES = ["1", "2", "4"]
 TWO_REPLICAS = {"broadcast_buffers": False, "auto_round_num_ipus": True}
 CASES: Dict[str, Case] = {
     "gpipe": Case(others={"stages": RESIDUAL_STAGES}, name="residual"),
-    "pipedream_flush": Case("pipedream_flush", optimizer=torch.optim.AdamW, settings={"lr": 0.01, "weight_decay": 0.1}),
+    "pipedream_flush": Case(
+        "pipedream_flush", optimizer=torch.optim.AdamW, settings={"lr": 0.01, "weight_decay": 0.1}
+    ),
     "sharded": Case("naive", microbatches=2),
     "clipped": Case(clip=(0.1, "global")),
     "replicas": Case(replicas=2, ipu=TWO_REPLICAS),
@@ -87,7 +89,12 @@ class Loop:
         self.model = make_model(case.name)
         self.optimizer = case.optimizer(self.model.parameters(), **case.settings)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, compute_factor)
-        arguments: Dict[str, Any] = {"clip": case.clip, "replicas": case.replicas, **case.others, **keys}
+        arguments: Dict[str, Any] = {
+            "clip": case.clip,
+            "replicas": case.replicas,
+            **case.others,
+            **keys,
+        }
         if self.is_on_ipus:
             arguments["backend_args"] = {"ipu": {"device_iterations": case.per_call, **case.ipu}}
         self.pipe = ipu_pipe.Pipeline(
@@ -149,7 +156,9 @@ QUICK = {"gpipe", "pipedream_flush", "calls of 3, replicas", "local losses", "cl
 
 
 @pytest.mark.parametrize("name", mark_slow(CASES, QUICK.__contains__))
-def test_a_loop_gives_the_weights_of_train_and_of_the_emulator(poptorch: Any, tmp_path: Path, name: str) -> None:
+def test_a_loop_gives_the_weights_of_train_and_of_the_emulator(
+    poptorch: Any, tmp_path: Path, name: str
+) -> None:
     case = CASES[name]
     expected = train_on_double(case, tmp_path)
     loop, emulated = Loop(case), Loop(case, "emulator")
@@ -202,9 +211,14 @@ def test_it_evaluates_and_predicts_on_the_ipus(poptorch: Any) -> None:
     """As the emulator, before the first step and between steps, on any number of samples; and training goes on."""
     case = CASES["calls of 2"]
     x, y = make_batch(case, 7)
-    loops = [Loop(case, backend, example=(x[:SAMPLES], y[:SAMPLES])) for backend in ("poptorch", "emulator")]
+    loops = [
+        Loop(case, backend, example=(x[:SAMPLES], y[:SAMPLES]))
+        for backend in ("poptorch", "emulator")
+    ]
     for first in (0, 2, 4):
-        ours, theirs = (loop.pipe.evaluate([(x, y), (x[:5], y[:5])], ["accuracy"]) for loop in loops)
+        ours, theirs = (
+            loop.pipe.evaluate([(x, y), (x[:5], y[:5])], ["accuracy"]) for loop in loops
+        )
         assert ours == pytest.approx(theirs, rel=1e-5)
         outputs = [loop.pipe.predict(x[:11]) for loop in loops]
         assert outputs[0].shape == (11, 4) and torch.allclose(*outputs, atol=1e-5)
@@ -279,7 +293,10 @@ def test_weights_change_the_backend_and_optimizer_state_does_not(poptorch: Any) 
 
 
 def test_a_state_inside_a_call_is_refused(poptorch: Any) -> None:
-    one, two = Loop(CASES["gpipe"]), Loop(Case(name="residual", per_call=2, others=CASES["gpipe"].others))
+    one, two = (
+        Loop(CASES["gpipe"]),
+        Loop(Case(name="residual", per_call=2, others=CASES["gpipe"].others)),
+    )
     one.run(0, 3)
     two.pipe.load_state_dict(one.pipe.state_dict())
     with pytest.raises(BadInput, match="device_iterations: 2: must divide the 3 updates"):
@@ -300,7 +317,10 @@ def test_a_batch_that_does_not_fit_changes_nothing(poptorch: Any) -> None:
     for call, line in (
         (lambda: loop.pipe.step(x[:31], y[:31]), "31 samples does not divide into 32 microbatches"),
         (lambda: loop.pipe.step(microbatches=pairs[:16]), "16 microbatches: must be 32"),
-        (lambda: loop.pipe.step(microbatches=[*pairs[:31], (x[:2], y[:2])]), "a microbatch of 2 samples: must have 1"),
+        (
+            lambda: loop.pipe.step(microbatches=[*pairs[:31], (x[:2], y[:2])]),
+            "a microbatch of 2 samples: must have 1",
+        ),
         (lambda: loop.pipe.step(x), "y is None"),
     ):
         with pytest.raises(ValueError, match=line):
@@ -320,7 +340,9 @@ def test_the_caller_neither_steps_nor_watches_updates(poptorch: Any) -> None:
     with pytest.raises(RuntimeError, match="^optimizer.step"):
         loop.optimizer.step()
     loop.optimizer.param_groups[0]["momentum"] = 0.5
-    with pytest.raises(BadInput, match="^optimizer.momentum: 0.5: .*0.9: only the learning rate may change"):
+    with pytest.raises(
+        BadInput, match="^optimizer.momentum: 0.5: .*0.9: only the learning rate may change"
+    ):
         loop.run(1, 2)
     with pytest.raises(RunFault, match="an earlier call has failed"):
         loop.run(1, 2)
@@ -336,21 +358,34 @@ REFUSED: List[Tuple[Dict[str, Any], str]] = [
     ({"clip": (1.0, "stage")}, "clip: stage"),
     ({"optimizer": torch.optim.Adagrad}, "optimizer: Adagrad"),
     ({"loss_weight": len}, "loss_weight: "),
-    ({"ipu": {"local": "decoupled"}, "method": "local_greedy"}, "backend_args.ipu.local: decoupled"),
-    ({"ipu": {"data_loading": {"mode": "async"}}}, "backend_args.ipu.data_loading.mode: async: a loop of your own"),
+    (
+        {"ipu": {"local": "decoupled"}, "method": "local_greedy"},
+        "backend_args.ipu.local: decoupled",
+    ),
+    (
+        {"ipu": {"data_loading": {"mode": "async"}}},
+        "backend_args.ipu.data_loading.mode: async: a loop of your own",
+    ),
     ({"ipu": {"compile_only": True}}, "backend_args.ipu.compile_only: True: a loop of your own"),
 ]
 
 
 @pytest.mark.parametrize(("keys", "line"), REFUSED)
-def test_what_poptorch_cannot_do_is_refused_as_by_train(poptorch: Any, keys: Dict[str, Any], line: str) -> None:
+def test_what_poptorch_cannot_do_is_refused_as_by_train(
+    poptorch: Any, keys: Dict[str, Any], line: str
+) -> None:
     arguments = {"method": "gpipe", "microbatches": 16, **keys}
     ipu, model = arguments.pop("ipu", {}), make_model("mlp")
     optimizer = arguments.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
     x, y = make_batch(Case(microbatches=arguments["microbatches"]), 0)
     with pytest.raises(BadInput) as refused:
         pipe = ipu_pipe.Pipeline(
-            model, nn.functional.cross_entropy, optimizer, backend="poptorch", backend_args={"ipu": ipu}, **arguments
+            model,
+            nn.functional.cross_entropy,
+            optimizer,
+            backend="poptorch",
+            backend_args={"ipu": ipu},
+            **arguments,
         )
         pipe.step(x, y)
     assert any(fault.startswith(line) for fault in refused.value.faults), refused.value.faults
@@ -363,7 +398,9 @@ def test_several_instances_of_poprun_are_refused(poptorch: Any) -> None:
     facts = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), None, None)
     assert check_model(settings, method, facts) == []
     (fault,) = check_model(settings, method, facts, local_replicas=1)
-    assert fault.startswith("backend.name: poptorch: a loop of your own drives the IPUs of one process")
+    assert fault.startswith(
+        "backend.name: poptorch: a loop of your own drives the IPUs of one process"
+    )
 
 
 def test_a_state_of_another_optimizer_is_refused(poptorch: Any) -> None:
@@ -372,7 +409,9 @@ def test_a_state_of_another_optimizer_is_refused(poptorch: Any) -> None:
     state = loop.pipe.state_dict()
     loop.close()
     other = Loop(Case(optimizer=torch.optim.Adam, settings={"lr": 0.01}))
-    with pytest.raises(BadInput, match="^load_state_dict: state of SGD: this pipeline's optimizer is Adam"):
+    with pytest.raises(
+        BadInput, match="^load_state_dict: state of SGD: this pipeline's optimizer is Adam"
+    ):
         other.pipe.load_state_dict(state)
     # a state of an earlier version does not say whose it is
     del state["settings"]
@@ -392,14 +431,18 @@ def test_an_optimizer_that_has_stepped_is_refused(poptorch: Any) -> None:
 def test_a_loss_that_is_no_number_ends_the_loop(poptorch: Any) -> None:
     loop = Loop(CASES["calls of 2"])
     x, y = (torch.cat(parts) for parts in zip(make_batch(loop.case, 0), make_batch(loop.case, 1)))
-    with pytest.raises(Divergence, match="^update 0 of method gpipe: .* is nan.*allow_nonfinite=True"):
+    with pytest.raises(
+        Divergence, match="^update 0 of method gpipe: .* is nan.*allow_nonfinite=True"
+    ):
         loop.pipe.step(x * math.nan, y)
     loop.pipe.close()
     assert poptorch._device.held == {}
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_a_device_error_ends_the_loop_since_its_batches_are_not_kept(poptorch: Any, is_saved: bool) -> None:
+def test_a_device_error_ends_the_loop_since_its_batches_are_not_kept(
+    poptorch: Any, is_saved: bool
+) -> None:
     """Repeating the updates since the last state would have read the example in place of batches that are gone."""
     loop = Loop(Case())
     loop.run(0, 2)
@@ -426,8 +469,12 @@ def test_an_exception_in_the_loop_releases_the_ipus(poptorch: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", mark_slow(["sync", "async"], lambda mode: mode == "sync"))
-def test_an_engine_of_a_planned_run_gives_a_call_and_takes_its_updates(poptorch: Any, tmp_path: Path, mode: str) -> None:
-    settings = make_config(on="poptorch", ipu={"device_iterations": 2, "data_loading": {"mode": mode}})
+def test_an_engine_of_a_planned_run_gives_a_call_and_takes_its_updates(
+    poptorch: Any, tmp_path: Path, mode: str
+) -> None:
+    settings = make_config(
+        on="poptorch", ipu={"device_iterations": 2, "data_loading": {"mode": mode}}
+    )
     run(settings, tmp_path, "mlp")
     engine = make_engine(build(settings, make_model("mlp"), Source()), 0)
     calls_before = poptorch.recorded.names().count("PoplarExecutor.__call__")
@@ -440,5 +487,3 @@ def test_an_engine_of_a_planned_run_gives_a_call_and_takes_its_updates(poptorch:
     assert losses == read_column(tmp_path, "train_loss")
     engine.close()
     assert_same(dict(engine.job.model.state_dict()), read_weights(tmp_path))
-
-

@@ -41,7 +41,9 @@ ASYNC = {"data_loading": {"mode": "async"}}
 
 
 @pytest.mark.parametrize("path", PODS, ids=lambda path: str(path.stem))
-def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monkeypatch: Any) -> None:
+def test_a_pods_job_starts_with_exactly_its_ipus(
+    path: Path, poptorch: Any, monkeypatch: Any
+) -> None:
     stated, job = load_config(path), build_small(path)
     pod = int(re.findall(r"pod(\d+)", path.stem)[0])
     assert stated.data.name == "image_folder" and stated.precision == "16.16"
@@ -56,15 +58,22 @@ def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monk
     engine = make_engine(job, 0)
     x, y = engine.feed.take()  # type: ignore[attr-defined]
     executors = engine.executors  # type: ignore[attr-defined]
-    assert len(x) == job.global_batch_size and x.dtype == convert_input(job.example[0], "16.16").dtype
+    assert (
+        len(x) == job.global_batch_size and x.dtype == convert_input(job.example[0], "16.16").dtype
+    )
     executors.training.compile(x, y)
     assert sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod
     executors.training.detachFromDevice()
     executors.make_inference()
-    assert sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod  # by all replicas
+    assert (
+        sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod
+    )  # by all replicas
     assert [result.ipus for result in poptorch.recorded.compilations] == [pod, pod]
     result = poptorch.recorded.compilations[0]
-    assert result.forward_stages == stated.stages and result.micro_batch[0][0] == stated.micro_batch_size
+    assert (
+        result.forward_stages == stated.stages
+        and result.micro_batch[0][0] == stated.micro_batch_size
+    )
     assert path.stem.startswith("graphcore") or result.options["location_optimizer"]["onChip"] == 0
     (loader,) = poptorch.recorded.of("DataLoader")
     assert loader["mode"] == poptorch.DataLoaderMode.Async and loader["drop_last"] is False
@@ -84,7 +93,9 @@ def start_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
         shape = x.shape if not rank else engine.example.shape
         count = job.config.gradient_accumulation
         one = x if not rank else torch.zeros(shape)
-        engine.executors.training.compile(convert_input(torch.cat([one] * count), "16.16"), torch.cat([y] * count))
+        engine.executors.training.compile(
+            convert_input(torch.cat([one] * count), "16.16"), torch.cat([y] * count)
+        )
         engines.append(engine)
     assert sorted(poptorch._device.held_ids) == list(range(pod))
     for engine in engines:
@@ -96,7 +107,9 @@ def start_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
 
 def config(ipu: Any = None, **keys: Any) -> Any:
     """Four updates of 4 microbatches on two IPUs."""
-    return ipu_runs.make_config(on="poptorch", ipu=ipu, **{"gradient_accumulation": 4, "steps": 4, "stages": 2, **keys})
+    return ipu_runs.make_config(
+        on="poptorch", ipu=ipu, **{"gradient_accumulation": 4, "steps": 4, "stages": 2, **keys}
+    )
 
 
 def run(settings: Any, out: Path, **keys: Any) -> None:
@@ -106,27 +119,51 @@ def run(settings: Any, out: Path, **keys: Any) -> None:
 # ---- loading
 
 
-def test_a_fault_of_the_loading_process_is_reported_with_its_cause(poptorch: Any, tmp_path: Path, capfd: Any) -> None:
+def test_a_fault_of_the_loading_process_is_reported_with_its_cause(
+    poptorch: Any, tmp_path: Path, capfd: Any
+) -> None:
     cases = [
-        (9, ValueError("no such\npicture"), RunFault, "poptorch: loading data: ValueError: no such"),
-        (9, BadInput("data.root: x.jpg: is no picture"), BadInput, "data.root: x.jpg: is no picture"),
-        (1, OSError("disk"), RunFault, "poptorch: loading data: OSError: disk"),  # while the process starts
+        (
+            9,
+            ValueError("no such\npicture"),
+            RunFault,
+            "poptorch: loading data: ValueError: no such",
+        ),
+        (
+            9,
+            BadInput("data.root: x.jpg: is no picture"),
+            BadInput,
+            "data.root: x.jpg: is no picture",
+        ),
+        (
+            1,
+            OSError("disk"),
+            RunFault,
+            "poptorch: loading data: OSError: disk",
+        ),  # while the process starts
     ]
     for at, error, kind, line in cases:
         with pytest.raises(kind) as caught:
             run(config(ASYNC), tmp_path, data=Source(at, error))
         assert str(caught.value) == line
-    with pytest.raises(RunFault, match="the worker process exited without an error message .*: is there room .*/dev/shm"):
+    with pytest.raises(
+        RunFault,
+        match="the worker process exited without an error message .*: is there room .*/dev/shm",
+    ):
         run(config(ASYNC), tmp_path, data=Source(9, SystemExit(1)))
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_report_is_removed_when_the_feed_is_closed(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_report_is_removed_when_the_feed_is_closed(
+    poptorch: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     options = poptorch.Options()
     calls = Calls(Source(), config(), 10, range(2), range(1))
     feed = Feed(calls, DataLoading(mode="async", sharing_strategy="fork"), options)
-    assert [path.suffix for path in tmp_path.glob("ipu_pipe-*")] == [".json"] and len(feed.take()) == 2
+    assert [path.suffix for path in tmp_path.glob("ipu_pipe-*")] == [".json"] and len(
+        feed.take()
+    ) == 2
     feed.close()
     assert list(tmp_path.glob("ipu_pipe-*")) == []
 
@@ -169,7 +206,9 @@ def test_images_are_read_by_a_forked_process(poptorch: Any, tmp_path: Path) -> N
 # ---- devices
 
 
-def test_a_lost_device_that_cannot_be_read_gives_its_ipus_back(poptorch: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_lost_device_that_cannot_be_read_gives_its_ipus_back(
+    poptorch: Any, tmp_path: Path, capsys: Any
+) -> None:
     """destroy() raises before it frees anything, and the error's calls hold the session: with as many IPUs as the job needs the
     next session finds them only once all that is gone."""
     run(config(), tmp_path / "plain")
@@ -183,16 +222,23 @@ def test_a_lost_device_that_cannot_be_read_gives_its_ipus_back(poptorch: Any, tm
 
 
 def test_a_fault_that_is_kept_holds_no_ipu(poptorch: Any, tmp_path: Path) -> None:
-    poptorch.recorded.fail("execute", 15, poptorch.UnrecoverableError("dead", "poplar_unrecoverable_error"))
+    poptorch.recorded.fail(
+        "execute", 15, poptorch.UnrecoverableError("dead", "poplar_unrecoverable_error")
+    )
     with pytest.raises(RunFault, match="poplar_unrecoverable_error: dead") as caught:
         run(config(), tmp_path)
     assert poptorch._device.held == {} and caught.value.__cause__ is not None
 
 
-def test_compiling_alone_takes_the_ipus_of_one_model(poptorch: Any, tmp_path: Path, capsys: Any) -> None:
+def test_compiling_alone_takes_the_ipus_of_one_model(
+    poptorch: Any, tmp_path: Path, capsys: Any
+) -> None:
     with pytest.raises(SystemExit) as left:
         run(config({"compile_only": True, **ASYNC}), tmp_path)
-    assert left.value.code == 0 and "compiled for 2 IPUs x replicas 1; nothing was run" in capsys.readouterr().out
+    assert (
+        left.value.code == 0
+        and "compiled for 2 IPUs x replicas 1; nothing was run" in capsys.readouterr().out
+    )
     assert [event for event, _ in poptorch.recorded.events if event in ("compile", "attach", "detach")] == [
         "compile", "attach", "detach", "compile", "attach",
     ]  # fmt: skip
@@ -202,12 +248,18 @@ def test_compiling_alone_takes_the_ipus_of_one_model(poptorch: Any, tmp_path: Pa
 def test_all_replicas_evaluate_and_round_to_nearest(poptorch: Any, tmp_path: Path) -> None:
     run(config({"stochastic_rounding": True}, replicas=2), tmp_path)
     training, inference = (
-        next(c.options for c in poptorch.recorded.compilations if c.training == kind) for kind in (True, False)
+        next(c.options for c in poptorch.recorded.compilations if c.training == kind)
+        for kind in (True, False)
     )
-    assert training["enableStochasticRounding"] is True and inference["enableStochasticRounding"] is False
+    assert (
+        training["enableStochasticRounding"] is True
+        and inference["enableStochasticRounding"] is False
+    )
     assert inference["replication_factor"] == 2
     evaluated = [one.shapes[0][0] for one in poptorch.recorded.runs if not one.updates]
-    assert set(evaluated) == {2 * 2 * 2} and len(evaluated) == 2 * 7  # microbatch x stages x replicas, of 50 samples
+    assert (
+        set(evaluated) == {2 * 2 * 2} and len(evaluated) == 2 * 7
+    )  # microbatch x stages x replicas, of 50 samples
 
 
 # ---- optimizers
@@ -244,7 +296,9 @@ def test_class_weights_are_refused_with_what_to_do_instead(poptorch: Any, tmp_pa
         run(config(), tmp_path, loss=nn.CrossEntropyLoss(weight=torch.ones(4)))
 
 
-def test_a_run_does_not_end_for_want_of_a_time(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_does_not_end_for_want_of_a_time(
+    poptorch: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     def none(self: Any) -> Any:
         raise AssertionError("Internal PopTorch error: mismatching number of start timestamps")
 
@@ -252,7 +306,10 @@ def test_a_run_does_not_end_for_want_of_a_time(poptorch: Any, tmp_path: Path, mo
         monkeypatch.setattr(poptorch.PoplarExecutor, name, none)
     run(config({"log_cycle_count": True}), tmp_path)
     content = read_json(tmp_path / "ipu.json")
-    assert set(content["latency_seconds"]) == {"compute", "ipu_to_host"} and content["cycles_of_the_last_call"] is None
+    assert (
+        set(content["latency_seconds"]) == {"compute", "ipu_to_host"}
+        and content["cycles_of_the_last_call"] is None
+    )
     assert CallTimes(range(1)).latency == {}
 
 
@@ -274,10 +331,14 @@ def test_importing_needs_a_stderr_that_is_a_file(poptorch: Any, monkeypatch: Any
 
 
 @pytest.mark.parametrize(("version", "taken_down"), [("2.0.1+cpu", 0), ("2.4.0", 1)])
-def test_a_group_that_could_hang_when_taken_down_stays(version: str, taken_down: int, monkeypatch: Any) -> None:
+def test_a_group_that_could_hang_when_taken_down_stays(
+    version: str, taken_down: int, monkeypatch: Any
+) -> None:
     called: List[int] = []
     group = SimpleNamespace(
-        is_initialized=lambda: True, barrier=lambda: None, destroy_process_group=lambda: called.append(1)
+        is_initialized=lambda: True,
+        barrier=lambda: None,
+        destroy_process_group=lambda: called.append(1),
     )
     monkeypatch.setattr(processes, "dist", group)
     monkeypatch.setattr(torch, "__version__", version)
@@ -307,5 +368,7 @@ def test_transformers_ask_for_no_operation_that_poptorch_has_not() -> None:
         assert whole.shape[-1] == 7
     lm = transformer_lm(9, blocks=1, context=8, **sizes)  # type: ignore[arg-type]
     with torch.no_grad():
-        assert torch.allclose(lm(tokens)[..., :4], lm(tokens[:, :4]), atol=1e-6)  # no place reads what comes after
+        assert torch.allclose(
+            lm(tokens)[..., :4], lm(tokens[:, :4]), atol=1e-6
+        )  # no place reads what comes after
     assert not any("mask" in name for name in lm.state_dict())

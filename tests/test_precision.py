@@ -49,7 +49,10 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.02)
 autocast = functools.partial(torch.autocast, "cpu", LOW)
 cross_entropy = nn.functional.cross_entropy
 PREDICTION = {"weight_prediction": {"form": "velocity", "scale": 1.0}}
-PB = {"spike_compensation": {"scale": 1.0}, **PREDICTION}  # summed in another order there: not to the last bit
+PB = {
+    "spike_compensation": {"scale": 1.0},
+    **PREDICTION,
+}  # summed in another order there: not to the last bit
 T1_T2 = {"t1": {"anneal_updates": 12}, "t2": {"decay": 0.135}}
 
 
@@ -73,8 +76,18 @@ def emulated(
     table = VersionTable(schedule, method)
     optimizer = make(replace_parameters(make_groups(model, part), numbers.get_trained))
     rate = make.keywords["lr"]
-    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, masters=numbers.masters)
-    emulator = Emulator(Work(numbers.convert_loss(cross_entropy), table, rules), model, part, inputs[0])
+    rules = UpdateRules(
+        args,
+        method,
+        table.rule_lag(),
+        accumulate,
+        optimizer,
+        lambda k: rate,
+        masters=numbers.masters,
+    )
+    emulator = Emulator(
+        Work(numbers.convert_loss(cross_entropy), table, rules), model, part, inputs[0]
+    )
     for start in range(0, len(data), accumulate):
         emulator.step(inputs[start : start + accumulate])
     emulator.close()
@@ -88,7 +101,9 @@ def literally(
     BatchNorm stays as it is. Elsewhere each stage's forward, and the loss, under autocast."""
     P = len(stages)
     schedule = make_schedule(method, P, len(data), accumulate)
-    is_low = method.name in ("pipemare", "pipelined_backprop", "spectrain") and not args.get("stash")
+    is_low = method.name in ("pipemare", "pipelined_backprop", "spectrain") and not args.get(
+        "stash"
+    )
     done = []
     for s, stage in enumerate(stages):
         norms = {name for name, m in stage.named_modules() if isinstance(m, nn.BatchNorm2d)}
@@ -124,15 +139,21 @@ CASES: List[Tuple[str, Dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize("model", ["mlp", "residual"])
-@pytest.mark.parametrize("name, args, make", CASES, ids=lambda v: "-".join(v) if isinstance(v, dict) else str(v)[:18])
-def test_the_emulator_equals_the_literal_replay(name: str, args: Any, make: Any, model: str) -> None:
+@pytest.mark.parametrize(
+    "name, args, make", CASES, ids=lambda v: "-".join(v) if isinstance(v, dict) else str(v)[:18]
+)
+def test_the_emulator_equals_the_literal_replay(
+    name: str, args: Any, make: Any, model: str
+) -> None:
     method, accumulate = resolve_method(name, args), 5 if name == "pipedream_2bw" else 2
     stages, data = fresh(model), data_of(accumulate * 8)
     twins = copy.deepcopy(stages)
     unsplit = whole(stages)
     numbers = emulated(unsplit, method, accumulate, data, make, args)
     done = literally(twins, method, accumulate, data, make, args)
-    parameters = {f"{s}.{n}": p for s, stage in enumerate(done) for n, p in stage.parameters.items()}
+    parameters = {
+        f"{s}.{n}": p for s, stage in enumerate(done) for n, p in stage.parameters.items()
+    }
     same = torch.equal if args is not PB else functools.partial(torch.allclose, rtol=0, atol=1e-2)
     for key, weight in unsplit.named_parameters():
         master = numbers.get_trained(weight)
@@ -158,7 +179,14 @@ MASTERED = ["method=pipemare", "method_args.t2={}", "precision=bfloat16_mixed"]
 
 def mlp_model() -> nn.Sequential:
     torch.manual_seed(4)
-    layers = [nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 10)]
+    layers = [
+        nn.Linear(64, 12),
+        nn.BatchNorm1d(12),
+        nn.ReLU(),
+        nn.Linear(12, 12),
+        nn.ReLU(),
+        nn.Linear(12, 10),
+    ]
     return nn.Sequential(nn.Flatten(), *layers)
 
 
@@ -167,11 +195,21 @@ def test_it_learns_as_float32_does(method: str, tmp_path: Path) -> None:
     ends = {}
     for precision in ("float32", MIXED):
         adam = "optimizer={name: adam, lr: 0.003, momentum: null}"
-        keys = [f"method={method}", f"precision={precision}", "steps=150", "evaluate.every=0", "micro_batch_size=16", adam]
-        summary = train(config("stages=2", "gradient_accumulation=2", *keys), tmp_path / precision, quiet=True)
+        keys = [
+            f"method={method}",
+            f"precision={precision}",
+            "steps=150",
+            "evaluate.every=0",
+            "micro_batch_size=16",
+            adam,
+        ]
+        summary = train(
+            config("stages=2", "gradient_accumulation=2", *keys), tmp_path / precision, quiet=True
+        )
         ends[precision] = summary["final"]["test_accuracy"]
         assert summary["precision"] == {
-            "name": precision, "weights": "bfloat16" if precision == MIXED and method == "pipemare" else "float32",
+            "name": precision,
+            "weights": "bfloat16" if precision == MIXED and method == "pipemare" else "float32",
             "autocast": "bfloat16" if precision == MIXED and method == "gpipe" else None,
             "masters": "float32" if precision == MIXED and method == "pipemare" else None,
         }
@@ -184,7 +222,9 @@ def test_checkpoints_hold_the_masters_and_a_run_goes_on_from_them(tmp_path: Path
     shutil.copytree(whole_run, cut)
     shutil.rmtree(cut / "checkpoints" / "step-8")
     (cut / "summary.json").unlink()
-    train(digits(*MASTERED, "checkpoint.every=4", "checkpoint.keep=9"), cut, resume=True, quiet=True)
+    train(
+        digits(*MASTERED, "checkpoint.every=4", "checkpoint.keep=9"), cut, resume=True, quiet=True
+    )
     assert_same_state(whole_run, cut)
     assert {value.dtype for value in read_state(cut).values()} == {torch.float32}
     saved = read_weights(cut, 4)
@@ -204,7 +244,9 @@ def forward_types(model: nn.Module) -> List[torch.dtype]:
     return seen
 
 
-@pytest.mark.parametrize("keys", [["precision=bfloat16"], ["precision=bfloat16_mixed"], MASTERED], ids=str)
+@pytest.mark.parametrize(
+    "keys", [["precision=bfloat16"], ["precision=bfloat16_mixed"], MASTERED], ids=str
+)
 @pytest.mark.parametrize("end", ["done", "fault", "Ctrl-C", "refused"])
 def test_a_callers_model_is_given_back_as_it_was(end: str, keys: List[str], tmp_path: Path) -> None:
     """Story: where the data was refused, the model had been cast and stayed so."""
@@ -227,7 +269,9 @@ def test_a_callers_model_is_given_back_as_it_was(end: str, keys: List[str], tmp_
         train(digits(*keys, *over), tmp_path / "run", model=model, loss=Ends(), quiet=True)
     assert [m.training for m in model.modules()] == modes
     after = model.state_dict()
-    assert {key: value.dtype for key, value in after.items()} == {key: value.dtype for key, value in before.items()}
+    assert {key: value.dtype for key, value in after.items()} == {
+        key: value.dtype for key, value in before.items()
+    }
     assert forward_types(model) == [torch.float32] and "forward" not in vars(model)
     assert torch.equal(after["1.weight"], before["1.weight"]) == (end == "refused")
     if end == "done":
@@ -242,7 +286,13 @@ def test_a_callers_model_keeps_the_dtype_of_the_training_where_asked(tmp_path: P
     model = mlp_model()
     train(digits(*MASTERED), tmp_path / "masters", model=model, quiet=True, keep_dtype=True)
     assert [model[i].weight.dtype for i in (1, 2)] == [LOW, torch.float32]
-    train(digits("precision=bfloat16_mixed"), tmp_path / "autocast", model=mlp_model(), quiet=True, keep_dtype=True)
+    train(
+        digits("precision=bfloat16_mixed"),
+        tmp_path / "autocast",
+        model=mlp_model(),
+        quiet=True,
+        keep_dtype=True,
+    )
 
 
 class Blocks(nn.Sequential):
@@ -261,9 +311,15 @@ def test_a_model_with_a_block_of_its_own_is_looked_at_as_it_runs() -> None:
 
 
 def test_the_meaning_of_a_precision_is_printed() -> None:
-    assert "forward and loss under autocast" in format_opening(build(digits("precision=bfloat16_mixed")))
-    assert "a backward of pipemare reads other weights than its forward" in format_opening(build(digits(*MASTERED)))
-    with pytest.raises(BadInput, match="precision: float16: must be .*; did you mean bfloat16_mixed"):
+    assert "forward and loss under autocast" in format_opening(
+        build(digits("precision=bfloat16_mixed"))
+    )
+    assert "a backward of pipemare reads other weights than its forward" in format_opening(
+        build(digits(*MASTERED))
+    )
+    with pytest.raises(
+        BadInput, match="precision: float16: must be .*; did you mean bfloat16_mixed"
+    ):
         digits("precision=float16")
     with pytest.raises(BadInput, match="precision: bfloat16_mixed: is not supported on IPUs"):
         digits("precision=bfloat16_mixed", "backend={name: poptorch}", "method=gpipe")
@@ -280,11 +336,18 @@ def test_which_way_a_method_takes(method: str) -> None:
 def test_methods_that_change_their_way_with_their_arguments() -> None:
     assert resolve_precision(MIXED, resolve_method("pipemare", {"stash": True})) == MIXED
     assert resolve_precision(MIXED, resolve_method("pipedream", {"stash": False})) == MASTERS
-    assert resolve_precision(MIXED, resolve_method("pipelined_backprop", {"constant_delay": {"updates": 2}})) == MASTERS
+    assert (
+        resolve_precision(
+            MIXED, resolve_method("pipelined_backprop", {"constant_delay": {"updates": 2}})
+        )
+        == MASTERS
+    )
     assert resolve_precision(MIXED, resolve_method("pipemare", {"hogwild": {"max": 3}})) == MIXED
 
 
-@pytest.mark.parametrize("keys", [["precision=bfloat16_mixed", "method=pipedream"], MASTERED], ids=str)
+@pytest.mark.parametrize(
+    "keys", [["precision=bfloat16_mixed", "method=pipedream"], MASTERED], ids=str
+)
 def test_memory_is_what_was_planned(keys: List[str], tmp_path: Path) -> None:
     job = build(digits(*keys, "optimizer.momentum=0.9"))
     out = train(digits(*keys, "optimizer.momentum=0.9"), tmp_path / "run", quiet=True)
@@ -296,7 +359,9 @@ def test_memory_is_what_was_planned(keys: List[str], tmp_path: Path) -> None:
     assert peak["weights"] == size * numbers and peak["gradients"] == 4 * numbers
     state_bytes = (1 + ("method=pipemare" in keys)) * 4 * numbers  # momentum; the masters
     ruled = [stage for stage in job.partition.stages if job.rules.list_entries(stage.index)]
-    state_bytes += sum(4 * job.model.get_parameter(name).numel() for stage in ruled for name in stage.parameters)
+    state_bytes += sum(
+        4 * job.model.get_parameter(name).numel() for stage in ruled for name in stage.parameters
+    )
     assert peak["optimizer"] == state_bytes == sum(row["optimizer_bytes"] for row in planned)
     assert sum(row["gradient_bytes"] for row in planned) == peak["gradients"]
     copies = sum(row["weight_bytes"] for row in planned)
@@ -309,14 +374,23 @@ def test_a_plan_counts_each_methods_own_way() -> None:
     plain = read_hardware("h100x8")
     problem = Problem((unit,), 256.0, plain, 1e9, MIXED, 2)
     ways = [problem, problem.adapt_to("pipemare")]
-    assert [way.precision for way in ways] == [problem.adapt_to("pipedream").precision, MASTERS] == [MIXED, MASTERS]
+    assert (
+        [way.precision for way in ways]
+        == [problem.adapt_to("pipedream").precision, MASTERS]
+        == [MIXED, MASTERS]
+    )
     assert [way.input_bytes for way in ways] == [256.0, 128.0]
     memories = [
-        compute_stage_memory(unit, 0.0, KeptCounts(2, 0, 3), precision=way.precision, samples=2, moments=way.moments)
+        compute_stage_memory(
+            unit, 0.0, KeptCounts(2, 0, 3), precision=way.precision, samples=2, moments=way.moments
+        )
         for way in ways
     ]
     # weights and an older version; gradients; moments and master; halved activations, and autocast's copies with each
-    assert [tuple(memory)[:5] for memory in memories] == [(4000, 4000, 4000, 8000, 0), (2000, 2000, 4000, 12000, 0)]
+    assert [tuple(memory)[:5] for memory in memories] == [
+        (4000, 4000, 4000, 8000, 0),
+        (2000, 2000, 4000, 12000, 0),
+    ]
     assert [memory.activations for memory in memories] == [3 * (2 * 1000 + 2000), 3 * 2 * 1000]
     asked = Candidate("pipemare", 1, 1, 2, 1, False)
     assert search(problem, [asked], 1).best[0].memory[0].weights == 2000

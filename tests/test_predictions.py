@@ -28,7 +28,13 @@ from ipu_pipe.schedule.methods import METHODS
 from tests.command_line import run_here
 from tests.support.models import Composed
 from tests.support.runs import ROOT
-from tools.experiments import catalogue, predicted_2bw, predicted_local, predicted_pipemare, reproduce
+from tools.experiments import (
+    catalogue,
+    predicted_2bw,
+    predicted_local,
+    predicted_pipemare,
+    reproduce,
+)
 from tools.experiments.experiment import PredictedRows, make_prediction
 from tools.experiments.verdicts import CONTRADICTED, SHOWN, judge_exactly
 
@@ -38,7 +44,9 @@ counts = pytest.mark.skipif(FlopCounterMode is None, reason="this PyTorch counts
 
 def written(name: str) -> Dict[str, Any]:
     """Return a table as it stands in docs/."""
-    return dict(json.loads((ROOT / "docs" / "results" / name / "results.json").read_text(encoding="utf-8")))
+    return dict(
+        json.loads((ROOT / "docs" / "results" / name / "results.json").read_text(encoding="utf-8"))
+    )
 
 
 def same_as_docs(name: str, found: PredictedRows) -> None:
@@ -48,7 +56,10 @@ def same_as_docs(name: str, found: PredictedRows) -> None:
     for row, computed in zip(table["rows"], found.rows):
         numbers = {key: value for key, value in row.items() if isinstance(value, float)}
         assert {key: computed[key] for key in numbers} == pytest.approx(numbers, rel=0.01, abs=0.11)
-        words = [{key: value for key, value in one.items() if isinstance(value, str)} for one in (row, computed)]
+        words = [
+            {key: value for key, value in one.items() if isinstance(value, str)}
+            for one in (row, computed)
+        ]
         assert words[0] == words[1]
 
 
@@ -77,9 +88,13 @@ def test_the_local_papers_memory_is_in_order() -> None:
     same_as_docs("plan_local_table3", result)
     by: Dict[Any, Dict[str, float]] = {}
     for row in result.rows:
-        by.setdefault((row["network"], row["samples"], row["devices"]), {})[row["method"]] = row["predicted"]
+        by.setdefault((row["network"], row["samples"], row["devices"]), {})[row["method"]] = row[
+            "predicted"
+        ]
     for sizes in by.values():
-        assert sizes["local"] < sizes["backpropagation, recompute"] < sizes.get("backpropagation", 1e9)
+        assert (
+            sizes["local"] < sizes["backpropagation, recompute"] < sizes.get("backpropagation", 1e9)
+        )
     assert sum(verdict.difference or 0 for verdict in result.verdicts) <= 20
     assert all(0.6 < row["predicted"] / row["printed"] < 1.2 for row in result.rows)
 
@@ -88,13 +103,20 @@ def test_pipemares_columns_are_predicted_within_two_percent() -> None:
     """With fairseq's vocabularies IWSLT's Transformer has its 42,864,640 parameters."""
     pipemare = predicted_pipemare.predict_pipemare()
     same_as_docs("plan_pipemare", pipemare)
-    errors = [float(row["error"].rstrip("%")) for row in pipemare.rows if row.get("error") not in (None, "fitted")]
+    errors = [
+        float(row["error"].rstrip("%"))
+        for row in pipemare.rows
+        if row.get("error") not in (None, "fitted")
+    ]
     assert len(errors) == len(pipemare.verdicts) == 22 and max(map(abs, errors)) < 2
     assert {row["printed"]: row["predicted"] for row in pipemare.rows if "IWSLT14, memory of" in row["what"]} == {
         "0.65 GB": 0.6387, "2.06": 2.035, "1.25": 1.25
     }  # fmt: skip
     activations = [row["predicted"] for row in pipemare.rows if row["item"] == "Figure 9"]
-    assert activations == [2 * 136, 2 * (16 + 12 + 8 + 4) + 4 * 12]  # 2(P-i) + 2 at heads, 2(S-j) + 2 inside
+    assert activations == [
+        2 * 136,
+        2 * (16 + 12 + 8 + 4) + 4 * 12,
+    ]  # 2(P-i) + 2 at heads, 2(S-j) + 2 inside
 
 
 @counts
@@ -118,35 +140,70 @@ def test_two_buffered_pipelines_beat_the_others_as_printed() -> None:
 def test_tensor_parallelism_loses_between_servers() -> None:
     """The abstract's 1.3 times on one server and 20 times on eight are predicted as 1.2 and 26."""
     ratios = [predicted_2bw.compare_tensor_parallel(*row[1:5]) for row in predicted_2bw.TENSOR]
-    stored = {row["what"]: row["small"] for row in written("plan_2bw")["rows"] if "tensor" in row["what"]}
-    assert list(stored.values()) == pytest.approx(ratios, rel=0.01) and 1 < ratios[0] < 1.5 and ratios[1] > 10
+    stored = {
+        row["what"]: row["small"] for row in written("plan_2bw")["rows"] if "tensor" in row["what"]
+    }
+    assert (
+        list(stored.values()) == pytest.approx(ratios, rel=0.01)
+        and 1 < ratios[0] < 1.5
+        and ratios[1] > 10
+    )
 
 
 def test_tensor_parallelism_by_hand() -> None:
     """Two units of 4 and 8 FLOPs forward, 1 a second; all-reduces of 16 bytes at 16 bytes a second among two of four devices."""
-    device = {"memory_bytes": 1e9, "usable_share": 1, "memory_bandwidth": 1e15, "rates": {"float32": RATE}}
+    device = {
+        "memory_bytes": 1e9,
+        "usable_share": 1,
+        "memory_bandwidth": 1e15,
+        "rates": {"float32": RATE},
+    }
     links = [{"name": "all", "bandwidth": 16.0, "latency": 0.0, "shared_by": 1}]
     hardware = read_hardware({"devices": 4, "device": device, "links": links})
-    units = (Unit("a", 4.0, 8.0, 4, 16.0, 8.0), Unit("b", 8.0, 16.0, 8, 4.0, 8.0), Unit("loss", 0.0, 0.0, 0, 4.0, 0.0))
-    tensor_parallel = predict_tensor_parallel(Problem(units, 4.0, hardware, 1e9, "float32", 0), 4, 2, 2)
+    units = (
+        Unit("a", 4.0, 8.0, 4, 16.0, 8.0),
+        Unit("b", 8.0, 16.0, 8, 4.0, 8.0),
+        Unit("loss", 0.0, 0.0, 0, 4.0, 0.0),
+    )
+    tensor_parallel = predict_tensor_parallel(
+        Problem(units, 4.0, hardware, 1e9, "float32", 0), 4, 2, 2
+    )
     assert tensor_parallel is not None and (tensor_parallel.ways, tensor_parallel.width) == (2, 2)
     assert (tensor_parallel.micro_batch_size, tensor_parallel.gradient_accumulation) == (1, 1)
     compute = (2 * 12 + 24) / 2  # with recomputation
     messages = 3 * 2 * (16 + 4) / 16  # 2 (t-1)/t = 1 among two
     gradients = 4 * (12 / 2) / 16  # half of them on each device
     assert tensor_parallel.samples_per_second == pytest.approx(2 / (compute + messages + gradients))
-    assert predict_tensor_parallel(Problem(units, 4.0, hardware, 1.0, "float32", 0), 4, 2, 2) is None
+    assert (
+        predict_tensor_parallel(Problem(units, 4.0, hardware, 1.0, "float32", 0), 4, 2, 2) is None
+    )
 
 
 @pytest.mark.parametrize(("ways", "code"), [("4", 0), ("3", 2)])
-def test_the_planner_compares_tensor_parallelism(ways: str, code: int, monkeypatch: Any, capsys: Any) -> None:
-    options = ["--hardware", "v100x8", "--precision", "float32", "--tensor-parallel", ways, "--json"]
+def test_the_planner_compares_tensor_parallelism(
+    ways: str, code: int, monkeypatch: Any, capsys: Any
+) -> None:
+    options = [
+        "--hardware",
+        "v100x8",
+        "--precision",
+        "float32",
+        "--tensor-parallel",
+        ways,
+        "--json",
+    ]
     monkeypatch.chdir(ROOT)
-    done = run_here(plan, ROOT / "configs/mlp_digits.yaml", *options, monkeypatch=monkeypatch, capsys=capsys)
-    assert done.returncode == code and ("error: --tensor-parallel: 3: " in done.stderr) == (code == 2)
+    done = run_here(
+        plan, ROOT / "configs/mlp_digits.yaml", *options, monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert done.returncode == code and ("error: --tensor-parallel: 3: " in done.stderr) == (
+        code == 2
+    )
     if not code:
         compared = json.loads(done.stdout)["tensor_parallel"]
-        assert (compared["ways"], compared["width"]) == (4, 2) and compared["samples_per_second"] > 0
+        assert (compared["ways"], compared["width"]) == (4, 2) and compared[
+            "samples_per_second"
+        ] > 0
 
 
 @counts
@@ -158,7 +215,9 @@ def test_gpipe_does_not_fit_where_the_paper_found_so_and_depth_makes_room() -> N
     assert memory["pipedream_2bw"] <= limit < memory["gpipe"] and len(memory) == 4
     sizes = [predicted_2bw.find_largest_model(depth) / 1e9 for depth in (4, 8, 16)]
     assert sizes == sorted(sizes) and sizes[0] < 2.2 < sizes[1]  # 2.2 billion need eight stages
-    stored = {row["what"]: row["small"] for row in written("plan_2bw")["rows"] if row["figure"] == "9"}
+    stored = {
+        row["what"]: row["small"] for row in written("plan_2bw")["rows"] if row["figure"] == "9"
+    }
     assert list(stored.values())[:3] == pytest.approx(sizes, abs=0.06)
 
 
@@ -167,7 +226,9 @@ def test_one_worker_reaches_what_its_paper_states() -> None:
     """The 355M-parameter GPT (24 blocks of 1024) on one device; the hardware file's share of the peak is fitted to it."""
     problem = predicted_2bw.make_problem(predicted_2bw.count_gpt(1024, 24), 1)
     candidate = Candidate("pipedream_flush", 1, 1, 8, 1, False)
-    costs = Costing(problem, candidate, list_layouts(1, 1)[0], UnitSums(problem, 8)).compute_costs([0])
+    costs = Costing(problem, candidate, list_layouts(1, 1)[0], UnitSums(problem, 8)).compute_costs(
+        [0]
+    )
     flops = sum(unit.forward_flops + unit.backward_flops for unit in problem.units)
     assert 8 * flops / (costs.forward[0] + costs.backward[0]) == pytest.approx(45e12, rel=0.01)
 
@@ -175,16 +236,25 @@ def test_one_worker_reaches_what_its_paper_states() -> None:
 @counts
 def test_the_planner_chooses_depths_as_printed() -> None:
     """Three of four, of which the dearest to find is left to the command; the fourth is told."""
-    assert predicted_2bw.choose_depth(1920, 2048) == 8 and predicted_2bw.choose_depth(2560, 512) == 16
+    assert (
+        predicted_2bw.choose_depth(1920, 2048) == 8 and predicted_2bw.choose_depth(2560, 512) == 16
+    )
     assert sum("the planner's choice" in text for text in written("plan_2bw")["differences"]) == 1
 
 
-def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+def test_the_command_prints_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
     monkeypatch.chdir(ROOT)
     run = functools.partial(run_here, reproduce, monkeypatch=monkeypatch, capsys=capsys)
     row = {"what": "a", "printed": 1, "predicted": 2.0}
-    columns, less = {"what": "what", "predicted": "predicted"}, judge_exactly("as much", False, -1.0)
-    prediction = make_prediction("plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], [less]))
+    columns, less = (
+        {"what": "what", "predicted": "predicted"},
+        judge_exactly("as much", False, -1.0),
+    )
+    prediction = make_prediction(
+        "plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], [less])
+    )
     monkeypatch.setattr(catalogue, "TABLE_2BW", prediction)
     code, printed, _ = run("plan_2bw", "--json", "--out", tmp_path)
     content = json.loads(printed)
@@ -233,7 +303,10 @@ def test_blocks_end_where_one_activation_crosses() -> None:
         x = m.a(x)
         return m.c(m.b(x.relu()) + x)
 
-    model, x = Composed(skip, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)), torch.zeros(2, 8)
+    model, x = (
+        Composed(skip, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)),
+        torch.zeros(2, 8),
+    )
     with pytest.raises(BadInput, match="cannot begin at b: a skip connection crosses"):
         count_blocks(model, x, count_units(model, x).units)
 
@@ -243,13 +316,17 @@ def simple(lockstep: bool = True, host: Any = None) -> Any:
     rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1}}
     device = {"memory_bytes": 1e9, "usable_share": 1, "memory_bandwidth": 1e15, "rates": rates}
     links = [{"name": "all", "bandwidth": 1e15, "latency": 0.0}]
-    return read_hardware({"devices": 4, "lockstep": lockstep, "device": device, "links": links, "host": host})
+    return read_hardware(
+        {"devices": 4, "lockstep": lockstep, "device": device, "links": links, "host": host}
+    )
 
 
 def blocks(units: Any, head: float = 0.2, spared: float = 1 / 3) -> BlockUnits:
     """Heads of `head` FLOPs, and so large a part of a backward is spared."""
     heads = tuple(Unit("", head, 2 * head, 0, 0.0, 0.0) for _ in units[1:])
-    first = tuple(Unit(u.name, u.forward_flops, u.backward_flops * (1 - spared), 0, 4.0, 0.0) for u in units)
+    first = tuple(
+        Unit(u.name, u.forward_flops, u.backward_flops * (1 - spared), 0, 4.0, 0.0) for u in units
+    )
     return BlockUnits(heads, first)
 
 
@@ -258,14 +335,20 @@ def test_a_block_takes_its_passes_its_head_and_no_gradient_of_its_input(lockstep
     units = tuple(Unit(str(i), 1.0, 3.0, 0, 4.0, 0.0) for i in range(4))
     problem = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units))
     asked = Candidate("local_greedy", 2, 1, 1, 8, False)
-    prediction = predict_cut(Costing(problem, asked, list_layouts(2, 1)[0], UnitSums(problem, 1)), [0, 2])
+    prediction = predict_cut(
+        Costing(problem, asked, list_layouts(2, 1)[0], UnitSums(problem, 1)), [0, 2]
+    )
     assert prediction.work == pytest.approx([8 + 0.6, 8 - 1.0])
     assert prediction.seconds == pytest.approx(8 * 8.6, rel=1e-6)
 
 
 @pytest.mark.parametrize("lockstep", [True, False])
-@pytest.mark.parametrize("work, head, spared", [((1.0, 2.0, 1.5, 0.5, 2.5, 1.0), 0.2, 1 / 3), ((1.0,) * 5, 0.0, 1.0)])
-def test_the_search_is_exact_with_blocks(lockstep: bool, work: Any, head: float, spared: float) -> None:
+@pytest.mark.parametrize(
+    "work, head, spared", [((1.0, 2.0, 1.5, 0.5, 2.5, 1.0), 0.2, 1 / 3), ((1.0,) * 5, 0.0, 1.0)]
+)
+def test_the_search_is_exact_with_blocks(
+    lockstep: bool, work: Any, head: float, spared: float
+) -> None:
     """The best local configuration is found by bounds as by trying all, and its cut is the best of all cuts."""
     units = tuple(Unit(str(i), w, 3 * w, 0, 4.0, 0.0) for i, w in enumerate(work))
     problem = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units, head, spared))
@@ -274,7 +357,9 @@ def test_the_search_is_exact_with_blocks(lockstep: bool, work: Any, head: float,
     rates = []
     for candidate in asked:
         for layout in list_layouts(candidate.depth, candidate.width):
-            costing = Costing(problem, candidate, layout, UnitSums(problem, candidate.micro_batch_size))
+            costing = Costing(
+                problem, candidate, layout, UnitSums(problem, candidate.micro_batch_size)
+            )
             starts = costing.find_cut()
             assert starts is not None
             costs = costing.compute_costs(starts)
@@ -283,7 +368,12 @@ def test_the_search_is_exact_with_blocks(lockstep: bool, work: Any, head: float,
             assert costing.bound_seconds(costs) <= seconds * (1 + 1e-9)
             rates.append(candidate.global_batch_size / seconds)
     assert best[0].samples_per_second == pytest.approx(max(rates))
-    costing = Costing(problem, Candidate("local_greedy", 2, 2, 1, 4, False), list_layouts(2, 2)[0], UnitSums(problem, 1))
+    costing = Costing(
+        problem,
+        Candidate("local_greedy", 2, 2, 1, 4, False),
+        list_layouts(2, 2)[0],
+        UnitSums(problem, 1),
+    )
     slowest = {k: max(predict_cut(costing, [0, k]).work) for k in range(1, len(units))}
     assert costing.find_cut() == [0, min(slowest, key=lambda k: slowest[k])]
 
@@ -305,4 +395,7 @@ def test_in_lock_step_all_wait_for_samples_from_the_host() -> None:
             )
     assert result[True, True].seconds == pytest.approx(result[True, False].seconds + 8)
     assert result[False, True].seconds == result[False, False].seconds
-    assert result[True, True].link_busy[HOST] == pytest.approx(8) and HOST not in result[False, True].link_busy
+    assert (
+        result[True, True].link_busy[HOST] == pytest.approx(8)
+        and HOST not in result[False, True].link_busy
+    )

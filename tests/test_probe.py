@@ -24,7 +24,9 @@ def observe(model: nn.Module, x: torch.Tensor, y: torch.Tensor = LABELS) -> Obse
 
 def make_times() -> nn.Module:
     """Return a layer that multiplies its weight before it uses it."""
-    return Composed(lambda m, x: F.linear(x.flatten(1), m.weight * 1), weight=nn.Parameter(torch.randn(4, 192)))
+    return Composed(
+        lambda m, x: F.linear(x.flatten(1), m.weight * 1), weight=nn.Parameter(torch.randn(4, 192))
+    )
 
 
 def run_under_autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +61,8 @@ def test_derived_weights_are_named(model: nn.Module, guilty: Any) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(nn.utils, "parametrizations") or torch.__version__ < "2.1", reason="torch 2.1's weight norm"
+    not hasattr(nn.utils, "parametrizations") or torch.__version__ < "2.1",
+    reason="torch 2.1's weight norm",
 )
 def test_weight_norm_is_named() -> None:
     result = observe(nn.Sequential(nn.Conv2d(3, 3, 1), _weight_norm(), _head(6)), IMAGES).derived
@@ -111,7 +114,11 @@ def test_recurrent_layers_with_dropout_of_their_own_draw_unkeyed_on_a_gpu() -> N
 
 def test_footprint_counts_saved_and_sent_bytes() -> None:
     model = nn.Sequential(
-        nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), begin_stage(nn.Linear(10, 6)), begin_stage(nn.Linear(6, 4))
+        nn.Flatten(),
+        nn.Linear(192, 10),
+        nn.ReLU(),
+        begin_stage(nn.Linear(10, 6)),
+        begin_stage(nn.Linear(6, 4)),
     )
     footprint = make_footprint(model, partition(model, IMAGES), observe(model, IMAGES, LABELS))
     assert footprint.boundary_bytes == (2 * 10 * 4, 2 * 6 * 4)

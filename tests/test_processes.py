@@ -52,7 +52,11 @@ def command_line(out: Path, *args: str) -> List[str]:
     """Return arguments of tools/train.py, on the digits."""
     sets = [*SHORT, "backend.name=distributed", *[a for a in args if "=" in a]]
     return [
-        DIGITS, "--out", str(out), *[i for pair in sets for i in ("--set", pair)], *[a for a in args if "=" not in a],
+        DIGITS,
+        "--out",
+        str(out),
+        *[i for pair in sets for i in ("--set", pair)],
+        *[a for a in args if "=" not in a],
     ]
 
 
@@ -97,7 +101,9 @@ def compare(tmp_path: Path, ranks: int, *how: str) -> Dict[str, Any]:
 
 
 @contextlib.contextmanager
-def launched(ranks: int, out: Path, *args: str, restarts: int = 0) -> Iterator["subprocess.Popen[str]"]:
+def launched(
+    ranks: int, out: Path, *args: str, restarts: int = 0
+) -> Iterator["subprocess.Popen[str]"]:
     """Start torchrun; kill what is left of it and of its ranks at the end."""
     process = launch(ranks, out, *args, restarts=restarts)
     try:
@@ -119,7 +125,11 @@ def wait_for(process: "subprocess.Popen[str]", is_there: Callable[[], Any]) -> N
 
 
 def test_a_run_gives_the_emulators_weights_and_all_outputs(tmp_path: Path) -> None:
-    rules = ["method=pipemare", "stages=4", "method_args={t1: {anneal_updates: 5}, t2: {decay: 0.5}}"]
+    rules = [
+        "method=pipemare",
+        "stages=4",
+        "method_args={t1: {anneal_updates: 5}, t2: {decay: 0.5}}",
+    ]
     code, printed, error = run_by_torchrun(4, tmp_path / "ranks", *rules)
     assert code == 0, error
     expected = emulate(tmp_path / "one", *rules)
@@ -127,10 +137,14 @@ def test_a_run_gives_the_emulators_weights_and_all_outputs(tmp_path: Path) -> No
     report = read_summary(tmp_path / "ranks")
     assert report["backend"] == "distributed" and report["final"] == expected["final"]
     assert report["initial"] == expected["initial"]
-    assert printed.splitlines()[-1].startswith("throughput: ") and printed.count("throughput: ") == 1
+    assert (
+        printed.splitlines()[-1].startswith("throughput: ") and printed.count("throughput: ") == 1
+    )
     # as many bytes were sent as were planned
     assert report["links"] == sorted(expected["links"], key=lambda link: (link["src"], link["dst"]))
-    assert [s["optimizer_bytes"] for s in report["stages"]] == [s["optimizer_bytes"] for s in expected["stages"]]
+    assert [s["optimizer_bytes"] for s in report["stages"]] == [
+        s["optimizer_bytes"] for s in expected["stages"]
+    ]
     trace = read_trace_file(tmp_path / "ranks")
     assert trace["otherData"]["modelled"] is False
     starts = [event["ts"] for event in trace["traceEvents"] if event.get("ph") == "X"]
@@ -163,7 +177,9 @@ def test_stages_that_share_a_process_keep_their_own_delays(how: List[str], tmp_p
     expected = compare(tmp_path, 2, *how)
     report = read_summary(tmp_path / "ranks")
     for key in ("forward_delay", "backward_delay", "weight_copies", "optimizer_bytes"):
-        assert [stage[key] for stage in report["stages"]] == [stage[key] for stage in expected["stages"]]
+        assert [stage[key] for stage in report["stages"]] == [
+            stage[key] for stage in expected["stages"]
+        ]
     crossing = {(link["src"], link["dst"]) for link in report["links"]}
     # the others are handed over
     v_shaped = {(0, 1), (2, 3)}
@@ -229,12 +245,16 @@ def _children(parent: int) -> List[int]:
     return children
 
 
-by_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
+by_proc = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="finds the processes in /proc"
+)
 
 
 @pytest.mark.slow
 @by_proc
-def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_goes_on(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_goes_on(
+    tmp_path: Path,
+) -> None:
     how = ["steps=30000", "checkpoint.every=20", "stages=2", "evaluate.every=0"]
     with launched(2, tmp_path / "run", *how, restarts=1) as process:
         wait_for(process, (tmp_path / "run" / "checkpoints" / "step-20").is_dir)
@@ -244,7 +264,11 @@ def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_goes_on(tmp
         resumed = next(line for line in process.stdout if line.startswith("resuming after update "))
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
-    assert process.returncode != 0 and str(tmp_path / "run") in restarted and int(resumed.split()[3]) >= 20
+    assert (
+        process.returncode != 0
+        and str(tmp_path / "run") in restarted
+        and int(resumed.split()[3]) >= 20
+    )
     (complaint,) = [line for line in error.splitlines() if line.startswith("error: ")]
     assert "rank 0, stage 0, action" in complaint and "is lost" in complaint, error
     for step in (tmp_path / "run" / "checkpoints").glob("step-*"):
@@ -255,7 +279,13 @@ def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_goes_on(tmp
 @by_proc
 def test_a_rank_without_progress_ends_the_job_at_the_deadline(tmp_path: Path) -> None:
     """Story: rank 0 named rank 1, which waited for rank 2 itself."""
-    how = ["steps=30000", "checkpoint.every=20", "stages=3", "evaluate.every=0", "backend.deadline=3"]
+    how = [
+        "steps=30000",
+        "checkpoint.every=20",
+        "stages=3",
+        "evaluate.every=0",
+        "backend.deadline=3",
+    ]
     with launched(3, tmp_path / "run", *how) as process:
         wait_for(process, (tmp_path / "run" / "checkpoints" / "step-20").is_dir)
         stuck = max(_children(process.pid))
@@ -310,7 +340,9 @@ def test_ranks_end_with_their_launcher_and_the_run_goes_on(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @by_proc
-def test_a_folder_in_use_is_reported_once_and_ctrl_c_to_the_launcher_ends_all(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_reported_once_and_ctrl_c_to_the_launcher_ends_all(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     with lock_folder(out):
         code, _, error = run(2, out, "stages=2")
@@ -322,7 +354,9 @@ def test_a_folder_in_use_is_reported_once_and_ctrl_c_to_the_launcher_ends_all(tm
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
         assert process.returncode != 0 and _ended(ranks, 30)
-    assert not [line for line in error.splitlines() if "tools/train.py" in line and "File" in line], error
+    assert not [
+        line for line in error.splitlines() if "tools/train.py" in line and "File" in line
+    ], error
 
 
 @pytest.mark.slow
@@ -351,7 +385,12 @@ def test_two_nodes_run_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_handed_on_cannot_be_read_anew(tmp_path: Path) -> None:
-    how = ["model.entry=tests.staged_models:make_flat_skipping", "model.args={}", "stages=[b]", "gradient_accumulation=1"]
+    how = [
+        "model.entry=tests.staged_models:make_flat_skipping",
+        "model.args={}",
+        "stages=[b]",
+        "gradient_accumulation=1",
+    ]
     code, _, error = run(2, tmp_path / "run", *how, "method=pipemare")
     assert code != 0 and "error: model: scale: weights of a cut module" in error
     assert not (tmp_path / "run").exists()
@@ -387,7 +426,9 @@ def _send_many(rank: int, folder: Path) -> None:
 
 
 def make_mail(rank: int) -> Mail:
-    return Mail(RankLayout(rank, (0, 1)), torch.device("cpu"), TraceRecorder(rank, rank, range(0)), 60.0)
+    return Mail(
+        RankLayout(rank, (0, 1)), torch.device("cpu"), TraceRecorder(rank, rank, range(0)), 60.0
+    )
 
 
 def test_the_mean_over_replicas_is_the_emulators_whatever_their_number(tmp_path: Path) -> None:
@@ -398,19 +439,33 @@ def test_the_mean_over_replicas_is_the_emulators_whatever_their_number(tmp_path:
 def _average(rank: int, folder: Path) -> None:
     """One message a dtype, of tensors on the host; a gradient that a replica lacks is zero, one that all lack stays away."""
     generator, sent = torch.Generator().manual_seed(3), []
-    kinds = [((50, 3), torch.float32), ((7,), torch.bfloat16), ((), torch.float32), ((4,), torch.float32)]
-    gradients = [[torch.randn(shape, generator=generator).to(dtype) for shape, dtype in kinds] for _ in range(3)]
+    kinds = [
+        ((50, 3), torch.float32),
+        ((7,), torch.bfloat16),
+        ((), torch.float32),
+        ((4,), torch.float32),
+    ]
+    gradients = [
+        [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in kinds]
+        for _ in range(3)
+    ]
     parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in kinds]
     for p, gradient in zip(parameters[:3], gradients[rank]):
         p.grad = gradient.clone() if p.dim() or rank != 1 else None
     gradients[1][2].zero_()
     real = torch.distributed.all_gather
-    torch.distributed.all_gather = lambda every, own, **how: sent.append(own) or real(every, own, **how)  # type: ignore[func-returns-value]
+    torch.distributed.all_gather = lambda every, own, **how: (
+        sent.append(own) or real(every, own, **how)
+    )  # type: ignore[func-returns-value]
     average_over_replicas(parameters, make_mail(rank), ReplicaGroup(None))
     for i, p in enumerate(parameters[:3]):
         expected = (gradients[0][i] + gradients[1][i] + gradients[2][i]) / 3
         assert p.grad is not None and p.grad.shape == p.shape and torch.equal(p.grad, expected)
-    assert parameters[3].grad is None and [message.dtype for message in sent] == [torch.int32, torch.float32, torch.bfloat16]
+    assert parameters[3].grad is None and [message.dtype for message in sent] == [
+        torch.int32,
+        torch.float32,
+        torch.bfloat16,
+    ]
 
 
 def test_what_other_processes_hold_is_freed() -> None:
@@ -425,7 +480,10 @@ def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
     layer = torch.nn.Linear(3, 3)
     freed = free(layer.parameters())
     with zero_freed(freed):
-        assert bool(torch.isfinite(layer(torch.ones(2, 3))).all()) and layer.weight.stride() == (3, 1)
+        assert bool(torch.isfinite(layer(torch.ones(2, 3))).all()) and layer.weight.stride() == (
+            3,
+            1,
+        )
     assert bool(layer.weight.isnan().all()) and bool(layer.bias.isnan().all())
 
 
@@ -437,13 +495,17 @@ def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
     (["method=dualpipe_v", "stages=4", "gradient_accumulation=3"], "error: gradient_accumulation: 3: "),
     (["method=interleaved_1f1b", "stages=8", "stages_per_device=4"], "error: stages: 8: "),  # they divide modules
 ])  # fmt: skip
-def test_what_makes_no_sense_on_processes_is_refused(how: List[str], message: str, tmp_path: Path) -> None:
+def test_what_makes_no_sense_on_processes_is_refused(
+    how: List[str], message: str, tmp_path: Path
+) -> None:
     code, _, error = run(2, tmp_path / "run", "stages=2", *how)
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
     assert code != 0 and len(lines) == 1 and message in lines[0]
 
 
-def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(tmp_path: Path) -> None:
+def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(
+    tmp_path: Path,
+) -> None:
     code, printed, error = run(1, tmp_path / "run", "backend.name=emulator", "steps=4")
     assert code == 0 and "throughput: " in printed, error
     weights = str(tmp_path / "run" / "checkpoints" / "step-4")
@@ -452,11 +514,19 @@ def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(tmp
 
 
 def test_bad_input_is_reported_once(tmp_path: Path) -> None:
-    code, _, error = run_by_torchrun(2, tmp_path / "run", "method=pipedream_2bw", "gradient_accumulation=1", "stages=2")
+    code, _, error = run_by_torchrun(
+        2, tmp_path / "run", "method=pipedream_2bw", "gradient_accumulation=1", "stages=2"
+    )
     assert code != 0 and error.count("error: ") == 1 and "two weight versions" in error
 
 
 def test_without_a_launcher_the_error_says_how_to_start(tmp_path: Path) -> None:
     arguments = [DIGITS, "--out", str(tmp_path / "run"), "--set", "backend.name=distributed"]
-    done = subprocess.run([sys.executable, "tools/train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "torchrun --nproc_per_node" in done.stderr and len(done.stderr.splitlines()) == 1
+    done = subprocess.run(
+        [sys.executable, "tools/train.py", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 2
+        and "torchrun --nproc_per_node" in done.stderr
+        and len(done.stderr.splitlines()) == 1
+    )

@@ -29,7 +29,9 @@ class Turned:
         return self.now
 
 
-def lines_of(updates: int, seconds: float, per_epoch: Optional[int], evaluates: bool = False) -> List[str]:
+def lines_of(
+    updates: int, seconds: float, per_epoch: Optional[int], evaluates: bool = False
+) -> List[str]:
     """Return what a run says whose updates take so long."""
     clock, lines = Turned(), []
     bar = Bar(0, per_epoch, Lines(updates, per_epoch, lines.append, clock))
@@ -45,15 +47,23 @@ def lines_of(updates: int, seconds: float, per_epoch: Optional[int], evaluates: 
 
 def test_a_line_every_half_minute() -> None:
     lines = lines_of(updates=100, seconds=1.0, per_epoch=1000)
-    assert [line.partition(",")[0] for line in lines] == ["update 30/100", "update 60/100", "update 90/100"]
+    assert [line.partition(",")[0] for line in lines] == [
+        "update 30/100",
+        "update 60/100",
+        "update 90/100",
+    ]
     assert lines[0] == "update 30/100, epoch 0.03: loss 1.000 accuracy 0.500, 64 samples/s"
 
 
 def test_a_line_at_an_epochs_end_though_not_more_than_one_a_second() -> None:
     slow = lines_of(updates=30, seconds=1.0, per_epoch=10)
-    assert [line.partition(":")[0] for line in slow] == [f"update {n}0/30, epoch {n}" for n in (1, 2, 3)]
+    assert [line.partition(":")[0] for line in slow] == [
+        f"update {n}0/30, epoch {n}" for n in (1, 2, 3)
+    ]
     quick = lines_of(updates=125, seconds=0.03, per_epoch=10)
-    assert [line.partition(":")[0] for line in quick] == [f"update {n}0/125, epoch {n}" for n in (4, 8, 12)]
+    assert [line.partition(":")[0] for line in quick] == [
+        f"update {n}0/125, epoch {n}" for n in (4, 8, 12)
+    ]
 
 
 def test_without_epochs_lines_name_none() -> None:
@@ -63,11 +73,15 @@ def test_without_epochs_lines_name_none() -> None:
 
 def test_an_epochs_end_and_its_evaluation_are_one_line() -> None:
     lines = lines_of(updates=35, seconds=1.0, per_epoch=20, evaluates=True)
-    assert lines == ["update 20/35, epoch 1: loss 1.000 accuracy 0.500, 64 samples/s, test loss 0.500 accuracy 0.750"]
+    assert lines == [
+        "update 20/35, epoch 1: loss 1.000 accuracy 0.500, 64 samples/s, test loss 0.500 accuracy 0.750"
+    ]
 
 
 @pytest.mark.parametrize("colours", ["", "1"])
-def test_what_is_no_terminal_gets_no_carriage_returns(monkeypatch: pytest.MonkeyPatch, colours: str) -> None:
+def test_what_is_no_terminal_gets_no_carriage_returns(
+    monkeypatch: pytest.MonkeyPatch, colours: str
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", colours)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     for name in ("LINE_SECONDS", "EPOCH_SECONDS"):
@@ -76,24 +90,48 @@ def test_what_is_no_terminal_gets_no_carriage_returns(monkeypatch: pytest.Monkey
         for _ in range(3):
             bar.advance(1.0, None, 8.0)
     printed: Any = sys.stderr.getvalue()
-    lines = [f"update {n}/3, epoch {e}: loss 1.000, 8 samples/s" for n, e in ((1, 0.33), (2, 0.67), (3, 1), (3, 1))]
+    lines = [
+        f"update {n}/3, epoch {e}: loss 1.000, 8 samples/s"
+        for n, e in ((1, 0.33), (2, 0.67), (3, 1), (3, 1))
+    ]
     assert printed.split("\n") == [*lines, ""]
 
 
 # ---- --quiet
 
 
-@pytest.mark.parametrize("more", [[], ["--against", "gpipe", "--set", "method=pipedream"], ["--dry-run"]])
-def test_quiet_training_prints_nothing(tmp_path: Path, more: List[str], monkeypatch: Any, capsys: Any) -> None:
-    asked = [DIGITS, "--set", "steps=2", "evaluate.every=0", *more, "--out", tmp_path / "run", "--quiet"]
+@pytest.mark.parametrize(
+    "more", [[], ["--against", "gpipe", "--set", "method=pipedream"], ["--dry-run"]]
+)
+def test_quiet_training_prints_nothing(
+    tmp_path: Path, more: List[str], monkeypatch: Any, capsys: Any
+) -> None:
+    asked = [
+        DIGITS,
+        "--set",
+        "steps=2",
+        "evaluate.every=0",
+        *more,
+        "--out",
+        tmp_path / "run",
+        "--quiet",
+    ]
     done = run_here(train_command, *asked, monkeypatch=monkeypatch, capsys=capsys)
     assert done == (0, "", "")
     assert (tmp_path / "run" / "summary.json").exists() == ("--dry-run" not in more)
 
 
-def test_quiet_runs_print_faults_and_json_alone(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    done = run_here(train_command, DIGITS, "--quiet", "--set", "seed=-1", monkeypatch=monkeypatch, capsys=capsys)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: --set seed=-1: seed: -1: ")
+def test_quiet_runs_print_faults_and_json_alone(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    done = run_here(
+        train_command, DIGITS, "--quiet", "--set", "seed=-1", monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert (
+        done.returncode == 2
+        and done.stdout == ""
+        and done.stderr.startswith("error: --set seed=-1: seed: -1: ")
+    )
     train(load_config(DIGITS, ["steps=1"]), tmp_path, quiet=True)
     assert capsys.readouterr() == ("", "")
     weights = tmp_path / "checkpoints" / "step-1"
@@ -102,7 +140,9 @@ def test_quiet_runs_print_faults_and_json_alone(tmp_path: Path, monkeypatch: Any
     assert done.returncode == 0 and "test_loss" in json.loads(done.stdout)
 
 
-def test_quiet_collect_writes_and_prints_nothing(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_quiet_collect_writes_and_prints_nothing(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     asked = [DIGITS, "--methods", "gpipe", "--steps", "0", "--out", tmp_path, "--quiet"]
     assert run_here(collect, *asked, monkeypatch=monkeypatch, capsys=capsys) == (0, "", "")
     assert (tmp_path / "memory.json").is_file()

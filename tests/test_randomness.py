@@ -24,10 +24,14 @@ CPU = torch.device("cpu")
 
 def drop() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
+    return nn.Sequential(
+        nn.Linear(12, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)
+    ).double()
 
 
-def run(keyed: KeyedRandomness, model: nn.Module, x: torch.Tensor, microbatch: int = 0) -> torch.Tensor:
+def run(
+    keyed: KeyedRandomness, model: nn.Module, x: torch.Tensor, microbatch: int = 0
+) -> torch.Tensor:
     with keyed.forward(microbatch):
         return model(x)  # type: ignore[no-any-return]
 
@@ -37,11 +41,15 @@ def test_seeds_are_the_same_everywhere() -> None:
     assert len({derive_seed(s, m, n) for s in (0, 1) for m in range(9) for n in ("a", "b")}) == 36
 
 
-def test_draws_depend_on_seed_microbatch_and_module_alone_and_leave_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_depend_on_seed_microbatch_and_module_alone_and_leave_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, x = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), torch.ones(64)
     keyed = KeyedRandomness(model, {"0": 1, "1": 1}, seed=4, device=CPU)
     torch.manual_seed(9)
-    monkeypatch.setattr(torch, "manual_seed", None)  # it seeds every device, which takes 100 times as long
+    monkeypatch.setattr(
+        torch, "manual_seed", None
+    )  # it seeds every device, which takes 100 times as long
     before = torch.get_rng_state()
     first, again = run(keyed, model, x), run(keyed, model, x)
     assert torch.equal(first, again) and torch.equal(before, torch.get_rng_state())
@@ -76,7 +84,9 @@ def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.Mon
     """A generator takes the place of the GPU's."""
     gpu, x = torch.Generator(), torch.ones(8)
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
-    monkeypatch.setattr(observation, "list_generators", lambda device: list_generators(torch.device("cuda", 0)))
+    monkeypatch.setattr(
+        observation, "list_generators", lambda device: list_generators(torch.device("cuda", 0))
+    )
     cpu = torch.default_generator
     layers = [make_depth(cpu), make_depth(gpu), make_depth(cpu, gpu), nn.Identity()]
     model = nn.Sequential(*layers)
@@ -97,7 +107,11 @@ class Shared(nn.Module):
     def __init__(self, way: str = "plain") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.block, self.c = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), nn.Linear(8, 4)
+        self.a, self.block, self.c = (
+            nn.Linear(8, 8),
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)),
+            nn.Linear(8, 4),
+        )
         self.drop, self.way = nn.Dropout(0.5), way
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,13 +138,17 @@ def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
     torch.manual_seed(9)
     before = torch.get_rng_state()
     masks: Any = []
-    handle = model.drop.register_forward_hook(lambda m, inputs, output: masks.append((output == 0) & (inputs[0] != 0)))
+    handle = model.drop.register_forward_hook(
+        lambda m, inputs, output: masks.append((output == 0) & (inputs[0] != 0))
+    )
     first, again = run(keyed, model, x), run(keyed, model, x)
     handle.remove()
     assert torch.equal(first, again) and torch.equal(before, torch.get_rng_state())
     assert len({mask.numpy().tobytes() for mask in masks[:7]}) == 7
     keyed.remove()
-    alone = KeyedRandomness(model, {"block.1": 1}, seed=4, device=CPU)  # the first call's key has no number in it
+    alone = KeyedRandomness(
+        model, {"block.1": 1}, seed=4, device=CPU
+    )  # the first call's key has no number in it
     torch.manual_seed(derive_seed(4, 0, "block.1"))
     expected = model.block(x)
     assert torch.equal(run(alone, model.block, x), expected)
@@ -167,7 +185,9 @@ def test_a_checkpoint_that_keeps_no_random_state_is_refused_where_modules_run_ag
 
 def test_a_module_around_others_may_draw_itself() -> None:
     x = torch.ones(8, 4)
-    around = Composed(lambda m, x: m.drop(m.drop(x) + torch.rand(8, 4)) + torch.rand(8, 4), drop=nn.Dropout(0.5))
+    around = Composed(
+        lambda m, x: m.drop(m.drop(x) + torch.rand(8, 4)) + torch.rand(8, 4), drop=nn.Dropout(0.5)
+    )
     calls = observe_effects(around, x).draws
     assert calls == {"": 1, "drop": 2}
     keyed = KeyedRandomness(around, calls, 0, CPU)

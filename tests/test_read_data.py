@@ -58,7 +58,9 @@ def save(file: Path, seed: int) -> None:
 
 
 def own(out: Path, steps: int, **how: Any) -> Dict[str, Any]:
-    return ipu_pipe.train(load_config(DIGITS, [*OWN, *SHAPES, f"steps={steps}"]), out, quiet=True, **how)
+    return ipu_pipe.train(
+        load_config(DIGITS, [*OWN, *SHAPES, f"steps={steps}"]), out, quiet=True, **how
+    )
 
 
 def newest(out: Path) -> Any:
@@ -91,7 +93,9 @@ def test_a_run_does_not_go_on_with_other_data(folder: Path) -> None:
     (fault,) = list_faults(own, folder / "run", 4, resume=True)
     assert message in fault
     with pytest.raises(BadInput, match=message):
-        check(load_config(DIGITS, [*OWN, *SHAPES, "steps=4"]), folder / "run", resume=True)  # as --dry-run does
+        check(
+            load_config(DIGITS, [*OWN, *SHAPES, "steps=4"]), folder / "run", resume=True
+        )  # as --dry-run does
     save(folder / "data" / "2.npy", 2)
     first, second, *_ = list_faults(own, folder / "run", 4, resume=True)
     assert "1.npy" in first and "2.npy" in second
@@ -108,14 +112,22 @@ def test_processes_do_not_go_on_with_other_data(folder: Path) -> None:
     emulate(folder / "run", *sets, "steps=4", "gradient_accumulation=2")
     save(folder / "data" / "1.npy", 5)
     code, _, error = run(2, folder / "run", *sets, "steps=8", "gradient_accumulation=2", "--resume")
-    assert code == 2 and error.count("data: 1.npy: its SHA-256 was") == 1 and len(error.splitlines()) == 1
+    assert (
+        code == 2
+        and error.count("data: 1.npy: its SHA-256 was") == 1
+        and len(error.splitlines()) == 1
+    )
 
 
-def test_files_that_moved_or_are_unchanged_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_moved_or_are_unchanged_are_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: List[Path] = []
     plain = files.hash_file
     own(folder / "run", 2)
-    monkeypatch.setattr(files, "hash_file", lambda file, kind: read.append(file) or plain(file, kind))
+    monkeypatch.setattr(
+        files, "hash_file", lambda file, kind: read.append(file) or plain(file, kind)
+    )
     own(folder / "run", 4, resume=True)
     assert read == []  # their sizes and times say enough
     shutil.copytree(folder / "data", folder / "there" / "data")
@@ -126,7 +138,9 @@ def test_files_that_moved_or_are_unchanged_are_the_same(folder: Path, monkeypatc
     assert [file.name for file in read] == ["0.npy"]
 
 
-def test_many_or_large_files_are_known_by_names_and_sizes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_or_large_files_are_known_by_names_and_sizes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "MOST_HASHED_BYTES", (folder / "data" / "0.npy").stat().st_size)
     own(folder / "run", 2)
     entries = newest(folder / "run")["files"]
@@ -137,7 +151,10 @@ def test_many_or_large_files_are_known_by_names_and_sizes(folder: Path, monkeypa
     save(folder / "data" / "1.npy", 1)
     monkeypatch.setattr(provenance, "MOST_FILES", 1)
     own(folder / "many", 2)
-    assert newest(folder / "many")["files"] == {} and newest(folder / "many")["file_names"]["count"] == 2
+    assert (
+        newest(folder / "many")["files"] == {}
+        and newest(folder / "many")["file_names"]["count"] == 2
+    )
     save(folder / "data" / "2.npy", 2)
     with pytest.raises(BadInput, match="the SHA-256 of the names of its files was"):
         own(folder / "many", 4, resume=True)
@@ -164,11 +181,14 @@ def test_data_that_python_gave_is_known_by_its_first_microbatch(folder: Path) ->
     train("run", 2, loaded(0))
     train("run", 4, loaded(0), resume=True)
     with pytest.raises(
-        BadInput, match="the SHA-256 of the first microbatch was [0-9a-f]{16}, is [0-9a-f]{16}: the data"
+        BadInput,
+        match="the SHA-256 of the first microbatch was [0-9a-f]{16}, is [0-9a-f]{16}: the data",
     ):
         train("run", 6, loaded(1), resume=True)
     train("noisy", 2, loaded(0, noise=True))
-    train("noisy", 4, loaded(0, noise=True), resume=True)  # draws another one each time: nothing can be said of it
+    train(
+        "noisy", 4, loaded(0, noise=True), resume=True
+    )  # draws another one each time: nothing can be said of it
 
 
 def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
@@ -176,7 +196,10 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     data.data_files = ["data/missing.npy"]
     with pytest.raises(BadInput, match="data: data/missing.npy: No such file"):
         ipu_pipe.train(
-            load_config(DIGITS, [*SHORT, *OWN[1:], *SHAPES, "steps=2"]), folder / "run", data=data, quiet=True
+            load_config(DIGITS, [*SHORT, *OWN[1:], *SHAPES, "steps=2"]),
+            folder / "run",
+            data=data,
+            quiet=True,
         )
 
 
@@ -184,4 +207,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"1")
     result = files.hash_files({name: tmp_path / name for name in ("pipe", "file")}, {})
-    assert result["pipe"]["sha256"] is None and result["file"]["sha256"] == hashlib.sha256(b"1").hexdigest()
+    assert (
+        result["pipe"]["sha256"] is None
+        and result["file"]["sha256"] == hashlib.sha256(b"1").hexdigest()
+    )

@@ -38,20 +38,32 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("how", [["method=pipemare"], ["method=local_greedy"], ["replicas=2", "method=gpipe"]])
-def test_losses_read_now_and_then_give_the_same_numbers(how: List[str], tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "how", [["method=pipemare"], ["method=local_greedy"], ["replicas=2", "method=gpipe"]]
+)
+def test_losses_read_now_and_then_give_the_same_numbers(
+    how: List[str], tmp_path: Path, monkeypatch: Any
+) -> None:
     config, reads = load_config(DIGITS, [*SHORT, *how]), []
     at_once = train(config, tmp_path / "a", quiet=True)
     monkeypatch.setattr(engines, "does_reading_synchronize", lambda device: True)
     read = Emulator.read
     monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))
     later = train(config, tmp_path / "b", quiet=True)
-    assert later["final"] == at_once["final"] and read_numbers(tmp_path / "a") == read_numbers(tmp_path / "b")
+    assert later["final"] == at_once["final"] and read_numbers(tmp_path / "a") == read_numbers(
+        tmp_path / "b"
+    )
     epochs = range(config_updates(config), 23, config_updates(config))
-    assert reads == sorted({1, 5, 10, 15, 20, 8, 16, 23, *epochs})  # the first, lines, checkpoints, evaluations
-    states = [(tmp_path / run / "checkpoints" / "step-16" / "manifest.json").read_text() for run in "ab"]
+    assert reads == sorted(
+        {1, 5, 10, 15, 20, 8, 16, 23, *epochs}
+    )  # the first, lines, checkpoints, evaluations
+    states = [
+        (tmp_path / run / "checkpoints" / "step-16" / "manifest.json").read_text() for run in "ab"
+    ]
     positions = [json.loads(state)["position"] for state in states]
-    assert all(position.pop("seconds") > 0 for position in positions) and positions[0] == positions[1]
+    assert (
+        all(position.pop("seconds") > 0 for position in positions) and positions[0] == positions[1]
+    )
 
 
 def config_updates(config: Any) -> int:
@@ -59,7 +71,9 @@ def config_updates(config: Any) -> int:
     return int(320 // (8 * 4 * config.replicas))
 
 
-def test_a_loss_that_is_not_finite_is_reported_of_its_own_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_finite_is_reported_of_its_own_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, messages = load_config(DIGITS, [*SHORT, "optimizer.lr=1e18"]), []
     for run, waits in (("a", False), ("b", True)):
         monkeypatch.setattr(engines, "does_reading_synchronize", lambda device, waits=waits: waits)
@@ -72,7 +86,9 @@ def test_a_loss_that_is_not_finite_is_reported_of_its_own_update(tmp_path: Path,
 
 def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "does_reading_synchronize", lambda device: True)
-    flow = Flow(build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), is_planned=True)
+    flow = Flow(
+        build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), is_planned=True
+    )
     flow.give()
     assert len(list(flow.take())) == 1
     with Reads() as reads:

@@ -53,9 +53,9 @@ class Sometimes(nn.Module):
 def test_buckets_are_of_one_dtype_and_size_the_last_parameters_first() -> None:
     model = Sometimes()
     layers = [[layer.bias, layer.weight] for layer in reversed(model.layers)]
-    assert [[id(p) for p in bucket] for bucket in divide_into_buckets(list(model.parameters()), BUCKET)] == [
-        [id(p) for p in bucket] for bucket in [*layers, [model.scale]]
-    ]
+    assert [
+        [id(p) for p in bucket] for bucket in divide_into_buckets(list(model.parameters()), BUCKET)
+    ] == [[id(p) for p in bucket] for bucket in [*layers, [model.scale]]]
     large = divide_into_buckets([model.scale, *model.layers[0].parameters()], 1)
     assert [len(bucket) for bucket in large] == [1, 1, 1]
 
@@ -73,7 +73,11 @@ def _compare(rank: int, folder: Path) -> None:
 
 def _make_mail(rank: int, channels: Any = None) -> Mail:
     return Mail(
-        RankLayout(rank, (0,), RANKS), torch.device("cpu"), TraceRecorder(rank, 0, range(0)), 60.0, channels=channels
+        RankLayout(rank, (0,), RANKS),
+        torch.device("cpu"),
+        TraceRecorder(rank, 0, range(0)),
+        60.0,
+        channels=channels,
     )
 
 
@@ -104,7 +108,9 @@ def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: Li
             assert p.grad is None and q.grad is None
             continue
         assert p.grad is not None and q.grad is not None and p.grad.shape == q.grad.shape
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-6 if q.dtype == torch.float32 else 1e-13, atol=1e-15)
+        torch.testing.assert_close(
+            q.grad, p.grad, rtol=1e-6 if q.dtype == torch.float32 else 1e-13, atol=1e-15
+        )
     assert any(bool(p.grad.any()) for p in fast.layers[2].parameters() if p.grad is not None)
     # the bucket of the last layer is on its way before the first layer has its gradient; what nobody uses holds up those after it
     before = 3 if rank == 1 else 2  # of 6 buckets
@@ -115,7 +121,9 @@ def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: Li
 def _check_parts(rank: int) -> None:
     """A gradient that comes twice in one backward is refused, after its sum has begun."""
     layer = nn.Linear(9, 9)
-    average = OverlappedAverage(list(layer.parameters()), _make_mail(rank), ReplicaGroup(None), 1, 1)
+    average = OverlappedAverage(
+        list(layer.parameters()), _make_mail(rank), ReplicaGroup(None), 1, 1
+    )
     x = torch.randn(2, 9, requires_grad=True)
     with pytest.raises(RunFault, match="reduction: fast"), average.add_pass():
         hidden: Any = checkpoint(layer, x, use_reentrant=True)
@@ -129,7 +137,9 @@ def _check_nccl(rank: int, group: Any) -> None:
     """A group of nccl is used once before anything is posted, and its waits take no limit."""
     double, channels = NcclDouble([group]), {REPLICAS: group}
     with double:
-        use_channels_once(channels, [], RankLayout(rank, (0,), RANKS), torch.device("cpu"), timedelta(seconds=60))
+        use_channels_once(
+            channels, [], RankLayout(rank, (0,), RANKS), torch.device("cpu"), timedelta(seconds=60)
+        )
         through = ReplicaGroup(None, group)
         assert through.of_gradients is group
         _check_numbers_and_order(rank, copy.copy(through), _make_mail(rank, channels), [])
@@ -152,10 +162,20 @@ def test_a_run_of_three_replicas_is_close_to_the_emulators(tmp_path: Path) -> No
 
     A sum that began before the rule had corrected the last microbatch's gradients lost the earlier microbatches'.
     """
-    how = ["method=pipedream", "stages=2", "replicas=3", "gradient_accumulation=2", "reduction=fast", "steps=8", "log.every=1"]
+    how = [
+        "method=pipedream",
+        "stages=2",
+        "replicas=3",
+        "gradient_accumulation=2",
+        "reduction=fast",
+        "steps=8",
+        "log.every=1",
+    ]
     how.append("method_args={delay_compensation: {scale: 1.0}}")
     code, _, error = run(3, tmp_path / "ranks", *how)
     assert code == 0, error
     emulate(tmp_path / "one", *how)
-    torch.testing.assert_close(*(read_state(tmp_path / out, 8) for out in ("ranks", "one")), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        *(read_state(tmp_path / out, 8) for out in ("ranks", "one")), rtol=1e-4, atol=1e-6
+    )
     assert_close_losses(tmp_path / "ranks", tmp_path / "one", 1e-5)

@@ -73,7 +73,9 @@ def drawn(stages: int, count: int, bound: int, stashes: bool, every: int = 1) ->
         late = generator.integers(0, min(bound, number) + 1, stages)
         forward = [history[number - int(d)][s] for s, d in enumerate(late)]
         updates = [int(generator.integers(stages))] if (number + 1) % every == 0 else []
-        replays.append(Stated(int(generator.integers(12)), forward, forward if stashes else list(now), updates))
+        replays.append(
+            Stated(int(generator.integers(12)), forward, forward if stashes else list(now), updates)
+        )
         history.append([n + (s in updates) for s, n in enumerate(now)])
     return replays
 
@@ -88,7 +90,11 @@ def literally(modules: List[nn.Module], replays: List[Stated], data: list) -> No
             inputs = stage.forward(replay.microbatch, inputs, version)
         gradients: list = [None]  # type: ignore[type-arg]
         for s, stage in reversed(list(enumerate(stages))):
-            outputs = (cross_entropy(inputs[0], y),) if stage is stages[-1] else stage.in_flight[replay.microbatch][2]
+            outputs = (
+                (cross_entropy(inputs[0], y),)
+                if stage is stages[-1]
+                else stage.in_flight[replay.microbatch][2]
+            )
             newest = replay.backward[s] == stage.version
             assert newest or replay.backward[s] == replay.forward[s]
             gradients = stage.backward(replay.microbatch, outputs, gradients, newest)
@@ -128,7 +134,9 @@ def test_updates_of_single_stages_are_those_of_the_literal_replay(
     replays = drawn(len(modules), count, 7, stashes, every)
     emulator = emulated(modules, Listed(replays, 7, stashes), data)
     literally(twin, replays, data)
-    for ours, theirs in zip(whole(modules).state_dict().values(), whole(twin).state_dict().values()):
+    for ours, theirs in zip(
+        whole(modules).state_dict().values(), whole(twin).state_dict().values()
+    ):
         assert torch.equal(ours, theirs)
     assert [int(p.item()) for p in emulator._plan.count_updates(len(replays) - 1)] == [
         sum(s in r.updates for r in replays[:-1]) for s in range(len(modules))
@@ -150,7 +158,11 @@ def plan(replays: List[Stated], reach: int = 3) -> ReplayPlan:
     return ReplayPlan(Listed(replays, reach), rules)
 
 
-GOOD = [Stated(4, [0, 0], [0, 0], [1]), Stated(2, [0, 1], [0, 1], [0]), Stated(3, [0, 1], [1, 1], [0, 1])]
+GOOD = [
+    Stated(4, [0, 0], [0, 0], [1]),
+    Stated(2, [0, 1], [0, 1], [0]),
+    Stated(3, [0, 1], [1, 1], [0, 1]),
+]
 
 
 @pytest.mark.parametrize("number, wrong, message", [
@@ -160,11 +172,15 @@ GOOD = [Stated(4, [0, 0], [0, 0], [1]), Stated(2, [0, 1], [0, 1], [0]), Stated(3
     (0, Stated(4, [0, -1], [0, 0], [1]), "replay 0: forward of microbatch 4, stage 1: version -1: must be from 0 to 0"),
     (1, Stated(2, [0, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 1: must be from 0 to 0"),
 ])  # fmt: skip
-def test_a_read_of_what_no_earlier_replay_has_made_is_refused_in_one_line(number: int, wrong: Stated, message: str) -> None:
+def test_a_read_of_what_no_earlier_replay_has_made_is_refused_in_one_line(
+    number: int, wrong: Stated, message: str
+) -> None:
     good, replays = plan(list(GOOD)), list(GOOD)
     assert [good.replay(i).updates.tolist() for i in range(3)] == [[1], [0], [0, 1]]
     replays[number] = wrong
-    assert list_faults(lambda: plan(replays).replay(0)) == [f"{message}, the updates that earlier replays have made"]
+    assert list_faults(lambda: plan(replays).replay(0)) == [
+        f"{message}, the updates that earlier replays have made"
+    ]
 
 
 def test_a_planned_order_reads_within_its_reach() -> None:
@@ -172,14 +188,19 @@ def test_a_planned_order_reads_within_its_reach() -> None:
     method = resolve_method("pipedream", {"split_backward": True, "activation_limit": 4.0})
     table = VersionTable(make_schedule(method, 4, 64, 1), method)
     optimizer = SGD([{"params": [nn.Parameter(torch.zeros(1))], "stage": s} for s in range(4)])
-    reads = ReplayPlan(TableReplays(table), UpdateRules({}, method, np.zeros(4), 1, optimizer, lambda k: 0.1))
+    reads = ReplayPlan(
+        TableReplays(table), UpdateRules({}, method, np.zeros(4), 1, optimizer, lambda k: 0.1)
+    )
     assert max(m - int(reads.replay(m).forward.versions.min()) for m in range(64)) > 2 * (4 + 1 + 1)
 
 
 def test_a_version_older_than_the_source_stated_is_refused() -> None:
     late = [Stated(m, [max(m - 2, 0)], [m], [0]) for m in range(9)]
     assert plan(late, reach=2).replay(0).microbatch == 0
-    with pytest.raises(BadInput, match="^replay 2: forward of microbatch 2, stage 0: version 0: must be from 1 to 2"):
+    with pytest.raises(
+        BadInput,
+        match="^replay 2: forward of microbatch 2, stage 0: version 0: must be from 1 to 2",
+    ):
         plan(late, reach=1).replay(0)
 
 
@@ -192,9 +213,12 @@ def test_a_schedules_replays_take_turns_by_replica_and_update_when_a_batch_is_fu
     source = TableReplays(table, replicas)
     window, width = source.window(1, source.count), len(own)
     expected = [
-        (i // width, own[i % width], (i // width + 1) % 2 == 0 and i % width == width - 1) for i in range(source.count)
+        (i // width, own[i % width], (i // width + 1) % 2 == 0 and i % width == width - 1)
+        for i in range(source.count)
     ]
-    result = zip(window.microbatch.tolist(), window.replica.tolist(), window.updates.all(axis=0).tolist())
+    result = zip(
+        window.microbatch.tolist(), window.replica.tolist(), window.updates.all(axis=0).tolist()
+    )
     assert list(result) == expected[1 : source.count]
     columns = [m for m, _, _ in expected[1 : source.count]]
     assert (window.forward == table.forward(0, 1300)[:, columns]).all()

@@ -18,16 +18,27 @@ from tests.test_train import config
 
 # of a falling loss the greatest is the best: that of the first evaluation, after 4 updates, and the third ends the run
 STOPS = "early_stopping={mode: max, patience: 2, restore_best: true}"
-KEYS = [*OFTEN, 'stages=["4"]', "log.tensorboard=false", "evaluate.subset=32", "data.subset=256", "backend.threads=1"]
+KEYS = [
+    *OFTEN,
+    'stages=["4"]',
+    "log.tensorboard=false",
+    "evaluate.subset=32",
+    "data.subset=256",
+    "backend.threads=1",
+]
 
 
-def went(out: Path, method: str, *over: str, model: Optional[torch.nn.Module] = None, **how: Any) -> Dict[str, Any]:
+def went(
+    out: Path, method: str, *over: str, model: Optional[torch.nn.Module] = None, **how: Any
+) -> Dict[str, Any]:
     sets = [*KEYS, "optimizer.lr=0.01", f"method={method}", *OWN[method], *over]
     return ipu_pipe.train(config(*sets), out, model=own_model() if model is None else model, **how)
 
 
 def holds(model_state: Dict[str, Any], weights: Dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, weights[name].to(value.dtype)) for name, value in model_state.items())
+    return all(
+        torch.equal(value, weights[name].to(value.dtype)) for name, value in model_state.items()
+    )
 
 
 class Sees(ipu_pipe.Callback):
@@ -36,7 +47,9 @@ class Sees(ipu_pipe.Callback):
 
 
 @pytest.mark.parametrize("method", OWN)
-def test_the_model_has_the_best_weights_when_the_run_ends(method: str, tmp_path: Path, capsys: Any) -> None:
+def test_the_model_has_the_best_weights_when_the_run_ends(
+    method: str, tmp_path: Path, capsys: Any
+) -> None:
     model, sees = own_model(), Sees()
     report = went(tmp_path / "run", method, STOPS, model=model, callbacks=[sees])
     step, last = report["restored_step"], report["steps"]
@@ -49,25 +62,42 @@ def test_the_model_has_the_best_weights_when_the_run_ends(method: str, tmp_path:
     assert read_summary(tmp_path / "run")["restored_step"] == step
     # all but the model is as without
     without = own_model()
-    other = went(tmp_path / "other", method, STOPS.replace("true", "false"), model=without, quiet=True)
+    other = went(
+        tmp_path / "other", method, STOPS.replace("true", "false"), model=without, quiet=True
+    )
     assert other["final"] == report["final"] and "restored_step" not in other
     assert holds(without.state_dict(), newest)
 
 
-def test_the_newest_may_be_the_best_and_a_run_need_not_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_may_be_the_best_and_a_run_need_not_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = own_model()
-    report = went(tmp_path / "run", "pipedream", STOPS.replace("max", "min"), "steps=8", model=model)
+    report = went(
+        tmp_path / "run", "pipedream", STOPS.replace("max", "min"), "steps=8", model=model
+    )
     assert report["restored_step"] == 8 and report["stopped"] is None
     assert capsys.readouterr().out.rstrip().endswith("the newest weights are the best: step 8")
     assert holds(model.state_dict(), read_weights(tmp_path / "run", 8))
     first = own_model()
     arguments = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)]}
-    assert went(tmp_path / "whole", "pipedream", "steps=8", model=first, **arguments)["restored_step"] == 4
+    assert (
+        went(tmp_path / "whole", "pipedream", "steps=8", model=first, **arguments)["restored_step"]
+        == 4
+    )
     assert holds(first.state_dict(), read_weights(tmp_path / "whole", 4))
     # a run that goes on knows which was the best
     second = own_model()
-    arguments = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)], "resume": True}
-    assert went(tmp_path / "whole", "pipedream", "steps=12", model=second, **arguments)["restored_step"] == 4
+    arguments = {
+        "callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)],
+        "resume": True,
+    }
+    assert (
+        went(tmp_path / "whole", "pipedream", "steps=12", model=second, **arguments)[
+            "restored_step"
+        ]
+        == 4
+    )
     assert holds(second.state_dict(), read_weights(tmp_path / "whole", 4))
 
 
@@ -91,7 +121,9 @@ def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
     run_in_group(2, train_each_method, tmp_path)
     for method in OWN:
         emulated = own_model()
-        step = went(tmp_path / f"{method}-emulated", method, STOPS, model=emulated, quiet=True)["restored_step"]
+        step = went(tmp_path / f"{method}-emulated", method, STOPS, model=emulated, quiet=True)[
+            "restored_step"
+        ]
         best = read_weights(tmp_path / method, step)
         for rank in range(2):
             saved = torch.load(tmp_path / f"{method}-{rank}.pt")

@@ -75,7 +75,10 @@ def write_schema_2(path: Path) -> None:
     """Rewrite a checkpoint's manifest as the version before schema 3 wrote it, with a mapping for each file."""
     manifest = checkpoint.load(path).manifest
     files = {
-        name: {"bytes": (path / name).stat().st_size, "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
+        name: {
+            "bytes": (path / name).stat().st_size,
+            "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest(),
+        }
         for name in checkpoint.FILES
     }
     body = {
@@ -83,14 +86,22 @@ def write_schema_2(path: Path) -> None:
         "files": files, "keys_sha256": "1" * 64, "keys": manifest["keys"],
     }  # fmt: skip
     text = json.dumps(body, indent=1) + "\n"
-    (path / "manifest.json").write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1))
+    (path / "manifest.json").write_text(
+        text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1)
+    )
 
 
 def write_schema_1(path: Path) -> None:
     """Rewrite a checkpoint as the versions before manifests wrote it."""
     manifest = checkpoint.load(path).manifest
-    hashes = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in checkpoint.FILES}
-    state = {"position": manifest["position"], "optimizer": manifest["optimizer"], "step": manifest["step"]}
+    hashes = {
+        name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in checkpoint.FILES
+    }
+    state = {
+        "position": manifest["position"],
+        "optimizer": manifest["optimizer"],
+        "step": manifest["step"],
+    }
     (path / "state.json").write_text(json.dumps({**state, "schema": 1, "sha256": hashes}, indent=1))
     (path / "manifest.json").unlink()
 
@@ -104,7 +115,10 @@ def damaged(data: bytes, count: int, seed: int) -> Any:
     draw = random.Random(seed)
     for place in [0, 7, 8, 9, len(data) // 2, len(data) - 1, *draw.sample(range(len(data)), count)]:
         bit = draw.randrange(8)
-        yield f"bit {bit} of byte {place}", data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
+        yield (
+            f"bit {bit} of byte {place}",
+            data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :],
+        )
     for length in (0, 1, len(data) // 2, len(data) - 1):
         yield f"{length} bytes", data[:length]
     yield "a byte more", data + b" "
@@ -118,7 +132,10 @@ def test_every_flipped_bit_and_every_cut_is_detected(name: str, cut: Path) -> No
     for what, data in damaged(whole, 120 if name == "manifest.json" else 20, seed=len(name)):
         file.write_bytes(data)
         (fault,) = list_faults(checkpoint.load, folder)
-        assert fault.startswith(f"{file}: corrupt checkpoint") and "--resume-from 4" in fault, (what, fault)
+        assert fault.startswith(f"{file}: corrupt checkpoint") and "--resume-from 4" in fault, (
+            what,
+            fault,
+        )
     file.write_bytes(whole)
     checkpoint.load(folder)
 
@@ -129,7 +146,9 @@ def test_a_damaged_checkpoint_is_one_line_of_the_command(cut: Path, run_tool: An
     file.write_text(file.read_text().replace('"update": 8', '"update": 0'))
     for arguments in (["--out", str(cut), "--resume"], ["--evaluate", str(path)]):
         code, _, complaint = run_tool(DIGITS, *sets(*keys()), *arguments)
-        assert code == 2 and complaint.count("\n") == 1 and f"{file}: corrupt checkpoint" in complaint
+        assert (
+            code == 2 and complaint.count("\n") == 1 and f"{file}: corrupt checkpoint" in complaint
+        )
     code, _, complaint = run_tool(DIGITS, *sets(*keys()), "--out", str(cut), "--resume-from", "4")
     assert code == 0, complaint
 
@@ -138,9 +157,19 @@ def test_a_damaged_checkpoint_is_one_line_of_the_command(cut: Path, run_tool: An
 def test_weights_to_begin_with_must_be_what_was_saved(how: str, cut: Path, tmp_path: Path) -> None:
     folder = cut / "checkpoints" / "step-8"
     path = folder if how == "folder" else folder / "model.safetensors"
-    other = ["seed=3", "method=gpipe", "method_args={}", ADAM, "steps=1", f"init_from={path}"]  # another run altogether
+    other = [
+        "seed=3",
+        "method=gpipe",
+        "method_args={}",
+        ADAM,
+        "steps=1",
+        f"init_from={path}",
+    ]  # another run altogether
     report = train(config(*keys(*other)), tmp_path / "new", quiet=True)
-    assert report["initial"]["test_loss"] == evaluate_checkpoint(config(*keys(*other)), path)["test_loss"]
+    assert (
+        report["initial"]["test_loss"]
+        == evaluate_checkpoint(config(*keys(*other)), path)["test_loss"]
+    )
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-3] ^= 1
     (folder / "model.safetensors").write_bytes(data)
@@ -168,8 +197,12 @@ DECIDING = {
 def test_a_checkpoint_of_another_run_is_refused_by_key(key: str, cut: Path) -> None:
     """Story: a checkpoint of another seed, method, rate or optimizer was accepted."""
     faults = refused(cut, *DECIDING[key])
-    assert any(f": {key}: " in fault and "the config of a run cannot change" in fault for fault in faults), faults
-    (cut / "config.yaml").write_text(dump_config(config(*keys(*DECIDING[key]))))  # that run's own folder, with this checkpoint
+    assert any(
+        f": {key}: " in fault and "the config of a run cannot change" in fault for fault in faults
+    ), faults
+    (cut / "config.yaml").write_text(
+        dump_config(config(*keys(*DECIDING[key])))
+    )  # that run's own folder, with this checkpoint
     faults = refused(cut, *DECIDING[key])
     place = f"{cut / 'checkpoints' / 'step-8'}: {key}: saved with "
     assert any(fault.startswith(place) and "this run has" in fault for fault in faults), faults
@@ -196,7 +229,9 @@ def test_what_is_free_to_change_may(name: str, cut: Path) -> None:
 
 def test_a_run_may_only_grow(trained: Path, cut: Path, capsys: Any) -> None:
     """Story: a longer run that was killed before its first checkpoint was taken for a finished one."""
-    assert refused(cut, "steps=10") == [f"--resume: {cut / 'config.yaml'}: steps: 12 -> 10: may only grow"]
+    assert refused(cut, "steps=10") == [
+        f"--resume: {cut / 'config.yaml'}: steps: 12 -> 10: may only grow"
+    ]
     ended = cut.parent / "ended"
     shutil.copytree(trained, ended)
     assert train(config(*keys("lr_schedule.name=constant")), ended, resume=True)["steps"] == 12
@@ -263,7 +298,11 @@ def test_weights_of_another_precision_are_refused_before_anything_is_written(cut
 def test_a_parameter_that_never_had_a_gradient_has_no_entries(tmp_path: Path) -> None:
     def make_spare() -> torch.nn.Module:
         torch.manual_seed(0)
-        return Composed(lambda m, x: m.used(x.flatten(1)), used=torch.nn.Linear(64, 10), spare=torch.nn.Linear(3, 3))
+        return Composed(
+            lambda m, x: m.used(x.flatten(1)),
+            used=torch.nn.Linear(64, 10),
+            spare=torch.nn.Linear(3, 3),
+        )
 
     how = ["method=gpipe", "method_args={}", "stages=1", "model.args={}"]
     for optimizer in ("optimizer.momentum=0.9", ADAM):
@@ -275,9 +314,14 @@ def test_a_parameter_that_never_had_a_gradient_has_no_entries(tmp_path: Path) ->
 # ---- before the first checkpoint
 
 
-def test_resuming_where_there_is_no_run_yet_starts_one(trained: Path, tmp_path: Path, capsys: Any) -> None:
+def test_resuming_where_there_is_no_run_yet_starts_one(
+    trained: Path, tmp_path: Path, capsys: Any
+) -> None:
     train(config(*keys()), tmp_path / "new", resume=True)
-    assert f"--resume: {tmp_path / 'new'}: contains no run yet: it starts from the beginning" in capsys.readouterr().out
+    assert (
+        f"--resume: {tmp_path / 'new'}: contains no run yet: it starts from the beginning"
+        in capsys.readouterr().out
+    )
     assert_same_weights(tmp_path / "new", trained)
 
 
@@ -290,7 +334,12 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(cut: Path, run_t
     for option, more in refused.items():
         code, _, complaint = run_tool(*dry, *more)
         assert code == 2 and f"{option}: " in complaint and str(cut) in complaint
-    assert run_tool(*dry, "--resume")[0] == run_tool(*dry, "--resume-from", "4")[0] == run_tool(*dry, "--overwrite")[0] == 0
+    assert (
+        run_tool(*dry, "--resume")[0]
+        == run_tool(*dry, "--resume-from", "4")[0]
+        == run_tool(*dry, "--overwrite")[0]
+        == 0
+    )
     assert before == {path: path.stat().st_mtime_ns for path in cut.rglob("*")}
 
 
@@ -317,14 +366,18 @@ def test_a_checkpoint_of_schema_2_gives_its_weights_alone(cut: Path, tmp_path: P
     write_schema_2(folder)
     (line,) = refused(cut)
     file = folder / "model.safetensors"
-    assert line.startswith(f"{folder / 'manifest.json'}: schema: 2: ") and f"init_from: {file}" in line
+    assert (
+        line.startswith(f"{folder / 'manifest.json'}: schema: 2: ") and f"init_from: {file}" in line
+    )
     for path in (folder, file):
         loaded = checkpoint.read_weights(path)
         assert all(torch.equal(loaded[name], weights[name]) for name in weights)
     train(config(*keys(f"init_from={file}", "steps=1")), tmp_path / "new", quiet=True)
 
 
-def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(cut: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(
+    cut: Path, tmp_path: Path
+) -> None:
     folder = cut / "checkpoints" / "step-8"
     write_schema_1(folder)
     (line,) = refused(cut)
@@ -336,7 +389,11 @@ def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(cut: Pat
 # ---- an earlier one, and what a kill leaves
 
 
-def test_a_run_goes_on_from_an_earlier_checkpoint(trained: Path, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
+def test_a_run_goes_on_from_an_earlier_checkpoint(
+    trained: Path,
+    tmp_path: Path,
+    run_tool: Any,  # noqa: F811
+) -> None:
     out = tmp_path / "run"
     shutil.copytree(trained, out)
 
@@ -354,7 +411,9 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(trained: Path, tmp_path: Path,
         assert code == 2 and "--resume" in complaint and complaint.count("\n") == 1
 
 
-def test_what_came_after_an_earlier_checkpoint_is_deleted_at_once(trained: Path, tmp_path: Path) -> None:
+def test_what_came_after_an_earlier_checkpoint_is_deleted_at_once(
+    trained: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     shutil.copytree(trained, out)
     with interrupted_at(4):
@@ -364,7 +423,9 @@ def test_what_came_after_an_earlier_checkpoint_is_deleted_at_once(trained: Path,
 
 def test_leftovers_are_cleared_away(cut: Path) -> None:
     folder = cut / "checkpoints"
-    shutil.copytree(folder / "step-4", folder / ".step-12.old")  # a pruned one: it must not come back
+    shutil.copytree(
+        folder / "step-4", folder / ".step-12.old"
+    )  # a pruned one: it must not come back
     (folder / ".step-7.part").write_text("a file")
     (folder / ".step-9.part").mkdir()
     (folder / ".step-9.part" / "model.safetensors").write_text("half")
@@ -389,14 +450,26 @@ def test_a_full_disk_is_a_fault_and_earlier_checkpoints_stay(limit: int, cut: Pa
     checkpoint.load(folder / "step-8")
 
 
-def test_a_run_with_weights_to_begin_with_is_resumed_twice(tmp_path: Path, trained: Path, run_tool: Any) -> None:  # noqa: F811
+def test_a_run_with_weights_to_begin_with_is_resumed_twice(
+    tmp_path: Path,
+    trained: Path,
+    run_tool: Any,  # noqa: F811
+) -> None:
     """Story: the first resume wrote init_from: null into config.yaml, and the second was refused."""
     first = tmp_path / "first.safetensors"
     shutil.copy(trained / "checkpoints" / "step-4" / "model.safetensors", first)
     chosen = [f"init_from={first}", "steps=8"]
     train(config(*keys(*chosen)), tmp_path / "run", quiet=True)
     first.unlink()
-    dry = [DIGITS, *sets(*keys(*chosen)), "--dry-run", "--out", str(tmp_path / "run"), "--resume-from", "4"]
+    dry = [
+        DIGITS,
+        *sets(*keys(*chosen)),
+        "--dry-run",
+        "--out",
+        str(tmp_path / "run"),
+        "--resume-from",
+        "4",
+    ]
     assert run_tool(*dry)[0] == 0
     for _ in range(2):
         resumed(tmp_path / "run", *chosen, resume_from=4)
@@ -406,13 +479,19 @@ def test_a_run_with_weights_to_begin_with_is_resumed_twice(tmp_path: Path, train
 # ---- foreign files
 
 
-def test_an_older_torch_reads_safetensors_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
+def test_an_older_torch_reads_safetensors_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path
+) -> None:
     """Before 2.6 torch.load(weights_only=True) could be made to run code (CVE-2025-32434)."""
     file = tmp_path / "plain.pt"
     torch.save({"weight": torch.ones(2)}, file)
     monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
     (fault,) = list_faults(checkpoint.read_tensors, file)
-    assert fault.startswith(f"{file}: ") and "safetensors.torch.save_file" in fault and "torch 2.6" in fault
+    assert (
+        fault.startswith(f"{file}: ")
+        and "safetensors.torch.save_file" in fault
+        and "torch 2.6" in fault
+    )
     assert checkpoint.read_weights(trained / "checkpoints" / "step-4")
     monkeypatch.setattr(torch, "__version__", "2.6.0")
     assert set(checkpoint.read_tensors(file)) == {"weight"}

@@ -28,7 +28,11 @@ FREE = ("wait", "pause")  # they follow from the times
 
 def multiset(trace: Trace) -> "Counter[Tuple[Any, ...]]":
     """Return the events without their times, and without waits and pauses, with how often each occurs."""
-    return Counter(event._replace(start_ns=0, end_ns=0) for event in trace.events.rows() if event.kind not in FREE)
+    return Counter(
+        event._replace(start_ns=0, end_ns=0)
+        for event in trace.events.rows()
+        if event.kind not in FREE
+    )
 
 
 def check(resumed: Trace, whole: Trace, ended: int = 0) -> None:
@@ -62,7 +66,9 @@ def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
     finish(start(tmp_path / "resumed", steps=8, resume=True, **KEYS))
     resumed, whole = (read_trace(tmp_path / name / "run") for name in ("resumed", "whole"))
     check(resumed, whole, ended=2)
-    assert resumed.events.is_kind("pause").sum() == 2 and not whole.events.is_kind("pause").any()  # one per rank
+    assert (
+        resumed.events.is_kind("pause").sum() == 2 and not whole.events.is_kind("pause").any()
+    )  # one per rank
 
 
 @pytest.mark.parametrize("method", ["pipedream", "gpipe"])
@@ -72,7 +78,14 @@ def test_a_resumed_runs_trace_on_the_emulator(method: str, tmp_path: Path) -> No
             method=method, stages=["two"], micro_batch_size=BATCH, evaluate={"every": 0}, steps=steps,
             optimizer={"lr": 0.01}, gradient_accumulation=2, **KEYS,
         )  # fmt: skip
-        train(config, folder, model=sleeping_model.model(), data=sleeping_model.data(), resume=resume, quiet=True)
+        train(
+            config,
+            folder,
+            model=sleeping_model.model(),
+            data=sleeping_model.data(),
+            resume=resume,
+            quiet=True,
+        )
 
     run(tmp_path / "whole" / "run", 8)
     run(tmp_path / "resumed" / "run", 4)

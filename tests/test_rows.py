@@ -21,7 +21,10 @@ from ipu_pipe.schedule.table import Schedule, SlotHolds
 from tests.support.runs import list_faults
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
-V = ["F0@0 F1@0 F0@3 B0@3 F1@3 B1@3 B0@0 B1@0".split(), "F0@1 F0@2 F1@1 F1@2 B0@2 B0@1 B1@2 B1@1".split()]
+V = [
+    "F0@0 F1@0 F0@3 B0@3 F1@3 B1@3 B0@0 B1@0".split(),
+    "F0@1 F0@2 F1@1 F1@2 B0@2 B0@1 B1@2 B1@1".split(),
+]
 
 
 def zero_bubble(P: int, M: int) -> List[List[str]]:
@@ -30,14 +33,21 @@ def zero_bubble(P: int, M: int) -> List[List[str]]:
     for s in range(P):
         row = [f"F{m}" for m in range(min(P - s, M))]
         for m in range(M):
-            row += [f"I{m}", *([f"W{m - s}"] if m >= s else []), *([f"F{m + P - s}"] if m + P - s < M else [])]
+            row += [
+                f"I{m}",
+                *([f"W{m - s}"] if m >= s else []),
+                *([f"F{m + P - s}"] if m + P - s < M else []),
+            ]
         rows.append(row + [f"W{m}" for m in range(max(M - s, 0), M)])
     return rows
 
 
 def slots_of(schedule: Schedule) -> Dict[Action, int]:
     """Of every action, updates included, by stage."""
-    counts = {**dict.fromkeys(schedule.passes, schedule.microbatches), Kind.UPDATE: schedule.update_count}
+    counts = {
+        **dict.fromkeys(schedule.passes, schedule.microbatches),
+        Kind.UPDATE: schedule.update_count,
+    }
     return {
         Action(kind, index, s): int(slot)
         for kind, count in counts.items()
@@ -61,7 +71,9 @@ def test_a_v_is_drawn_by_device() -> None:
         "slot      3     4\ndevice 0  F0@3  B0@3*\n(slots 3 to 4 of 10, 1 of 2 devices shown)\n"
     )
     assert schedule.max_in_flight().tolist() == [2, 2, 2, 1] and schedule.busy_share() == 0.8
-    with pytest.raises(BadInput, match="device 0 has two actions in slot 1"):  # F1 of stage 0 and F0 of stage 1
+    with pytest.raises(
+        BadInput, match="device 0 has two actions in slot 1"
+    ):  # F1 of stage 0 and F0 of stage 1
         replace(schedule, placement=(0, 0, 1, 1))
 
 
@@ -73,7 +85,9 @@ def test_a_device_with_one_stage_needs_no_stage_in_its_cells() -> None:
         "device 1  F0@0  .     F0@2  B0@2* .     B0@0*",
     ]
     alone = from_rows([["F0", "B0"], ["F0", "B0"]], 1, placement=(1, 0))  # stage 0 on device 1
-    assert alone.device_of_stage == (1, 0) and format_text(alone).splitlines()[1].startswith("stage 0  F0")
+    assert alone.device_of_stage == (1, 0) and format_text(alone).splitlines()[1].startswith(
+        "stage 0  F0"
+    )
 
 
 def test_two_stages_of_a_device_may_share_a_step_that_holds_both() -> None:
@@ -101,7 +115,9 @@ def test_two_stages_of_a_device_may_share_a_step_that_holds_both() -> None:
     ([["F0", "W0", "I0"]], (), "W0 on stage 0 waits for I0 on stage 0, which waits for W0 on stage 0 (before it in"),
     ([[Action(Kind.RECOMPUTE, 0, 0)]], (), "R0 on stage 0: must be a forward or a backward"),
 ])  # fmt: skip
-def test_rows_that_name_no_schedule_are_refused(rows: Any, placement: Tuple[int, ...], message: str) -> None:
+def test_rows_that_name_no_schedule_are_refused(
+    rows: Any, placement: Tuple[int, ...], message: str
+) -> None:
     assert message in "\n".join(list_faults(from_rows, rows, 1, placement=placement))
 
 
@@ -134,7 +150,10 @@ def test_zero_bubble_has_the_papers_bubble_and_1f1bs_memory(P: int, M: int) -> N
     f, b, w = 3.0, 6.0, 2.0
     times = clock(schedule, Costs([f] * P, [b] * P, [0.5] * P, weight_gradient=[w] * P))
     assert times.finish == M * (f + b) + (P - 1) * (f + b - 2 * w) + 0.5
-    assert times.start[Kind.UPDATE].tolist() == times.end[Kind.WEIGHT_GRADIENT].max(axis=1)[:, None].tolist()
+    assert (
+        times.start[Kind.UPDATE].tolist()
+        == times.end[Kind.WEIGHT_GRADIENT].max(axis=1)[:, None].tolist()
+    )
     units = clock(schedule, make_slot_costs(schedule))
     assert all((units.start[kind] == schedule.slots(kind, 0, M)).all() for kind in SPLIT_PASSES)
 
@@ -156,5 +175,7 @@ def test_a_split_schedule_that_cannot_run_is_refused() -> None:
     runs = part.runs.copy()
     first = np.flatnonzero((runs["stage"] == 0) & (runs["kind"] == CODE[Kind.INPUT_GRADIENT]))[0]
     runs["first_slot"][first] -= 1
-    with pytest.raises(BadInput, match="I0 on stage 0 is in slot 4, but needs I0 on stage 1, which is in slot 4"):
+    with pytest.raises(
+        BadInput, match="I0 on stage 0 is in slot 4, but needs I0 on stage 1, which is in slot 4"
+    ):
         replace(schedule, stretches=(replace(part, runs=runs),))

@@ -38,9 +38,17 @@ def make_mixed(parameters: Any, lr: float) -> torch.optim.Optimizer:
     """Return Muon on matrices and AdamW on the rest, of parameter groups or of one stage's parameters."""
     groups = parameters if isinstance(parameters[0], dict) else [{"params": parameters, "stage": 0}]
     parts = []
-    for number, make in enumerate((getattr(torch.optim, "Muon", torch.optim.SGD), torch.optim.AdamW)):
-        chosen = [[p for p in group["params"] if (p.dim() == 2) == (number == 0)] for group in groups]
-        chosen_groups = [{"params": some, "stage": g["stage"], "member": number} for g, some in zip(groups, chosen) if some]
+    for number, make in enumerate(
+        (getattr(torch.optim, "Muon", torch.optim.SGD), torch.optim.AdamW)
+    ):
+        chosen = [
+            [p for p in group["params"] if (p.dim() == 2) == (number == 0)] for group in groups
+        ]
+        chosen_groups = [
+            {"params": some, "stage": g["stage"], "member": number}
+            for g, some in zip(groups, chosen)
+            if some
+        ]
         parts += [make(chosen_groups, lr=lr)] if chosen_groups else []
     return OptimizersByGroup(parts)
 
@@ -209,7 +217,9 @@ ROWS: Dict[str, Row] = {
 
 def test_the_table_has_every_rule() -> None:
     of_blocks = {"block_rates", "nag"}  # in tests/test_local.py and tests/test_asynchrony.py
-    assert set(RULES) - of_blocks <= {key for row in ROWS.values() for key in (*row.args, row.method)}
+    assert set(RULES) - of_blocks <= {
+        key for row in ROWS.values() for key in (*row.args, row.method)
+    }
 
 
 # ---- by hand
@@ -220,7 +230,9 @@ def rules_of_one_weight(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
     method = resolve_method(row.method, row.args)
     weight = nn.Parameter(torch.tensor([float(START)], dtype=torch.float64))
     optimizer = torch.optim.SGD([{"params": [weight], "stage": 1}], lr=float(LR), momentum=float(M))
-    return weight, UpdateRules(row.args, method, np.array([4.0, 2.0, 0.0]), 1, optimizer, lambda k: float(LR))
+    return weight, UpdateRules(
+        row.args, method, np.array([4.0, 2.0, 0.0]), 1, optimizer, lambda k: float(LR)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.hand])
@@ -262,7 +274,10 @@ def test_each_group_has_its_own_settings_and_prediction() -> None:
             weight.grad = torch.tensor([1.0], dtype=torch.float64)
         rules.step(k, None)
     # velocities 1 then momentum + 1
-    assert [float(weight) for weight in weights] == [1 - 0.5 * 1 - 0.0 * 1.25, 1 - 0.25 * 1 - 4.0 * 1.5]
+    assert [float(weight) for weight in weights] == [
+        1 - 0.5 * 1 - 0.0 * 1.25,
+        1 - 0.25 * 1 - 4.0 * 1.5,
+    ]
     # version 1 of a lag of 2 updates: w - 2 lr v, with the rate of update 1
     [(x, c)] = rules.compute_corrections(0, int(rules.encode_forwards(np.array([1]))[0]), 1)
     assert [c * float(x[0]), c * float(x[1])] == [-2 * 0.0 * 1.25, -2 * 4.0 * 1.5]
@@ -274,7 +289,9 @@ def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
     args = {"delay_compensation": {"scale": 4.0, "adaptive": adaptive, "decay": 0.5}}
     weight = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
     optimizer = torch.optim.Adam([{"params": [weight], "stage": 0}], lr=0.25)
-    rules = UpdateRules(args, resolve_method("pipedream"), np.array([1.0]), 2, optimizer, lambda k: 0.25)
+    rules = UpdateRules(
+        args, resolve_method("pipedream"), np.array([1.0]), 2, optimizer, lambda k: 0.25
+    )
     for g, age in ((3.0, [torch.tensor([0.5], dtype=torch.float64)]), (-1.0, None)):
         with rules.compensate(0, [0], lambda stage: age):
             (weight * g / 2).sum().backward()
@@ -283,7 +300,9 @@ def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
     assert float(weight.grad) == pytest.approx((first - 1) / 2, rel=1e-15)
     assert not optimizer.state
     rules.step(0, lambda k: None)
-    assert [float(optimizer.state[weight][name]) for name in rules.list_entries(0)] == [2.75] * adaptive
+    assert [float(optimizer.state[weight][name]) for name in rules.list_entries(0)] == [
+        2.75
+    ] * adaptive
 
 
 def test_delay_compensation_keeps_its_mean_square_beside_an_optimizer_without_state() -> None:
@@ -291,19 +310,32 @@ def test_delay_compensation_keeps_its_mean_square_beside_an_optimizer_without_st
     args = {"delay_compensation": {"scale": 1.0, "adaptive": True, "decay": 0.5}}
     weight, unused = (nn.Parameter(torch.tensor([2.0], dtype=torch.float64)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [weight, unused], "stage": 0}], lr=0.25)
-    rules = UpdateRules(args, resolve_method("pipedream"), np.array([1.0]), 1, optimizer, lambda k: 0.25)
+    rules = UpdateRules(
+        args, resolve_method("pipedream"), np.array([1.0]), 1, optimizer, lambda k: 0.25
+    )
     with rules.compensate(0, [0], lambda stage: None):
         (weight * 3.0).sum().backward()
     rules.step(0, None)
-    assert {p: float(state["delay_mean_square"]) for p, state in optimizer.state.items()} == {weight: 4.5}
+    assert {p: float(state["delay_mean_square"]) for p, state in optimizer.state.items()} == {
+        weight: 4.5
+    }
 
 
 def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
     """PipeOptim: a forward reads w - lr T m_hat / (sqrt(v_hat) + eps); the lag is 3, the rate 0.1."""
     weight, never = (nn.Parameter(torch.tensor([2.0], dtype=torch.float64)) for _ in range(2))
-    optimizer = torch.optim.AdamW([{"params": [weight, never], "stage": 0}], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [{"params": [weight, never], "stage": 0}], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0
+    )
     args = {"weight_prediction": {"form": "optimizer", "scale": 1.0}}
-    rules = UpdateRules(args, resolve_method("pipedream", {"stash": False}), np.array([3.0]), 1, optimizer, lambda k: 0.1)
+    rules = UpdateRules(
+        args,
+        resolve_method("pipedream", {"stash": False}),
+        np.array([3.0]),
+        1,
+        optimizer,
+        lambda k: 0.1,
+    )
     m = v = 0.0
     assert rules.compute_corrections(0, FORWARD, 0) == [] and rules.list_entries(0) == []
     for t, g in enumerate((0.5, -1.0, 0.25), 1):
@@ -312,7 +344,9 @@ def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
         ((x, c),) = rules.compute_corrections(0, FORWARD, t)
         direction = (m / (1 - 0.9**t)) / (math.sqrt(v / (1 - 0.99**t)) + 1e-8)
-        assert c * float(x[0]) == pytest.approx(-0.1 * 3 * direction, rel=1e-14) and float(x[1]) == 0
+        assert (
+            c * float(x[0]) == pytest.approx(-0.1 * 3 * direction, rel=1e-14) and float(x[1]) == 0
+        )
 
 
 def test_spike_compensation_with_delay_one_is_nesterov() -> None:
@@ -345,7 +379,9 @@ def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumu
         data = batches(accumulate * 12)
         twin = copy.deepcopy(stages)
         unsplit = whole(stages)
-        drains = [accumulate * 7] if name in ("t1+t2", "both", "prediction-stash", "hogwild") else []
+        drains = (
+            [accumulate * 7] if name in ("t1+t2", "both", "prediction-stash", "hogwild") else []
+        )
         emulate(unsplit, method, accumulate, data, make_optimizer, drains, row.args, row.switch)
         literal(twin, method, accumulate, data, make_optimizer, drains, row.args, row.switch)
         if row.exact:
@@ -367,7 +403,15 @@ def test_one_stage_is_plain_training(name: str) -> None:
     args = {**row.args, "recompute": {"segments": 1}} if "recompute" in row.args else row.args
     data = batches(12)
     twin, unsplit = whole(fresh("convolution")), nn.Sequential(nn.Sequential(*fresh("convolution")))
-    emulate(unsplit, resolve_method(row.method, args), 2, data, row.optimizers[0], args=args, switch=row.switch)
+    emulate(
+        unsplit,
+        resolve_method(row.method, args),
+        2,
+        data,
+        row.optimizers[0],
+        args=args,
+        switch=row.switch,
+    )
     plain_training(twin, data, 2, row.optimizers[0])
     assert_equal(unsplit[0], list(twin))
 
@@ -380,11 +424,17 @@ def test_horizons_of_spectrain() -> None:
     S = 6
     for schedule, forward, backward in (
         ("dataflow", [2 * (S - 1) - s for s in range(S)], list(range(S))),
-        ("1f1b", [S - 1 - s + math.ceil(s / 2) for s in range(S)], [math.ceil(s / 2) for s in range(S)]),
+        (
+            "1f1b",
+            [S - 1 - s + math.ceil(s / 2) for s in range(S)],
+            [math.ceil(s / 2) for s in range(S)],
+        ),
     ):
         method = resolve_method("spectrain", {"schedule": schedule})
         table = VersionTable(make_schedule(method, S, 40, 1), method)
-        settings = [Setting(None, s, lag, method, 1) for s, lag in enumerate(table.rule_lag().tolist())]
+        settings = [
+            Setting(None, s, lag, method, 1) for s, lag in enumerate(table.rule_lag().tolist())
+        ]
         assert [compute_spectrain_horizon(at, is_forward=True) for at in settings] == forward
         assert [compute_spectrain_horizon(at, is_forward=False) for at in settings] == backward
 
@@ -416,7 +466,9 @@ def test_drawn_delays_are_exponential_with_the_stated_mean() -> None:
     counts = np.bincount(delays[1], minlength=13)
     ratios = counts[1:8] / counts[:7]
     assert np.allclose(ratios, ratios.mean(), atol=0.08) and 0.6 < ratios.mean() < 0.9
-    assert np.allclose(np.bincount(delays[2]) / delays.shape[1], 1 / 13, atol=0.01)  # mean max/2: uniform
+    assert np.allclose(
+        np.bincount(delays[2]) / delays.shape[1], 1 / 13, atol=0.01
+    )  # mean max/2: uniform
 
 
 def test_drawn_delays_depend_on_the_seed_and_the_microbatch_alone() -> None:
@@ -430,11 +482,18 @@ def test_drawn_delays_depend_on_the_seed_and_the_microbatch_alone() -> None:
 def cyclic_delays(stages: int, newest: bool) -> List[List[int]]:
     """Of cyclic data parallelism on [stage][microbatch], as many microbatches an update as stages, each two slots after the one
     before: the update of stage s has come when microbatch i of the next arrives if s + i >= P - 1 (variant 2); or always 1."""
-    return [[0 if newest and s + i >= stages - 1 else 1 for i in range(stages)] for s in range(stages)]
+    return [
+        [0 if newest and s + i >= stages - 1 else 1 for i in range(stages)] for s in range(stages)
+    ]
 
 
-@pytest.mark.parametrize("variant, method, args", [(1, "pipedream_2bw", {}), (2, "pipedream", {"schedule": "1f1b_capped"})])
-def test_cyclic_data_parallelism_is_a_table_of_delays_and_a_pipeline(variant: int, method: str, args: Any) -> None:
+@pytest.mark.parametrize(
+    "variant, method, args",
+    [(1, "pipedream_2bw", {}), (2, "pipedream", {"schedule": "1f1b_capped"})],
+)
+def test_cyclic_data_parallelism_is_a_table_of_delays_and_a_pipeline(
+    variant: int, method: str, args: Any
+) -> None:
     for P in range(2, 9):
         chosen = resolve_method(method, args)
         table = VersionTable(make_schedule(chosen, P, 5 * P, P), chosen)
@@ -444,7 +503,9 @@ def test_cyclic_data_parallelism_is_a_table_of_delays_and_a_pipeline(variant: in
         assert (table.backward(0, 5 * P) == table.forward(0, 5 * P)).all()
     twin, stages = fresh("mlp"), fresh("mlp")
     data, P = batches(24), len(stages)
-    stated = resolve_method("pipedream", {"constant_delay": {"updates": cyclic_delays(P, variant == 2)}})
+    stated = resolve_method(
+        "pipedream", {"constant_delay": {"updates": cyclic_delays(P, variant == 2)}}
+    )
     literal(twin, stated, P, data, ADAMW)
     for one in (stated, resolve_method(method, args)):
         unsplit = whole(fresh("mlp"))
@@ -466,9 +527,9 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
     assert table.rule_lag().tolist() == [7, 5, 3, 1]
     assert table.greatest_lag().tolist() == [20] * 4
     with pytest.raises(BadInput, match="max must be at least 14"):
-        VersionTable(make_schedule(method, 4, 40, 1), resolve_method("pipemare", {"hogwild": {"max": 13}})).forward(
-            0, 4
-        )
+        VersionTable(
+            make_schedule(method, 4, 40, 1), resolve_method("pipemare", {"hogwild": {"max": 13}})
+        ).forward(0, 4)
 
 
 # ---- refusals
@@ -499,7 +560,9 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
     ("gpipe", {"t1": {"anneal_updates": 3}}, "sgd", {}, "no gradient is stale"),
     ("gpipe", {"warmup": {"epochs": 1}}, "sgd", {}, "no gradient is stale"),
 ])  # fmt: skip
-def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, options: Any, message: str) -> None:
+def test_rules_are_refused_with_the_reason(
+    method: str, args: Any, kind: str, options: Any, message: str
+) -> None:
     faults = list_conflicts(args, resolve_method(method, args), kind, options)
     assert any(message in fault for fault in faults), faults
 

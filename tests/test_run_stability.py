@@ -26,7 +26,11 @@ from tests.support.flows import train_updates
 from tests.support.models import Composed
 from tests.support.runs import ROOT, list_faults
 from tools.experiments import stability as command
-from tools.experiments.theory_figures import compute_largest_curvature, load_regression, train_delayed
+from tools.experiments.theory_figures import (
+    compute_largest_curvature,
+    load_regression,
+    train_delayed,
+)
 
 # ---- curvature
 
@@ -50,7 +54,9 @@ def test_the_curvature_of_linear_regression_is_known() -> None:
 def make_saddle(sign: float = 1.0) -> Any:
     """Return a model of curvatures 2 along a, -10 along b, times a sign."""
     a, b = (nn.Parameter(torch.tensor([start])) for start in (0.3, 0.2))
-    return Composed(lambda m, x: sign * (m.a**2 - 5 * m.b**2) * x[:, :1].abs().clamp(1, 1), a=a, b=b)
+    return Composed(
+        lambda m, x: sign * (m.a**2 - 5 * m.b**2) * x[:, :1].abs().clamp(1, 1), a=a, b=b
+    )
 
 
 def test_it_is_the_greatest_above_zero_that_counts() -> None:
@@ -59,29 +65,43 @@ def test_it_is_the_greatest_above_zero_that_counts() -> None:
 
     x, model = torch.ones(4, 1), make_saddle()
     curvature = measure_curvature(model, loss, x, x, [[model.a], [model.b]], 500, 1e-5)
-    assert curvature.value == pytest.approx(2, rel=1e-3) and curvature.shares == (pytest.approx(1), pytest.approx(0, abs=1e-6))
+    assert curvature.value == pytest.approx(2, rel=1e-3) and curvature.shares == (
+        pytest.approx(1),
+        pytest.approx(0, abs=1e-6),
+    )
     hill = make_saddle(-1.0)
-    assert measure_curvature(hill, loss, x, x, [[hill.a], [hill.b]], 500, 1e-5).value == pytest.approx(10, rel=1e-3)
+    assert measure_curvature(
+        hill, loss, x, x, [[hill.a], [hill.b]], 500, 1e-5
+    ).value == pytest.approx(10, rel=1e-3)
     with pytest.raises(BadInput, match="^model: "):
         measure_curvature(model, loss, x, x, [[model.b]], 50)
 
 
 def test_a_model_is_left_as_found_and_looked_at_without_its_dropout() -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(8, 3)
+    )
     model.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     x, y, state = torch.randn(16, 6), torch.arange(16) % 3, torch.get_rng_state()
     stages = [[*model[0].parameters(), *model[1].parameters()], list(model[4].parameters())]
-    result = [measure_curvature(model, nn.functional.cross_entropy, x, y, stages, 200, 1e-3, discrepancy=True) for _ in range(2)]
+    result = [
+        measure_curvature(
+            model, nn.functional.cross_entropy, x, y, stages, 200, 1e-3, discrepancy=True
+        )
+        for _ in range(2)
+    ]
     assert result[0] == result[1] and sum(result[0].shares) == pytest.approx(1, rel=1e-4)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not any(module.training for module in model.modules()) and torch.equal(state, torch.get_rng_state())
+    assert not any(module.training for module in model.modules()) and torch.equal(
+        state, torch.get_rng_state()
+    )
     assert all(p.grad is None for p in model.parameters())
     plain = nn.Sequential(*(layer for layer in model if not isinstance(layer, nn.Dropout))).train()
-    assert measure_curvature(plain, nn.functional.cross_entropy, x, y, stages, 200, 1e-3).value == pytest.approx(
-        result[0].value, rel=1e-4
-    )
+    assert measure_curvature(
+        plain, nn.functional.cross_entropy, x, y, stages, 200, 1e-3
+    ).value == pytest.approx(result[0].value, rel=1e-4)
 
 
 def test_attention_can_be_differentiated_twice() -> None:
@@ -89,7 +109,12 @@ def test_attention_can_be_differentiated_twice() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     x = torch.randn(3, 5, 8)
     weights = [list(model.parameters())]
-    assert measure_curvature(model, lambda out, y: ((out - y) ** 2).mean(), x, x.flip(0), weights, 40, 0.1).value > 0
+    assert (
+        measure_curvature(
+            model, lambda out, y: ((out - y) ** 2).mean(), x, x.flip(0), weights, 40, 0.1
+        ).value
+        > 0
+    )
 
 
 def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
@@ -104,10 +129,14 @@ def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
     stages = [[model[0].weight], [model[1].weight]]
     curvature = measure_curvature(model, half_square, *data, stages, 500, 1e-9, discrepancy=True)
     r = a * b * x - y
-    hessian = np.array([[b * b * x * x, r * x + a * b * x * x], [r * x + a * b * x * x, a * a * x * x]])
+    hessian = np.array(
+        [[b * b * x * x, r * x + a * b * x * x], [r * x + a * b * x * x, a * a * x * x]]
+    )
     values, vectors = np.linalg.eigh(hessian)
     v = vectors[:, -1]
-    assert curvature.value == pytest.approx(values[-1]) and curvature.shares == pytest.approx(tuple(v**2))
+    assert curvature.value == pytest.approx(values[-1]) and curvature.shares == pytest.approx(
+        tuple(v**2)
+    )
     assert curvature.discrepancy == pytest.approx(-v[0] * v[1] * r * x / values[-1], rel=1e-6)
 
 
@@ -150,9 +179,15 @@ RUNS: Dict[str, Dict[str, Any]] = {
     },
     "PB, both": {
         "method": "pipelined_backprop",
-        "method_args": {"weight_prediction": {"form": "difference"}, "spike_compensation": {"scale": 2.0}},
+        "method_args": {
+            "weight_prediction": {"form": "difference"},
+            "spike_compensation": {"scale": 2.0},
+        },
     },
-    "PB, shrunk": {"method": "pipelined_backprop", "method_args": {"gradient_shrinking": {"factor": 0.7}}},
+    "PB, shrunk": {
+        "method": "pipelined_backprop",
+        "method_args": {"gradient_shrinking": {"factor": 0.7}},
+    },
     "SpecTrain": {"method": "spectrain"},
     "PipeMare, T1": {"method": "pipemare", "method_args": {"t1": {"anneal_updates": 10**8}}},
     "constant delay": {"method": "pipedream", "method_args": {"constant_delay": {"updates": 5}}},
@@ -165,12 +200,20 @@ def test_the_emulator_diverges_where_theory_says(name: str) -> None:
     one stretch of updates to the next, a tenth above it rises."""
     keys = RUNS[name]
     analysis = analyze_job(job(0.1, **keys), samples=4, iterations=20)
-    assert analysis["curvature"]["value"] == pytest.approx(3) and analysis["curvature"]["discrepancy"] in (None, 0)
+    assert analysis["curvature"]["value"] == pytest.approx(3) and analysis["curvature"][
+        "discrepancy"
+    ] in (None, 0)
     assert [s["share"] for s in analysis["stages"]] == pytest.approx(SHARES)
     limit = analysis["whole"]["largest_stable_rate"]
     assert analysis["whole"]["margin"] == pytest.approx(limit / 0.1)
     for factor in (0.9, 1.1):
-        again = dict(keys, optimizer={**keys.get("optimizer", {"name": "sgd", "momentum": 0.8}), "lr": factor * limit})
+        again = dict(
+            keys,
+            optimizer={
+                **keys.get("optimizer", {"name": "sgd", "momentum": 0.8}),
+                "lr": factor * limit,
+            },
+        )
         flow, results = train_updates(job(0.1, **again), 90 if name in ("2BW", "gpipe") else 180)
         losses = [result.loss for result in results]
         flow.engine.close()
@@ -179,13 +222,19 @@ def test_the_emulator_diverges_where_theory_says(name: str) -> None:
 
 
 def test_each_stage_is_distinguished_by_its_delay_and_curvature() -> None:
-    analysis = analyze_job(job(0.1, method="pipelined_backprop"), samples=4, iterations=20, by_stage=True)
+    analysis = analyze_job(
+        job(0.1, method="pipelined_backprop"), samples=4, iterations=20, by_stage=True
+    )
     stages = analysis["stages"]
     assert [s["delay"] for s in stages] == [6, 4, 2, 0] and [s["rate"] for s in stages] == [0.1] * 4
     assert [s["curvature"] for s in stages] == pytest.approx([3 * share for share in SHARES])
     for s, share in zip(stages, SHARES):
-        alone = compute_margins([StageDynamics(0, make_delayed_sgd(s["delay"], 0.8), 0.1, 3 * share)])[0]
-        assert (s["largest_stable_rate"], s["margin"]) == pytest.approx((alone.largest_rate, alone.margin))
+        alone = compute_margins(
+            [StageDynamics(0, make_delayed_sgd(s["delay"], 0.8), 0.1, 3 * share)]
+        )[0]
+        assert (s["largest_stable_rate"], s["margin"]) == pytest.approx(
+            (alone.largest_rate, alone.margin)
+        )
 
 
 def test_rates_are_the_greatest_of_the_run_after_its_rules() -> None:
@@ -196,7 +245,9 @@ def test_rates_are_the_greatest_of_the_run_after_its_rules() -> None:
     stages = analysis["stages"]
     assert [s["delay"] for s in stages] == [7, 5, 3, 1]
     powers = [1 - 63 / 100] * 3  # the last update at the full rate: 64 of an epoch
-    assert [s["rate"] for s in stages[:3]] == pytest.approx([0.2 / d**p for d, p in zip((7, 5, 3), powers)])
+    assert [s["rate"] for s in stages[:3]] == pytest.approx(
+        [0.2 / d**p for d, p in zip((7, 5, 3), powers)]
+    )
     assert analysis["rates_of_update"] == [63, 63, 63, 0]
 
 
@@ -204,9 +255,13 @@ def test_rates_are_the_greatest_of_the_run_after_its_rules() -> None:
 
 
 def test_advice_names_the_worst_stage_and_what_raises_its_limit() -> None:
-    stages = [StageDynamics(s, make_delayed_sgd(d, 0.9), 0.05, 2.0) for s, d in enumerate((6, 4, 2, 0))]
+    stages = [
+        StageDynamics(s, make_delayed_sgd(d, 0.9), 0.05, 2.0) for s, d in enumerate((6, 4, 2, 0))
+    ]
     margins = compute_margins(stages)
-    assert [v.margin for v in margins] == sorted(v.margin for v in margins) and margins[0].margin < 1 < margins[-1].margin
+    assert [v.margin for v in margins] == sorted(v.margin for v in margins) and margins[
+        0
+    ].margin < 1 < margins[-1].margin
     changes = {r.change: r for r in margins[0].remedies}
     assert set(changes) == {
         "t1", "spike_compensation", "weight_prediction", "spike_compensation + weight_prediction",
@@ -218,7 +273,9 @@ def test_advice_names_the_worst_stage_and_what_raises_its_limit() -> None:
     assert [v.margin < 1 for v in margins] == [True, True, True, False]
     assert lines[0].startswith("3 of 4 stages") and "stage 0 (delay 6 updates)" in lines[0]
     assert len(lines) == 4 and "with " in lines[1]
-    assert compute_margins([StageDynamics(0, make_delayed_sgd(3), 0.1, 0.0)])[0].margin == math.inf  # without weights
+    assert (
+        compute_margins([StageDynamics(0, make_delayed_sgd(3), 0.1, 0.0)])[0].margin == math.inf
+    )  # without weights
     calm = describe_margins(compute_margins([StageDynamics(0, make_delayed_sgd(3), 1e-4, 1.0)]))
     assert calm[0].startswith("no stage") and len(calm) <= 4
 
@@ -241,12 +298,24 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_config_is_described_stage_by_stage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_is_described_stage_by_stage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     asked = (DIGITS, "--set", "method=pipemare", "optimizer.lr=0.5", "gradient_accumulation=1")
     content = json.loads(printed(capsys, *asked, "--json"))
-    assert list(content) == ["config", "method", "curvature", "rates_of_update", "stages", "whole", "advice"]
-    assert [s["delay"] for s in content["stages"]] == [7, 5, 3, 1] and content["curvature"]["iterations"] < 100
+    assert list(content) == [
+        "config",
+        "method",
+        "curvature",
+        "rates_of_update",
+        "stages",
+        "whole",
+        "advice",
+    ]
+    assert [s["delay"] for s in content["stages"]] == [7, 5, 3, 1] and content["curvature"][
+        "iterations"
+    ] < 100
     assert content["stages"][0]["margin"] < 1 < content["stages"][0]["raised_by"][0]["margin"]
     table = printed(capsys, *asked, "--curvature", "0.3")
     assert "largest stable" in table and "t1 (" in table
@@ -264,7 +333,9 @@ def test_a_config_is_described_stage_by_stage(capsys: pytest.CaptureFixture[str]
     ([DIGITS, "--by-stage", "--curvature", "2"], "--by-stage: "),
     ([DIGITS, "--out", "x"], "--out: x: "),
 ])  # fmt: skip
-def test_bad_input_is_a_line(arguments: List[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_a_line(
+    arguments: List[str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     (fault,) = list_faults(command.main, arguments)
     assert line in fault
@@ -280,7 +351,10 @@ def test_figures_are_data_and_pictures(tmp_path: Path, capsys: pytest.CaptureFix
     content = json.loads(printed(capsys, "pipemare_16", "pb_3", "--out", str(tmp_path), "--json"))
     assert list(content) == ["pipemare_16", "pb_3"]
     assert json.loads((tmp_path / "pb_3.json").read_text()) == content["pb_3"]
-    assert content["pb_3"]["command"] == "python tools/stability.py pb_3" and "Figure 3" in content["pb_3"]["source"]
+    assert (
+        content["pb_3"]["command"] == "python tools/stability.py pb_3"
+        and "Figure 3" in content["pb_3"]["source"]
+    )
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in content)
     lines = {line["label"]: line for line in content["pipemare_16"]["panels"][0]["lines"]}
     assert max(lines["no discrepancy"]["y"]) < max(lines["the same, T2 (D = 0.1)"]["y"])

@@ -37,7 +37,9 @@ def hold(path: Path) -> checkpoint.Checkpoint:
 
 def assert_equal(ours: checkpoint.Checkpoint, theirs: checkpoint.Checkpoint) -> None:
     for part, other in zip(ours[:2], theirs[:2]):
-        assert part.keys() == other.keys() and all(torch.equal(part[name], other[name]) for name in part)
+        assert part.keys() == other.keys() and all(
+            torch.equal(part[name], other[name]) for name in part
+        )
 
 
 # ---- in shards
@@ -46,13 +48,22 @@ def assert_equal(ours: checkpoint.Checkpoint, theirs: checkpoint.Checkpoint) -> 
 @needs_processes
 def test_a_sharded_run_goes_on_on_any_layout(tmp_path: Path) -> None:
     """The model has weights that no stage uses. Two ranks in shards, then the emulator; or three ranks, from a single file."""
-    how = ["model.entry=tests.staged_models:Odd", "model.args={}", "method=gpipe", "optimizer.name=adamw"]
+    how = [
+        "model.entry=tests.staged_models:Odd",
+        "model.args={}",
+        "method=gpipe",
+        "optimizer.name=adamw",
+    ]
     how += ["optimizer.momentum=null"]
     emulate(tmp_path / "one", *how)
     two, three = ["stages=2", SHARDED], ["stages=3", SHARDED, "checkpoint.background=true"]
     code, _, error = run(2, tmp_path / "two", *how, *two, "steps=8")
     assert code == 0, error
-    names = {f"{kind}-0000{rank}-of-00002.safetensors" for kind in ("model", "optimizer") for rank in (1, 2)}
+    names = {
+        f"{kind}-0000{rank}-of-00002.safetensors"
+        for kind in ("model", "optimizer")
+        for rank in (1, 2)
+    }
     last = tmp_path / "two" / "checkpoints" / "step-8"
     assert {file.name for file in last.iterdir()} == {*names, "manifest.json"}
     _read_by_dcp(last)
@@ -63,11 +74,18 @@ def test_a_sharded_run_goes_on_on_any_layout(tmp_path: Path) -> None:
     assert_equal(hold(tmp_path / "on"), hold(tmp_path / "one"))
     shutil.rmtree(tmp_path / "on" / "checkpoints" / "step-12")
     (tmp_path / "on" / "summary.json").unlink()
-    emulate(tmp_path / "on", *how, resume=True, resume_from=4)  # single files from here on, and sharded ones beside them
+    emulate(
+        tmp_path / "on", *how, resume=True, resume_from=4
+    )  # single files from here on, and sharded ones beside them
     code, _, error = run(3, tmp_path / "on", *how, *three, "--resume-from", "8")
     assert code == 0, error
     assert_equal(hold(tmp_path / "on"), hold(tmp_path / "one"))
-    assert len(list((tmp_path / "on" / "checkpoints" / "step-12").glob("model-*-of-00003.safetensors"))) == 3
+    assert (
+        len(
+            list((tmp_path / "on" / "checkpoints" / "step-12").glob("model-*-of-00003.safetensors"))
+        )
+        == 3
+    )
 
 
 def _read_by_dcp(folder: Path) -> None:
@@ -90,7 +108,9 @@ def test_only_processes_that_write_are_numbered(tmp_path: Path) -> None:
     from ipu_pipe.store.shards import ShardWriter
 
     full: Any = object()
-    plans = ShardWriter(tmp_path, 1, {}, {}).prepare_global_plan([SavePlan([]), SavePlan([full]), SavePlan([full])])
+    plans = ShardWriter(tmp_path, 1, {}, {}).prepare_global_plan(
+        [SavePlan([]), SavePlan([full]), SavePlan([full])]
+    )
     assert [plan.storage_data for plan in plans[1:]] == ["00001-of-00002", "00002-of-00002"]
 
 
@@ -114,12 +134,17 @@ def _fail(rank: int, path: str) -> None:
     folder = Path(path) / "checkpoints"
     # a tied weight, which both hold, is written once; plain values of both come into the manifest
     model = {f"{rank}.weight": torch.full((2,), float(rank)), "tied": torch.ones(3)}
-    state = CheckpointState(model, {f"{rank}.weight/step": torch.tensor(4.0)}, {f"{rank}.weight/plain": rank})
+    state = CheckpointState(
+        model, {f"{rank}.weight/step": torch.tensor(4.0)}, {f"{rank}.weight/plain": rank}
+    )
     assert save_shard(folder, 1, state, {"updates": 7}, None) == folder / "step-1"
     saved = checkpoint.load(folder / "step-1")
     assert {*saved.model} == {"0.weight", "1.weight", "tied"} and saved.manifest["updates"] == 7
     assert saved.manifest["optimizer"] == {"0.weight/plain": 0, "1.weight/plain": 1}
-    assert float(saved.model["1.weight"][0]) == 1.0 and {*saved.optimizer} == {"0.weight/step", "1.weight/step"}
+    assert float(saved.model["1.weight"][0]) == 1.0 and {*saved.optimizer} == {
+        "0.weight/step",
+        "1.weight/step",
+    }
 
     real = checkpoint._flush
 
@@ -129,19 +154,25 @@ def _fail(rank: int, path: str) -> None:
         real(file)
 
     checkpoint._flush = refuse
-    with pytest.raises(RunFault, match="step-2: cannot write the checkpoint.*optimizer-00002"):  # on both
+    with pytest.raises(
+        RunFault, match="step-2: cannot write the checkpoint.*optimizer-00002"
+    ):  # on both
         save_shard(folder, 2, state, {}, None)
     dist.barrier()
     assert [file.name for file in folder.iterdir()] == ["step-1"]
 
-    checkpoint._flush = real if rank == 0 else lambda file: os._exit(9)  # as by kill -9, in the midst of writing
+    checkpoint._flush = (
+        real if rank == 0 else lambda file: os._exit(9)
+    )  # as by kill -9, in the midst of writing
     with pytest.raises(RunFault, match="lost"):
         save_shard(folder, 3, state, {}, None)
     assert not (folder / "step-3").exists()
     end_process(0)
 
 
-def test_an_older_torch_cannot_write_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_cannot_write_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "__version__", "2.0.1+cpu")
     (fault,) = list_faults(lambda: train(config(*KEYS, SHARDED), tmp_path / "run", quiet=True))
     assert fault.startswith("checkpoint.format: sharded: needs")
@@ -154,13 +185,21 @@ def test_an_older_torch_cannot_write_shards(tmp_path: Path, monkeypatch: pytest.
 class Beside(ipu_pipe.Callback):
     """Lets a checkpoint be written two updates after it was begun, and notes what happened when."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, interrupts_at: Optional[int] = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, interrupts_at: Optional[int] = None
+    ) -> None:
         self.seen: List[str] = []
-        self.may_write, self.interrupts_at, self.real = threading.Semaphore(0), interrupts_at, checkpoint.save
+        self.may_write, self.interrupts_at, self.real = (
+            threading.Semaphore(0),
+            interrupts_at,
+            checkpoint.save,
+        )
         monkeypatch.setattr(checkpoint, "save", self.write)
 
     def write(self, folder: Path, step: int, *args: Any) -> Path:
-        assert self.may_write.acquire(timeout=60), "training did not go on while a checkpoint was to be written"
+        assert self.may_write.acquire(timeout=60), (
+            "training did not go on while a checkpoint was to be written"
+        )
         return self.real(folder, step, *args)
 
     def on_step(self, now: ipu_pipe.Moment) -> None:
@@ -179,22 +218,39 @@ class Beside(ipu_pipe.Callback):
         self.seen.append(now.checkpoint.name)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(config(*KEYS), tmp_path / "before", quiet=True)
     beside = Beside(monkeypatch)
-    train(config(*KEYS, "checkpoint.background=true"), tmp_path / "beside", quiet=True, callbacks=[beside])
+    train(
+        config(*KEYS, "checkpoint.background=true"),
+        tmp_path / "beside",
+        quiet=True,
+        callbacks=[beside],
+    )
     at = beside.seen.index
     assert at("6") < at("step-4") < at("9") and at("10") < at("step-8") and len(beside.seen) == 15
     assert beside.seen[-1] == "step-12"  # which the end has waited for
     for step in (4, 8, 12):  # a copy: training has changed the weights meanwhile
-        same_step = [checkpoint.load(tmp_path / out / "checkpoints" / f"step-{step}") for out in ("before", "beside")]
+        same_step = [
+            checkpoint.load(tmp_path / out / "checkpoints" / f"step-{step}")
+            for out in ("before", "beside")
+        ]
         assert_equal(*same_step)
 
 
-def test_ctrl_c_waits_for_a_checkpoint_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_waits_for_a_checkpoint_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         beside = Beside(patched, interrupts_at=5)
-        train(config(*KEYS, "checkpoint.background=true"), tmp_path / "run", quiet=True, callbacks=[beside])
+        train(
+            config(*KEYS, "checkpoint.background=true"),
+            tmp_path / "run",
+            quiet=True,
+            callbacks=[beside],
+        )
     assert checkpoint.list_steps(tmp_path / "run" / "checkpoints") == [4]
     train(config(*KEYS, "checkpoint.background=true"), tmp_path / "run", quiet=True, resume=True)
     train(config(*KEYS), tmp_path / "one", quiet=True)
@@ -202,7 +258,9 @@ def test_ctrl_c_waits_for_a_checkpoint_and_the_run_goes_on(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
-def test_what_fails_in_the_background_ends_the_run(fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_the_background_ends_the_run(
+    fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the first, second and last file of the second checkpoint; the first one stays whole."""
     real, calls = checkpoint._flush, []
 
@@ -214,7 +272,9 @@ def test_what_fails_in_the_background_ends_the_run(fails_at: int, tmp_path: Path
         real(file)
 
     monkeypatch.setattr(checkpoint, "_flush", refuse)
-    with pytest.raises(RunFault, match="step-8: cannot write the checkpoint.*part/(model|optimizer|manifest)"):
+    with pytest.raises(
+        RunFault, match="step-8: cannot write the checkpoint.*part/(model|optimizer|manifest)"
+    ):
         train(config(*KEYS, "checkpoint.background=true"), tmp_path / "run", quiet=True)
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-4"}
 
@@ -251,8 +311,16 @@ def _compare_manifests(tmp_path: Path, *others: str, **objects: Any) -> None:
     manifests = []
     for out, background in (("at_once", "false"), ("late", "true")):
         made = {name: make() for name, make in objects.items()}
-        train(config(*KEYS, *others, f"checkpoint.background={background}"), tmp_path / out, quiet=True, **made)
-        saved = [checkpoint.load(tmp_path / out / "checkpoints" / f"step-{step}").manifest for step in (4, 8, 12)]
+        train(
+            config(*KEYS, *others, f"checkpoint.background={background}"),
+            tmp_path / out,
+            quiet=True,
+            **made,
+        )
+        saved = [
+            checkpoint.load(tmp_path / out / "checkpoints" / f"step-{step}").manifest
+            for step in (4, 8, 12)
+        ]
         for manifest in saved:
             # these two depend on the clock; the files' hashes are compared
             manifest["position"].pop("seconds")
@@ -261,7 +329,9 @@ def _compare_manifests(tmp_path: Path, *others: str, **objects: Any) -> None:
     assert manifests[0] == manifests[1]
 
 
-def test_a_slow_writer_saves_the_state_of_the_checkpoints_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_writer_saves_the_state_of_the_checkpoints_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A callback's own list, stored by reference, had the values of later updates when the manifest was written.
 
     Everything that a manifest holds is compared: callbacks, the optimizer's plain values, the position, the plateau.
@@ -278,7 +348,9 @@ def test_a_slow_writer_saves_the_state_of_the_checkpoints_step(tmp_path: Path, m
     def save_late(folder: Path, step: int, *args: Any) -> Path:
         if threading.current_thread() is not threading.main_thread():
             with done:
-                assert done.wait_for(lambda: steps[-1] >= min(step + 2, 12), 60), "training waits for a checkpoint"
+                assert done.wait_for(lambda: steps[-1] >= min(step + 2, 12), 60), (
+                    "training waits for a checkpoint"
+                )
         return real(folder, step, *args)
 
     monkeypatch.setattr(checkpoint, "save", save_late)
@@ -292,12 +364,18 @@ def test_a_slow_writer_saves_the_state_of_the_checkpoints_step(tmp_path: Path, m
     late = tmp_path / "late" / "checkpoints"
     manifest = checkpoint.load(late / "step-4").manifest
     assert manifest["callbacks"][1]["state"]["inner"] == {"steps": [1, 2, 3, 4]}
-    assert all(value == [0, 1, 2, 3] for key, value in manifest["optimizer"].items() if key.endswith("/hist"))
+    assert all(
+        value == [0, 1, 2, 3]
+        for key, value in manifest["optimizer"].items()
+        if key.endswith("/hist")
+    )
 
 
 @needs_processes
 @pytest.mark.parametrize("format", ["single", "sharded"])
-def test_what_a_saver_was_given_may_change_at_once(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_saver_was_given_may_change_at_once(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ipu_pipe.store import shards
     from ipu_pipe.store.saving import Saver
 
@@ -309,7 +387,9 @@ def test_what_a_saver_was_given_may_change_at_once(format: str, tmp_path: Path, 
         written.extend([model, optimizer, entries])
         return folder
 
-    def save_shard(folder: Path, step: int, state: CheckpointState, entries: Any, group: Any) -> Path:
+    def save_shard(
+        folder: Path, step: int, state: CheckpointState, entries: Any, group: Any
+    ) -> Path:
         save(folder, step, state.model, state.optimizer, entries)
         written.append(state.plain)
         return folder

@@ -20,7 +20,12 @@ from ipu_pipe.schedule.rows import format_csv, format_text, from_rows
 from ipu_pipe.schedule.runs import RUN, Stretch
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
-from ipu_pipe.schedule.versions import VersionTable, find_segment_ends, find_segment_heads, recompute_slots
+from ipu_pipe.schedule.versions import (
+    VersionTable,
+    find_segment_ends,
+    find_segment_heads,
+    recompute_slots,
+)
 from tests.support.runs import list_faults
 
 SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
@@ -45,13 +50,18 @@ def test_slots_are_those_of_the_rules_played_out(name: str) -> None:
     for P, M in SIZES:
         for N in accumulates(method, P, M):
             expected, schedule = simulated(method, P, M, N), make_schedule(method, P, M, N)
-            forward, backward = schedule.slots(Kind.FORWARD, 0, M), schedule.slots(Kind.BACKWARD, 0, M)
+            forward, backward = (
+                schedule.slots(Kind.FORWARD, 0, M),
+                schedule.slots(Kind.BACKWARD, 0, M),
+            )
             got = {(s, "F", m): int(forward[s, m]) for s in range(P) for m in range(M)}
             got.update({(s, "B", m): int(backward[s, m]) for s in range(P) for m in range(M)})
             assert got == expected.slots, (P, M, N)
             assert schedule.slot_count == expected.length
             updates = schedule.slots(Kind.UPDATE, 0, schedule.update_count).tolist()
-            assert [[(slot, k) for k, slot in enumerate(row)] for row in updates] == expected.updates
+            assert [
+                [(slot, k) for k, slot in enumerate(row)] for row in updates
+            ] == expected.updates
 
 
 @pytest.mark.parametrize("name", PLAYED)
@@ -60,7 +70,9 @@ def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -
     for P, M, N in ((1, 5, 2), (3, 20, 3), (4, 11, 5), (6, 7, 7), (7, 20, 8)):
         expected, schedule = simulated(method, P, M, N), make_schedule(method, P, M, N)
         cells: Dict[Tuple[int, int], str] = {}
-        for (s, kind, m), slot in sorted(expected.slots.items(), key=lambda item: item[0][1], reverse=True):
+        for (s, kind, m), slot in sorted(
+            expected.slots.items(), key=lambda item: item[0][1], reverse=True
+        ):
             cells[s, slot] = (cells.get((s, slot), "") + f" {kind}{m}").strip()  # forwards first
         for s in range(P):
             assert schedule.cells(s) == [cells.get((s, slot)) for slot in range(expected.length)]
@@ -82,7 +94,10 @@ def test_most_in_flight_is_the_count_over_the_rules(name: str) -> None:
         for N in accumulates(method, P, M):
             slots = simulated(method, P, M, N).slots
             most = [
-                max(sum(slots[s, "F", o] <= slots[s, "F", m] <= slots[s, "B", o] for o in range(M)) for m in range(M))
+                max(
+                    sum(slots[s, "F", o] <= slots[s, "F", m] <= slots[s, "B", o] for o in range(M))
+                    for m in range(M)
+                )
                 for s in range(P)
             ]
             assert make_schedule(method, P, M, N).max_in_flight().tolist() == most, (P, M, N)
@@ -92,8 +107,12 @@ def test_most_in_flight_is_the_count_over_the_rules(name: str) -> None:
 def test_planned_utilization(P: int) -> None:
     for N in (1, 4, 8, 16):
         assert compute_utilization(METHODS["naive"], P, N) == pytest.approx(1 / P, rel=1e-12)
-        assert compute_utilization(METHODS["gpipe"], P, N) == pytest.approx(N / (N + P - 1), rel=1e-12)
-        assert compute_utilization(METHODS["pipedream_flush"], P, N) == pytest.approx(N / (N + P - 1), rel=1e-12)
+        assert compute_utilization(METHODS["gpipe"], P, N) == pytest.approx(
+            N / (N + P - 1), rel=1e-12
+        )
+        assert compute_utilization(METHODS["pipedream_flush"], P, N) == pytest.approx(
+            N / (N + P - 1), rel=1e-12
+        )
         for name in ("pipedream", "pipemare", "pipelined_backprop"):
             assert compute_utilization(METHODS[name], P, N) == 1.0
     assert compute_utilization(METHODS["pipedream_2bw"], P, P) == 1.0
@@ -102,7 +121,9 @@ def test_planned_utilization(P: int) -> None:
 def test_thousands_of_stages_stay_a_few_runs() -> None:
     for name, method in PLAYED.items():
         schedule = make_schedule(method, 2000, 20000, 2000 if name == "pipedream_2bw" else 1)
-        steps = 1 if method.rounds is None else method.rounds.steps  # fewer replicas than stages: each has its own runs
+        steps = (
+            1 if method.rounds is None else method.rounds.steps
+        )  # fewer replicas than stages: each has its own runs
         assert sum(len(part.runs) for part in schedule.stretches) <= max(4, 2 * steps) * 2000, name
 
 
@@ -118,10 +139,14 @@ def test_the_pipeline_is_empty_at_a_drain_and_then_starts_over(name: str) -> Non
         alone = make_schedule(method, P, last - first, N)
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             start = schedule.slots(Kind.FORWARD, first, first + 1)[0, 0]
-            assert (schedule.slots(kind, first, last) - start == alone.slots(kind, 0, last - first)).all()
+            assert (
+                schedule.slots(kind, first, last) - start == alone.slots(kind, 0, last - first)
+            ).all()
         if last < 30:
             next_start = schedule.slots(Kind.FORWARD, last, last + 1)[0, 0]
-            assert schedule.slots(Kind.BACKWARD, first, last).max() + 1 == next_start  # the slot after, no gap
+            assert (
+                schedule.slots(Kind.BACKWARD, first, last).max() + 1 == next_start
+            )  # the slot after, no gap
     assert (np.diff(schedule.slots(Kind.UPDATE, 0, 7), axis=1) > 0).all()
 
 
@@ -142,9 +167,18 @@ def test_drains_that_split_a_batch_or_lie_outside_are_refused(drain: int) -> Non
 
 def test_stretches_lie_between_drains() -> None:
     drained = make_schedule(METHODS["pipedream"], 3, 40, 4, drains=[8, 24])
-    assert [drained.get_drain_interval(k) for k in (0, 1, 2, 5, 6, 9)] == [(0, 2), (0, 2), (2, 6), (2, 6), (6, 10), (6, 10)]
+    assert [drained.get_drain_interval(k) for k in (0, 1, 2, 5, 6, 9)] == [
+        (0, 2),
+        (0, 2),
+        (2, 6),
+        (2, 6),
+        (6, 10),
+        (6, 10),
+    ]
     for name in ("naive", "gpipe", "pipedream_flush"):  # empty after every update, or within it
-        assert [make_schedule(METHODS[name], 3, 40, 4).get_drain_interval(k) for k in (0, 3, 9)] == [(0, 1), (3, 4), (9, 10)]
+        assert [
+            make_schedule(METHODS[name], 3, 40, 4).get_drain_interval(k) for k in (0, 3, 9)
+        ] == [(0, 1), (3, 4), (9, 10)]
 
 
 def test_needs() -> None:
@@ -199,7 +233,9 @@ def damaged(name: str, stage: int, kind: int, **changes: int) -> Schedule:
 
 
 def replace_runs(part: Stretch, runs: np.ndarray) -> Stretch:
-    return Stretch(part.first_slot, part.first_microbatch, part.repeats, part.slots, part.microbatches, runs)
+    return Stretch(
+        part.first_slot, part.first_microbatch, part.repeats, part.slots, part.microbatches, runs
+    )
 
 
 @pytest.mark.parametrize("name, stage, kind, changes, message", [
@@ -221,7 +257,9 @@ def test_schedules_that_cannot_run_are_refused_naming_the_action(
 def test_stages_of_one_device_must_not_act_at_once() -> None:
     """Collisions are checked by device: GPipe's three stages on two devices, and one after another on one."""
     schedule = make_schedule(METHODS["gpipe"], 3, 2, 2)
-    with pytest.raises(BadInput, match="device 7 has two actions in slot 2"):  # F1 of stage 1 and F0 of stage 2
+    with pytest.raises(
+        BadInput, match="device 7 has two actions in slot 2"
+    ):  # F1 of stage 1 and F0 of stage 2
         replace(schedule, placement=(0, 7, 7))
     with pytest.raises(BadInput, match="2 devices: must be one for each of 3 stages"):
         replace(schedule, placement=(0, 1))
@@ -229,13 +267,17 @@ def test_stages_of_one_device_must_not_act_at_once() -> None:
         replace(make_schedule(METHODS["pipemare"], 3, 4, 1), placement=(0, 1, 0))
     one = replace(make_schedule(METHODS["naive"], 3, 2, 1), placement=(4, 4, 4))
     assert one.device_of_stage == (4, 4, 4) and one.busy_share() == 1
-    eager = clock(one, Costs([1, 2, 3], [4, 5, 6], [1, 1, 1]))  # B0 of stage 1 begins after U0 of stage 2
+    eager = clock(
+        one, Costs([1, 2, 3], [4, 5, 6], [1, 1, 1])
+    )  # B0 of stage 1 begins after U0 of stage 2
     assert eager.start[Kind.BACKWARD].tolist() == [[19, 43], [13, 37], [6, 30]]
     apart = replace(schedule, placement=(2, 1, 0))
     assert apart.busy_share() == schedule.busy_share()
 
 
-runs_strategy = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=3)
+runs_strategy = st.lists(
+    st.tuples(st.integers(0, 12), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=3
+)
 
 
 @settings(max_examples=400, deadline=None)
@@ -244,7 +286,9 @@ runs_strategy = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.int
     [(10, 4, 4)], [(17, 4, 1)], SlotHolds.BOTH
 )  # forwards slower than backwards: most in flight before the first backward
 def test_the_compact_proof_agrees_with_checking_every_slot(
-    forwards: List[Tuple[int, int, int]], backwards: List[Tuple[int, int, int]], slot_holds: SlotHolds
+    forwards: List[Tuple[int, int, int]],
+    backwards: List[Tuple[int, int, int]],
+    slot_holds: SlotHolds,
 ) -> None:
     """Random affine runs on one stage: accepted exactly if no slot is overfull and no backward precedes its forward."""
     counts = [count for _, count, _ in forwards]
@@ -280,7 +324,9 @@ def rows_of(schedule: Schedule) -> List[List[str]]:
     return [[cell for cell in schedule.cells(s) if cell] for s in range(schedule.stages)]
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "pipedream_flush", "pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize(
+    "name", ["naive", "gpipe", "pipedream_flush", "pipedream", "pipedream_2bw"]
+)
 def test_the_planned_rows_written_by_hand_get_the_planned_slots(name: str) -> None:
     """The planned schedules do nothing late. (Flush methods: one batch, since rows alone know no flush.)"""
     for P, M in ((1, 1), (2, 5), (4, 9), (7, 20)):
@@ -288,7 +334,10 @@ def test_the_planned_rows_written_by_hand_get_the_planned_slots(name: str) -> No
         by_hand = from_rows(rows_of(planned), planned.accumulate)
         assert by_hand.slot_count == planned.slot_count
         for kind in (Kind.FORWARD, Kind.BACKWARD):
-            assert (by_hand.slots(kind, 0, planned.microbatches) == planned.slots(kind, 0, planned.microbatches)).all()
+            assert (
+                by_hand.slots(kind, 0, planned.microbatches)
+                == planned.slots(kind, 0, planned.microbatches)
+            ).all()
 
 
 def test_steps_that_hold_both_written_by_hand() -> None:
@@ -305,7 +354,10 @@ def test_backwards_in_reverse_order_update_once_the_batch_is_complete() -> None:
         "stage 0  F0  F1  F2  .   .   B2  B1  B0*\n"
         "stage 1  .   F0  F1  F2  B2  B1  B0* .\n"
     )
-    assert schedule.count_before(Kind.UPDATE, np.array([6, 7, 8])).tolist() == [[0, 0, 1], [0, 1, 1]]
+    assert schedule.count_before(Kind.UPDATE, np.array([6, 7, 8])).tolist() == [
+        [0, 0, 1],
+        [0, 1, 1],
+    ]
     assert schedule.max_in_flight().tolist() == [3, 3]
 
 
@@ -341,7 +393,9 @@ def test_printed_as_papers_draw_it() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "reason"), [("pipedream", "no updates between"), ("pipemare", "one action per slot")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("pipedream", "no updates between"), ("pipemare", "one action per slot")]
+)
 def test_csv_refuses_what_pytorch_cannot_express(name: str, reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
         format_csv(make_schedule(METHODS[name], 2, 4, 1))
@@ -351,18 +405,31 @@ def test_csv_refuses_what_pytorch_cannot_express(name: str, reason: str) -> None
 
 
 def test_method_arguments_change_the_axes() -> None:
-    stashing = resolve_method("pipelined_backprop", {"stash": True, "t1": {"anneal_updates": 5}, "turn": None})
-    assert (stashing.pipeline, stashing.turn, stashing.backward_reads) == (Timeline.DATAFLOW, 0, Reads.STASHED)
+    stashing = resolve_method(
+        "pipelined_backprop", {"stash": True, "t1": {"anneal_updates": 5}, "turn": None}
+    )
+    assert (stashing.pipeline, stashing.turn, stashing.backward_reads) == (
+        Timeline.DATAFLOW,
+        0,
+        Reads.STASHED,
+    )
     late = resolve_method("pipedream", {"schedule": "dataflow", "turn": 1})
     assert (late.pipeline, late.turn, late.backward_reads) == (Timeline.DATAFLOW, 1, Reads.STASHED)
     other = resolve_method("pipemare", {"schedule": "1f1b"})
-    assert (other.pipeline, other.turn, other.backward_reads) == (Timeline.ONE_F_ONE_B, 0, Reads.NEWEST)
+    assert (other.pipeline, other.turn, other.backward_reads) == (
+        Timeline.ONE_F_ONE_B,
+        0,
+        Reads.NEWEST,
+    )
 
 
 def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
     """The randomized PipeDream paper's timeline caps stage 0 alone, the original PipeDream's every stage."""
     P, M = 6, 40
-    result = {name: make_schedule(resolve_method("pipedream", {"schedule": name}), P, M, 1) for name in SCHEDULES[:2]}
+    result = {
+        name: make_schedule(resolve_method("pipedream", {"schedule": name}), P, M, 1)
+        for name in SCHEDULES[:2]
+    }
     assert result["1f1b"].max_in_flight().tolist() == [6, 6, 6, 5, 3, 1]
     assert result["1f1b_capped"].max_in_flight().tolist() == [6, 5, 4, 3, 2, 1]
     assert result["1f1b"].slot_count == result["1f1b_capped"].slot_count
@@ -389,7 +456,9 @@ def test_schedules_and_versions_take_a_methods_name_and_are_shown_by_their_sizes
     for name in ("pipedream", "zbv"):
         named, expected = (make_schedule(method, 4, 6, 3) for method in (name, METHODS[name]))
         assert format_text(named) == format_text(expected)
-        versions = [VersionTable(named, method).backward(0, 6).tolist() for method in (name, METHODS[name])]
+        versions = [
+            VersionTable(named, method).backward(0, 6).tolist() for method in (name, METHODS[name])
+        ]
         assert versions[0] == versions[1]
         assert name in repr(named) and len(repr(make_schedule(name, 64, 960, 3))) < 100
     assert repr(from_rows(["F0 B0".split()], 1)).startswith("Schedule(")
@@ -399,5 +468,7 @@ def test_schedules_and_versions_take_a_methods_name_and_are_shown_by_their_sizes
 def test_impossible_sizes_name_every_fault() -> None:
     faults = list_faults(make_schedule, METHODS["gpipe"], 0, -1, 0)
     assert [fault.split(":")[0] for fault in faults] == ["stages", "microbatches", "accumulate"]
-    with pytest.raises(BadInput, match="accumulate: 3: pipedream_2bw keeps two weight versions.* here 4"):
+    with pytest.raises(
+        BadInput, match="accumulate: 3: pipedream_2bw keeps two weight versions.* here 4"
+    ):
         make_schedule(METHODS["pipedream_2bw"], 4, 8, 3)

@@ -18,7 +18,10 @@ from tools import write_keys as keys
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+PAGES = [
+    *sorted(DOCS.rglob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
 
 
 def test_every_key_of_a_config_is_explained() -> None:
@@ -29,7 +32,9 @@ def test_every_key_of_a_config_is_explained() -> None:
         silent += [
             f"{section.__name__}: `{key.key}`: has no meaning in the docstring"
             for key in keys.list_keys(section, places[0])
-            if not key.meaning and f"`{key.key}`" not in whole and not places[0].startswith("backend.ipu")
+            if not key.meaning
+            and f"`{key.key}`" not in whole
+            and not places[0].startswith("backend.ipu")
         ]
     assert silent == []
 
@@ -55,7 +60,9 @@ def test_the_page_of_keys_says_types_defaults_and_what_is_allowed() -> None:
 
 
 def test_the_committed_page_of_keys_is_that_of_the_schema() -> None:
-    assert keys.PAGE.read_text(encoding="utf-8") == keys.format_page(), "run: python tools/write_keys.py"
+    assert keys.PAGE.read_text(encoding="utf-8") == keys.format_page(), (
+        "run: python tools/write_keys.py"
+    )
 
 
 def test_an_example_of_a_key_is_a_value_that_it_takes() -> None:
@@ -80,10 +87,24 @@ def list_faults_of_key(section: Type[BaseModel], name: str, value: Any) -> List[
 
 def test_keys_that_the_documentation_names_are_keys() -> None:
     """`stages.by`, and `checkpoint: {every: 3}`, the values aside."""
-    sections = [(section, place) for section, places in keys.collect_sections().items() for place in places]
-    known = {f"{place}.{name}".lstrip(".") for section, place in sections for name in section.model_fields}
+    sections = [
+        (section, place) for section, places in keys.collect_sections().items() for place in places
+    ]
+    known = {
+        f"{place}.{name}".lstrip(".")
+        for section, place in sections
+        for name in section.model_fields
+    }
     # arguments are called so, and files
-    open_ended = ("model.", "data.", "given.", "metrics.", "init_from.json", "ema.safetensors", "optimizer.safetensors")
+    open_ended = (
+        "model.",
+        "data.",
+        "given.",
+        "metrics.",
+        "init_from.json",
+        "ema.safetensors",
+        "optimizer.safetensors",
+    )
     wrong = []
     for page in PAGES[:-1]:  # the changelog names those that are gone
         for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", page.read_text(encoding="utf-8")):
@@ -91,27 +112,43 @@ def test_keys_that_the_documentation_names_are_keys() -> None:
             top = re.split(r"\W", text)[0]
             if top not in known:
                 continue
-            if re.fullmatch(r"\w+(\.\w+)+", text) and text not in known and not text.startswith(open_ended):
+            if (
+                re.fullmatch(r"\w+(\.\w+)+", text)
+                and text not in known
+                and not text.startswith(open_ended)
+            ):
                 wrong.append(f"{page.name}: {text}")
             if re.match(r"\w+: ", text) and "..." not in text:
                 try:
                     configure(**yaml.safe_load(text))
                 except BadInput as error:
-                    wrong += [f"{page.name}: {fault}" for fault in error.faults if "unknown key" in fault]
+                    wrong += [
+                        f"{page.name}: {fault}" for fault in error.faults if "unknown key" in fault
+                    ]
     assert wrong == []
 
 
 def test_the_committed_picture_is_that_of_the_stored_results() -> None:
-    assert draw_prices.PICTURE.read_text(encoding="utf-8") == draw_prices.draw_picture(), "run: python tools/draw_prices.py"
+    assert draw_prices.PICTURE.read_text(encoding="utf-8") == draw_prices.draw_picture(), (
+        "run: python tools/draw_prices.py"
+    )
 
 
 def test_the_code_tour_names_files_that_exist() -> None:
     """README's reading order is that of the tour, and both are of this tree."""
     tour = (DOCS / "code_tour.md").read_text(encoding="utf-8")
     named = set(re.findall(r"[\w/]+/\w+\.py", tour))
-    assert [name for name in sorted(named) if not any((top / name).is_file() for top in (ROOT, ROOT / "ipu_pipe"))] == []
+    assert [
+        name
+        for name in sorted(named)
+        if not any((top / name).is_file() for top in (ROOT, ROOT / "ipu_pipe"))
+    ] == []
     in_order = re.findall(r"^\d\. \*\*`([\w/]+\.py)`", tour, re.MULTILINE)
-    (listed,) = re.findall(r"read in this order: (.*?)\.\s", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (listed,) = re.findall(
+        r"read in this order: (.*?)\.\s",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
     assert re.findall(r"[\w/]+\.py", listed) == in_order and len(in_order) == 5
     assert len(tour.split()) <= 500
 
@@ -119,5 +156,9 @@ def test_the_code_tour_names_files_that_exist() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
-    lost = [link for link in links if ":" not in link and not (page.parent / link.partition("#")[0]).exists()]
+    lost = [
+        link
+        for link in links
+        if ":" not in link and not (page.parent / link.partition("#")[0]).exists()
+    ]
     assert lost == []

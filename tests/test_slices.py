@@ -11,12 +11,20 @@ from torch import nn
 from ipu_pipe.cut.cutting import cut_model, list_crossings
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.observation import observe_execution
-from ipu_pipe.model.stages import Partition, begin_stage, find_top_cut_points, group_stages, partition
+from ipu_pipe.model.stages import (
+    Partition,
+    begin_stage,
+    find_top_cut_points,
+    group_stages,
+    partition,
+)
 from models.resnet import preact_resnet20, resnet18
 from tests.staged_models import Skipping, residual, whole
 
 
-def merge_stages(model: nn.Module, part: Partition, count: int, x: Any, where: Any = None) -> List[str]:
+def merge_stages(
+    model: nn.Module, part: Partition, count: int, x: Any, where: Any = None
+) -> List[str]:
     return list(group_stages(model, part, count, x, where).values())
 
 
@@ -34,18 +42,29 @@ def test_values_that_skip_pieces_are_handed_on() -> None:
     model, x = Skipping().double(), torch.randn(5, 12, dtype=torch.float64)
     cut = cut_model(model, ["b", "c", "d"], x)
     assert [name for piece in cut for name in piece.names] == ["a", "b", "c", "norm", "d", "head"]
-    assert [len(c.tensors) for c in list_crossings(cut)] == [2, 3, 3]  # first, scale | + second | third, first, second
+    assert [len(c.tensors) for c in list_crossings(cut)] == [
+        2,
+        3,
+        3,
+    ]  # first, scale | + second | third, first, second
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     value: Any = x
     for piece in cut:
         value = piece(value)
     result = torch.autograd.grad(value.square().sum(), list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(expected, result))
-    assert sorted(name for piece in cut for name in piece.select_state()) == sorted(model.state_dict())
+    assert sorted(name for piece in cut for name in piece.select_state()) == sorted(
+        model.state_dict()
+    )
     assert sum(t.numel() for piece in cut for t in piece.list_tensors()) == sum(
         t.numel() for t in model.state_dict().values()
     )
-    assert "scale" in cut[0].select_state() and [piece.list_passed_weights() for piece in cut] == [["scale"], [], [], []]
+    assert "scale" in cut[0].select_state() and [piece.list_passed_weights() for piece in cut] == [
+        ["scale"],
+        [],
+        [],
+        [],
+    ]
 
 
 class GivesSizes(nn.Sequential):
@@ -70,7 +89,12 @@ def test_few_devices_cut_between_blocks_many_inside_them() -> None:
     tops = find_top_cut_points(observe_execution(model, x), part.begin_names())
     starts = list(tops.values())
     assert len(part) == 34
-    assert starts == [f"layer{i}.{j}" for i in (1, 2, 3) for j in range(3)] + ["norm", "avgpool", "fc", "loss"]
+    assert starts == [f"layer{i}.{j}" for i in (1, 2, 3) for j in range(3)] + [
+        "norm",
+        "avgpool",
+        "fc",
+        "loss",
+    ]
     assert merge_stages(model, part, 1, x) == []
     two = merge_stages(model, part, 2, x)
     assert len(two) == 1 and two[0] in starts
@@ -80,7 +104,9 @@ def test_few_devices_cut_between_blocks_many_inside_them() -> None:
     assert merge_stages(model, part, 34, x) == part.begin_names()
     with pytest.raises(BadInput, match="at most 34 devices, not 35"):
         merge_stages(model, part, 35, x)
-    with pytest.raises(BadInput, match="at most 3 devices, not 4: 31 of its stages begin where several"):
+    with pytest.raises(
+        BadInput, match="at most 3 devices, not 4: 31 of its stages begin where several"
+    ):
         merge_stages(model, part, 4, x, list(tops)[:2])
 
 
@@ -98,7 +124,11 @@ def test_what_crosses_is_known_with_its_nesting() -> None:
     cut = cut_model(model, ["1", "2", "3"], x)
     model.train()
     across = list_crossings(cut)
-    assert [[t.shape for t in c.tensors] for c in across] == [[(3, 4, 2, 2)], [(3, 4, 2, 2)] * 2, [(3, 4, 2, 2)] * 2]
+    assert [[t.shape for t in c.tensors] for c in across] == [
+        [(3, 4, 2, 2)],
+        [(3, 4, 2, 2)] * 2,
+        [(3, 4, 2, 2)] * 2,
+    ]
     pair = (torch.ones(3, 4, 2, 2), torch.zeros(3, 4, 2, 2))
     again = across[1].from_messages(across[1].to_messages(pair))
     assert isinstance(again, tuple) and torch.equal(again[1], pair[1])

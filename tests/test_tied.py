@@ -56,12 +56,18 @@ def test_all_stages_of_such_methods_read_one_version_of_a_microbatch(
     method = resolve_method(name)
     accumulate = batch if name != "pipedream_2bw" else max(batch, stages)
     count = accumulate * (more + 2)
-    drains = data.draw(st.lists(st.integers(1, more + 1).map(lambda k: k * accumulate), unique=True).map(sorted))
-    forward, backward = VersionTable(make_schedule(method, stages, count, accumulate, drains), method).window(0, count)
+    drains = data.draw(
+        st.lists(st.integers(1, more + 1).map(lambda k: k * accumulate), unique=True).map(sorted)
+    )
+    forward, backward = VersionTable(
+        make_schedule(method, stages, count, accumulate, drains), method
+    ).window(0, count)
     assert (forward == forward[0]).all() and (backward == forward).all()
 
 
-@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.one_version and m.is_pipeline])
+@pytest.mark.parametrize(
+    "name", [n for n, m in METHODS.items() if not m.one_version and m.is_pipeline]
+)
 def test_stages_of_the_others_read_different_ones(name: str) -> None:
     method = resolve_method(name)
     forward, _ = VersionTable(make_schedule(method, 4, 40, 1), method).window(0, 40)
@@ -80,7 +86,11 @@ def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None
     parts = {"head": begin_stage(head), "middle": middle, "embedding": embedding}
     model = Composed(lambda m, x: m.head(m.middle(m.embedding(x))), **parts)
     part = partition(model, torch.randn(2, 4), one_stage=None)
-    assert [list(stage.parameters) for stage in part.stages] == [["head.weight"], ["middle.weight", "middle.bias"], []]
+    assert [list(stage.parameters) for stage in part.stages] == [
+        ["head.weight"],
+        ["middle.weight", "middle.bias"],
+        [],
+    ]
     assert {name: [tuple(use) for use in uses] for name, uses in part.shared.items()} == {
         "head.weight": [(0, "embedding.weight", False), (2, "head.weight", False)]
     }
@@ -106,12 +116,24 @@ def test_a_count_divides_a_shared_weight_where_it_may() -> None:
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.one_version])
 def test_other_methods_refuse_it_with_weight_stages_reason_and_remedy(name: str) -> None:
-    (fault,) = list_faults(partition, whole(TIED["tied"]()), torch.randn(3, 12), one_stage=resolve_method(name).one_stage_reason)
+    (fault,) = list_faults(
+        partition,
+        whole(TIED["tied"]()),
+        torch.randn(3, 12),
+        one_stage=resolve_method(name).one_stage_reason,
+    )
     beginning = "stages: 1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight: both uses must be in one stage: "
     assert fault.startswith(f"{beginning}with {name} ")
-    assert fault.endswith(": cut elsewhere, untie them, or use method naive, gpipe, pipedream_flush, pipedream_2bw")
-    reasons = {"local_sgd": "replicas step by themselves", "randomized_pipedream": "single stages step by themselves"}
-    why = "two gradients" if METHODS[name].structure is not None else reasons.get(name, "two delays")
+    assert fault.endswith(
+        ": cut elsewhere, untie them, or use method naive, gpipe, pipedream_flush, pipedream_2bw"
+    )
+    reasons = {
+        "local_sgd": "replicas step by themselves",
+        "randomized_pipedream": "single stages step by themselves",
+    }
+    why = (
+        "two gradients" if METHODS[name].structure is not None else reasons.get(name, "two delays")
+    )
     assert why in fault
 
 
@@ -137,9 +159,13 @@ def test_weights_equal_those_of_the_literal_replay(
     for (name, ours), theirs in zip(unsplit.named_parameters(), parameters):
         assert torch.equal(ours, theirs), name
         (counterpart,) = [
-            stage.optimizer.state[theirs] for stage in done if stage.optimizer and theirs in stage.optimizer.state
+            stage.optimizer.state[theirs]
+            for stage in done
+            if stage.optimizer and theirs in stage.optimizer.state
         ]
-        assert all(torch.equal(states[ours][entry], value) for entry, value in counterpart.items()), name
+        assert all(
+            torch.equal(states[ours][entry], value) for entry, value in counterpart.items()
+        ), name
     assert len(parameters) == len(list(unsplit.parameters()))
 
 

@@ -30,7 +30,9 @@ from tests.tied_models import Gpt2, Normed, Renormed, lm, tokens
 
 ADAM = {"name": "adam", "lr": 0.01, "weight_decay": 0.01}
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-third_party = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+third_party = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers"
+)
 
 
 def config(method: str, **keys: Any) -> Any:
@@ -95,11 +97,17 @@ def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> Non
     for before, (ours, theirs) in enumerate(zip(*lines)):
         is_last = before == len(lines[0]) - 1
         assert ours["parameters"] == theirs["parameters"] - is_last * size
-        assert [ours[key] for key in ("weight_bytes", "gradient_bytes")] == [  # the replica is there
+        assert [
+            ours[key] for key in ("weight_bytes", "gradient_bytes")
+        ] == [  # the replica is there
             theirs[key] for key in ("weight_bytes", "gradient_bytes")
         ]
         assert ours["optimizer_bytes"] == theirs["optimizer_bytes"] - is_last * (2 * 4 * size + 4)
-    names = {name.partition("/")[2] for name in read_state(tmp_path / "tied") if name.startswith("optimizer/")}
+    names = {
+        name.partition("/")[2]
+        for name in read_state(tmp_path / "tied")
+        if name.startswith("optimizer/")
+    }
     assert {n for n in names if n.startswith(("embedding.tokens", "head"))} == {
         f"embedding.tokens.weight/{entry}" for entry in ("exp_avg", "exp_avg_sq", "step")
     }
@@ -107,18 +115,28 @@ def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "method, why",
-    [("pipedream", "two delays"), ("local_greedy", "two gradients"), ("randomized_pipedream", "single stages")],
+    [
+        ("pipedream", "two delays"),
+        ("local_greedy", "two gradients"),
+        ("randomized_pipedream", "single stages"),
+    ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, method: str, why: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    tmp_path: Path, method: str, why: str
+) -> None:
     arguments = {"model": model("lm"), "data": tokens(), "quiet": True}
-    (fault,) = list_faults(train, config(method, gradient_accumulation=1), tmp_path / "run", **arguments)
+    (fault,) = list_faults(
+        train, config(method, gradient_accumulation=1), tmp_path / "run", **arguments
+    )
     assert not (tmp_path / "run").exists()
-    assert "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight" in fault
+    assert (
+        "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight"
+        in fault
+    )
     assert why in fault and "gpipe" in fault and method in fault
 
 
 # ---- on processes
-
 
 
 def described(out: Path, method: str, **keys: Any) -> Path:
@@ -135,7 +153,14 @@ def described(out: Path, method: str, **keys: Any) -> Path:
 
 def launched(ranks: int, out: Path, method: str, *more: str, **keys: Any) -> List[str]:
     """Run on processes; return the faults. `more`: arguments of the command."""
-    arguments = [str(described(out, method, **keys)), "--out", str(out), "--set", "backend.name=distributed", *more]
+    arguments = [
+        str(described(out, method, **keys)),
+        "--out",
+        str(out),
+        "--set",
+        "backend.name=distributed",
+        *more,
+    ]
     done = forked.run_ranks(ranks, "train", arguments)
     faults = [line for line in done.error.splitlines() if line.startswith("error: ")]
     assert done.code == 0 or faults, done.error
@@ -151,7 +176,9 @@ def emulated(out: Path, method: str, **keys: Any) -> Dict[str, Any]:
 
 
 @needs_processes
-def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp_path: Path) -> None:
+def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(
+    tmp_path: Path,
+) -> None:
     how: Dict[str, Any] = {
         "optimizer": ADAM, "clip": {"norm": 0.3, "scope": "global"}, "stages": ["block2"], "replicas": 2, "steps": 4,
     }  # fmt: skip
@@ -165,7 +192,10 @@ def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp
     size = 23 * 8 * 4  # of the embedding
     (back,) = [link for link in result["links"] if link["src"] == 1]
     assert back["bytes"] == 16 * (size + 2 * 6 * 8 * 4) and back["messages"] == 32
-    weight_bytes = [device["weights"] for device in json.loads((tmp_path / "ranks" / "memory.json").read_text())["peak_memory"]]
+    weight_bytes = [
+        device["weights"]
+        for device in json.loads((tmp_path / "ranks" / "memory.json").read_text())["peak_memory"]
+    ]
     planned = [stage["weight_bytes"] for stage in expected["stages"]]
     assert weight_bytes == planned * 2  # the replica, too
     trace = read_trace_file(tmp_path / "ranks")
@@ -186,7 +216,12 @@ def test_a_checkpoint_of_processes_goes_on_on_the_emulator(tmp_path: Path) -> No
     assert_same_state(out, tmp_path / "whole")
     delete_steps(out / "checkpoints", [6])
     (out / "summary.json").unlink()
-    train(load_config(str(described(out, "pipedream_2bw", model=gpt2)), []), out, quiet=True, resume=True)
+    train(
+        load_config(str(described(out, "pipedream_2bw", model=gpt2)), []),
+        out,
+        quiet=True,
+        resume=True,
+    )
     assert_same_state(out, tmp_path / "whole")
     model("gpt2", layers=4).load_state_dict(read_weights(out), strict=True)
 
@@ -202,17 +237,26 @@ def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any
         return str(fault)
 
     complaint = refused("pipemare", model("lm"), tokens().train_batch(0, 0, 2)[0])
-    assert "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight" in complaint
+    assert (
+        "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight"
+        in complaint
+    )
     assert "with pipemare stages may read different versions" in complaint
     complaint = refused("gpipe", Normed(), torch.randn(2, 12))
     assert complaint.startswith("model: 1.running_mean") and "stages 0 and 1" in complaint
     complaint = refused("gpipe", Renormed(), tokens().train_batch(0, 0, 2)[0])
-    assert complaint.startswith("model: 0.weight: the forward changes this weight (max_norm of an embedding?)")
+    assert complaint.startswith(
+        "model: 0.weight: the forward changes this weight (max_norm of an embedding?)"
+    )
     apart = Renormed()
     apart[2].weight = nn.Parameter(apart[0].weight.data)
     complaint = refused("gpipe", apart, tokens().train_batch(0, 0, 2)[0])
-    assert complaint.startswith("model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory")
+    assert complaint.startswith(
+        "model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory"
+    )
     how = config("pipedream_2bw", optimizer=SGD, method_args={"weight_prediction": {"scale": 1}})
     job = build(how, model=model("lm"), data=tokens())  # the emulator can
     (fault,) = engine.list_faults(job)
-    assert fault.startswith("method_args.weight_prediction: corrects embedding.tokens.weight, which several stages use")
+    assert fault.startswith(
+        "method_args.weight_prediction: corrects embedding.tokens.weight, which several stages use"
+    )

@@ -34,15 +34,20 @@ def test_unit_costs_give_the_slots(name: str) -> None:
             times = clock(schedule, costs, count)
             for kind in (Kind.FORWARD, Kind.BACKWARD):
                 slots = schedule.slots(kind, 0, count)
-                late = 0.5 if schedule.slot_holds is SlotHolds.BOTH and kind is Kind.BACKWARD else 0.0
+                late = (
+                    0.5 if schedule.slot_holds is SlotHolds.BOTH and kind is Kind.BACKWARD else 0.0
+                )
                 assert (times.start[kind] == slots + late).all()
                 assert (times.end[kind] == slots + late + 1 / schedule.slot_capacity).all()
             ends = schedule.slots(Kind.UPDATE, 0, count // N) + 1
-            assert (times.start[Kind.UPDATE] == ends).all() and (times.end[Kind.UPDATE] == ends).all()
+            assert (times.start[Kind.UPDATE] == ends).all() and (
+                times.end[Kind.UPDATE] == ends
+            ).all()
         if schedule.slot_holds is SlotHolds.ONE:  # no planned pass is later than it must be
             eager = clock(schedule, replace(costs, slot=0.0))
             assert all(
-                (eager.start[kind] == schedule.slots(kind, 0, M)).all() for kind in (Kind.FORWARD, Kind.BACKWARD)
+                (eager.start[kind] == schedule.slots(kind, 0, M)).all()
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
             )
 
 
@@ -84,7 +89,9 @@ def test_a_slow_link_is_the_bottleneck(microbatches: int) -> None:
 def test_few_microbatches_in_flight_wait_for_the_way_there_and_back() -> None:
     """PipeDream on two stages has two in flight: two rounds of 1 + 2 + (1 + 2) + 2 + 2 seconds a microbatch pass at once."""
     wire = [Transfer(2.0, 0.0, ("wire",))]
-    times = clock(make_schedule(resolve_method("pipedream"), 2, 200, 1), alike(2, onward=wire, back=wire))
+    times = clock(
+        make_schedule(resolve_method("pipedream"), 2, 200, 1), alike(2, onward=wire, back=wire)
+    )
     assert times.finish == 200 * (1 + 2 + 3 + 2 + 2) / 2 + 3 and times.link_busy == {"wire": 800.0}
 
 
@@ -92,8 +99,13 @@ def test_messages_that_share_a_link_follow_one_another_as_they_come() -> None:
     """Local blocks, whose two boundaries share a wire: 2 messages of 2 a microbatch, although no stage takes more than 3."""
     one = [Transfer(2.0, 0.0, ("wire",))]
     blocks = make_schedule(resolve_method("local_greedy"), 3, 100, 1)
-    shared, apart = alike(3, onward=one * 2), alike(3, onward=[*one, Transfer(2.0, 0.0, ("other",))])
-    assert clock(blocks, shared).finish > 100 * 4 and clock(blocks, shared).link_busy == {"wire": 400.0}
+    shared, apart = (
+        alike(3, onward=one * 2),
+        alike(3, onward=[*one, Transfer(2.0, 0.0, ("other",))]),
+    )
+    assert clock(blocks, shared).finish > 100 * 4 and clock(blocks, shared).link_busy == {
+        "wire": 400.0
+    }
     # the last stage begins when two forwards and their messages are over
     assert clock(blocks, apart).finish == 100 * 3 + 2 * (1 + 2)
     # first come, first carried: what stage 1 sends at 3.5 holds up what stage 0 sends at 4 until 5
@@ -112,7 +124,10 @@ def test_replicas_sum_their_gradients_before_each_update() -> None:
 def test_an_all_reduce_waits_for_the_activations_on_its_link() -> None:
     """Two stages of plain local blocks: the first one's sum shares the wire with what it has sent on."""
     wire = ("wire",)
-    messages: Any = {"onward": [Transfer(4.0, 0.0, wire)], "reduce": [Transfer(2.0, 0.0, wire), Transfer()]}
+    messages: Any = {
+        "onward": [Transfer(4.0, 0.0, wire)],
+        "reduce": [Transfer(2.0, 0.0, wire), Transfer()],
+    }
     costs = Costs([1.0, 1.0], [1.0, 1.0], [0.0, 0.0], **messages)
     times = clock(make_schedule(resolve_method("local_greedy"), 2, 1, 1), costs)
     assert times.start[Kind.UPDATE].tolist() == [[7.0], [7.0]]
@@ -138,7 +153,12 @@ def summed(method: str, costs: Costs, stages: int, microbatches: int, accumulate
 
 @pytest.mark.parametrize("P, M, N", [(1, 4, 2), (2, 6, 3), (4, 14, 7), (3, 4, 2)])
 def test_lock_step_is_the_sum_over_cycles_of_the_slowest_stage(P: int, M: int, N: int) -> None:
-    costs = Costs([1.0, 3.0, 2.0, 1.5][:P], [2.0, 4.0, 7.0, 1.0][:P], [0.5, 0.25, 0.75, 1.0][:P], lockstep=True)
+    costs = Costs(
+        [1.0, 3.0, 2.0, 1.5][:P],
+        [2.0, 4.0, 7.0, 1.0][:P],
+        [0.5, 0.25, 0.75, 1.0][:P],
+        lockstep=True,
+    )
     for method in ("gpipe", "pipedream_flush", "naive"):
         batch = 1 if method == "naive" else N
         schedule = make_lockstep_schedule(resolve_method(method), P, M, batch)
@@ -151,7 +171,9 @@ def test_lock_step_is_the_sum_over_cycles_of_the_slowest_stage(P: int, M: int, N
 def test_blocks_in_lock_step_take_the_slowest_block_a_microbatch_and_update_within_it() -> None:
     costs = Costs([1.0, 2.0], [2.0, 3.0], [0.5, 0.25], lockstep=True)
     times = clock(make_lockstep_schedule(resolve_method("local_greedy"), 2, 10, 1), costs)
-    assert times.finish == 3.5 + 9 * 5.25 + 5 + 0.5  # the last update, before the end, is made by both together
+    assert (
+        times.finish == 3.5 + 9 * 5.25 + 5 + 0.5
+    )  # the last update, before the end, is made by both together
 
 
 def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
@@ -159,7 +181,9 @@ def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
     schedule = make_lockstep_schedule(
         resolve_method("gpipe"), 2, 3, 3
     )  # F | FF.. : onward in cycles 0 to 2, back in cycles 1 to 3
-    costs = alike(2, onward=[Transfer(1.0, 0.5, ("a",))], back=[Transfer(2.0, 0.0, ("b",))], lockstep=True)
+    costs = alike(
+        2, onward=[Transfer(1.0, 0.5, ("a",))], back=[Transfer(2.0, 0.0, ("b",))], lockstep=True
+    )
     plain = clock(schedule, alike(2, lockstep=True)).finish
     assert clock(schedule, costs).finish == plain + 1.5 + 2 * 2.5 + 2
     one = replace(costs, back=[Transfer(2.0, 0.0, ("a",))])
@@ -168,7 +192,9 @@ def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
     assert clock(schedule, summing).finish == clock(schedule, costs).finish + 5
 
 
-@pytest.mark.parametrize("key", ["backward", "update", "weight_gradient", "onward", "back", "reduce"])
+@pytest.mark.parametrize(
+    "key", ["backward", "update", "weight_gradient", "onward", "back", "reduce"]
+)
 def test_costs_without_a_figure_for_every_stage_are_refused(key: str) -> None:
     """A damaged trace that lacked a stage's messages ended `analyze` in a traceback."""
     whole = Costs([1.0] * 3, [2.0] * 3, [0.0] * 3)

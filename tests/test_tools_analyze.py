@@ -40,9 +40,22 @@ def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
             if rank == 0:
                 events.append(Event(0, 0, "send", m, ns, ns + 1000, -1, 64, 1, "activations"))
                 events.append(
-                    Event(0, 0, WAIT, m, (at + length) * 1_000_000, (end - length) * 1_000_000, -1, None, 1, "gradients")
+                    Event(
+                        0,
+                        0,
+                        WAIT,
+                        m,
+                        (at + length) * 1_000_000,
+                        (end - length) * 1_000_000,
+                        -1,
+                        None,
+                        1,
+                        "gradients",
+                    )
                 )
-            events.append(Event(rank, rank, "update", m, end * 1_000_000, end * 1_000_000, m + 1, None))
+            events.append(
+                Event(rank, rank, "update", m, end * 1_000_000, end * 1_000_000, m + 1, None)
+            )
             counters.append(Counter(rank, "weights (bytes)", at * 1_000_000, 1e6 * (rank + 1)))
         writer = TraceWriter(path / "trace" / f"rank-{rank}.trace", metadata)
         writer.write_events(Events.from_rows(events))
@@ -60,7 +73,10 @@ def test_the_answer_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = answered(capsys, run_folder(tmp_path / "run")).splitlines()
     assert printed[0].endswith("run: pipedream, 2 stages, 2 devices, 240 ms, measured")
     assert printed[2] == "Bottleneck: stage 1 on device 1"
-    assert "10 times the mean of the others" in printed[3] and "device 0 waits for it 90.0% of the time" in printed[4]
+    assert (
+        "10 times the mean of the others" in printed[3]
+        and "device 0 waits for it 90.0% of the time" in printed[4]
+    )
     assert "begin stage 1 at layer4 instead of layer2" in printed[6] and "predicted" in printed[6]
 
 
@@ -70,12 +86,19 @@ def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for device in content["devices"]:
         assert sum(device[part] for part in PARTS) == content["span_ns"] == 240_000_000
         assert all(isinstance(device[part], int) for part in PARTS)
-    assert [device["index"] for device in content["devices"]] == [0, 1] and content["devices"][0]["waits_for"] == {
-        "1": 216_000_000
-    }
-    assert content["utilization"] + content["bubble_fraction"] == pytest.approx(1) and content["modelled"] is False
-    assert {"stage", "device", "why", "gain"} <= content["bottleneck"].keys() and content["bottleneck"]["gain"] > 0.2
-    assert {"src": 0, "dst": 1, "bytes": 64 * 6, "messages": 6}.items() <= content["links"][0].items()
+    assert [device["index"] for device in content["devices"]] == [0, 1] and content["devices"][0][
+        "waits_for"
+    ] == {"1": 216_000_000}
+    assert (
+        content["utilization"] + content["bubble_fraction"] == pytest.approx(1)
+        and content["modelled"] is False
+    )
+    assert {"stage", "device", "why", "gain"} <= content["bottleneck"].keys() and content[
+        "bottleneck"
+    ]["gain"] > 0.2
+    assert {"src": 0, "dst": 1, "bytes": 64 * 6, "messages": 6}.items() <= content["links"][
+        0
+    ].items()
     assert [(m["device"], m["peak_bytes"], m["at_ns"], m["categories"]) for m in content["memory"]] == [
         (0, 1_000_000, 0, {"weights": 1_000_000}), (1, 2_000_000, 0, {"weights": 2_000_000}),
     ]  # fmt: skip
@@ -88,7 +111,10 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [" ".join(line.split()) for line in printed.splitlines()]
     # Two names, the settings, a head, span, bubble and two stages; the other figures are in the JSON.
     assert len(lines) == 8 and "not known" in lines[2]
-    assert "span 240 ms 120 ms +100.0%" in lines and "stage 1, per microbatch 40 ms 20 ms +100.0%" in lines
+    assert (
+        "span 240 ms 120 ms +100.0%" in lines
+        and "stage 1, per microbatch 40 ms 20 ms +100.0%" in lines
+    )
     assert any(line.startswith("bubble ") and line.endswith(" points") for line in lines)
     for run, rate in ((one, 0.1), (two, 0.2)):
         (run / "config.yaml").write_text(f"method: pipedream\noptimizer: {{lr: {rate}}}\n")
@@ -96,10 +122,15 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (two / "config.yaml").write_text((one / "config.yaml").read_text())
     assert ": none\n" in answered(capsys, one, "--against", two)
     content = json.loads(answered(capsys, one, "--against", two, "--json"))
-    assert content["span_ns"] == 240_000_000 and content["against"]["other"]["span_ns"] == 120_000_000
-    assert {"name": "span_ns", "this": 240_000_000, "other": 120_000_000, "difference": 120_000_000} in content[
-        "against"
-    ]["differences"]
+    assert (
+        content["span_ns"] == 240_000_000 and content["against"]["other"]["span_ns"] == 120_000_000
+    )
+    assert {
+        "name": "span_ns",
+        "this": 240_000_000,
+        "other": 120_000_000,
+        "difference": 120_000_000,
+    } in content["against"]["differences"]
 
 
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,10 +148,17 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_of_many_events_a_window_is_drawn() -> None:
-    events = Events.from_rows(Event(d, d, "forward", m, 10 * m, 10 * m + 9, 0, None) for m in range(10_000) for d in range(4))
+    events = Events.from_rows(
+        Event(d, d, "forward", m, 10 * m, 10 * m + 9, 0, None)
+        for m in range(10_000)
+        for d in range(4)
+    )
     begin, end = picture.choose_window(events)
     inside = (events.start < end) & (events.end > begin)
-    assert begin < 50_000 < end and 4 * picture.MOST_EVENTS_PER_DEVICE - 8 <= inside.sum() <= picture.MOST_EVENTS
+    assert (
+        begin < 50_000 < end
+        and 4 * picture.MOST_EVENTS_PER_DEVICE - 8 <= inside.sum() <= picture.MOST_EVENTS
+    )
     assert picture.choose_window(events.select(slice(0, 40))) == (0, 99)
 
 
@@ -135,8 +173,12 @@ BAD: List[Any] = [
 ]
 
 
-@pytest.mark.parametrize("arguments, message", BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
-def test_bad_input(arguments: List[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "arguments, message", BAD, ids=[" ".join(arguments) for arguments, _ in BAD]
+)
+def test_bad_input(
+    arguments: List[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run_folder(tmp_path / "run")
     (tmp_path / "words").write_text("hello")
@@ -148,15 +190,29 @@ def test_bad_input(arguments: List[str], message: str, tmp_path: Path, monkeypat
 def test_exit_codes(tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text('{"traceEvents": [{"ph": "X"')
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "analyze.py"), "cut.json"], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, str(ROOT / "tools" / "analyze.py"), "cut.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("error: cut.json: cannot be read as a Chrome trace: ") and ended.stderr.count("\n") == 1
+    assert (
+        ended.stderr.startswith("error: cut.json: cannot be read as a Chrome trace: ")
+        and ended.stderr.count("\n") == 1
+    )
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/bench_analyze.py", "--events", "5600", "--foreign", "200", "--json"]
+    command = [
+        sys.executable,
+        "tools/bench_analyze.py",
+        "--events",
+        "5600",
+        "--foreign",
+        "200",
+        "--json",
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert [row["events"] for row in json.loads(ended.stdout)] == [5600, 200]

@@ -37,7 +37,11 @@ def test_json_is_the_contract(run: Run) -> None:
     done = run("pipelined_backprop", "--stages", 2, "--microbatches", 3, "--format", "json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == {
-        "method": "pipelined_backprop", "stages": 2, "microbatches": 3, "accumulate": 1, "slots": 5,
+        "method": "pipelined_backprop",
+        "stages": 2,
+        "microbatches": 3,
+        "accumulate": 1,
+        "slots": 5,
         "rows": [["F0", "F1", "F2 B0", "B1", "B2"], [None, "F0 B0", "F1 B1", "F2 B2", None]],
         "utilization": 1.0,
         "forward_version": [[0, 0, 0], [0, 1, 2]],
@@ -52,7 +56,14 @@ def test_json_is_the_contract(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("method", "accumulate"),
-    [("naive", 1), ("gpipe", 8), ("pipedream_flush", 8), ("pipedream", 1), ("pipedream_2bw", 4), ("pipemare", 1)],
+    [
+        ("naive", 1),
+        ("gpipe", 8),
+        ("pipedream_flush", 8),
+        ("pipedream", 1),
+        ("pipedream_2bw", 4),
+        ("pipemare", 1),
+    ],
 )
 def test_default_accumulate(run: Run, method: str, accumulate: int) -> None:
     answer = json.loads(run(method, "--stages", 4, "--microbatches", 8, "--format", "json").stdout)
@@ -67,16 +78,30 @@ def test_text_draws_the_timeline_and_sums_it_up(run: Run) -> None:
     done = run("pipedream", "--stages", 3, "--microbatches", 4)
     assert (done.returncode, done.stderr) == (0, "")
     for line in (
-        "stage 1  .   F0  F1  F2  B0* .   B1* F3  B2* .   B3* .", "slots: 12",
+        "stage 1  .   F0  F1  F2  B0* .   B1* F3  B2* .   B3* .",
+        "slots: 12",
         "utilization: 1 in the steady state, 0.6667 over this run",
     ):
         assert line in done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("method, symbols", [("zb_h1", "IW="), ("dualpipe_v", "IW=@"), ("pipedream", "")])
-def test_the_legend_explains_every_symbol_of_the_drawing(method: str, symbols: str, run: Run) -> None:
-    legend = run(method, "--stages", 4, "--microbatches", 8).stdout.partition("F forward, B backward")[2].partition("*")[0]
-    for symbol, words in (("I", "I input gradient"), ("W", "W weight gradient"), ("=", "= the second"), ("@", "@s of stage")):
+@pytest.mark.parametrize(
+    "method, symbols", [("zb_h1", "IW="), ("dualpipe_v", "IW=@"), ("pipedream", "")]
+)
+def test_the_legend_explains_every_symbol_of_the_drawing(
+    method: str, symbols: str, run: Run
+) -> None:
+    legend = (
+        run(method, "--stages", 4, "--microbatches", 8)
+        .stdout.partition("F forward, B backward")[2]
+        .partition("*")[0]
+    )
+    for symbol, words in (
+        ("I", "I input gradient"),
+        ("W", "W weight gradient"),
+        ("=", "= the second"),
+        ("@", "@s of stage"),
+    ):
         assert (words in legend) is (symbol in symbols), (symbol, legend)
 
 
@@ -90,15 +115,24 @@ def test_text_of_a_large_schedule_prints_its_beginning_and_says_so(run: Run) -> 
 
 def test_csv(run: Run) -> None:
     done = run("gpipe", "--stages", 2, "--microbatches", 2, "--format", "csv")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n",
+        "",
+    )
     several = run("gpipe", "--stages", 1, "--microbatches", 2, "--accumulate", 1, "--format", "csv")
-    assert several.stdout == "0F0,0B0,0F1,0B1\n" and several.stderr.startswith("note: the rows contain several batches")
+    assert several.stdout == "0F0,0B0,0F1,0B1\n" and several.stderr.startswith(
+        "note: the rows contain several batches"
+    )
 
 
 def test_method_arguments_reach_the_schedule(run: Run) -> None:
     options = ["--stages", 3, "--microbatches", 8, "--format", "json"]
     stashed = json.loads(run("pipelined_backprop", *options, "--stash", "true").stdout)
-    assert stashed["weight_copies"] == [5, 3, 1] and stashed["backward_version"] == stashed["forward_version"]
+    assert (
+        stashed["weight_copies"] == [5, 3, 1]
+        and stashed["backward_version"] == stashed["forward_version"]
+    )
     turned = json.loads(run("pipedream", *options, "--schedule", "dataflow", "--turn", 1).stdout)
     assert turned["slots"] == 8 + 2 * 2 + 1
     drained = json.loads(run("pipemare", *options, "--drains", 4).stdout)
@@ -119,7 +153,9 @@ def test_method_arguments_reach_the_schedule(run: Run) -> None:
     (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "50:60"], ["--slots: 50:60: the schedule"]),
     (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "5"], ["--slots: "]),
 ])  # fmt: skip
-def test_bad_input_is_reported_in_one_line_a_fault(run: Run, arguments: List[str], errors: List[str]) -> None:
+def test_bad_input_is_reported_in_one_line_a_fault(
+    run: Run, arguments: List[str], errors: List[str]
+) -> None:
     done = run(*arguments)
     assert done.returncode == 2 and done.stdout == ""
     lines = done.stderr.splitlines()
@@ -135,7 +171,9 @@ def test_bad_input_is_reported_in_one_line_a_fault(run: Run, arguments: List[str
     (["gpipe", "--stages", 4, "--microbatches", 8, "--slots", f"0:{10**20}"], "--slots: "),
     (["pipedream", "--stages", 4, "--microbatches", 8, "--work", "1,1"], "--work: 1,1: "),
 ])  # fmt: skip
-def test_numbers_with_which_it_would_not_end_are_refused(run: Run, arguments: List[object], key: str) -> None:
+def test_numbers_with_which_it_would_not_end_are_refused(
+    run: Run, arguments: List[object], key: str
+) -> None:
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {key}") and done.stderr.count("\n") == 1

@@ -33,7 +33,8 @@ from tests.support.runs import list_faults
 from tests.support.slow import mark_slow
 
 pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13) or not torch.distributed.is_available(),
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+    or not torch.distributed.is_available(),
     reason="the judge is the runtime of torch 2.13",
 )
 
@@ -53,7 +54,10 @@ Gradients = Dict[str, torch.Tensor]
 def make_model() -> nn.Sequential:
     """Build blocks of one width, so that any of them may begin a stage."""
     torch.manual_seed(3)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(BLOCKS)]
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())
+        for _ in range(BLOCKS)
+    ]
     return nn.Sequential(*blocks)
 
 
@@ -99,7 +103,9 @@ def accumulate_as(schedule: Schedule) -> Gradients:
 
 
 def is_equal(one: Gradients, other: Gradients) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
 
 
 # ---- PyTorch's side: in the ranks of a gloo group
@@ -108,15 +114,25 @@ def is_equal(one: Gradients, other: Gradients) -> bool:
 def run_rank(rank: int, ranks: int, folder: str) -> None:
     """Run all of our files, and then PyTorch's own classes, and write the gradients of this rank's stages."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
     try:
         for name, v in OURS.items():
-            torch.save(run_file(rank, ranks, v, Path(folder) / f"{name}.csv"), Path(folder) / f"{name}-{rank}.pt")
+            torch.save(
+                run_file(rank, ranks, v, Path(folder) / f"{name}.csv"),
+                Path(folder) / f"{name}-{rank}.pt",
+            )
         for name, v in THEIRS.items():
-            torch.save(run_class(name, rank, ranks, v, Path(folder)), Path(folder) / f"{name}-{rank}.pt")
+            torch.save(
+                run_class(name, rank, ranks, v, Path(folder)), Path(folder) / f"{name}-{rank}.pt"
+            )
         torch.distributed.barrier()  # their files are written
         for name in (*OURS, *THEIRS):
-            torch.save(train_on_rank(rank, *make(name, ranks, Path(folder))), Path(folder) / f"ours-{name}-{rank}.pt")
+            torch.save(
+                train_on_rank(rank, *make(name, ranks, Path(folder))),
+                Path(folder) / f"ours-{name}-{rank}.pt",
+            )
         torch.distributed.barrier()
     except BaseException:
         traceback.print_exc()
@@ -128,7 +144,9 @@ def run_file(rank: int, ranks: int, v: int, path: Path) -> Gradients:
     from torch.distributed.pipelining import schedules
 
     rows = [line.split(",") for line in path.read_text().splitlines()]
-    stages = sorted({int(cell[: cell.index(kind)]) for cell in rows[rank] for kind in "FBIW" if kind in cell})
+    stages = sorted(
+        {int(cell[: cell.index(kind)]) for cell in rows[rank] for kind in "FBIW" if kind in cell}
+    )
     return step(
         lambda made, M: schedules._PipelineScheduleRuntime(made, M, loss_fn=F.cross_entropy), rank, ranks, v, stages,
         lambda runtime: runtime._load_csv(str(path)),
@@ -139,7 +157,11 @@ def run_class(name: str, rank: int, ranks: int, v: int, folder: Path) -> Gradien
     from torch.distributed.pipelining import schedules
 
     is_single = v == 1
-    stages = [rank, 2 * ranks - 1 - rank] if "V" in name[-4:] or "ZBV" in name else [rank, rank + ranks][:v]
+    stages = (
+        [rank, 2 * ranks - 1 - rank]
+        if "V" in name[-4:] or "ZBV" in name
+        else [rank, rank + ranks][:v]
+    )
 
     def make(made: List[Any], M: int) -> Any:
         return getattr(schedules, name)(made[0] if is_single else made, M, loss_fn=F.cross_entropy)
@@ -149,22 +171,34 @@ def run_class(name: str, rank: int, ranks: int, v: int, folder: Path) -> Gradien
             order = schedule._get_pipeline_order() if is_single else schedule.pipeline_order
             lines = [",".join(str(action or "") for action in order[r]) for r in range(ranks)]
             if name == "Schedule1F1B":  # it numbers the forwards of the last rank from 1
-                lines[-1] = re.sub(r"F(\d+)", lambda found: f"F{int(found.group(1)) - 1}", lines[-1])
-            text = re.sub(r",\d+REDUCE_GRAD", "", "\n".join(lines) + "\n")  # with replicas they average there
+                lines[-1] = re.sub(
+                    r"F(\d+)", lambda found: f"F{int(found.group(1)) - 1}", lines[-1]
+                )
+            text = re.sub(
+                r",\d+REDUCE_GRAD", "", "\n".join(lines) + "\n"
+            )  # with replicas they average there
             (folder / f"{name}.csv").write_text(text)
 
     return step(make, rank, ranks, v, stages, dump)
 
 
 def step(
-    make: Callable[..., Any], rank: int, ranks: int, v: int, stages: List[int], prepare: Callable[[Any], None]
+    make: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    v: int,
+    stages: List[int],
+    prepare: Callable[[Any], None],
 ) -> Gradients:
     """Run one batch of a schedule with the rank's stages; return their gradients by the unsplit model's names."""
     from torch.distributed.pipelining import PipelineStage
 
     model, count, M = make_model(), v * ranks, 2 * ranks
     size = BLOCKS // count
-    result = [PipelineStage(model[s * size : (s + 1) * size], s, count, torch.device("cpu")) for s in stages]
+    result = [
+        PipelineStage(model[s * size : (s + 1) * size], s, count, torch.device("cpu"))
+        for s in stages
+    ]
     schedule = make(result, M)
     prepare(schedule)
     x, y = make_data(M)
@@ -183,7 +217,9 @@ class Capturing(torch.optim.SGD):
         self.gradients: Dict[Any, torch.Tensor] = {}
 
     def step(self, closure: Any = None) -> Any:
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         self.gradients.update({p: p.grad.clone() for p in parameters})
         return super().step(closure)
 
@@ -198,7 +234,9 @@ class OurSide:
         self.part = partition(self.model, self.data[0][0], self.begins)
         table, groups = VersionTable(schedule, method), make_groups(self.model, self.part)
         self.optimizer = Capturing([group for s in held for group in select_stage(groups, s)])
-        rules = UpdateRules({}, method, table.rule_lag(), len(self.data), self.optimizer, lambda k: 0.1)
+        rules = UpdateRules(
+            {}, method, table.rule_lag(), len(self.data), self.optimizer, lambda k: 0.1
+        )
         self.work = Work(F.cross_entropy, table, rules)
 
     def get_gradients(self) -> Gradients:
@@ -230,8 +268,13 @@ def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
     recorder = TraceRecorder(rank, layout.stages_of_rank[0], range(1))
     mail = Mail(layout, cpu, recorder, 60.0)
     crossings = list_crossings(cut)
-    models = [StageModel(layout, s, cut[s], crossings, lambda m: side.data[m], cpu) for s in layout.stages_of_rank]
-    engine = Interpreter(side.work, {m.stage: Stage(side.work, m, mail, recorder) for m in models}, mail, recorder)
+    models = [
+        StageModel(layout, s, cut[s], crossings, lambda m: side.data[m], cpu)
+        for s in layout.stages_of_rank
+    ]
+    engine = Interpreter(
+        side.work, {m.stage: Stage(side.work, m, mail, recorder) for m in models}, mail, recorder
+    )
     assert [k for k, _ in run_batches(engine, side.work.schedule, 0, 1)] == [0]
     engine.close()
     return side.get_gradients()
@@ -280,7 +323,9 @@ def test_our_rows_run_pytorchs_orders(judged: Tuple[int, Path]) -> None:
         schedule, method = make(name, ranks, folder)
         assert schedule.in_order == (name != "ScheduleLoopedBFS"), name
         expected = accumulate_as(schedule)
-        assert is_equal(expected, accumulate_in_order(2 * ranks)) == schedule.in_order  # the order shows in the bits
+        assert (
+            is_equal(expected, accumulate_in_order(2 * ranks)) == schedule.in_order
+        )  # the order shows in the bits
         assert is_equal(load(folder, name, ranks), expected), name
         assert is_equal(load(folder, f"ours-{name}", ranks), expected), name
         assert is_equal(train(schedule, method), expected), name

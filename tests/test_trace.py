@@ -61,7 +61,11 @@ def read_chrome(path: Path) -> Tuple[List[Event], List[Counter], Dict[str, Any]]
 
 def of_slots(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Times:
     """Return times of passes of one unit each that begin in these slots."""
-    start = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.UPDATE: backward[:, accumulate - 1 :: accumulate] + 1}
+    start = {
+        Kind.FORWARD: forward,
+        Kind.BACKWARD: backward,
+        Kind.UPDATE: backward[:, accumulate - 1 :: accumulate] + 1,
+    }
     return Times(start, {kind: slots + (kind is not Kind.UPDATE) for kind, slots in start.items()})
 
 
@@ -86,13 +90,21 @@ def test_events_of_a_schedule() -> None:
     assert Event(2, 2, "forward", 0, 2000, 3000, 0, None) in events
     assert Event(0, 0, "backward", 0, 6000, 7000, 10, None) in events
     updates = [e for e in events if e.kind == "update"]
-    assert updates[:2] == [Event(0, 0, "update", k, 8000 * (k + 1), 8000 * (k + 1), k + 1, None) for k in (0, 1)]
+    assert updates[:2] == [
+        Event(0, 0, "update", k, 8000 * (k + 1), 8000 * (k + 1), k + 1, None) for k in (0, 1)
+    ]
     assert {e.start_ns for e in updates if e.stage == 2} == {6000, 14000}
 
 
-def literal_in_flight(forward: np.ndarray, backward: np.ndarray, stages: Sequence[int], slot: int) -> int:
+def literal_in_flight(
+    forward: np.ndarray, backward: np.ndarray, stages: Sequence[int], slot: int
+) -> int:
     """Return passes that have gone forward and not yet back when `slot` begins."""
-    return sum(int(f < slot) - int(b < slot) for s in stages for f, b in zip(forward[s].tolist(), backward[s].tolist()))
+    return sum(
+        int(f < slot) - int(b < slot)
+        for s in stages
+        for f, b in zip(forward[s].tolist(), backward[s].tolist())
+    )
 
 
 @pytest.mark.parametrize("devices", [[0, 1, 2], [0, 0, 1], [5, 5, 5], [0, 1, 0]])
@@ -112,7 +124,9 @@ def test_counters_are_the_microbatches_in_flight_on_a_device(devices: List[int])
 # ---- the schedules that we have
 
 
-def of_method(name: str, args: Dict[str, Any], microbatches: int = 12) -> Tuple[List[Event], List[Counter]]:
+def of_method(
+    name: str, args: Dict[str, Any], microbatches: int = 12
+) -> Tuple[List[Event], List[Counter]]:
     """As the trace of a run makes them, 4 stages, 4 microbatches an update; of 999 ns, so halves are rounded."""
     accumulate = 1 if name == "naive" else 4
     method = resolve_method(name, args)
@@ -138,7 +152,9 @@ def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forw
     local = METHODS[name].structure is not None
     passes = {(e.kind, e.stage, e.microbatch): e for e in events if e.kind != "update"}
     assert len(passes) == 2 * 4 * 12 and all(e.start_ns < e.end_ns for e in passes.values())
-    if name == "pipelined_backprop":  # two passes share a slot: 499.5 ns each, to the nearest nanosecond
+    if (
+        name == "pipelined_backprop"
+    ):  # two passes share a slot: 499.5 ns each, to the nearest nanosecond
         first = passes["forward", 0, 0]
         assert (first.start_ns, first.end_ns) == (0, 500)
     for stage in range(4):
@@ -155,8 +171,13 @@ def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forw
         assert value == 0 and max(counts.values()) > 0
         batch = 1 if name == "naive" else 4
         assert [
-            (e.microbatch, e.version, e.start_ns, e.end_ns) for e in events if e[:3] == (stage, stage, "update")
-        ] == [(k, k + 1, *[passes["backward", stage, batch * (k + 1) - 1].end_ns] * 2) for k in range(12 // batch)]
+            (e.microbatch, e.version, e.start_ns, e.end_ns)
+            for e in events
+            if e[:3] == (stage, stage, "update")
+        ] == [
+            (k, k + 1, *[passes["backward", stage, batch * (k + 1) - 1].end_ns] * 2)
+            for k in range(12 // batch)
+        ]
     for m in range(12):
         chain = [passes["forward", s, m] for s in range(4)]
         chain += [] if local else [passes["backward", s, m] for s in (3, 2, 1, 0)]
@@ -171,13 +192,20 @@ def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forw
 
 
 MIXED = [
-    Event(0, 0, "forward", 0, 1, 1_001, 0, 12), Event(0, 0, "send", 0, 500, 2_345_678_901, 0, 12),
-    Event(1, 1, "recv", 0, 2_500, 2_600, -1, None), Event(1, 1, "wait", -1, 2_500, 2_550, -1, None),
-    Event(1, 1, "forward", 0, 2_600, 3_600, 3, None), Event(1, 1, "backward", 0, 3_600, 5_600, 4, 12),
-    Event(1, 1, "update", 0, 5_600, 5_600, 1, None), Event(0, 0, "backward", 0, 6_000, 8_000, 0, None),
-    Event(-1, 1, "evaluate", -1, 9_000, 9_500, -1, None), Event(-1, 0, "checkpoint", -1, 9_500, 9_900, -1, None),
-    Event(1, 1, "recompute", 0, 9_900, 9_910, 4, None), Event(1, 1, "input gradient", 0, 9_910, 9_920, 4, None),
-    Event(1, 1, "weight gradient", 0, 9_920, 9_930, 4, None), Event(1, 1, "average", 0, 9_930, 9_940, 4, None),
+    Event(0, 0, "forward", 0, 1, 1_001, 0, 12),
+    Event(0, 0, "send", 0, 500, 2_345_678_901, 0, 12),
+    Event(1, 1, "recv", 0, 2_500, 2_600, -1, None),
+    Event(1, 1, "wait", -1, 2_500, 2_550, -1, None),
+    Event(1, 1, "forward", 0, 2_600, 3_600, 3, None),
+    Event(1, 1, "backward", 0, 3_600, 5_600, 4, 12),
+    Event(1, 1, "update", 0, 5_600, 5_600, 1, None),
+    Event(0, 0, "backward", 0, 6_000, 8_000, 0, None),
+    Event(-1, 1, "evaluate", -1, 9_000, 9_500, -1, None),
+    Event(-1, 0, "checkpoint", -1, 9_500, 9_900, -1, None),
+    Event(1, 1, "recompute", 0, 9_900, 9_910, 4, None),
+    Event(1, 1, "input gradient", 0, 9_910, 9_920, 4, None),
+    Event(1, 1, "weight gradient", 0, 9_920, 9_930, 4, None),
+    Event(1, 1, "average", 0, 9_930, 9_940, 4, None),
     Event(-1, 1, "pause", -1, 9_940, 9_950, -1, None),
 ]
 
@@ -194,7 +222,9 @@ def test_modelled_times_say_so(tmp_path: Path) -> None:
     for is_modelled in (True, False):
         trace.write_chrome(tmp_path / "t", events, counters, {"modelled": is_modelled})
         assert written(tmp_path / "t")["otherData"] == {"modelled": is_modelled}
-        assert all(r["args"].get("modelled", False) is is_modelled for r in records(tmp_path / "t", "X"))
+        assert all(
+            r["args"].get("modelled", False) is is_modelled for r in records(tmp_path / "t", "X")
+        )
 
 
 def test_events_in_the_file(tmp_path: Path) -> None:
@@ -211,14 +241,20 @@ def test_events_in_the_file(tmp_path: Path) -> None:
     assert work[6]["args"] == {"stage": 1, "k": 0, "version": 1}
     computing, communicating = {0: 0, 1: 1}, {0: 2, 1: 3}  # threads by device
     kinds = ("send", "recv", "average")
-    assert [r["tid"] for r in work] == [(communicating if e.kind in kinds else computing)[e.device] for e in MIXED]
+    assert [r["tid"] for r in work] == [
+        (communicating if e.kind in kinds else computing)[e.device] for e in MIXED
+    ]
 
 
 def test_devices_and_tracks_have_names(tmp_path: Path) -> None:
     slots = 4 * np.arange(4)[None] + [[0], [1], [0]]
-    events, _ = modelled(times=of_slots(slots, slots + 2, 2), versions=(slots, slots), device_of_stage=[0, 0, 4])
+    events, _ = modelled(
+        times=of_slots(slots, slots + 2, 2), versions=(slots, slots), device_of_stage=[0, 0, 4]
+    )
     trace.write_chrome(tmp_path / "t", [*events, Event(2, 4, "recv", 0, 0, 1, -1, None)], [], {})
-    names = [(r["pid"], r["tid"], r["name"], r["args"].get("name")) for r in records(tmp_path / "t", "M")]
+    names = [
+        (r["pid"], r["tid"], r["name"], r["args"].get("name")) for r in records(tmp_path / "t", "M")
+    ]
     assert [n for n in names if n[2] != "process_sort_index"] == [
         (0, 0, "process_name", "device 0"),
         (0, 0, "thread_name", "compute, stage 0, 1"),
@@ -235,17 +271,27 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         trace.write_chrome(path, MIXED, [Counter(0, "odd", 0, object())], {})  # type: ignore[arg-type]
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(RunFault, match="nowhere/t: the trace cannot be written: No such file or directory"):
+    with pytest.raises(
+        RunFault, match="nowhere/t: the trace cannot be written: No such file or directory"
+    ):
         trace.write_chrome(tmp_path / "nowhere" / "t", [], [], {})
 
 
 def part_of(device: int, **metadata: Any) -> Trace:
     return Trace(
-        Events.from_rows(e for e in MIXED if e.device == device), Counters.from_rows([]), metadata, (f"note {device}",)
+        Events.from_rows(e for e in MIXED if e.device == device),
+        Counters.from_rows([]),
+        metadata,
+        (f"note {device}",),
     )
 
 
 def test_a_merged_trace_is_modelled_if_a_part_is() -> None:
-    assert merge_traces([part_of(0, modelled=False), part_of(1, modelled=True)]).metadata == {"modelled": True}
+    assert merge_traces([part_of(0, modelled=False), part_of(1, modelled=True)]).metadata == {
+        "modelled": True
+    }
     merged = merge_traces([part_of(0, modelled=False, rank=0), part_of(1, rank=1)])
-    assert merged.metadata == {"modelled": False, "rank": 0} and merged.notes == ("note 0", "note 1")
+    assert merged.metadata == {"modelled": False, "rank": 0} and merged.notes == (
+        "note 0",
+        "note 1",
+    )

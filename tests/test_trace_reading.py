@@ -17,10 +17,14 @@ from ipu_pipe.trace.reading import read_trace
 from ipu_pipe.trace.store import TraceWriter
 from tests.support.runs import list_faults
 
-EVENTS = [Event(d, d, "forward", m, 100 * m, 100 * m + 50, 0, None) for m in range(3) for d in (0, 1)]
+EVENTS = [
+    Event(d, d, "forward", m, 100 * m, 100 * m + 50, 0, None) for m in range(3) for d in (0, 1)
+]
 
 
-def stored(path: Path, events: Sequence[Event], counters: Sequence[Counter] = (), **metadata: Any) -> Path:
+def stored(
+    path: Path, events: Sequence[Event], counters: Sequence[Counter] = (), **metadata: Any
+) -> Path:
     writer = TraceWriter(path, metadata)
     writer.write_events(Events.from_rows(events))
     writer.write_counters(Counters.from_rows(counters))
@@ -35,12 +39,17 @@ def test_a_run_of_several_ranks_is_one_trace(tmp_path: Path) -> None:
     for rank in (0, 1):
         of_rank = [event for event in EVENTS if event.device == rank]
         counter = Counter(rank, f"of {rank}", 5, 1.5)
-        stored(tmp_path / "trace" / f"rank-{rank}.trace", of_rank, [counter], method="gpipe", rank=rank)
+        stored(
+            tmp_path / "trace" / f"rank-{rank}.trace", of_rank, [counter], method="gpipe", rank=rank
+        )
     write_chrome(tmp_path / "trace.json.gz", EVENTS[:1], [], {})  # of both the columns are read
     for path in (tmp_path, tmp_path / "trace"):
         trace = read_trace(path)
         assert sorted(trace.events.rows()) == sorted(EVENTS)
-        assert list(trace.counters.rows()) == [Counter(0, "of 0", 5, 1.5), Counter(1, "of 1", 5, 1.5)]
+        assert list(trace.counters.rows()) == [
+            Counter(0, "of 0", 5, 1.5),
+            Counter(1, "of 1", 5, 1.5),
+        ]
         assert trace.metadata == {"method": "gpipe", "rank": 0}
     assert len(read_trace(tmp_path / "trace" / "rank-1.trace").events.start) == 3
 
@@ -51,19 +60,34 @@ def test_chrome_json_of_ours(tmp_path: Path, name: str) -> None:
         Event(1, 1, "wait", 0, 0, 40, -1, None, 0, "activations"),
         Event(0, 0, "send", 0, 10, 20, -1, 64, 1, "activations"),
     ]
-    write_chrome(tmp_path / "trace.json.gz", [*EVENTS, *waits], [Counter(0, "weights", 7, 2.5)], {"method": "gpipe"})
+    write_chrome(
+        tmp_path / "trace.json.gz",
+        [*EVENTS, *waits],
+        [Counter(0, "weights", 7, 2.5)],
+        {"method": "gpipe"},
+    )
     if name == "plain.json":
         (tmp_path / name).write_bytes(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
     trace = read_trace(tmp_path if name == "trace.json.gz" else tmp_path / name)
-    assert [event[:8] for event in trace.events.rows()] == [event[:8] for event in [*EVENTS, *waits]]
-    assert list(trace.counters.rows()) == [Counter(0, "weights", 7, 2.5)] and trace.metadata == {"method": "gpipe"}
+    assert [event[:8] for event in trace.events.rows()] == [
+        event[:8] for event in [*EVENTS, *waits]
+    ]
+    assert list(trace.counters.rows()) == [Counter(0, "weights", 7, 2.5)] and trace.metadata == {
+        "method": "gpipe"
+    }
 
 
 # ---- PyTorch's profiler
 
 
-def kineto(path: Path, records: Sequence[Dict[str, Any]], rank: Optional[int] = None, **keys: Any) -> Path:
-    info = {} if rank is None else {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 2}}
+def kineto(
+    path: Path, records: Sequence[Dict[str, Any]], rank: Optional[int] = None, **keys: Any
+) -> Path:
+    info = (
+        {}
+        if rank is None
+        else {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 2}}
+    )
     path.write_text(json.dumps({"schemaVersion": 1, **info, "traceEvents": list(records), **keys}))
     return path
 
@@ -74,7 +98,10 @@ def x(category: str, name: str, ts: float, dur: float) -> Dict[str, Any]:
 
 
 def kinds(path: Path) -> List[Any]:
-    return [(event.device, event.kind, event.start_ns, event.end_ns) for event in read_trace(path).events.rows()]
+    return [
+        (event.device, event.kind, event.start_ns, event.end_ns)
+        for event in read_trace(path).events.rows()
+    ]
 
 
 def test_a_profilers_records_of_a_gpu(tmp_path: Path) -> None:
@@ -95,7 +122,12 @@ def test_a_profilers_records_of_cpus_in_a_folder(tmp_path: Path) -> None:
     for rank, base in ((1, 10**18 + 500), (0, 10**18)):
         records = [x("cpu_op", "aten::mm", 1, 2), x("user_annotation", "gloo:send" if rank == 0 else "gloo:recv", 3, 1),
                    x("user_annotation", "ProfilerStep#3", 0, 50), x("cpu_op", "c10d::allreduce_", 5, 1)]  # fmt: skip
-        kineto(tmp_path / f"trace_rank{rank}.json", records, rank=None if rank else 0, baseTimeNanoseconds=base)
+        kineto(
+            tmp_path / f"trace_rank{rank}.json",
+            records,
+            rank=None if rank else 0,
+            baseTimeNanoseconds=base,
+        )
     assert kinds(tmp_path) == [
         (0, "compute", 1000, 3000), (0, "send", 3000, 4000), (0, "collective", 5000, 6000),
         (1, "compute", 1500, 3500), (1, "recv", 3500, 4500), (1, "collective", 5500, 6500),
@@ -108,7 +140,9 @@ def test_what_pytorchs_profiler_writes_here_is_read(tmp_path: Path) -> None:
         torch.ones(8, 8) @ torch.ones(8, 8)
     profiler.export_chrome_trace(str(tmp_path / "a.json"))
     trace = read_trace(tmp_path / "a.json")
-    assert len(trace.events.start) >= 3 and {event.kind for event in trace.events.rows()} == {"compute"}
+    assert len(trace.events.start) >= 3 and {event.kind for event in trace.events.rows()} == {
+        "compute"
+    }
 
 
 def test_two_files_of_one_rank(tmp_path: Path) -> None:
@@ -132,7 +166,14 @@ def bad(tmp_path: Path) -> Dict[str, Path]:
     write_chrome(tmp_path / "whole.json.gz", EVENTS, [], {})
     packed = (tmp_path / "whole.json.gz").read_bytes()
     text = gzip.decompress(packed)
-    one = {"ph": "X", "cat": "forward", "pid": 0, "ts": 1, "dur": 1, "args": {"stage": 0, "microbatch": 0, "version": 0}}
+    one = {
+        "ph": "X",
+        "cat": "forward",
+        "pid": 0,
+        "ts": 1,
+        "dur": 1,
+        "args": {"stage": 0, "microbatch": 0, "version": 0},
+    }
 
     def chrome(**changes: Any) -> bytes:
         return json.dumps({"traceEvents": [{**one, **changes}]}).encode()
@@ -160,7 +201,10 @@ def bad(tmp_path: Path) -> Dict[str, Path]:
     stored(tmp_path / "nothing.trace", [])
     stored(tmp_path / "backwards.trace", [Event(0, 0, "forward", 0, 9, 3, 0, None)])
     result.update(
-        {name: tmp_path / name for name in ("nothing.trace", "backwards.trace", "run", "empty folder", "not there")}
+        {
+            name: tmp_path / name
+            for name in ("nothing.trace", "backwards.trace", "run", "empty folder", "not there")
+        }
     )
     return result
 

@@ -45,7 +45,9 @@ def test_times_are_by_the_first_ranks_clock(tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
     writer = TraceWriter(path, {})
     starts = (0, 100, 150, 200, 1000)
-    writer.write_events(Events.from_rows(Event(0, 0, "forward", 0, start, start, 0, None) for start in starts))
+    writer.write_events(
+        Events.from_rows(Event(0, 0, "forward", 0, start, start, 0, None) for start in starts)
+    )
     writer.synchronize(200, 50)
     writer.synchronize(100, 10)
     writer.close()
@@ -60,17 +62,27 @@ def test_what_a_killed_run_leaves(tmp_path: Path) -> None:
     writer.close()
     whole = path.read_bytes()
     rng = random.Random(1)
-    for cut in [len(store.MAGIC), len(whole) - 1, *(rng.randrange(len(store.MAGIC), len(whole)) for _ in range(30))]:
+    for cut in [
+        len(store.MAGIC),
+        len(whole) - 1,
+        *(rng.randrange(len(store.MAGIC), len(whole)) for _ in range(30)),
+    ]:
         path.write_bytes(whole[:cut])
         trace = read_store(path)
         kept_rows = list(trace.events.rows())
         assert len(kept_rows) % rows == 0 and kept_rows == events[: len(kept_rows)]
-        assert trace.notes or len(kept_rows) in (0, rows, 2 * rows)  # a cut between two blocks leaves no trace of itself
+        assert trace.notes or len(kept_rows) in (
+            0,
+            rows,
+            2 * rows,
+        )  # a cut between two blocks leaves no trace of itself
 
 
 def test_another_versions_codes(tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
-    writer = TraceWriter(path, {"kinds": ["backward", "forward", "update"], "carried": list(PAYLOADS)})
+    writer = TraceWriter(
+        path, {"kinds": ["backward", "forward", "update"], "carried": list(PAYLOADS)}
+    )
     writer.write_events(Events.from_rows([Event(0, 0, KINDS[1], 0, 0, 1, 0, None)]))
     writer.close()
     assert [e.kind for e in read_store(path).events.rows()] == ["forward"]
@@ -87,7 +99,16 @@ def test_a_later_ipu_pipes_traces_are_refused_in_a_line(tmp_path: Path) -> None:
         read_store(path)
     chrome = tmp_path / "trace.json"
     arguments = {"stage": 0, "microbatch": 0, "version": 0}
-    event = {"ph": "X", "name": "F0", "cat": "forward", "pid": 0, "tid": 0, "ts": 0, "dur": 1, "args": arguments}
+    event = {
+        "ph": "X",
+        "name": "F0",
+        "cat": "forward",
+        "pid": 0,
+        "tid": 0,
+        "ts": 0,
+        "dur": 1,
+        "args": arguments,
+    }
     chrome.write_text(json.dumps({"traceEvents": [event], "otherData": {"schema": SCHEMA + 1}}))
     with pytest.raises(BadInput, match=rf"schema: {SCHEMA + 1}"):
         read_trace(chrome)

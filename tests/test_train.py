@@ -69,15 +69,24 @@ def sets(*pairs: str) -> List[str]:
 
 
 @pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
-def test_three_kinds_of_methods_train_and_write_all_outputs(method: str, tmp_path: Path, run_tool: Any) -> None:
+def test_three_kinds_of_methods_train_and_write_all_outputs(
+    method: str, tmp_path: Path, run_tool: Any
+) -> None:
     out = tmp_path / "run"
     code, printed, _ = run_tool(DIGITS, *sets(f"method={method}", "stages=4"), "--out", str(out))
     assert code == 0
-    assert printed.splitlines()[-1].startswith("throughput: ") and printed.splitlines()[-1].endswith(" samples/sec")
+    assert printed.splitlines()[-1].startswith("throughput: ") and printed.splitlines()[
+        -1
+    ].endswith(" samples/sec")
     float(printed.splitlines()[-1].split()[1])
     report = read_summary(out)
     assert report["schema"] == 2 and report["method"] == method and report["backend"] == "emulator"
-    batch = {"micro_batch_size": 8, "gradient_accumulation": 4, "replicas": 1, "global_batch_size": 32}
+    batch = {
+        "micro_batch_size": 8,
+        "gradient_accumulation": 4,
+        "replicas": 1,
+        "global_batch_size": 32,
+    }
     assert report["batch"] == batch
     assert report["steps"] == 12 and report["samples"] == 12 * 32
     assert report["model"]["stages"] == len(report["stages"]) == 4 and len(report["links"]) == 6
@@ -104,13 +113,24 @@ def with_state() -> nn.Module:
     torch.manual_seed(0)
     first = [nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2)]
     return nn.Sequential(
-        *first, ipu_pipe.begin_stage(nn.Linear(32, 32)), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(32, 10))
+        *first,
+        ipu_pipe.begin_stage(nn.Linear(32, 32)),
+        nn.ReLU(),
+        ipu_pipe.begin_stage(nn.Linear(32, 10)),
     )
 
 
 @pytest.mark.parametrize("method", ["pipemare", "pipedream", "pipedream_2bw", "gpipe"])
-def test_resuming_continues_to_the_bit(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [f"method={method}", "checkpoint.every=5", "optimizer.momentum=0.9", "stages=null", "lr_schedule.name=cosine"]
+def test_resuming_continues_to_the_bit(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [
+        f"method={method}",
+        "checkpoint.every=5",
+        "optimizer.momentum=0.9",
+        "stages=null",
+        "lr_schedule.name=cosine",
+    ]
     chosen = config(*keys)
     whole = train(chosen, tmp_path / "whole", model=with_state(), quiet=True)
     with interrupted_at(8):
@@ -138,7 +158,9 @@ def slow(name: str) -> Any:
     return time_passes
 
 
-def test_stages_measured_by_time_are_measured_once(tmp_path: Path, monkeypatch: Any, run_tool: Any) -> None:
+def test_stages_measured_by_time_are_measured_once(
+    tmp_path: Path, monkeypatch: Any, run_tool: Any
+) -> None:
     """Story: they were measured again on resuming, and other stages went on with the weights."""
     from ipu_pipe.model import stages
 
@@ -158,8 +180,12 @@ def test_stages_measured_by_time_are_measured_once(tmp_path: Path, monkeypatch: 
     code, printed, _ = run_tool(*arguments, "--resume")
     timed = list((tmp_path / "run").glob("gpipe-accumulate-*"))  # those at equal time too
     assert code == 0 and timed and printed.count("nothing to resume") == 2 + len(timed)
-    (tmp_path / "run" / "summary.json").unlink()  # another number of stages may be asked for, and it is told
-    code, printed, _ = run_tool(DIGITS, *sets(*chosen, "stages.count=3"), "--out", str(tmp_path / "run"), "--resume")
+    (
+        tmp_path / "run" / "summary.json"
+    ).unlink()  # another number of stages may be asked for, and it is told
+    code, printed, _ = run_tool(
+        DIGITS, *sets(*chosen, "stages.count=3"), "--out", str(tmp_path / "run"), "--resume"
+    )
     assert code == 0 and "the run continues with another stages" in printed
 
 
@@ -167,10 +193,18 @@ def test_stages_measured_by_time_are_measured_once(tmp_path: Path, monkeypatch: 
 def test_a_run_leaves_an_ordinary_model(how: str, tmp_path: Path) -> None:
     """Story: after a fault or Ctrl-C the emulator's hooks stayed, and dropout drew the same mask for ever."""
     model = with_state()
-    ends = {"interrupted": interrupted_at(8), "not finite": pytest.raises(RunFault, match="training loss is")}
+    ends = {
+        "interrupted": interrupted_at(8),
+        "not finite": pytest.raises(RunFault, match="training loss is"),
+    }
     rate = ["optimizer.lr=1e18"] if how == "not finite" else []
     with ends.get(how, contextlib.nullcontext()):
-        train(config("stages=null", "method=pipemare", *rate), tmp_path / "run", model=model, quiet=True)
+        train(
+            config("stages=null", "method=pipemare", *rate),
+            tmp_path / "run",
+            model=model,
+            quiet=True,
+        )
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
@@ -188,7 +222,9 @@ def test_only_training_moves_a_buffer_that_is_bound_anew(tmp_path: Path) -> None
     assert float(model.count) == 12 * 4
 
 
-def test_weights_to_begin_with_are_not_wanted_once_there_is_a_checkpoint(tmp_path: Path, run_tool: Any) -> None:
+def test_weights_to_begin_with_are_not_wanted_once_there_is_a_checkpoint(
+    tmp_path: Path, run_tool: Any
+) -> None:
     """Story: a run could not be resumed or evaluated when that file was gone."""
     from models.mlp import mlp
 
@@ -201,7 +237,9 @@ def test_weights_to_begin_with_are_not_wanted_once_there_is_a_checkpoint(tmp_pat
     cut = train(config(*chosen), tmp_path / "cut", resume=True, quiet=True)
     assert cut["final"] == whole["final"]
     assert_same_weights(tmp_path / "cut", tmp_path / "whole")
-    code, _, _ = run_tool(DIGITS, *sets(*chosen), "--evaluate", str(tmp_path / "cut" / "checkpoints" / "step-12"))
+    code, _, _ = run_tool(
+        DIGITS, *sets(*chosen), "--evaluate", str(tmp_path / "cut" / "checkpoints" / "step-12")
+    )
     assert code == 0
 
 
@@ -209,7 +247,10 @@ def test_limits_of_training_do_not_hold_for_evaluation(tmp_path: Path, run_tool:
     """Story: evaluating built the whole run, and refused what only training cannot do."""
     report = train(config(), tmp_path / "run", quiet=True)
     path = str(tmp_path / "run" / "checkpoints" / "step-12")
-    for pairs in (["method=pipedream_2bw", "stages=5", "gradient_accumulation=2"], ["data.subset=4"]):
+    for pairs in (
+        ["method=pipedream_2bw", "stages=5", "gradient_accumulation=2"],
+        ["data.subset=4"],
+    ):
         code, printed, _ = run_tool(DIGITS, *sets(*pairs), "--evaluate", path)
         assert code == 0 and json.loads(printed)["test_loss"] == report["final"]["test_loss"]
 
@@ -240,7 +281,9 @@ def test_evaluation_takes_the_subset_and_no_more(subset: int) -> None:
     chosen = ipu_pipe.configure(evaluate={"subset": subset})
     for loss in (nn.functional.cross_entropy, nn.CrossEntropyLoss()):
         found_loss, metrics = evaluate(set_up(chosen, model, Given(x, y), loss))[-1]
-        assert found_loss == pytest.approx(float(loss(model(x[:subset]), y[:subset]).detach()), rel=1e-5)
+        assert found_loss == pytest.approx(
+            float(loss(model(x[:subset]), y[:subset]).detach()), rel=1e-5
+        )
         right = (model(x[:subset]).argmax(1) == y[:subset])[y[:subset] != -100].float().mean()
         assert metrics["accuracy"] == pytest.approx(float(right))
     y[:] = -100
@@ -251,8 +294,14 @@ def test_a_checkpoint_or_state_dict_is_evaluated_alone(tmp_path: Path, run_tool:
     report = train(config(), tmp_path / "run", quiet=True)
     path = tmp_path / "run" / "checkpoints" / "step-12"
     assert evaluate_checkpoint(config(), path)["test_loss"] == report["final"]["test_loss"]
-    is_safe = read_torch_version() >= checkpoint.SAFE_TORCH  # an older torch reads safetensors alone
-    plain, write = (tmp_path / "plain.pt", torch.save) if is_safe else (tmp_path / "plain.safetensors", save_file)
+    is_safe = (
+        read_torch_version() >= checkpoint.SAFE_TORCH
+    )  # an older torch reads safetensors alone
+    plain, write = (
+        (tmp_path / "plain.pt", torch.save)
+        if is_safe
+        else (tmp_path / "plain.safetensors", save_file)
+    )
     write(load_file(path / "model.safetensors"), plain)
     code, printed, _ = run_tool(DIGITS, *sets(), "--evaluate", str(plain))
     assert code == 0 and json.loads(printed)["test_accuracy"] == report["final"]["test_accuracy"]
@@ -318,12 +367,18 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [n for n in WRONG if n != "no cuda" or not torch.cuda.is_available()])
+@pytest.mark.parametrize(
+    "name", [n for n in WRONG if n != "no cuda" or not torch.cuda.is_available()]
+)
 def test_bad_input_is_one_line_and_exit_code_2(name: str, tmp_path: Path, run_tool: Any) -> None:
     arguments, message = WRONG[name]
     before = arguments(tmp_path)
     listed = sorted(p.name for p in tmp_path.iterdir())
-    out = [] if "--out" in before or "--resume" in before or not before else ["--out", str(tmp_path / "new")]
+    out = (
+        []
+        if "--out" in before or "--resume" in before or not before
+        else ["--out", str(tmp_path / "new")]
+    )
     code, printed, complaint = run_tool(*before, *out)
     assert code == 2, printed + complaint
     lines = complaint.splitlines()
@@ -341,17 +396,29 @@ def make_derived() -> nn.Module:
 
 def test_derived_weights_are_refused_by_name_where_it_matters(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="tensors derived from weight"):
-        train(config("method=pipemare", "stages=null"), tmp_path / "a", model=make_derived(), quiet=True)
+        train(
+            config("method=pipemare", "stages=null"),
+            tmp_path / "a",
+            model=make_derived(),
+            quiet=True,
+        )
     assert not (tmp_path / "a" / "config.yaml").exists()
-    train(config("method=pipedream", "stages=null"), tmp_path / "b", model=make_derived(), quiet=True)
+    train(
+        config("method=pipedream", "stages=null"), tmp_path / "b", model=make_derived(), quiet=True
+    )
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, run_tool: Any) -> None:
     wild = sets("optimizer.lr=1e18", "method=pipemare")
     code, _, complaint = run_tool(DIGITS, *wild, "--out", str(tmp_path / "a"))
-    assert code == 1 and len([line for line in complaint.splitlines() if line.startswith("error: ")]) == 1
+    assert (
+        code == 1
+        and len([line for line in complaint.splitlines() if line.startswith("error: ")]) == 1
+    )
     assert "update " in complaint and "pipemare" in complaint
-    code, _, _ = run_tool(DIGITS, *wild, "--set", "allow_nonfinite=true", "--out", str(tmp_path / "b"))
+    code, _, _ = run_tool(
+        DIGITS, *wild, "--set", "allow_nonfinite=true", "--out", str(tmp_path / "b")
+    )
     assert code == 0
     assert read_summary(tmp_path / "b")["final"]["test_loss"] is None
 
@@ -360,7 +427,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, run_tool: Any) 
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, run_tool: Any) -> None:
-    code, printed, _ = run_tool(DIGITS, *sets("method=pipemare"), "--dry-run", "--out", str(tmp_path / "run"))
+    code, printed, _ = run_tool(
+        DIGITS, *sets("method=pipemare"), "--dry-run", "--out", str(tmp_path / "run")
+    )
     assert code == 0 and not (tmp_path / "run").exists()
     for word in ("global batch size 32", "stage", "lag", "copies", "memory", "F0"):
         assert word in printed
@@ -369,7 +438,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, run_tool: An
 @pytest.mark.parametrize("config_last", [False, True])
 def test_several_settings_may_follow_one_flag(config_last: bool, run_tool: Any) -> None:
     settings = ["--set", "micro_batch_size=8", "gradient_accumulation=3"]
-    code, printed, _ = run_tool("--dry-run", *([*settings, DIGITS] if config_last else [DIGITS, *settings]))
+    code, printed, _ = run_tool(
+        "--dry-run", *([*settings, DIGITS] if config_last else [DIGITS, *settings])
+    )
     assert code == 0 and "global batch size 24" in printed
 
 
@@ -377,9 +448,15 @@ def test_the_readmes_example_runs() -> None:
     """Story: it gave the run's folder as text, which failed."""
     loop, model = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     x = torch.randn(64, 64)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :10].argmax(1)), batch_size=8)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, x[:, :10].argmax(1)), batch_size=8
+    )
     printed: List[Any] = []
-    names: Dict[str, Any] = {"my_train_loader": loader, "my_test_loader": loader, "print": lambda *words: printed.append(words)}
+    names: Dict[str, Any] = {
+        "my_train_loader": loader,
+        "my_test_loader": loader,
+        "print": lambda *words: printed.append(words),
+    }
     exec(model + loop, names)
     # the updates but those that the evaluation's drain has finished, then the evaluation
     assert [words[0] for words in printed[:-1]] == list(range(6))
@@ -392,10 +469,18 @@ def test_learning_rates_and_clipping_reach_the_optimizer(tmp_path: Path) -> None
     class Seeing(torch.optim.SGD):
         def step(self, *args: Any) -> Any:  # type: ignore[override]
             seen.append(self.param_groups[0]["lr"])
-            assert all(p.grad is None or p.grad.norm() <= 0.0101 for g in self.param_groups for p in g["params"])
+            assert all(
+                p.grad is None or p.grad.norm() <= 0.0101
+                for g in self.param_groups
+                for p in g["params"]
+            )
             return super().step(*args)
 
-    keys = ["lr_schedule={name: linear, warmup_steps: 4}", "clip={norm: 0.01, scope: stage}", "method=pipemare"]
+    keys = [
+        "lr_schedule={name: linear, warmup_steps: 4}",
+        "clip={norm: 0.01, scope: stage}",
+        "method=pipemare",
+    ]
     train(config(*keys), tmp_path / "run", optimizer=functools.partial(Seeing, lr=0.4), quiet=True)
     assert len(seen) == 12 and max(seen) <= 0.4 and seen[0] < seen[3] and seen[-1] < seen[4]
 
@@ -404,7 +489,11 @@ def test_learning_rates_and_clipping_reach_the_optimizer(tmp_path: Path) -> None
 
 
 def _files(folder: Path) -> Dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_the_run_to_compare_with_is_deleted_only_when_asked(tmp_path: Path, run_tool: Any) -> None:
@@ -417,12 +506,23 @@ def test_the_run_to_compare_with_is_deleted_only_when_asked(tmp_path: Path, run_
     assert _files(tmp_path) == before
     for option in ("--overwrite", "--resume"):  # a run that is finished is not run again
         code, printed, _ = run_tool(*arguments, option)
-        assert code == 0 and "by pipedream" in printed and printed.splitlines()[-1].startswith("throughput: ")
+        assert (
+            code == 0
+            and "by pipedream" in printed
+            and printed.splitlines()[-1].startswith("throughput: ")
+        )
 
 
 def test_a_comparison_that_is_not_possible_is_reported_first(tmp_path: Path, run_tool: Any) -> None:
     """Story: it was told after the first run had taken its time."""
-    arguments = [DIGITS, *sets("gradient_accumulation=2"), "--out", str(tmp_path / "out"), "--against", "pipedream_2bw"]
+    arguments = [
+        DIGITS,
+        *sets("gradient_accumulation=2"),
+        "--out",
+        str(tmp_path / "out"),
+        "--against",
+        "pipedream_2bw",
+    ]
     code, _, complaint = run_tool(*arguments)
     assert code == 2 and "pipedream_2bw" in complaint and not (tmp_path / "out").exists()
 
@@ -430,7 +530,9 @@ def test_a_comparison_that_is_not_possible_is_reported_first(tmp_path: Path, run
 @pytest.mark.slow
 def test_a_comparison_without_a_test_set_is_unknown(tmp_path: Path, run_tool: Any) -> None:
     pairs = sets("data={name: 'tests.test_train:without_tests'}")
-    code, printed, complaint = run_tool(DIGITS, *pairs, "--out", str(tmp_path / "out"), "--against", "gpipe")
+    code, printed, complaint = run_tool(
+        DIGITS, *pairs, "--out", str(tmp_path / "out"), "--against", "gpipe"
+    )
     assert code == 0, complaint
     assert "test loss unknown by pipedream, unknown by gpipe: unknown" in printed
 
@@ -438,7 +540,9 @@ def test_a_comparison_without_a_test_set_is_unknown(tmp_path: Path, run_tool: An
 def without_tests() -> Any:
     x = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(64) % 10
-    return ipu_pipe.from_loader(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, labels), batch_size=8))
+    return ipu_pipe.from_loader(
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, labels), batch_size=8)
+    )
 
 
 def test_one_update_has_no_throughput(tmp_path: Path, run_tool: Any) -> None:
@@ -446,13 +550,19 @@ def test_one_update_has_no_throughput(tmp_path: Path, run_tool: Any) -> None:
     assert code == 0 and printed.splitlines()[-1] == "throughput: not measured (one update only)"
 
 
-def test_the_folder_of_data_may_come_from_the_environment(tmp_path: Path, monkeypatch: Any, run_tool: Any) -> None:
+def test_the_folder_of_data_may_come_from_the_environment(
+    tmp_path: Path, monkeypatch: Any, run_tool: Any
+) -> None:
     """Story: $IPU_PIPE_DATA took the place of the config's own data.root, and became an argument of data entries."""
     monkeypatch.setenv("IPU_PIPE_DATA", str(tmp_path / "variable"))
     for root, place in ((str(tmp_path / "own"), "own"), ("null", "variable")):
-        code, _, complaint = run_tool(DIGITS, *sets("data.name=mnist", f"data.root={root}"), "--dry-run")
+        code, _, complaint = run_tool(
+            DIGITS, *sets("data.name=mnist", f"data.root={root}"), "--dry-run"
+        )
         assert code == 2 and str(tmp_path / place / "mnist") in complaint
-    code, _, complaint = run_tool(DIGITS, *sets("data={name: 'tests.test_train:without_tests'}"), "--dry-run")
+    code, _, complaint = run_tool(
+        DIGITS, *sets("data={name: 'tests.test_train:without_tests'}"), "--dry-run"
+    )
     assert code == 0, complaint
 
 
@@ -461,7 +571,9 @@ def test_the_folder_of_data_may_come_from_the_environment(tmp_path: Path, monkey
 
 def make_complex() -> nn.Module:
     weight = nn.Parameter(torch.randn(10, dtype=torch.cfloat))
-    return Composed(lambda m, x: (m.inner(x.flatten(1)) * m.w).real, inner=nn.Linear(64, 10), w=weight)
+    return Composed(
+        lambda m, x: (m.inner(x.flatten(1)) * m.w).real, inner=nn.Linear(64, 10), w=weight
+    )
 
 
 class Extra(nn.Sequential):
@@ -499,7 +611,10 @@ def test_an_optimizer_of_other_groups_is_refused() -> None:
     """Story: a factory that ignored the groups it was given ended in a KeyError."""
     model = with_state()
     for factory, message in (
-        (lambda groups: torch.optim.SGD(model.parameters(), lr=0.1), "must be made from the groups"),
+        (
+            lambda groups: torch.optim.SGD(model.parameters(), lr=0.1),
+            "must be made from the groups",
+        ),
         (lambda groups: None, "returned None"),
     ):
         with pytest.raises(BadInput, match=message):
@@ -527,7 +642,9 @@ def test_a_model_that_works_in_place_leaves_the_data(tmp_path: Path) -> None:
     assert torch.equal(data.train_batch(0, 0, 8)[0], first)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device on which nothing can be written")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="a device on which nothing can be written"
+)
 def test_metrics_that_cannot_be_written_are_a_fault(tmp_path: Path) -> None:
     """Story: a full disk gave a traceback."""
     run = RunFolder(tmp_path / "run")
@@ -561,16 +678,22 @@ def _without_spare(model: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("optimizer", ["{name: sgd, lr: 0.1, momentum: 0.9}", "{name: adamw, lr: 0.01}"])
+@pytest.mark.parametrize(
+    "optimizer", ["{name: sgd, lr: 0.1, momentum: 0.9}", "{name: adamw, lr: 0.01}"]
+)
 @pytest.mark.parametrize("method", ["pipemare", "pipedream"])
-def test_parameters_that_are_frozen_or_unused_stay_as_they_are(optimizer: str, method: str, tmp_path: Path) -> None:
+def test_parameters_that_are_frozen_or_unused_stay_as_they_are(
+    optimizer: str, method: str, tmp_path: Path
+) -> None:
     model = with_state()
     model[1].requires_grad_(False)
     model[5].bias.requires_grad_(False)
     model[7].spare = nn.Linear(3, 3)  # its weights lie on the last stage, and nothing reads them
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     rules = ["method_args={t2: {}}"] if method == "pipemare" else []
-    chosen = config(f"method={method}", *rules, "stages=null", "optimizer=null", f"optimizer={optimizer}")
+    chosen = config(
+        f"method={method}", *rules, "stages=null", "optimizer=null", f"optimizer={optimizer}"
+    )
     train(chosen, tmp_path / "run", model=model, quiet=True)
     same_as_before = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
     assert same_as_before == {"1.weight", "1.bias", "5.bias", "7.spare.weight", "7.spare.bias"}
@@ -583,14 +706,18 @@ class Forbidden(type(Path())):  # type: ignore[misc]
         raise PermissionError(13, "Permission denied", str(self))
 
 
-def test_a_folder_that_may_not_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Story: asking whether a file is there gave a traceback."""
     for resume in (False, True):
         with pytest.raises(BadInput, match="^--out: .*Permission denied"):
             check_folder(Forbidden(tmp_path / "run"), resume)
 
 
-def test_scalars_that_cannot_be_written_are_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scalars_that_cannot_be_written_are_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     def full(*args: Any, **keys: Any) -> None:
@@ -601,7 +728,9 @@ def test_scalars_that_cannot_be_written_are_a_fault(tmp_path: Path, monkeypatch:
         train(config("log.tensorboard=true"), tmp_path / "run", quiet=True)
 
 
-def test_a_run_without_checkpoints_writes_none_and_starts_again(tmp_path: Path, capsys: Any) -> None:
+def test_a_run_without_checkpoints_writes_none_and_starts_again(
+    tmp_path: Path, capsys: Any
+) -> None:
     plain = train(config("steps=6"), tmp_path / "plain", quiet=True)
     assert (tmp_path / "plain" / "checkpoints").is_dir()
     without = train(config("steps=6", "checkpoint=null"), tmp_path / "run", quiet=True)
@@ -614,5 +743,9 @@ def test_a_run_without_checkpoints_writes_none_and_starts_again(tmp_path: Path, 
 
 def test_the_best_weights_need_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="^checkpoint: null: .*restore_best"):
-        train(config("checkpoint=null", "early_stopping={restore_best: true}"), tmp_path / "run", quiet=True)
+        train(
+            config("checkpoint=null", "early_stopping={restore_best: true}"),
+            tmp_path / "run",
+            quiet=True,
+        )
     assert not (tmp_path / "run").exists()

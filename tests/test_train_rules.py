@@ -47,17 +47,24 @@ def test_the_resumed_rows_have_every_argument_of_the_table() -> None:
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_each_kind_of_state_is_saved_and_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
-    chosen = config("checkpoint.every=5", "stages=null", "lr_schedule.name=cosine", *SGD, *keys(ROWS[name]))
+    chosen = config(
+        "checkpoint.every=5", "stages=null", "lr_schedule.name=cosine", *SGD, *keys(ROWS[name])
+    )
     whole = train(chosen, tmp_path / "whole", model=with_state(), quiet=True)
     with interrupted_at(8):
         train(chosen, tmp_path / "cut", model=with_state(), quiet=True)
     cut = train(chosen, tmp_path / "cut", model=with_state(), resume=True, quiet=True)
     assert_same_weights(tmp_path / "whole", tmp_path / "cut")
     assert cut["final"] == whole["final"]
-    assert [line["step"] for line in read_metrics(tmp_path / "cut") if "test_loss" in line] == [0, 12]
+    assert [line["step"] for line in read_metrics(tmp_path / "cut") if "test_loss" in line] == [
+        0,
+        12,
+    ]
 
 
-def test_a_rule_with_accumulators_on_adam_resumes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_with_accumulators_on_adam_resumes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.test_train_rules.SGD", ADAMW)
     test_each_kind_of_state_is_saved_and_resumed_to_the_bit("t1+t2", tmp_path)
 
@@ -76,10 +83,16 @@ def test_t2_costs_one_copy_of_the_weights() -> None:
 
 
 def test_the_summary_holds_the_papers_figures(tmp_path: Path) -> None:
-    report = train(config("method=pipemare", "stages=4", "method_args.t2={}", *SGD), tmp_path / "a", quiet=True)
+    report = train(
+        config("method=pipemare", "stages=4", "method_args.t2={}", *SGD), tmp_path / "a", quiet=True
+    )
     figures = report["memory"]
-    assert figures["weight_optimizer_copies"] == 4 and figures["weight_optimizer_ratio"] == pytest.approx(4 / 3)
-    measured = sum(stage["optimizer_bytes"] + 2 * stage["weight_bytes"] for stage in report["stages"])
+    assert figures["weight_optimizer_copies"] == 4 and figures[
+        "weight_optimizer_ratio"
+    ] == pytest.approx(4 / 3)
+    measured = sum(
+        stage["optimizer_bytes"] + 2 * stage["weight_bytes"] for stage in report["stages"]
+    )
     assert figures["weight_optimizer_bytes"] == measured
     report = train(config("method=pipedream_2bw", "stages=4", *SGD), tmp_path / "b", quiet=True)
     assert report["memory"]["weight_optimizer_copies"] == 4  # two versions, gradient, momentum
@@ -92,7 +105,9 @@ def test_the_summary_holds_the_papers_figures(tmp_path: Path) -> None:
 def test_a_warm_up_is_amortized(tmp_path: Path) -> None:
     """(E_async + E_sync) / (E_async + E_sync / u) with u = N/(N+P-1) (PipeMare, section 3.1, W)."""
     report = train(
-        config("method=pipemare", "stages=4", f"method_args.warmup.epochs={4 / 44}", *SGD), tmp_path / "a", quiet=True
+        config("method=pipemare", "stages=4", f"method_args.warmup.epochs={4 / 44}", *SGD),
+        tmp_path / "a",
+        quiet=True,
     )
     (first, second) = report["phases"]
     assert first == {"method": "gpipe", "updates": 4, "planned_utilization": pytest.approx(4 / 7)}
@@ -104,14 +119,19 @@ def test_a_warm_up_is_amortized(tmp_path: Path) -> None:
 def test_recomputation_shrinks_the_planned_activations() -> None:
     deep = ["model.args={inputs: 64, width: 32, layers: 15}", "stages=null"]
     without, segments = (
-        sum(row["activation_bytes"] for row in build_memory_table(build(config("method=pipemare", *deep, *more))))
+        sum(
+            row["activation_bytes"]
+            for row in build_memory_table(build(config("method=pipemare", *deep, *more)))
+        )
         for more in ([], ["method_args.recompute={}"])
     )
     assert segments < without
     for method in ("gpipe", "pipedream_2bw"):
         more = ["gradient_accumulation=16"]
         plain, recomputing = (
-            build_memory_table(build(config(f"method={method}", *deep, *more, f"recompute={value}")))
+            build_memory_table(
+                build(config(f"method={method}", *deep, *more, f"recompute={value}"))
+            )
             for value in ("false", "true")
         )
         job = build(config(f"method={method}", *deep, *more))
@@ -122,7 +142,9 @@ def test_recomputation_shrinks_the_planned_activations() -> None:
 
 
 def test_hyperparameters_are_scaled_to_the_update_size() -> None:
-    job = build(config("optimizer={lr: 0.1, momentum: 0.9, reference_batch_size: 128}"))  # updates of 32 samples
+    job = build(
+        config("optimizer={lr: 0.1, momentum: 0.9, reference_batch_size: 128}")
+    )  # updates of 32 samples
     group = job.optimizer.param_groups[0]
     m = 0.9 ** (32 / 128)
     assert group["momentum"] == pytest.approx(m)
@@ -174,11 +196,18 @@ def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -
 
     import torch
 
-    chosen = config("method=pipelined_backprop", "stages=4", "method_args.weight_prediction={}", *SGD)
+    chosen = config(
+        "method=pipelined_backprop", "stages=4", "method_args.weight_prediction={}", *SGD
+    )
     with pytest.raises(BadInput, match="velocity of SGD"):
         build(chosen, optimizer=functools.partial(torch.optim.RMSprop, lr=0.1))
     job = build(chosen, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5))
-    assert job.rules.encode_forwards(np.zeros(4, int)).tolist() == [FORWARD, FORWARD, FORWARD, PLAIN]
+    assert job.rules.encode_forwards(np.zeros(4, int)).tolist() == [
+        FORWARD,
+        FORWARD,
+        FORWARD,
+        PLAIN,
+    ]
 
 
 def test_a_config_of_rules_survives_being_written_and_read(tmp_path: Path) -> None:

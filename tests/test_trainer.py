@@ -66,7 +66,11 @@ def make_trainer(folder: Path, kind: str = "gpt2", method: str = "", **changes: 
         "eval_strategy": "epoch", "save_strategy": "epoch", "report_to": [], "learning_rate": 0.01, "warmup_steps": 2,
         "weight_decay": 0.1, "max_grad_norm": 0.5, "use_cpu": True, "disable_tqdm": True,
     }  # fmt: skip
-    arguments = {key: changes.pop(key) for key in ("callbacks", "train_dataset", "data_collator", "model") if key in changes}
+    arguments = {
+        key: changes.pop(key)
+        for key in ("callbacks", "train_dataset", "data_collator", "model")
+        if key in changes
+    }
     pipeline = {"method": method, "stages": [STAGE[kind]], **changes.pop("pipeline", {})}
     result: Any = PipelineTrainer if method else transformers.Trainer
     arguments = {"model": make_model(kind), "train_dataset": draw_samples(kind, 21), **arguments}
@@ -94,7 +98,9 @@ def assert_close(ours: Any, theirs: Any) -> None:
     for line, other in zip(read_log(ours), read_log(theirs)):
         assert line == pytest.approx(other, rel=1e-6, abs=1e-6)
     for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters()):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=name)  # Adam divides by what is near zero
+        torch.testing.assert_close(
+            p, q, rtol=1e-4, atol=1e-5, msg=name
+        )  # Adam divides by what is near zero
 
 
 def import_in_a_process(statement: str, *first: Path) -> Tuple[int, str]:
@@ -120,30 +126,45 @@ def test_a_torchvision_that_cannot_be_imported_is_named_in_one_line(tmp_path: Pa
     code, errors = import_in_a_process(IMPORT, tmp_path)
     assert code == 1 and errors.count("Traceback") == 1
     line = errors.splitlines()[-1]
-    for part in ("torchvision 0.1.2", f"torch {torch.__version__}", "operator torchvision::nms", "pip uninstall torchvision"):
+    for part in (
+        "torchvision 0.1.2",
+        f"torch {torch.__version__}",
+        "operator torchvision::nms",
+        "pip uninstall torchvision",
+    ):
         assert part in line, line
 
 
 @pytest.mark.parametrize(
-    "kind, changes", [("gpt2", {}), ("bert", {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"})]
+    "kind, changes",
+    [("gpt2", {}), ("bert", {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"})],
 )
-def test_a_method_that_flushes_trains_as_trainer_does(kind: str, changes: Dict[str, Any], tmp_path: Path) -> None:
+def test_a_method_that_flushes_trains_as_trainer_does(
+    kind: str, changes: Dict[str, Any], tmp_path: Path
+) -> None:
     theirs = make_trainer(tmp_path / "theirs", kind, **changes)
     ours = make_trainer(tmp_path / "ours", kind, "pipedream_flush", **changes)
     assert ours.train().training_loss == pytest.approx(theirs.train().training_loss, rel=1e-6)
     assert_close(ours, theirs)
     assert ours.state.total_flos == theirs.state.total_flos > 0
     a, b = ours.predict(draw_samples(kind, 3, 2)), theirs.predict(draw_samples(kind, 3, 2))
-    torch.testing.assert_close(torch.tensor(a.predictions), torch.tensor(b.predictions), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(a.predictions), torch.tensor(b.predictions), rtol=1e-4, atol=1e-5
+    )
     for folder in ("checkpoint-3", "checkpoint-6"):
-        files = [sorted(path.name for path in (tmp_path / one / folder).iterdir()) for one in ("ours", "theirs")]
+        files = [
+            sorted(path.name for path in (tmp_path / one / folder).iterdir())
+            for one in ("ours", "theirs")
+        ]
         assert files[0] == files[1]
 
 
 def add_adapters(model: torch.nn.Module) -> Any:
     """Return GPT-2 with LoRA adapters that change its outputs from the beginning."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.0, init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, target_modules=["c_attn"], lora_dropout=0.0, init_lora_weights=False
+    )
     return peft.get_peft_model(model, config)
 
 
@@ -178,7 +199,12 @@ def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: 
     """
     kind, changes = UNCLIPPED[name]
     model_kind = "gpt2" if kind == "lora" else kind
-    how: Dict[str, Any] = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.0, "save_strategy": "no", **changes}
+    how: Dict[str, Any] = {
+        "gradient_accumulation_steps": 3,
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        **changes,
+    }
     if "train_dataset" in how:
         how["train_dataset"] = draw_samples(model_kind, how["train_dataset"])
     trainers = []
@@ -188,7 +214,11 @@ def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: 
         if kind == "lora":
             model = add_adapters(model)
             where = {"pipeline": {"stages": [f"base_model.model.{STAGE['gpt2']}"]}}
-        trainers.append(make_trainer(tmp_path, model_kind, method, model=model, **(where if method else {}), **how))
+        trainers.append(
+            make_trainer(
+                tmp_path, model_kind, method, model=model, **(where if method else {}), **how
+            )
+        )
     theirs, ours = trainers
     for trainer in trainers:
         trainer.model_accepts_loss_kwargs = name != "means"
@@ -200,7 +230,10 @@ def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: 
 
 
 def test_checkpoints_are_trainers(tmp_path: Path) -> None:
-    theirs, ours = make_trainer(tmp_path / "theirs"), make_trainer(tmp_path / "ours", method="gpipe")
+    theirs, ours = (
+        make_trainer(tmp_path / "theirs"),
+        make_trainer(tmp_path / "ours", method="gpipe"),
+    )
     theirs.train()
     ours.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-3"))
     assert_close(ours, theirs)
@@ -224,7 +257,9 @@ def test_modes_are_those_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
         model: Any = make_model("bert").train()
         model.dropout.p = rate
         (model.dropout if frozen else model).train(not evaluating)
-        make_trainer(tmp_path, "bert", "gpipe", model=model, save_strategy="no", callbacks=[Silencing()]).train()
+        make_trainer(
+            tmp_path, "bert", "gpipe", model=model, save_strategy="no", callbacks=[Silencing()]
+        ).train()
         models.append(model)
     assert is_same_model(models[1], models[0]) is frozen
     assert is_same_model(models[1], models[2]) is not frozen
@@ -232,7 +267,9 @@ def test_modes_are_those_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
 
 def make_grouped(folder: Path, method: str = "", **changes: Any) -> Any:
     """Return a trainer whose optimizer has two groups with rates of their own."""
-    trainer = make_trainer(folder, method=method, save_strategy="no", eval_strategy="no", num_train_epochs=1, **changes)
+    trainer = make_trainer(
+        folder, method=method, save_strategy="no", eval_strategy="no", num_train_epochs=1, **changes
+    )
     parameters = list(trainer.model.parameters())
     groups = [{"params": parameters[:5], "lr": 0.01}, {"params": parameters[5:], "lr": 0.001}]
     trainer.optimizer = torch.optim.AdamW(groups)
@@ -258,12 +295,27 @@ def test_groups_have_schedules_of_their_own(tmp_path: Path) -> None:
     assert is_same_model(ours.model, theirs.model)
 
 
-@pytest.mark.parametrize("kind", mark_slow(["reduce_lr_on_plateau", "greedy"], lambda kind: kind != "greedy"))
+@pytest.mark.parametrize(
+    "kind", mark_slow(["reduce_lr_on_plateau", "greedy"], lambda kind: kind != "greedy")
+)
 def test_a_scheduler_follows_evaluations(kind: str, tmp_path: Path) -> None:
     """Story: rates were recorded ahead, so a scheduler that steps after evaluations was refused."""
-    how: Dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "num_train_epochs": 4}
-    how.update(lr_scheduler_type=kind, lr_scheduler_kwargs={"patience": 0, "factor": 0.5}, warmup_steps=0, max_grad_norm=0.0)
-    theirs, ours = (make_trainer(tmp_path, "bert", method, learning_rate=0.05, **how) for method in ("", "gpipe"))
+    how: Dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "loss",
+        "num_train_epochs": 4,
+    }
+    how.update(
+        lr_scheduler_type=kind,
+        lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
+        warmup_steps=0,
+        max_grad_norm=0.0,
+    )
+    theirs, ours = (
+        make_trainer(tmp_path, "bert", method, learning_rate=0.05, **how)
+        for method in ("", "gpipe")
+    )
     theirs.train()
     ours.train()
     rates = {line["learning_rate"] for line in read_log(ours) if "learning_rate" in line}
@@ -291,30 +343,51 @@ def test_only_what_a_known_loss_ignores_fills_up_a_batch(tmp_path: Path) -> None
     batch = {"labels": torch.zeros(1, dtype=torch.long)}
     trainer = make_trainer(tmp_path, method="gpipe")
     assert trainer.can_ignore(batch)
-    assert not trainer.can_ignore({**batch, "next_sentence_label": torch.zeros(1, dtype=torch.long)})
+    assert not trainer.can_ignore(
+        {**batch, "next_sentence_label": torch.zeros(1, dtype=torch.long)}
+    )
     trainer.__class__ = OwnLoss
     assert not trainer.can_ignore(batch)
 
 
 def test_values_are_not_ignored_and_fill_up_no_batch(tmp_path: Path) -> None:
     """Story: a model of one label regresses, to -100, too: whole numbers as values gave a loss of 5004 in place of 9."""
-    samples = [{"input_ids": one["input_ids"], "labels": i} for i, one in enumerate(draw_samples("bert", 5))]
+    samples = [
+        {"input_ids": one["input_ids"], "labels": i}
+        for i, one in enumerate(draw_samples("bert", 5))
+    ]
     losses = []
     for method in ("", "gpipe"):
         torch.manual_seed(1)
-        how = {"model": third_party.hugging_bert(1), "train_dataset": samples, "eval_strategy": "no", "save_strategy": "no"}
-        losses.append(make_trainer(tmp_path, "bert", method, num_train_epochs=1, **how).train().training_loss)
+        how = {
+            "model": third_party.hugging_bert(1),
+            "train_dataset": samples,
+            "eval_strategy": "no",
+            "save_strategy": "no",
+        }
+        losses.append(
+            make_trainer(tmp_path, "bert", method, num_train_epochs=1, **how).train().training_loss
+        )
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("key, value", [("output_router_logits", True), ("ctc_loss_reduction", "sum")])
-def test_losses_that_count_every_sample_fill_up_no_batch(key: str, value: Any, tmp_path: Path) -> None:
-    trainer, batch = make_trainer(tmp_path, method="gpipe"), {"labels": torch.zeros(1, dtype=torch.long)}
+@pytest.mark.parametrize(
+    "key, value", [("output_router_logits", True), ("ctc_loss_reduction", "sum")]
+)
+def test_losses_that_count_every_sample_fill_up_no_batch(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    trainer, batch = (
+        make_trainer(tmp_path, method="gpipe"),
+        {"labels": torch.zeros(1, dtype=torch.long)},
+    )
     setattr(trainer.model.config, key, value)
     assert not trainer.can_ignore(batch)
 
 
-def test_a_subclass_knows_the_group_that_another_has_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subclass_knows_the_group_that_another_has_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PipelineTrainer, "_has_joined", True)
     monkeypatch.setitem(globals(), "PipelineTrainer", type("Own", (PipelineTrainer,), {}))
     assert not make_trainer(tmp_path, method="gpipe")._has_joined  # in one process there is none
@@ -322,12 +395,19 @@ def test_a_subclass_knows_the_group_that_another_has_joined(tmp_path: Path, monk
 
 
 def test_the_best_model_of_an_early_stop_is_trainers(tmp_path: Path) -> None:
-    how: Dict[str, Any] = {"max_grad_norm": 0.0, "num_train_epochs": 6, "learning_rate": 0.05, "save_total_limit": 1}
+    how: Dict[str, Any] = {
+        "max_grad_norm": 0.0,
+        "num_train_epochs": 6,
+        "learning_rate": 0.05,
+        "save_total_limit": 1,
+    }
     how.update(load_best_model_at_end=True, metric_for_best_model="right")
     trainers = []
     for method in ("", "gpipe"):
         stop = transformers.EarlyStoppingCallback(2)
-        trainers.append(make_trainer(tmp_path / (method or "theirs"), "bert", method, callbacks=[stop], **how))
+        trainers.append(
+            make_trainer(tmp_path / (method or "theirs"), "bert", method, callbacks=[stop], **how)
+        )
     theirs, ours = trainers
     assert ours.train().global_step == theirs.train().global_step < 18
     assert ours.state.best_metric == theirs.state.best_metric
@@ -335,7 +415,10 @@ def test_the_best_model_of_an_early_stop_is_trainers(tmp_path: Path) -> None:
 
 
 def test_a_second_run_goes_on_with_the_optimizer_as_trainers_does(tmp_path: Path) -> None:
-    theirs, ours = (make_trainer(tmp_path, method=method, max_grad_norm=0.0, save_strategy="no") for method in ("", "gpipe"))
+    theirs, ours = (
+        make_trainer(tmp_path, method=method, max_grad_norm=0.0, save_strategy="no")
+        for method in ("", "gpipe")
+    )
     for trainer in (theirs, ours):
         trainer.train()
         trainer.train()
@@ -343,9 +426,15 @@ def test_a_second_run_goes_on_with_the_optimizer_as_trainers_does(tmp_path: Path
 
 
 @pytest.mark.parametrize("method", ["local_sgd", "randomized_pipedream"])
-def test_a_method_whose_replicas_or_stages_take_their_own_microbatches(method: str, tmp_path: Path) -> None:
+def test_a_method_whose_replicas_or_stages_take_their_own_microbatches(
+    method: str, tmp_path: Path
+) -> None:
     """Story: with one microbatch an update, as was needed, an epoch of Trainer's was two of the run."""
-    how: Dict[str, Any] = {"method": method, "max_grad_norm": 0.0, "train_dataset": draw_samples("gpt2", 24)}
+    how: Dict[str, Any] = {
+        "method": method,
+        "max_grad_norm": 0.0,
+        "train_dataset": draw_samples("gpt2", 24),
+    }
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, **how)
     assert trainer.train().global_step == 12
     losses = [line["loss"] for line in read_log(trainer) if "loss" in line]
@@ -368,7 +457,12 @@ def run_methods(folder: Path, where: str) -> None:
     for method in METHODS:
         pipeline = {"clip": {"scope": "delayed_global"}} if method == "pipedream" else {}
         samples = draw_samples("gpt2", EVEN)
-        trainer = make_trainer(folder / f"{method}-{where[:4]}", method=method, pipeline=pipeline, train_dataset=samples)
+        trainer = make_trainer(
+            folder / f"{method}-{where[:4]}",
+            method=method,
+            pipeline=pipeline,
+            train_dataset=samples,
+        )
         trainer.train()
         trainers.append((method, trainer))
     # with a short batch, until a callback ends it
@@ -430,7 +524,9 @@ def test_losses_leave_a_pipeline_later_and_none_is_lost(trained: Path) -> None:
 
 def test_a_run_of_processes_goes_on_in_the_emulator(trained: Path, tmp_path: Path) -> None:
     pipeline = {"clip": {"scope": "delayed_global"}}
-    trainer = make_trainer(tmp_path, method="pipedream", pipeline=pipeline, train_dataset=draw_samples("gpt2", EVEN))
+    trainer = make_trainer(
+        tmp_path, method="pipedream", pipeline=pipeline, train_dataset=draw_samples("gpt2", EVEN)
+    )
     trainer.train(resume_from_checkpoint=str(trained / "pipedream-rank" / "checkpoint-3"))
     weights, log = torch.load(trained / "pipedream.emulator")
     assert is_same_model(trainer.model, weights) and read_log(trainer) == log
@@ -451,9 +547,16 @@ def make_dropping_model() -> Any:
     return model
 
 
-@pytest.mark.parametrize("method", mark_slow(["gpipe", "pipedream"], lambda method: method == "pipedream"))
+@pytest.mark.parametrize(
+    "method", mark_slow(["gpipe", "pipedream"], lambda method: method == "pipedream")
+)
 def test_a_resumed_run_draws_the_same_batches_and_masks(method: str, tmp_path: Path) -> None:
-    how: Dict[str, Any] = {"method": method, "data_collator": mask_at_random, "save_strategy": "steps", "save_steps": 5}
+    how: Dict[str, Any] = {
+        "method": method,
+        "data_collator": mask_at_random,
+        "save_strategy": "steps",
+        "save_steps": 5,
+    }
     how["max_grad_norm"] = 0.0
     whole = make_trainer(tmp_path / "whole", model=make_dropping_model(), **how)
     whole.train()
@@ -476,7 +579,9 @@ def note(event: str) -> Any:
 class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
     """Notes the events, and ends the run after an update."""
 
-    on_step_begin, on_optimizer_step, on_evaluate, on_save = map(note, ("begin", "step", "evaluate", "save"))
+    on_step_begin, on_optimizer_step, on_evaluate, on_save = map(
+        note, ("begin", "step", "evaluate", "save")
+    )
 
     def __init__(self, last: int = 0) -> None:
         self.last, self.events = last, []  # type: int, List[str]
@@ -498,7 +603,12 @@ def test_callbacks_are_called_as_trainer_calls_them(tmp_path: Path) -> None:
 
 def test_a_method_that_does_not_flush_ends_where_a_callback_stops_it(tmp_path: Path) -> None:
     """Story: batches were begun ahead, so the run went on until update 6."""
-    how = {"eval_strategy": "no", "save_strategy": "no", "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}
+    how = {
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "max_grad_norm": 0.0,
+        "gradient_accumulation_steps": 1,
+    }
     trainer = make_trainer(tmp_path, method="pipedream", callbacks=[Recorder(5)], **how)
     assert trainer.train().global_step == 5
 
@@ -516,7 +626,12 @@ class Evaluating(transformers.TrainerCallback):  # type: ignore[misc, name-defin
 
 def test_a_callback_evaluates_where_it_wants(tmp_path: Path) -> None:
     """The pipeline drains for it, so that the run is the one with `eval_steps` there."""
-    how: Dict[str, Any] = {"method": "pipedream", "max_grad_norm": 0.0, "save_strategy": "no", "max_steps": 3}
+    how: Dict[str, Any] = {
+        "method": "pipedream",
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "max_steps": 3,
+    }
     asked = make_trainer(tmp_path, callbacks=[Evaluating(2)], **{**how, "eval_strategy": "no"})
     planned = make_trainer(tmp_path, **{**how, "eval_strategy": "steps", "eval_steps": 2})
     without = make_trainer(tmp_path, **{**how, "eval_strategy": "no"})
@@ -529,7 +644,12 @@ def test_a_callback_evaluates_where_it_wants(tmp_path: Path) -> None:
 
 def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
     theirs, ours = (
-        make_trainer(tmp_path, method=method, max_grad_norm=0.0, callbacks=[Evaluating(2, "should_epoch_stop")])
+        make_trainer(
+            tmp_path,
+            method=method,
+            max_grad_norm=0.0,
+            callbacks=[Evaluating(2, "should_epoch_stop")],
+        )
         for method in ("", "gpipe")
     )
     assert ours.train().global_step == theirs.train().global_step == 5
@@ -547,12 +667,16 @@ def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
     ("pipeline.method", {"pipeline": {"method": "gpype"}}),
     ("pipeline.backend.name", {"pipeline": {"backend": {"name": "poptorch"}}}),
 ])  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(key: str, changes: Dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_not_supported_is_refused_by_name(
+    key: str, changes: Dict[str, Any], tmp_path: Path
+) -> None:
     faults = list_faults(make_trainer, tmp_path, **{"method": "gpipe", **changes})
     assert [fault.partition(": ")[0] for fault in faults] == [key]
 
 
-def test_what_only_training_shows_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_training_shows_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Watching(transformers.TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """See the gradients."""

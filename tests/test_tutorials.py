@@ -61,10 +61,14 @@ def run(words: List[str], monkeypatch: pytest.MonkeyPatch) -> object:
         runpy.run_path(words[1], run_name="__main__")
         return 0
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.run(words, env={**os.environ, "PATH": path}, stdin=subprocess.DEVNULL, timeout=240).returncode
+    return subprocess.run(
+        words, env={**os.environ, "PATH": path}, stdin=subprocess.DEVNULL, timeout=240
+    ).returncode
 
 
-@pytest.mark.parametrize("page", mark_slow(PAGES, lambda page: page.stem in QUICK), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", mark_slow(PAGES, lambda page: page.stem in QUICK), ids=lambda page: page.stem
+)
 def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "torchvision" in page.read_text():
         pytest.importorskip("tests.vision_libraries")

@@ -20,7 +20,9 @@ from ipu_pipe.update.optimizer import count_moments, import_state, list_kinds, m
 
 
 def staged() -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), begin_stage(nn.Linear(4, 4)), begin_stage(nn.ReLU()))
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.LayerNorm(4), begin_stage(nn.Linear(4, 4)), begin_stage(nn.ReLU())
+    )
     return model, partition(model, torch.randn(2, 4))
 
 
@@ -47,7 +49,9 @@ def test_what_cannot_be_trained_is_refused() -> None:
 def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
     """As a run's update does, all stages in one process."""
     stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
-    clipping.GradientClipping((norm, scope), stages, make_schedule(resolve_method("gpipe"), 2, 4, 2)).clip(0)
+    clipping.GradientClipping(
+        (norm, scope), stages, make_schedule(resolve_method("gpipe"), 2, 4, 2)
+    ).clip(0)
 
 
 @pytest.mark.parametrize("scope", ["global", "stage"])
@@ -58,7 +62,10 @@ def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
         p.grad = torch.ones_like(p)
     model[0].weight.grad.mul_(10)
     clip(optimizer, 2.0, scope)
-    norms = [torch.cat([p.grad.flatten() for p in g["params"]]).norm().item() for g in optimizer.param_groups]
+    norms = [
+        torch.cat([p.grad.flatten() for p in g["params"]]).norm().item()
+        for g in optimizer.param_groups
+    ]
     if scope == "stage":
         assert norms == pytest.approx([2.0, 2.0], rel=1e-4)
     else:
@@ -66,7 +73,9 @@ def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
 
 
 @pytest.mark.parametrize("scope", ["global", "stage"])
-def test_clipping_takes_the_kernels_that_a_process_takes(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipping_takes_the_kernels_that_a_process_takes(
+    scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stage's process knows the norms of its own gradients alone: torch's clipping takes all at once on a GPU."""
     model, part = staged()
     optimizer = torch.optim.SGD(make_groups(model, part), lr=0.1)
@@ -85,16 +94,25 @@ def test_clipping_takes_the_kernels_that_a_process_takes(scope: str, monkeypatch
     assert all(torch.equal(p.grad, clipped[p]) for p in model.parameters())
 
 
-@pytest.mark.parametrize("how, place", [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")])
+@pytest.mark.parametrize(
+    "how, place", [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+)
 def test_step_counts_resume_where_the_optimizer_keeps_them(how: Any, place: str) -> None:
     """Fused and capturable optimizers count on the parameters' device, for which the one without data stands here."""
     weight = nn.Parameter(torch.zeros(2, device="meta"))
     optimizer = torch.optim.Adam([weight], lr=0.1)
     optimizer.param_groups[0].update(how)
-    saved = {"w/step": torch.tensor(3.0), "w/exp_avg": torch.zeros(2), "w/replica1.step": torch.tensor(3.0)}
+    saved = {
+        "w/step": torch.tensor(3.0),
+        "w/exp_avg": torch.zeros(2),
+        "w/replica1.step": torch.tensor(3.0),
+    }
     import_state(optimizer, {weight: "w"}, saved, {})
     state = optimizer.state[weight]
-    assert state["step"].device.type == state["replica1.step"].device.type == place and state["exp_avg"].device.type == "meta"
+    assert (
+        state["step"].device.type == state["replica1.step"].device.type == place
+        and state["exp_avg"].device.type == "meta"
+    )
 
 
 def test_unknown_optimizers_are_refused() -> None:
@@ -111,7 +129,11 @@ def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
     for k in range(20):
         known = [j for j in range(k) if slots[:, j].max() < slots[:, k].min()]
         assert delayed.get_source(k) == (known[-1] if known else None)
-    assert delayed.get_source(20) is None and delayed.get_source(21) is None and delayed.get_source(22) == 20
+    assert (
+        delayed.get_source(20) is None
+        and delayed.get_source(21) is None
+        and delayed.get_source(22) == 20
+    )
     assert [delayed.is_needed(k) for k in (17, 18, 19, 20)] == [True, False, False, True]
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([3.0, 4.0])
@@ -128,10 +150,16 @@ def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
     (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Adagrad, {}), (torch.optim.NAdam, {}),
     (torch.optim.RAdam, {}), (torch.optim.Adamax, {}), (torch.optim.Adadelta, {}),
 ])  # fmt: skip
-def test_moments_are_counted_as_the_optimizer_keeps_them(made_by: Any, settings: Dict[str, Any]) -> None:
+def test_moments_are_counted_as_the_optimizer_keeps_them(
+    made_by: Any, settings: Dict[str, Any]
+) -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 2))
     optimizer = made_by([parameter], lr=0.1, **settings)
     parameter.grad = torch.ones(3, 2)
     optimizer.step()
-    moments = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
+    moments = [
+        v
+        for v in optimizer.state[parameter].values()
+        if isinstance(v, torch.Tensor) and v.shape == parameter.shape
+    ]
     assert count_moments(list_kinds(optimizer)[0], optimizer.param_groups[0]) == len(moments)

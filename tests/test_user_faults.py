@@ -45,7 +45,9 @@ def name_objects(where: str, how: str, after: int = 0) -> List[str]:
 
 def name_callback(where: str, how: str) -> List[str]:
     """Return the config's key that names a callback which misbehaves in one method."""
-    return [f"callbacks=[{{entry: '{FAULTY}:make_callback', args: {{where: {where}, how: {how}}}}}]"]
+    return [
+        f"callbacks=[{{entry: '{FAULTY}:make_callback', args: {{where: {where}, how: {how}}}}}]"
+    ]
 
 
 # ---- code
@@ -91,7 +93,13 @@ def assert_one_line(complaint: str, part: str) -> None:
 @pytest.mark.parametrize("case", OBJECTS, ids=lambda case: f"{case[0]}: {case[1]}")
 def test_an_object_that_misbehaves_is_one_line(case: Any, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
     code, part = OBJECTS[case]
-    keys = sets(*name_objects(*case), "steps=3", "checkpoint.every=1", "evaluate.every=1", "gradient_accumulation=2")
+    keys = sets(
+        *name_objects(*case),
+        "steps=3",
+        "checkpoint.every=1",
+        "evaluate.every=1",
+        "gradient_accumulation=2",
+    )
     ended, _, complaint = run_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
     assert ended == code, complaint
     assert_one_line(complaint, part)
@@ -139,11 +147,18 @@ def _refuse(line: str) -> None:
 @pytest.mark.parametrize(
     ("name", "main", "code", "line"),
     [
-        ("stdout", _print, 1, "standard output: closed by the run's own code: nothing can be printed there"),
+        (
+            "stdout",
+            _print,
+            1,
+            "standard output: closed by the run's own code: nothing can be printed there",
+        ),
         ("stderr", _refuse, 2, "x: is wrong"),
     ],
 )
-def test_a_stream_that_the_users_code_closed_is_named(name: str, main: Any, code: int, line: str, capfd: Any) -> None:
+def test_a_stream_that_the_users_code_closed_is_named(
+    name: str, main: Any, code: int, line: str, capfd: Any
+) -> None:
     """Stories: exit code 1 without a line after sys.stdout.close(), and without any after sys.stderr.close()."""
 
     def close() -> None:
@@ -158,14 +173,18 @@ def test_a_stream_that_the_users_code_closed_is_named(name: str, main: Any, code
 
 def test_a_nest_without_a_tensor_and_an_exception_without_text() -> None:
     """Stories: IndexError from a Python call with odd inputs; summarize failed on the exception that it should describe."""
-    assert list_faults(get_first_tensor, {"a": [1, None]})[0].startswith("data: a dict without a tensor")
+    assert list_faults(get_first_tensor, {"a": [1, None]})[0].startswith(
+        "data: a dict without a tensor"
+    )
     assert summarize(Unprintable()) == "Unprintable: (its message cannot be formatted: ValueError)"
 
 
 def test_early_stopping_refuses_a_state_of_another_kind() -> None:
     stopping = EarlyStopping()
     for state in (3, None, {}, {**stopping.state(), "waited": "x"}):
-        assert list_faults(stopping.load, state)[0].startswith("checkpoint: the state of early stopping")
+        assert list_faults(stopping.load, state)[0].startswith(
+            "checkpoint: the state of early stopping"
+        )
     stopping.load(stopping.state())
 
 
@@ -243,7 +262,9 @@ def test_a_named_file_that_is_none_is_refused(reader: str, kind: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "large"])
-def test_a_file_of_a_checkpoint_that_is_none_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_file_of_a_checkpoint_that_is_none_is_refused(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     """Story: a file of 4 TiB of nothing was hashed."""
     path = checkpoint.save(tmp_path, 1, {"w": torch.zeros(1)}, {}, {})
     (path / name).unlink()
@@ -270,14 +291,18 @@ PYTHON: Dict[str, Callable[[], Any]] = {
     "--html": lambda: analyze.main(["run", "--html", NUL]),
     "--to": lambda: export.main(["run", "--to", NUL]),
     "--write": lambda: plan.main([DIGITS, "--hardware", "v100x8", "--write", NUL]),
-    "--file": lambda: schedule.main(["rows", "--stages", "2", "--microbatches", "4", "--file", NUL]),
+    "--file": lambda: schedule.main(
+        ["rows", "--stages", "2", "--microbatches", "4", "--file", NUL]
+    ),
     "--root": lambda: fetch_data.main(["mnist", "--root", NUL]),
     "collect": lambda: collect.main([DIGITS, "--out", NUL]),
 }
 
 
 @pytest.mark.parametrize("call", PYTHON)
-def test_a_path_with_a_nul_is_refused_in_a_line(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_with_a_nul_is_refused_in_a_line(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Story: ValueError, embedded null byte, from Python."""
     monkeypatch.chdir(tmp_path)
     assert list_faults(PYTHON[call])
@@ -311,7 +336,9 @@ STATE_DICTS: Dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.skipif(read_torch_version() < checkpoint.SAFE_TORCH, reason="such a torch reads safetensors alone")
+@pytest.mark.skipif(
+    read_torch_version() < checkpoint.SAFE_TORCH, reason="such a torch reads safetensors alone"
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fault", STATE_DICTS)
 def test_odd_state_dicts_are_refused_by_name(fault: str, tmp_path: Path) -> None:
@@ -327,7 +354,12 @@ def test_a_complex_weight_is_not_loaded_into_a_real_one() -> None:
     assert list_faults(checkpoint.load_weights, torch.nn.Linear(3, 2), tensors, "f") == [fault]
 
 
-POSITION = {"update": 4, "initial": [0.5, {"accuracy": None}], "best_value": None, "best_step": None}
+POSITION = {
+    "update": 4,
+    "initial": [0.5, {"accuracy": None}],
+    "best_value": None,
+    "best_step": None,
+}
 PLATEAU = {"rate": 0.1, "best": None, "num_bad_epochs": 0, "cooldown_counter": 0, "last_epoch": 2}
 WHOLE: Dict[str, Any] = {
     "schema": 3, "step": 4, "updates": 6, "keys": {"a.b": [1, None]}, "position": POSITION, "optimizer": {"w/hist": [1]},

@@ -39,7 +39,9 @@ def list_rows(x: torch.Tensor) -> List[bytes]:
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
 def test_every_sample_is_in_one_set_and_none_of_the_test_set_is_held_out(name: str) -> None:
-    whole, data = (ipu_pipe.load_data(name, seed=3, subset=200, **more) for more in ({}, {"validation": 0.25}))
+    whole, data = (
+        ipu_pipe.load_data(name, seed=3, subset=200, **more) for more in ({}, {"validation": 0.25})
+    )
     held_out = data.validation
     assert (data.train_samples, held_out.test_samples) == (150, 50)
     trained = list_rows(data.take_train(0, range(150))[0])
@@ -48,9 +50,15 @@ def test_every_sample_is_in_one_set_and_none_of_the_test_set_is_held_out(name: s
     assert not {*trained} & {*validated} and not {*validated} & {*tested}
     if name == "digits":
         assert held_out.train is data.train  # not all of it, once more
-        assert sorted([*trained, *validated]) == sorted(list_rows(whole.take_train(0, range(200))[0]))
+        assert sorted([*trained, *validated]) == sorted(
+            list_rows(whole.take_train(0, range(200))[0])
+        )
     again, other = (ipu_pipe.load_data(name, seed=s, subset=200, validation=50) for s in (3, 4))
-    assert validated == list_rows(again.validation.take_test(range(50))[0]) != list_rows(other.validation.take_test(range(50))[0])
+    assert (
+        validated
+        == list_rows(again.validation.take_test(range(50))[0])
+        != list_rows(other.validation.take_test(range(50))[0])
+    )
 
 
 def test_no_character_of_a_text_is_in_both_sets() -> None:
@@ -61,7 +69,9 @@ def test_no_character_of_a_text_is_in_both_sets() -> None:
     data.split_off_validation(20, seed=0)
     assert data.train_samples == count - 21 and data.validation is not None
     held_out = torch.cat([x for x, _ in data.validation.test_batches(7)]).flatten()
-    assert torch.equal(torch.cat([data._text.long(), held_out]), text[: len(data._text) + 200].long())
+    assert torch.equal(
+        torch.cat([data._text.long(), held_out]), text[: len(data._text) + 200].long()
+    )
     trained = data.take_train(0, range(count - 21))
     assert int(data._starts.max()) + 10 < len(data._text) and trained[1].shape == (count - 21, 10)
 
@@ -82,9 +92,18 @@ def test_a_run_watches_the_validation_set_and_tests_at_both_ends(tmp_path: Path)
     watched = {line["step"]: line for line in lines if "validation_loss" in line}
     assert [*watched] == [0, 4, 8, 10]
     final = {key: value for key, value in watched[10].items() if key.startswith("validation_")}
-    assert final.items() <= report["final"].items() and report["final"]["test_loss"] == lines[-1]["test_loss"]
-    best = max((step for step in watched if step), key=lambda step: (watched[step]["validation_accuracy"], -step))
-    assert report["best"] == {"step": best, "validation_accuracy": watched[best]["validation_accuracy"]}
+    assert (
+        final.items() <= report["final"].items()
+        and report["final"]["test_loss"] == lines[-1]["test_loss"]
+    )
+    best = max(
+        (step for step in watched if step),
+        key=lambda step: (watched[step]["validation_accuracy"], -step),
+    )
+    assert report["best"] == {
+        "step": best,
+        "validation_accuracy": watched[best]["validation_accuracy"],
+    }
     state = read_json(out / "checkpoints" / "step-10" / "manifest.json")["callbacks"][0]["state"]
     assert (state["best"], state["best_step"]) == (watched[best]["validation_accuracy"], best)
 
@@ -107,14 +126,21 @@ def test_processes_validate_as_the_emulator_does(tmp_path: Path) -> None:
     assert code == 0, error
     same = ["optimizer.lr=0.02", "micro_batch_size=8", "checkpoint.every=4", "evaluate.subset=100"]
     report = go(tmp_path / "one", "steps=8", *same)
-    assert read_summary(tmp_path / "ranks")["final"] == report["final"] and "validation_loss" in report["final"]
+    assert (
+        read_summary(tmp_path / "ranks")["final"] == report["final"]
+        and "validation_loss" in report["final"]
+    )
     assert_same_weights(tmp_path / "ranks", tmp_path / "one")
 
 
 def test_loaders_have_a_validation_loader(tmp_path: Path) -> None:
     data = ipu_pipe.load_data("digits", subset=64)
-    batches, other = ([data.train_batch(0, i, 8) for i in range(first, first + 4)] for first in (0, 4))
-    config = ipu_pipe.configure(model={"entry": "models.mlp:mlp", "args": {"width": 8}}, micro_batch_size=8, steps=4)
+    batches, other = (
+        [data.train_batch(0, i, 8) for i in range(first, first + 4)] for first in (0, 4)
+    )
+    config = ipu_pipe.configure(
+        model={"entry": "models.mlp:mlp", "args": {"width": 8}}, micro_batch_size=8, steps=4
+    )
     source = ipu_pipe.from_loader(batches, other, validation=other)
     config = config.model_copy(update={"log": config.log.model_copy(update={"tensorboard": False})})
     final = train(config, tmp_path / "run", data=source, quiet=True)["final"]
@@ -131,15 +157,23 @@ class HoldsOut(ipu_pipe.data.TensorData):
 
 def test_a_validation_set_that_is_no_source_is_refused(tmp_path: Path) -> None:
     """It was an AttributeError at the first evaluation."""
-    (fault,) = list_faults(go, tmp_path / "run", "data={name: 'tests.test_validation:HoldsOut', validation: 0.1}")
+    (fault,) = list_faults(
+        go, tmp_path / "run", "data={name: 'tests.test_validation:HoldsOut', validation: 0.1}"
+    )
     assert fault.startswith("data: validation: 0.1: ")
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("value", ["0", "-3", "1.5", "true", "'x'", "1437", "0.0001", ".inf", "1e400"])
+@pytest.mark.parametrize(
+    "value", ["0", "-3", "1.5", "true", "'x'", "1437", "0.0001", ".inf", "1e400"]
+)
 def test_bad_values_are_refused(value: str, tmp_path: Path) -> None:
     def attempt() -> None:
-        train(load_config(DIGITS, ["data.subset=1437", f"data.validation={value}"]), tmp_path / "run", quiet=True)
+        train(
+            load_config(DIGITS, ["data.subset=1437", f"data.validation={value}"]),
+            tmp_path / "run",
+            quiet=True,
+        )
 
     (fault,) = list_faults(attempt)
     shown = "inf" if value in (".inf", "1e400") else value.strip("'")
@@ -151,4 +185,9 @@ def test_the_best_is_by_a_metric_that_is_evaluated(tmp_path: Path) -> None:
     (fault,) = list_faults(go, tmp_path / "run", "evaluate.best=top5")
     assert fault.startswith("evaluate.best: top5: ")
     metrics = {"zero": lambda output, y: 0.0}  # of the call, which the config does not know
-    assert go(tmp_path / "run", "evaluate.best=zero", "steps=1", metrics=metrics)["best"]["validation_zero"] == 0
+    assert (
+        go(tmp_path / "run", "evaluate.best=zero", "steps=1", metrics=metrics)["best"][
+            "validation_zero"
+        ]
+        == 0
+    )

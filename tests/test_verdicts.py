@@ -26,7 +26,9 @@ INF = math.inf
 def judged(gaps: List[float], margin: Optional[float] = None) -> str:
     """Return the verdict on a claim whose gap is a - b, of a row b of zeros."""
     claim = Claim("a is above b", ("a", "b"), lambda finals: finals["a"] - finals["b"], margin)
-    return judge(claim, {"a": dict(enumerate(gaps)), "b": dict.fromkeys(range(len(gaps)), 0.0)}).verdict
+    return judge(
+        claim, {"a": dict(enumerate(gaps)), "b": dict.fromkeys(range(len(gaps)), 0.0)}
+    ).verdict
 
 
 @pytest.mark.parametrize("gaps, order, equality", [
@@ -46,7 +48,10 @@ def test_verdicts_by_the_gaps_of_the_seeds(gaps: List[float], order: str, equali
 
 def test_the_gap_is_taken_seed_by_seed() -> None:
     """Rows of one seed share data and first weights: what varies with the seed alone does not hide a difference."""
-    finals: Dict[str, Dict[int, float]] = {"a": {0: 1.0, 1: 5.0, 2: 9.0, 7: 0.0}, "b": {0: 0.9, 1: 4.8, 2: 8.9}}
+    finals: Dict[str, Dict[int, float]] = {
+        "a": {0: 1.0, 1: 5.0, 2: 9.0, 7: 0.0},
+        "b": {0: 0.9, 1: 4.8, 2: 8.9},
+    }
     verdict = judge(Claim("a", ("a", "b"), lambda row: row["a"] - row["b"]), finals)
     assert verdict[1:] == (SHOWN, pytest.approx(0.4 / 3), pytest.approx(1 / 30), 3)
     assert judge(Claim("c", ("a", "c"), lambda row: row["c"]), finals).verdict == NOT_RUN
@@ -54,7 +59,11 @@ def test_the_gap_is_taken_seed_by_seed() -> None:
 
 def test_an_experiment_agrees_only_if_all_is_shown() -> None:
     shown, wrong = judge_exactly("x", True, 0.0), judge_exactly("y", False, 2.0)
-    assert [judge_gap("x", gap).verdict for gap in (0.1, 0.0, -0.1)] == [SHOWN, CONTRADICTED, CONTRADICTED]
+    assert [judge_gap("x", gap).verdict for gap in (0.1, 0.0, -0.1)] == [
+        SHOWN,
+        CONTRADICTED,
+        CONTRADICTED,
+    ]
     assert make_results([shown])["agrees"] and not make_results([shown])["differences"]
     assert not make_results([])["agrees"]  # nothing was claimed
     results = make_results([shown, wrong])
@@ -68,5 +77,7 @@ def test_an_experiment_agrees_only_if_all_is_shown() -> None:
     [("14.3", 14.25, SHOWN), ("2.70", 2.69, CONTRADICTED), ("2.70", 2.7049, SHOWN), ("270 MB", 269.4, CONTRADICTED),
      ("7", 7.49, SHOWN)],
 )  # fmt: skip
-def test_a_printed_number_is_shown_by_values_that_round_to_it(printed: str, value: float, verdict: str) -> None:
+def test_a_printed_number_is_shown_by_values_that_round_to_it(
+    printed: str, value: float, verdict: str
+) -> None:
     assert judge_printed("x", printed, value).verdict == verdict

@@ -149,7 +149,9 @@ def test_models_that_are_cut_exactly_pass() -> None:
 
 def test_what_a_backward_changes_is_reported() -> None:
     """A backward that runs a batch norm again: on processes forwards of other microbatches come before it."""
-    again = Composed(lambda m, h: checkpoint(m.norm, h, use_reentrant=False), norm=nn.BatchNorm1d(4))
+    again = Composed(
+        lambda m, h: checkpoint(m.norm, h, use_reentrant=False), norm=nn.BatchNorm1d(4)
+    )
     model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 2)), torch.randn(6, 4)
     changed = verify(model, ["2"], x).changed_by_backward
     assert changed == ["1.norm.running_mean", "1.norm.running_var", "1.norm.num_batches_tracked"]
@@ -174,7 +176,12 @@ class Counting(nn.Linear):
 def test_looks_at_a_model_before_training_leave_no_count_behind(stages: Any) -> None:
     """Story: a module that counts its forwards had another count on processes, which look more often, than on the emulator."""
     model = nn.Sequential(nn.Flatten(), Counting(), nn.Linear(10, 10))
-    job = build(config("method=gpipe", "gradient_accumulation=4", "evaluate.subset=96", "steps=8", "stages=2"), model=model)
+    job = build(
+        config(
+            "method=gpipe", "gradient_accumulation=4", "evaluate.subset=96", "steps=8", "stages=2"
+        ),
+        model=model,
+    )
     x = job.example[0]
     if stages != 1:
         verify(model, stages, x)

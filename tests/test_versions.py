@@ -20,7 +20,11 @@ from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 
 # Every preset, and the other schedules and reads that can be asked for.
 VARIANTS: Dict[str, Method] = {
-    **{name: method for name, method in PLAYED.items() if method.history is None and method.rounds is None},
+    **{
+        name: method
+        for name, method in PLAYED.items()
+        if method.history is None and method.rounds is None
+    },
     "pb stashing": resolve_method("pipelined_backprop", {"stash": True}),
     "pipedream dataflow": resolve_method("pipedream", {"schedule": "dataflow", "turn": 1}),
     "pipemare 1f1b": resolve_method("pipemare", {"schedule": "1f1b"}),
@@ -37,14 +41,18 @@ def cases(method: Method) -> List[Tuple[int, int, int]]:
     return [(P, M, N) for P, M, N in sizes if N >= (least or P)]
 
 
-def literal_versions(method: Method, ran: Simulated, P: int, M: int, N: int) -> Tuple[List[List[int]], List[List[int]]]:
+def literal_versions(
+    method: Method, ran: Simulated, P: int, M: int, N: int
+) -> Tuple[List[List[int]], List[List[int]]]:
     """Return what each pass reads by the rule, counting the updates of its stage one by one."""
 
     def newest(s: int, kind: str, m: int) -> int:
         return sum(slot < ran.slots[s, kind, m] for slot, _ in ran.updates[s])
 
     forward = [[newest(s, "F", m) for m in range(M)] for s in range(P)]
-    if method.forward_reads is Reads.DOUBLE_BUFFERED and P > 1:  # one stage is no pipeline: it reads the newest
+    if (
+        method.forward_reads is Reads.DOUBLE_BUFFERED and P > 1
+    ):  # one stage is no pipeline: it reads the newest
         forward = [[max(m // N - 1, 0) for m in range(M)] for _ in range(P)]
     backward = [[newest(s, "B", m) for m in range(M)] for s in range(P)]
     return forward, forward if method.backward_reads is Reads.STASHED else backward
@@ -86,7 +94,9 @@ def test_windows_are_cut_from_the_whole(name: str) -> None:
     assert versions.forward(9, 9).shape == (4, 0)
 
 
-sizes = st.tuples(st.sampled_from(sorted(VARIANTS)), st.integers(1, 12), st.integers(1, 60), st.integers(1, 14))
+sizes = st.tuples(
+    st.sampled_from(sorted(VARIANTS)), st.integers(1, 12), st.integers(1, 60), st.integers(1, 14)
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -116,7 +126,9 @@ def test_greatest_steady_lag(P: int, N: int) -> None:
         versions = table(VARIANTS[name], P, 1, accumulate)  # a short run has the lags of a long one
         return list(versions.greatest_lag().tolist())
 
-    assert greatest("pipemare") == [-(-(2 * (P - i) + 1) // N) for i in range(1, P + 1)]  # PipeMare, Table 1
+    assert greatest("pipemare") == [
+        -(-(2 * (P - i) + 1) // N) for i in range(1, P + 1)
+    ]  # PipeMare, Table 1
     assert greatest("pipelined_backprop") == (-(-2 * (P - 1 - s) // N)).tolist()
     assert greatest("pipedream") == (-(-(P - 1 - s) // N)).tolist()
     assert greatest("pipedream_2bw", max(N, P)) == [1] * P
@@ -161,13 +173,19 @@ def test_global_history_counted_entry_by_entry(name: str) -> None:
                         seen -= 1  # back to the latest iterate that holds the version read
                     delays.append(written - seen)
         greatest, mean = summarize_history_delays(versions)
-        assert (greatest, mean) == (max(delays), pytest.approx(sum(delays) / len(delays), rel=1e-12)), (P, M, N)
+        assert (greatest, mean) == (
+            max(delays),
+            pytest.approx(sum(delays) / len(delays), rel=1e-12),
+        ), (P, M, N)
 
 
 def test_the_middle_leaves_out_the_outer_quarters_in_whole_batches() -> None:
     assert find_steady_range(table(METHODS["pipedream"], 2, 400, 1)) == (100, 300)
     assert find_steady_range(table(METHODS["pipemare"], 2, 100, 8)) == (32, 72)
-    assert find_steady_range(table(METHODS["pipemare"], 2, 10, 8)) == (3, 8)  # no whole batch remains
+    assert find_steady_range(table(METHODS["pipemare"], 2, 10, 8)) == (
+        3,
+        8,
+    )  # no whole batch remains
 
 
 def test_global_history_is_undefined_for_methods_that_flush() -> None:
@@ -182,7 +200,10 @@ def test_a_double_buffered_read_of_a_version_not_made_yet_is_refused() -> None:
     """2BW with N = 2: F4 reads version 1, which B1 makes."""
     last = "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5".split()
     in_time = from_rows(["F0 F1 F2 F3 B0 B1 F4 F5 B2 B3 B4 B5".split(), last], 2)
-    assert VersionTable(in_time, METHODS["pipedream_2bw"]).forward(0, 6).tolist() == [[0, 0, 0, 0, 1, 1]] * 2
+    assert (
+        VersionTable(in_time, METHODS["pipedream_2bw"]).forward(0, 6).tolist()
+        == [[0, 0, 0, 0, 1, 1]] * 2
+    )
     early = from_rows(["F0 F1 F2 F3 F4 B0 B1 F5 B2 B3 B4 B5".split(), last], 2)
     with pytest.raises(BadInput, match="F4 on stage 0"):
         VersionTable(early, METHODS["pipedream_2bw"]).window(0, 6)
@@ -202,4 +223,6 @@ def test_reads_that_cannot_be_replayed_are_refused_by_name(
     versions = table(METHODS["pipelined_backprop"], 3, 8, 1)
     cell = [np.array([[value]]) for value in (forward, backward, newest)]
     with pytest.raises(BadInput, match=message):
-        versions._check(cell[0], cell[1], {Kind.FORWARD: cell[2], Kind.BACKWARD: cell[2]}, 5, slice(2, 3))
+        versions._check(
+            cell[0], cell[1], {Kind.FORWARD: cell[2], Kind.BACKWARD: cell[2]}, 5, slice(2, 3)
+        )

@@ -54,23 +54,40 @@ def timm_resnet() -> nn.Module:
 def timm_vit() -> nn.Module:
     """Stochastic depth."""
     return timm.models.VisionTransformer(  # type: ignore[no-any-return]
-        img_size=16, patch_size=8, embed_dim=16, depth=4, num_heads=2, num_classes=CLASSES, drop_path_rate=0.2
+        img_size=16,
+        patch_size=8,
+        embed_dim=16,
+        depth=4,
+        num_heads=2,
+        num_classes=CLASSES,
+        drop_path_rate=0.2,
     )
 
 
 def timm_swin() -> nn.Module:
     return timm.models.SwinTransformer(  # type: ignore[no-any-return]
-        img_size=16, patch_size=2, embed_dim=8, depths=(2, 2), num_heads=(1, 2), window_size=4, num_classes=CLASSES
+        img_size=16,
+        patch_size=2,
+        embed_dim=8,
+        depths=(2, 2),
+        num_heads=(1, 2),
+        window_size=4,
+        num_classes=CLASSES,
     )
 
 
 def timm_convnext() -> nn.Module:
-    return timm.models.ConvNeXt(depths=(1, 1, 2, 1), dims=(8, 8, 16, 16), num_classes=CLASSES, drop_path_rate=0.1)  # type: ignore[no-any-return]
+    return timm.models.ConvNeXt(
+        depths=(1, 1, 2, 1), dims=(8, 8, 16, 16), num_classes=CLASSES, drop_path_rate=0.1
+    )  # type: ignore[no-any-return]
 
 
 def convnext() -> nn.Module:
     """Return gradients whose memory is laid out otherwise than their activations'."""
-    blocks = [torchvision.models.convnext.CNBlockConfig(8, 16, 2), torchvision.models.convnext.CNBlockConfig(16, None, 2)]
+    blocks = [
+        torchvision.models.convnext.CNBlockConfig(8, 16, 2),
+        torchvision.models.convnext.CNBlockConfig(16, None, 2),
+    ]
     return torchvision.models.ConvNeXt(blocks, num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
@@ -81,21 +98,36 @@ def timm_cait() -> nn.Module:
 
 def mixtral() -> nn.Module:
     """Experts whose weights are one tensor."""
-    sizes: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    sizes: Any = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    }
     experts: Any = {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
     config = transformers.MixtralConfig(**sizes, **experts, vocab_size=WORDS, use_cache=False)
     return Logits(transformers.MixtralForCausalLM(config))
 
 
 def hf_vit() -> nn.Module:
-    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes: Any = {
+        "hidden_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     sizes["num_labels"] = CLASSES
     config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8)
     return Logits(transformers.ViTForImageClassification(config))
 
 
 def bert() -> nn.Module:
-    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes: Any = {
+        "hidden_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     sizes["num_labels"] = CLASSES
     config = transformers.BertConfig(**sizes, vocab_size=WORDS, max_position_embeddings=16)
     return Logits(transformers.BertForSequenceClassification(config))
@@ -105,7 +137,9 @@ def gpt2(**settings: Any) -> nn.Module:
     """Embedding and output apart."""
     sizes: Any = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2}
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(**{"tie_word_embeddings": False, "use_cache": False, **sizes, **tokens, **settings})
+    config = transformers.GPT2Config(
+        **{"tie_word_embeddings": False, "use_cache": False, **sizes, **tokens, **settings}
+    )
     return Logits(transformers.GPT2LMHeadModel(config))
 
 
@@ -130,7 +164,13 @@ class Case(NamedTuple):
 
 
 def _images(size: int = 16) -> Dict[str, Any]:
-    return {"name": "synthetic", "shape": [3, size, size], "classes": CLASSES, "subset": 64, "test_subset": 32}
+    return {
+        "name": "synthetic",
+        "shape": [3, size, size],
+        "classes": CLASSES,
+        "subset": 64,
+        "test_subset": 32,
+    }
 
 
 def _words(classes: bool) -> Dict[str, Any]:
@@ -140,7 +180,11 @@ def _words(classes: bool) -> Dict[str, Any]:
 _VIT = (  # transformers 5 names its blocks otherwise than transformers 4, the last for Python 3.9
     ("vit.layers.1", "vit.layers.2.mlp", "vit.layers.3.layernorm_after")
     if int(transformers.__version__.split(".")[0]) >= 5
-    else ("vit.encoder.layer.1", "vit.encoder.layer.2.intermediate", "vit.encoder.layer.3.layernorm_after")
+    else (
+        "vit.encoder.layer.1",
+        "vit.encoder.layer.2.intermediate",
+        "vit.encoder.layer.3.layernorm_after",
+    )
 )
 CASES: Dict[str, Case] = {
     "torchvision-resnet18": Case("resnet18", ["layer1.0.conv2", "layer2.0.bn2", "layer3.1"], _images(32)),

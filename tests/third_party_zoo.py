@@ -42,7 +42,9 @@ def make_data(model: Model) -> DataSource:
     label = draw(CLASSES, (SAMPLES,))
     inputs: Dict[str, torch.Tensor] = {"x": words}
     if model.family in ("images", "speech"):
-        shape = (3, model.size, model.size) if model.family == "images" else (8, 16)  # or 8 bands of 16 frames
+        shape = (
+            (3, model.size, model.size) if model.family == "images" else (8, 16)
+        )  # or 8 bands of 16 frames
         inputs = {"x": torch.randn(SAMPLES, *shape, generator=generator)}
     if model.family == "text classes":
         mask = (torch.arange(LENGTH) < draw(3, LENGTH + 1, (SAMPLES, 1))).long()
@@ -54,7 +56,10 @@ def make_data(model: Model) -> DataSource:
     y = label if model.family in ("images", "text classes") else following
     samples: Any = list(zip(inputs.get("x", ()), y))
     if "x" not in inputs:
-        samples = [{**{name: value[i] for name, value in inputs.items()}, "labels": y[i]} for i in range(SAMPLES)]
+        samples = [
+            {**{name: value[i] for name, value in inputs.items()}, "labels": y[i]}
+            for i in range(SAMPLES)
+        ]
     return from_loader(DataLoader(samples, batch_size=2), DataLoader(samples[:4], batch_size=2))
 
 
@@ -67,7 +72,9 @@ def _vision(name: str, size: int = 32, **args: Any) -> Model:
 
 def _make_alexnet() -> nn.Module:
     model: nn.Module = torchvision.models.alexnet(num_classes=CLASSES)
-    model.classifier = nn.Sequential(nn.Dropout(), nn.Linear(256 * 6 * 6, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+    model.classifier = nn.Sequential(
+        nn.Dropout(), nn.Linear(256 * 6 * 6, 16), nn.ReLU(), nn.Linear(16, CLASSES)
+    )
     return model
 
 
@@ -75,7 +82,9 @@ def _make_vgg(norm: bool) -> nn.Module:
     layers = torchvision.models.vgg.make_layers([8, "M", 16, "M", 16, 16, "M"], batch_norm=norm)
     model: nn.Module = torchvision.models.VGG(layers, num_classes=CLASSES)
     model.avgpool = nn.AdaptiveAvgPool2d(1)
-    model.classifier = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, CLASSES))
+    model.classifier = nn.Sequential(
+        nn.Linear(16, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, CLASSES)
+    )
     return model
 
 
@@ -92,7 +101,11 @@ def _make_vision_resnet(**args: Any) -> Model:
 
 def _make_vision_swin(version: str) -> nn.Module:
     swin: Any = torchvision.models.swin_transformer
-    others = {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2} if version == "2" else {}
+    others = (
+        {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
+        if version == "2"
+        else {}
+    )
     model: nn.Module = swin.SwinTransformer(
         [2, 2], 8, [2, 2], [1, 2], [4, 4], stochastic_depth_prob=0.1, num_classes=CLASSES, **others
     )
@@ -102,12 +115,18 @@ def _make_vision_swin(version: str) -> nn.Module:
 TORCHVISION: Dict[str, Model] = {
     "alexnet": Model(_make_alexnet, size=224),
     "convnext": Model(_make_vision_convnext),
-    "densenet": Model(lambda: torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)),
+    "densenet": Model(
+        lambda: torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)
+    ),
     "efficientnet_b0": _vision("efficientnet_b0"),
     "efficientnet_v2_s": _vision("efficientnet_v2_s"),
     "googlenet": _vision("googlenet", init_weights=False),
     "inception_v3": _vision("inception_v3", 80, init_weights=False, aux_logits=False),
-    "maxvit": Model(lambda: torchvision.models.MaxVit((32, 32), 16, 4, [16, 16], [1, 1], 8, 0.1, num_classes=CLASSES)),
+    "maxvit": Model(
+        lambda: torchvision.models.MaxVit(
+            (32, 32), 16, 4, [16, 16], [1, 1], 8, 0.1, num_classes=CLASSES
+        )
+    ),
     "mnasnet0_5": _vision("mnasnet0_5"),
     "mobilenet_v2": _vision("mobilenet_v2", width_mult=0.25),
     "mobilenet_v3_small": _vision("mobilenet_v3_small"),
@@ -123,7 +142,9 @@ TORCHVISION: Dict[str, Model] = {
     "swin_v2": Model(lambda: _make_vision_swin("2")),
     "vgg": Model(lambda: _make_vgg(False)),
     "vgg_bn": Model(lambda: _make_vgg(True)),
-    "vit": Model(lambda: torchvision.models.VisionTransformer(32, 8, 4, 2, 16, 32, 0.1, 0.1, CLASSES)),
+    "vit": Model(
+        lambda: torchvision.models.VisionTransformer(32, 8, 4, 2, 16, 32, 0.1, 0.1, CLASSES)
+    ),
     "wide_resnet": _make_vision_resnet(width_per_group=128),
 }
 
@@ -135,19 +156,37 @@ def _timm(name: str, size: int = 32, **args: Any) -> Model:
     return Model(lambda: timm.create_model(name, num_classes=CLASSES, **args), size=size)
 
 
-_VIT: Dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
+_VIT: Dict[str, Any] = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 16,
+    "depth": 4,
+    "num_heads": 2,
+}
 _FOUR: Dict[str, Any] = {"depths": (1, 1, 1, 1)}
-_SWIN: Dict[str, Any] = {"img_size": 32, "embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "window_size": 4}
+_SWIN: Dict[str, Any] = {
+    "img_size": 32,
+    "embed_dim": 8,
+    "depths": (1, 1),
+    "num_heads": (1, 2),
+    "window_size": 4,
+}
 
 
 def _make_mixer(layer: str, **args: Any) -> Model:
     sizes: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_blocks": 4}
-    return Model(lambda: timm.models.MlpMixer(CLASSES, **sizes, mlp_layer=getattr(timm.layers, layer), **args))
+    return Model(
+        lambda: timm.models.MlpMixer(
+            CLASSES, **sizes, mlp_layer=getattr(timm.layers, layer), **args
+        )
+    )
 
 
 def _make_resmlp() -> nn.Module:
     parts = timm.models.mlp_mixer
-    return _make_mixer("Mlp", mlp_ratio=4, block_layer=parts.ResBlock, norm_layer=parts.Affine).build()
+    return _make_mixer(
+        "Mlp", mlp_ratio=4, block_layer=parts.ResBlock, norm_layer=parts.Affine
+    ).build()
 
 
 TIMM: Dict[str, Model] = {
@@ -216,7 +255,14 @@ _LLAMA: Dict[str, Any] = {**_BERT, "num_key_value_heads": 1}
 _EXPERTS: Dict[str, Any] = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 _MOE: Dict[str, Any] = {**_LLAMA, **_EXPERTS, "moe_intermediate_size": 16}
 _HEAD: Dict[str, Any] = {"head_dim": 8}
-_GPT: Dict[str, Any] = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2, **_TOKENS}
+_GPT: Dict[str, Any] = {
+    "vocab_size": WORDS,
+    "n_positions": 16,
+    "n_embd": 16,
+    "n_layer": 4,
+    "n_head": 2,
+    **_TOKENS,
+}
 _T5: Dict[str, Any] = {
     "vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "pad_token_id": 0,
     "eos_token_id": 1, "decoder_start_token_id": 0,
@@ -233,7 +279,9 @@ _IMAGE: Dict[str, Any] = {
 _TIED = {"tie_word_embeddings": True}
 
 
-def _face(prefix: str, head: str, family: str, config: Optional[Dict[str, Any]] = None, **more: Any) -> Model:
+def _face(
+    prefix: str, head: str, family: str, config: Optional[Dict[str, Any]] = None, **more: Any
+) -> Model:
     """Return a row of transformers: `prefix`Config and `prefix`For`head`."""
 
     def build() -> nn.Module:
@@ -243,7 +291,9 @@ def _face(prefix: str, head: str, family: str, config: Optional[Dict[str, Any]] 
         else:
             settings = {"tie_word_embeddings": False, **settings, "use_cache": False}
         name = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}For{head}"
-        model: nn.Module = getattr(transformers, name)(getattr(transformers, f"{prefix}Config")(**settings))
+        model: nn.Module = getattr(transformers, name)(
+            getattr(transformers, f"{prefix}Config")(**settings)
+        )
         return model
 
     return Model(build, family)
@@ -303,6 +353,10 @@ TRANSFORMERS: Dict[str, Model] = {
 
 MODELS: Dict[str, Model] = {
     f"{library}-{name}": model
-    for library, models in (("torchvision", TORCHVISION), ("timm", TIMM), ("transformers", TRANSFORMERS))
+    for library, models in (
+        ("torchvision", TORCHVISION),
+        ("timm", TIMM),
+        ("transformers", TRANSFORMERS),
+    )
     for name, model in models.items()
 }

@@ -16,7 +16,9 @@ VOCABULARY, CONTEXT = 23, 6
 
 def tokens(seed: int = 5) -> TensorData:
     """Return random tokens, the labels those behind."""
-    drawn = torch.randint(VOCABULARY, (80, CONTEXT + 1), generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randint(
+        VOCABULARY, (80, CONTEXT + 1), generator=torch.Generator().manual_seed(seed)
+    )
     x, y = drawn[:, :-1].clone(), drawn[:, 1:].clone()
     return TensorData((x[:64], y[:64]), (x[64:], y[64:]), seed)
 
@@ -53,13 +55,18 @@ class Normed(nn.Sequential):
 
     def __init__(self) -> None:
         norm = nn.BatchNorm1d(12)
-        super().__init__(nn.Linear(12, 12), norm, begin_stage(nn.Linear(12, 12)), norm, nn.Linear(12, 4))
+        super().__init__(
+            nn.Linear(12, 12), norm, begin_stage(nn.Linear(12, 12)), norm, nn.Linear(12, 4)
+        )
 
 
 class Renormed(nn.Sequential):
     """An embedding whose forward scales its weight, which the head has, too."""
 
     def __init__(self) -> None:
-        embedding, head = nn.Embedding(VOCABULARY, 8, max_norm=0.5), nn.Linear(8, VOCABULARY, bias=False)
+        embedding, head = (
+            nn.Embedding(VOCABULARY, 8, max_norm=0.5),
+            nn.Linear(8, VOCABULARY, bias=False),
+        )
         head.weight = embedding.weight
         super().__init__(embedding, begin_stage(nn.Linear(8, 8)), head)

@@ -17,11 +17,19 @@ COMMAND = str(Path(sys.executable).with_name("ipu-pipe"))
 def run(*words, code=0, said=""):
     """Run a command in the current folder; what it printed on standard output."""
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(words, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
+    done = subprocess.run(
+        words, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True
+    )
     printed = done.stdout + done.stderr
     if done.returncode != code or said not in printed or "Traceback" in printed:
-        sys.exit(f"{' '.join(words)}: exit code {done.returncode}, expected {code} and {said!r}\n{printed}")
-    print("passed:", " ".join(words).replace(COMMAND, "ipu-pipe").replace(sys.executable, "python"), flush=True)
+        sys.exit(
+            f"{' '.join(words)}: exit code {done.returncode}, expected {code} and {said!r}\n{printed}"
+        )
+    print(
+        "passed:",
+        " ".join(words).replace(COMMAND, "ipu-pipe").replace(sys.executable, "python"),
+        flush=True,
+    )
     return done.stdout
 
 
@@ -50,10 +58,29 @@ def main():
             run(COMMAND, command, "--help", said=f"usage: ipu-pipe {command}")
             assert command in run(COMMAND, "--help").replace("\n", "").replace(" ", ""), command
         run(COMMAND, "completion", "bash", code=2, said="pip install shtab")
-        schedule = json.loads(run(COMMAND, "schedule", "gpipe", "--stages", "3", "--microbatches", "4", "--format", "json"))
+        schedule = json.loads(
+            run(
+                COMMAND,
+                "schedule",
+                "gpipe",
+                "--stages",
+                "3",
+                "--microbatches",
+                "4",
+                "--format",
+                "json",
+            )
+        )
         assert schedule["slots"] == 12, schedule["slots"]
         run(
-            COMMAND, "train", "configs/mlp_digits.yaml", "--set", "steps=4", "--out", "runs/digits", said="throughput: "
+            COMMAND,
+            "train",
+            "configs/mlp_digits.yaml",
+            "--set",
+            "steps=4",
+            "--out",
+            "runs/digits",
+            said="throughput: ",
         )
         assert json.loads(Path("runs/digits/summary.json").read_text())["steps"] == 4
         run(COMMAND, "analyze", "runs/digits", said="Bottleneck: ")
@@ -61,7 +88,13 @@ def main():
         again = ("train", "mlp_digits", "--set", "steps=4", "--out", "runs/digits")
         run(COMMAND, *again, code=2, said="--overwrite")
         assert run(COMMAND, *again, "--overwrite", "--quiet") == ""
-        run(COMMAND, "train", "configs/none.yaml", code=2, said="configs/none.yaml: no such config file")
+        run(
+            COMMAND,
+            "train",
+            "configs/none.yaml",
+            code=2,
+            said="configs/none.yaml: no such config file",
+        )
         run(
             COMMAND,
             "train",
@@ -72,13 +105,41 @@ def main():
             said="ipu-pipe fetch-data cifar10",
         )
         run(sys.executable, "-m", "ipu_pipe", "train", "resnet50_ipu4", "--dry-run", said="FLOPs")
-        planned = run(COMMAND, "plan", "resnet50_ipu4", "--hardware", "v100x8", "--precision", "float32", "--json")
+        planned = run(
+            COMMAND,
+            "plan",
+            "resnet50_ipu4",
+            "--hardware",
+            "v100x8",
+            "--precision",
+            "float32",
+            "--json",
+        )
         assert json.loads(planned)["plans"], planned
-        run(COMMAND, "reproduce", code=2, said="from a clone of the repository: python tools/reproduce.py")
+        run(
+            COMMAND,
+            "reproduce",
+            code=2,
+            said="from a clone of the repository: python tools/reproduce.py",
+        )
         run(COMMAND, "stability", "mlp_digits", "--curvature", "1", said="largest stable")
-        run(COMMAND, "collect", "mlp_digits", "--methods", "gpipe,pipedream", "--steps", "2", "--out", "runs/compared")
+        run(
+            COMMAND,
+            "collect",
+            "mlp_digits",
+            "--methods",
+            "gpipe,pipedream",
+            "--steps",
+            "2",
+            "--out",
+            "runs/compared",
+        )
         for name in ("models", "configs", "tools", "tests"):
-            run(sys.executable, "-c", f"import importlib.util as u; assert u.find_spec('{name}') is None")
+            run(
+                sys.executable,
+                "-c",
+                f"import importlib.util as u; assert u.find_spec('{name}') is None",
+            )
         run(sys.executable, "-c", "import ipu_pipe, ipu_pipe.models.resnet, pathlib as p; "
             "assert p.Path(ipu_pipe.__file__).with_name('py.typed').is_file()")  # fmt: skip
     print("the wheel's commands pass")

@@ -1,1 +1,3 @@
-"""The command lines of a clone. Importing one runs nothing; `experiments/` holds what only they use."""
+"""The command lines of a clone. Importing one runs nothing; `experiments/` holds what only they
+use.
+"""

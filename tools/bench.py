@@ -1,4 +1,6 @@
-"""Benchmark of the emulator against plain training of the same model, in one run: python tools/bench.py"""
+"""Benchmark of the emulator against plain training of the same model, in one run: python
+tools/bench.py
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ CASES = {
     "resnet20": ("models.resnet:preact_resnet20", {"classes": 10}, 8, 8),
     "resnet50": ("models.resnet:resnet50", {"classes": 10, "small_images": True}, 8, 8),
 }
-METHODS = ("pipemare", "pipelined_backprop", "pipedream", "pipemare+t1+t2", "pipelined_backprop+sc+lwp")
+METHODS = (
+    "pipemare",
+    "pipelined_backprop",
+    "pipedream",
+    "pipemare+t1+t2",
+    "pipelined_backprop+sc+lwp",
+)
 RULES: Dict[str, Dict[str, Any]] = {  # method_args that +NAME adds to a method
     "t1": {"t1": {"anneal_updates": 1000}},
     "t2": {"t2": {"decay": 0.135}},
@@ -35,18 +43,33 @@ def make_parser() -> Parser:
     """Build the parser of the command line."""
     p = Parser(
         prog="tools/bench.py",
-        description="Time steps of ipu_pipe.Pipeline on the emulator against a plain loop with the same microbatches and the\n"
-        "same number of updates. Turns alternate, so that a slow moment of the machine hits both, and the ratio of CPU time\n"
+        description="Time steps of ipu_pipe.Pipeline on the emulator against a plain loop with the "
+        "same microbatches and the\n"
+        "same number of updates. Turns alternate, so that a slow moment of the machine hits both, "
+        "and the ratio of CPU time\n"
         "leaves out what other processes take.",
     )
-    p.add_argument("--models", default="resnet20,resnet50", help=f"comma-separated: {', '.join(CASES)} (default: both)")
+    p.add_argument(
+        "--models",
+        default="resnet20,resnet50",
+        help=f"comma-separated: {', '.join(CASES)} (default: both)",
+    )
     p.add_argument(
         "--methods",
         default=",".join(METHODS),
         help=f"methods, with rules added by + ({', '.join(RULES)}); default: {','.join(METHODS)}",
     )
-    p.add_argument("--stages", default="finest", help="numbers of stages, or finest, comma-separated (default finest)")
-    p.add_argument("--rounds", type=int, default=5, help="turns of each; the median ratio is printed (default 5)")
+    p.add_argument(
+        "--stages",
+        default="finest",
+        help="numbers of stages, or finest, comma-separated (default finest)",
+    )
+    p.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="turns of each; the median ratio is printed (default 5)",
+    )
     p.add_argument("--updates", type=int, default=3, help="updates per turn (default 3)")
     p.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     p.add_argument("--json", action="store_true", help="print JSON")
@@ -56,7 +79,11 @@ def make_parser() -> Parser:
 def main() -> None:
     """Run the command line."""
     args = make_parser().parse_args()
-    faults = [f"--models: {m}: must be one of {', '.join(CASES)}" for m in args.models.split(",") if m not in CASES]
+    faults = [
+        f"--models: {m}: must be one of {', '.join(CASES)}"
+        for m in args.models.split(",")
+        if m not in CASES
+    ]
     faults += [
         f"--methods: {m}: {rule}: must be one of {', '.join(RULES)}"
         for m in args.methods.split(",")
@@ -89,15 +116,19 @@ def main() -> None:
 def format_row(row: Dict[str, Any]) -> str:
     """Format the figures of a case."""
     return (
-        f"{row['model']:9s} {row['stages']:4d} stages  {row['method']:25s} plain {row['plain_ms']:8.1f} ms  emulator "
+        f"{row['model']:9s} {row['stages']:4d} stages  {row['method']:25s} plain "
+        f"{row['plain_ms']:8.1f} ms  emulator "
         f"{row['emulator_ms']:8.1f} ms a microbatch  ratio {row['ratio']:.3f} "
         f"(rounds {row['least']:.3f} to {row['most']:.3f}), of CPU time {row['cpu_ratio']:.3f} "
         f"({row['cpu_least']:.3f} to {row['cpu_most']:.3f})"
     )
 
 
-def measure(name: str, label: str, stages: Union[str, int], rounds: int, updates: int, device: str) -> Dict[str, Any]:
-    """Return the median of the pipeline's time divided by plain time over `rounds` turns of `updates` updates.
+def measure(
+    name: str, label: str, stages: Union[str, int], rounds: int, updates: int, device: str
+) -> Dict[str, Any]:
+    """Return the median of the pipeline's time divided by plain time over `rounds` turns of
+    `updates` updates.
 
     The turns begin after as many weight versions are stashed as there will ever be.
     """
@@ -117,7 +148,8 @@ def measure(name: str, label: str, stages: Union[str, int], rounds: int, updates
     if method == "pipedream_2bw":  # N must be at least the number of stages
         accumulate = -(-count // accumulate) * accumulate
     data = [
-        (torch.randn(size, 3, 32, 32).to(device), torch.randint(0, 10, (size,)).to(device)) for _ in range(accumulate)
+        (torch.randn(size, 3, 32, 32).to(device), torch.randint(0, 10, (size,)).to(device))
+        for _ in range(accumulate)
     ]
     pipe = ipu_pipe.Pipeline(
         models[0],
@@ -146,18 +178,30 @@ def measure(name: str, label: str, stages: Union[str, int], rounds: int, updates
     for _ in range(int(pipe.versions.greatest_lag().max()) + 1):
         pipe.step(microbatches=data)
     train_plainly()
-    times = [(_measure_seconds(train_plainly, device), _measure_seconds(step, device)) for _ in range(rounds)]
+    times = [
+        (_measure_seconds(train_plainly, device), _measure_seconds(step, device))
+        for _ in range(rounds)
+    ]
     ratios = [emulated.wall / plain.wall for plain, emulated in times]
     cpu_ratios = sorted(emulated.cpu / plain.cpu for plain, emulated in times)
     ms_per_microbatch = 1000 / (updates * accumulate)
     return {
-        "model": name, "method": label, "stages": count, "micro_batch_size": size, "gradient_accumulation": accumulate,
+        "model": name,
+        "method": label,
+        "stages": count,
+        "micro_batch_size": size,
+        "gradient_accumulation": accumulate,
         "plain_ms": statistics.median(plain.wall for plain, _ in times) * ms_per_microbatch,
-        "emulator_ms": statistics.median(emulated.wall for _, emulated in times) * ms_per_microbatch,
-        "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios),
-        "cpu_ratio": statistics.median(cpu_ratios), "cpu_least": cpu_ratios[0], "cpu_most": cpu_ratios[-1],
+        "emulator_ms": statistics.median(emulated.wall for _, emulated in times)
+        * ms_per_microbatch,
+        "ratio": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "cpu_ratio": statistics.median(cpu_ratios),
+        "cpu_least": cpu_ratios[0],
+        "cpu_most": cpu_ratios[-1],
         "version_bytes": pipe.memory()["emulator_bytes"],
-    }  # fmt: skip
+    }
 
 
 class Seconds(NamedTuple):

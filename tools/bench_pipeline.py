@@ -1,4 +1,6 @@
-"""Benchmark of the distributed backend against PyTorch's own pipeline schedules, in one run: python tools/bench_pipeline.py"""
+"""Benchmark of the distributed backend against PyTorch's own pipeline schedules, in one run: python
+tools/bench_pipeline.py
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,14 @@ SIZE = 8  # samples per microbatch
 RATE = 1e-3
 RANKS = 2
 THEIRS = {  # PyTorch's class of the same schedule
-    "pipedream_flush": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "looped_bfs": "ScheduleLoopedBFS", "interleaved_zb": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble",
+    "pipedream_flush": "Schedule1F1B",
+    "gpipe": "ScheduleGPipe",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "interleaved_zb": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
     "dualpipe_v": "ScheduleDualPipeV",
-}  # fmt: skip
+}
 BY_DEVICE = ["interleaved_1f1b", "zbv", "dualpipe_v"]
 OBJECTS = ["pipedream_flush", "pipedream", "zbv"]
 MODELS = ["resnet", "transformer"]
@@ -38,7 +44,9 @@ DEFAULT_WARM_UP = 2  # turns that fill pipelines and caches
 
 
 class Case(NamedTuple):
-    """The runs that are timed in turns: `methods` with PyTorch's class of the same schedule, and `asynchronous` methods."""
+    """The runs that are timed in turns: `methods` with PyTorch's class of the same schedule, and
+    `asynchronous` methods.
+    """
 
     model: str
     stages: int
@@ -53,32 +61,61 @@ def make_parser() -> Parser:
     """Build the parser of the command line."""
     p = Parser(
         prog="tools/bench_pipeline.py",
-        description="Time pipelines on two processes of one thread each (gloo), in turns that alternate within one run.\n\n"
-        "1. A pre-activation ResNet-20 in two stages: PyTorch's Schedule1F1B, this package's pipedream_flush, and asynchronous\n"
+        description="Time pipelines on two processes of one thread each (gloo), in turns that "
+        "alternate within one run.\n\n"
+        "1. A pre-activation ResNet-20 in two stages: PyTorch's Schedule1F1B, this package's "
+        "pipedream_flush, and asynchronous\n"
         "   methods.\n"
-        "2. Models in four stages, two on each process: schedules by device beside PyTorch's classes, with the bubble that the\n"
-        "   trace measures, that of the clock with the measured times, and that of the schedule in unit slots.\n"
-        "3. A step of ipu_pipe.Pipeline against a step of the engine of `train`, each on two processes of its own.",
+        "2. Models in four stages, two on each process: schedules by device beside PyTorch's "
+        "classes, with the bubble that the\n"
+        "   trace measures, that of the clock with the measured times, and that of the schedule in "
+        "unit slots.\n"
+        "3. A step of ipu_pipe.Pipeline against a step of the engine of `train`, each on two "
+        "processes of its own.",
     )
     p.add_argument(
-        "--accumulate", type=int, nargs="*", default=[2, 4, 8], metavar="N",
+        "--accumulate",
+        type=int,
+        nargs="*",
+        default=[2, 4, 8],
+        metavar="N",
         help="microbatches per update of part 1; none leaves it out (default 2 4 8)",
-    )  # fmt: skip
+    )
     p.add_argument(
-        "--methods", nargs="+", default=["pipedream", "pipemare"],
+        "--methods",
+        nargs="+",
+        default=["pipedream", "pipemare"],
         help="asynchronous methods of part 1 (default pipedream pipemare)",
-    )  # fmt: skip
+    )
     p.add_argument(
-        "--schedules", nargs="*", default=BY_DEVICE, choices=[*THEIRS][2:], metavar="NAME",
-        help=f"schedules of part 2, of {', '.join([*THEIRS][2:])}; none leaves it out (default {' '.join(BY_DEVICE)})",
-    )  # fmt: skip
+        "--schedules",
+        nargs="*",
+        default=BY_DEVICE,
+        choices=[*THEIRS][2:],
+        metavar="NAME",
+        help=f"schedules of part 2, of {', '.join([*THEIRS][2:])}; none leaves it out (default "
+        f"{' '.join(BY_DEVICE)})",
+    )
     p.add_argument(
-        "--objects", nargs="*", default=OBJECTS, metavar="NAME",
+        "--objects",
+        nargs="*",
+        default=OBJECTS,
+        metavar="NAME",
         help=f"methods of part 3; none leaves it out (default {' '.join(OBJECTS)})",
-    )  # fmt: skip
-    p.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="models of part 2 (default both)")
-    p.add_argument("--rounds", type=int, default=7, help="turns of each; medians are printed (default 7)")
-    p.add_argument("--microbatches", type=int, default=32, help="microbatches per turn (default 32)")
+    )
+    p.add_argument(
+        "--models",
+        nargs="+",
+        default=MODELS,
+        choices=MODELS,
+        help="models of part 2 (default both)",
+    )
+    p.add_argument(
+        "--rounds", type=int, default=7, help="turns of each; medians are printed (default 7)"
+    )
+    p.add_argument(
+        "--microbatches", type=int, default=32, help="microbatches per turn (default 32)"
+    )
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
 
@@ -92,7 +129,8 @@ def main() -> None:
     sizes = [*args.accumulate, *[batch] * bool(args.schedules)]
     if args.rounds < 1 or min(sizes, default=1) < 1 or any(args.microbatches % n for n in sizes):
         raise BadInput(
-            f"--microbatches: {args.microbatches}: must be a multiple of {', '.join(map(str, sizes))}; --rounds at least 1"
+            f"--microbatches: {args.microbatches}: must be a multiple of "
+            f"{', '.join(map(str, sizes))}; --rounds at least 1"
         )
     for name in [*args.methods, *args.objects]:
         resolve_method(name)
@@ -102,7 +140,8 @@ def main() -> None:
     ]
     if args.schedules:
         cases += [
-            Case(model, 2 * RANKS, args.schedules, [], batch, args.rounds, args.microbatches) for model in args.models
+            Case(model, 2 * RANKS, args.schedules, [], batch, args.rounds, args.microbatches)
+            for model in args.models
         ]
     rows = []
     for case in cases:
@@ -113,7 +152,9 @@ def main() -> None:
         # asynchronous methods update after each microbatch, where a step's own cost weighs most
         accumulate = min(sizes, default=batch) if METHODS[name].flushes else 1
         stages = RANKS * (1 if METHODS[name].order is None else 2)
-        row = measure_object(Case("resnet", stages, [name], [], accumulate, args.rounds, args.microbatches))
+        row = measure_object(
+            Case("resnet", stages, [name], [], accumulate, args.rounds, args.microbatches)
+        )
         rows.append(row)
         if not args.json:
             print(format_object(row), flush=True)
@@ -127,8 +168,10 @@ def format_row(row: Dict[str, Any]) -> str:
     lines.append("  stage times: " + ", ".join(f"{t:.1f} ms" for t in row["stage_ms"]))
     for name, m in row["methods"].items():
         lines.append(
-            f"  {name}: {m['ratio']:.3f} times PyTorch's speed ({THEIRS[name]}: {m['torch_ms']:.2f} ms a microbatch); "
-            f"bubble {m['bubble_measured']:.1%} measured, {m['bubble_clock']:.1%} by the clock, {m['bubble_planned']:.1%} planned"
+            f"  {name}: {m['ratio']:.3f} times PyTorch's speed ({THEIRS[name]}: "
+            f"{m['torch_ms']:.2f} ms a microbatch); "
+            f"bubble {m['bubble_measured']:.1%} measured, {m['bubble_clock']:.1%} by the clock, "
+            f"{m['bubble_planned']:.1%} planned"
         )
     for name, m in row["asynchronous"].items():
         gain = f"{m['gain']:.3f} times PyTorch's speed; the stage times allow {m['allowed']:.3f}"
@@ -141,7 +184,9 @@ def measure(case: Case) -> Dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         os.environ["OMP_NUM_THREADS"] = "1"
-        processes = [context.Process(target=_time_rank, args=(rank, case, folder)) for rank in range(RANKS)]
+        processes = [
+            context.Process(target=_time_rank, args=(rank, case, folder)) for rank in range(RANKS)
+        ]
         for process in processes:
             process.start()
         for process in processes:
@@ -153,22 +198,34 @@ def measure(case: Case) -> Dict[str, Any]:
 
 
 def _summarize(case: Case, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
-    """Return ratios to PyTorch's times, bubbles, and the speed that the stage times allow each asynchronous method."""
+    """Return ratios to PyTorch's times, bubbles, and the speed that the stage times allow each
+    asynchronous method.
+    """
     from ipu_pipe.schedule.clock import Costs, clock
     from ipu_pipe.schedule.timelines import make_schedule
 
     # the slower process decides the time of a turn
-    times = {name: [max(pair) for pair in zip(*(rank["times"][name] for rank in ranks))] for name in ranks[0]["times"]}
+    times = {
+        name: [max(pair) for pair in zip(*(rank["times"][name] for rank in ranks))]
+        for name in ranks[0]["times"]
+    }
     costs_by_method, methods = {}, {}
     for name in case.methods:
         by_stage = {int(s): costs for rank in ranks for s, costs in rank["costs"][name].items()}
         forward, backward, weight, update = zip(*(by_stage[s] for s in range(case.stages)))
-        costs_by_method[name] = costs = Costs(forward, backward, update, weight_gradient=weight if any(weight) else ())
-        schedule = make_schedule(_resolve(case, name), case.stages, case.accumulate, case.accumulate)
+        costs_by_method[name] = costs = Costs(
+            forward, backward, update, weight_gradient=weight if any(weight) else ()
+        )
+        schedule = make_schedule(
+            _resolve(case, name), case.stages, case.accumulate, case.accumulate
+        )
         busy = case.accumulate * (sum(forward) + sum(backward)) + sum(update)
         spans = zip(*(rank["spans"][name] for rank in ranks))
         bubbles = [
-            1 - sum(b for _, _, b in turn) / (max(e for _, e, _ in turn) - min(s for s, _, _ in turn)) / RANKS
+            1
+            - sum(b for _, _, b in turn)
+            / (max(e for _, e, _ in turn) - min(s for s, _, _ in turn))
+            / RANKS
             for turn in spans
         ]
         methods[name] = {
@@ -178,32 +235,40 @@ def _summarize(case: Case, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
             "bubble_measured": statistics.median(bubbles),
             "bubble_clock": 1 - busy / RANKS / clock(schedule, costs).finish,
             "bubble_planned": 1 - schedule.busy_share(),
-        }  # fmt: skip
+        }
     first = case.methods[0]
     costs, asynchronous = costs_by_method[first], {}
     for name in case.asynchronous:
         gain = statistics.median(a / b for a, b in zip(times[THEIRS[first]], times[name]))
-        schedule = make_schedule(_resolve(case, first), case.stages, case.accumulate, case.accumulate)
+        schedule = make_schedule(
+            _resolve(case, first), case.stages, case.accumulate, case.accumulate
+        )
         flush = clock(schedule, costs).finish / case.accumulate
         allowed = flush / max(
-            f + b + u / case.accumulate for f, b, u in zip(costs.forward, costs.backward, costs.update)
+            f + b + u / case.accumulate
+            for f, b, u in zip(costs.forward, costs.backward, costs.update)
         )
         asynchronous[name] = {"gain": gain, "allowed": allowed, "share": gain / allowed}
     return {
-        "model": case.model, "stages": case.stages, "accumulate": case.accumulate,
+        "model": case.model,
+        "stages": case.stages,
+        "accumulate": case.accumulate,
         "stage_ms": [1e3 * (f + b) for f, b in zip(costs.forward, costs.backward)],
-        "methods": methods, "asynchronous": asynchronous,
-    }  # fmt: skip
+        "methods": methods,
+        "asynchronous": asynchronous,
+    }
 
 
 # ---- part 3: the object against the engine
 #
-# Both have messages in flight between their steps, so each has two processes and a group of its own. They take turns: the ones
-# that wait sleep.
+# Both have messages in flight between their steps, so each has two processes and a group of its
+# own. They take turns: the ones # that wait sleep.
 
 
 def measure_object(case: Case) -> Dict[str, Any]:
-    """Time a step of the object against one of the engine; return the median and the range of the ratio of their speeds."""
+    """Time a step of the object against one of the engine; return the median and the range of the
+    ratio of their speeds.
+    """
     context = multiprocessing.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
@@ -237,23 +302,35 @@ def measure_object(case: Case) -> Dict[str, Any]:
             process.join()
     steps = case.microbatches // case.accumulate
     ratios = sorted(engine / pipe for engine, pipe in zip(times["engine"], times["object"]))
-    cpu_ratios = sorted(engine / pipe for engine, pipe in zip(cpu_times["engine"], cpu_times["object"]))
+    cpu_ratios = sorted(
+        engine / pipe for engine, pipe in zip(cpu_times["engine"], cpu_times["object"])
+    )
     return {
-        "object": case.methods[0], "stages": case.stages, "accumulate": case.accumulate,
-        "ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1],
-        "cpu_ratio": statistics.median(cpu_ratios), "cpu_least": cpu_ratios[0], "cpu_most": cpu_ratios[-1],
+        "object": case.methods[0],
+        "stages": case.stages,
+        "accumulate": case.accumulate,
+        "ratio": statistics.median(ratios),
+        "least": ratios[0],
+        "most": ratios[-1],
+        "cpu_ratio": statistics.median(cpu_ratios),
+        "cpu_least": cpu_ratios[0],
+        "cpu_most": cpu_ratios[-1],
         "engine_ms": statistics.median(times["engine"]) * 1e3 / steps,
         "object_ms": statistics.median(times["object"]) * 1e3 / steps,
-        "engine_least_ms": min(times["engine"]) * 1e3 / steps, "object_least_ms": min(times["object"]) * 1e3 / steps,
-    }  # fmt: skip
+        "engine_least_ms": min(times["engine"]) * 1e3 / steps,
+        "object_least_ms": min(times["object"]) * 1e3 / steps,
+    }
 
 
 def format_object(row: Dict[str, Any]) -> str:
     """Format the figures of a case of part 3."""
     return (
-        f"Pipeline, {row['object']} in {row['stages']} stages, N = {row['accumulate']}: {row['ratio']:.3f} times the engine's"
-        f" speed (rounds {row['least']:.3f} to {row['most']:.3f}; medians {row['object_ms']:.2f} and {row['engine_ms']:.2f} ms"
-        f" a step, least {row['object_least_ms']:.2f} and {row['engine_least_ms']:.2f}); by CPU time {row['cpu_ratio']:.3f}"
+        f"Pipeline, {row['object']} in {row['stages']} stages, N = {row['accumulate']}: "
+        f"{row['ratio']:.3f} times the engine's"
+        f" speed (rounds {row['least']:.3f} to {row['most']:.3f}; medians {row['object_ms']:.2f} "
+        f"and {row['engine_ms']:.2f} ms"
+        f" a step, least {row['object_least_ms']:.2f} and {row['engine_least_ms']:.2f}); by CPU "
+        f"time {row['cpu_ratio']:.3f}"
         f" ({row['cpu_least']:.3f} to {row['cpu_most']:.3f})"
     )
 
@@ -354,13 +431,17 @@ def _make_engine_step(case: Case) -> Callable[[], Any]:
 
 
 def _time_rank(rank: int, case: Case, folder: str) -> None:
-    """Time the turns of one rank; write seconds by turn, spans by turn, and costs by stage into the folder."""
+    """Time the turns of one rank; write seconds by turn, spans by turn, and costs by stage into the
+    folder.
+    """
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
     data = _make_data(case)
     updates = case.microbatches // case.accumulate  # of a turn
     turns: Dict[str, Callable[[], None]] = {}
@@ -369,7 +450,9 @@ def _time_rank(rank: int, case: Case, folder: str) -> None:
         if name in THEIRS:
             turns[THEIRS[name]] = _make_torch_turn(rank, case, name, data)
         engines[name] = _make_engine(rank, case, name, data, dist.new_group(range(RANKS)))
-        turns[name] = functools.partial(_run_our_turn, engines[name][0], enumerate(engines[name][1]), updates)
+        turns[name] = functools.partial(
+            _run_our_turn, engines[name][0], enumerate(engines[name][1]), updates
+        )
     times: Dict[str, List[float]] = {name: [] for name in turns}
     for number in range(case.rounds + DEFAULT_WARM_UP):
         for name, turn in turns.items():
@@ -383,13 +466,17 @@ def _time_rank(rank: int, case: Case, folder: str) -> None:
         events = engines[name][0].recorder.read_events()
         spans[name] = _measure_turns(events, case, updates)
         costs[name] = _measure_costs(events.select(events.microbatch >= 2 * updates))
-    (Path(folder) / f"{rank}.json").write_text(json.dumps({"times": times, "costs": costs, "spans": spans}))
+    (Path(folder) / f"{rank}.json").write_text(
+        json.dumps({"times": times, "costs": costs, "spans": spans})
+    )
     dist.barrier()
     end_process(0)
 
 
 def _measure_turns(events: Any, case: Case, updates: int) -> List[Tuple[int, int, int]]:
-    """Return the begin, the end and the time in passes and updates of each turn, in nanoseconds of the host's clock."""
+    """Return the begin, the end and the time in passes and updates of each turn, in nanoseconds of
+    the host's clock.
+    """
     from ipu_pipe.trace.events import COMPUTE
 
     passes = events.select(events.is_kind(*COMPUTE))
@@ -398,17 +485,26 @@ def _measure_turns(events: Any, case: Case, updates: int) -> List[Tuple[int, int
     turns = []
     for number in range(DEFAULT_WARM_UP, case.rounds + DEFAULT_WARM_UP):
         of_turn = passes.select(update // updates == number)
-        turns.append((int(of_turn.start.min()), int(of_turn.end.max()), int((of_turn.end - of_turn.start).sum())))
+        turns.append(
+            (
+                int(of_turn.start.min()),
+                int(of_turn.end.max()),
+                int((of_turn.end - of_turn.start).sum()),
+            )
+        )
     return turns
 
 
 def _measure_costs(events: Any) -> Dict[int, Tuple[float, ...]]:
-    """Return the median seconds of a forward, a backward, its weight gradient and an update, by stage."""
+    """Return the median seconds of a forward, a backward, its weight gradient and an update, by
+    stage.
+    """
     costs: Dict[int, Tuple[float, ...]] = {}
     for stage in sorted(set(events.stage[events.is_kind("forward")].tolist())):
         of_stage = events.select(events.stage == stage)
         medians = [
-            _find_median(of_stage, kind) for kind in ("forward", "backward", "input gradient", "weight gradient")
+            _find_median(of_stage, kind)
+            for kind in ("forward", "backward", "input gradient", "weight gradient")
         ]
         forward, backward, input_gradient, weight_gradient = medians
         backward = input_gradient + weight_gradient or backward
@@ -418,7 +514,11 @@ def _measure_costs(events: Any) -> Dict[int, Tuple[float, ...]]:
 
 def _find_median(events: Any, kind: str) -> float:
     chosen = events.select(events.is_kind(kind))
-    return statistics.median(((chosen.end - chosen.start) / 1e9).tolist()) if len(chosen.start) else 0.0
+    return (
+        statistics.median(((chosen.end - chosen.start) / 1e9).tolist())
+        if len(chosen.start)
+        else 0.0
+    )
 
 
 def _make_model(case: Case) -> Any:
@@ -436,8 +536,14 @@ def _make_data(case: Case) -> List[Any]:
     import torch
 
     if case.model == "resnet":
-        return [(torch.randn(SIZE, 3, 32, 32), torch.randint(0, 10, (SIZE,))) for _ in range(case.accumulate)]
-    return [(torch.randint(0, 256, (SIZE, 64)), torch.randint(0, 256, (SIZE, 64))) for _ in range(case.accumulate)]
+        return [
+            (torch.randn(SIZE, 3, 32, 32), torch.randint(0, 10, (SIZE,)))
+            for _ in range(case.accumulate)
+        ]
+    return [
+        (torch.randint(0, 256, (SIZE, 64)), torch.randint(0, 256, (SIZE, 64)))
+        for _ in range(case.accumulate)
+    ]
 
 
 def _find_begins(case: Case, model: Any, x: Any) -> List[str]:
@@ -486,14 +592,21 @@ def _make_engine(rank: int, case: Case, name: str, data: List[Any], group: Any) 
     table = VersionTable(make_schedule(method, case.stages, count, case.accumulate), method)
     cut, layout = cut_model(model, begins, data[0][0]), RankLayout(rank, _place(case, name))
     groups = make_groups(model, part)
-    optimizer = torch.optim.SGD([g for s in layout.stages_of_rank for g in select_stage(groups, s)], lr=RATE, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [g for s in layout.stages_of_rank for g in select_stage(groups, s)], lr=RATE, momentum=0.9
+    )
     rules = UpdateRules({}, method, table.rule_lag(), case.accumulate, optimizer, lambda k: RATE)
     work, cpu = Work(torch.nn.functional.cross_entropy, table, rules), torch.device("cpu")
     crossings = list_crossings(cut)
     recorder = TraceRecorder(rank, layout.stages_of_rank[0], range(count))
     mail = Mail(layout, cpu, recorder, 300.0, group)
-    models = [StageModel(layout, s, cut[s], crossings, lambda m: data[m % len(data)], cpu) for s in layout.stages_of_rank]
-    interpreter = Interpreter(work, {m.stage: Stage(work, m, mail, recorder) for m in models}, mail, recorder)
+    models = [
+        StageModel(layout, s, cut[s], crossings, lambda m: data[m % len(data)], cpu)
+        for s in layout.stages_of_rank
+    ]
+    interpreter = Interpreter(
+        work, {m.stage: Stage(work, m, mail, recorder) for m in models}, mail, recorder
+    )
     # a batch ends where the next one enters
     entries = table.schedule.slots(Kind.FORWARD, 0, count, slice(0, 1))[0, :: case.accumulate]
     return interpreter, [*entries[1:].tolist(), float("inf")]
@@ -506,7 +619,9 @@ def _run_our_turn(engine: Any, batches: Iterator[Tuple[int, float]], updates: in
 
 
 def _make_torch_turn(rank: int, case: Case, name: str, data: List[Any]) -> Callable[[], None]:
-    """Return a function that trains the microbatches of a turn with PyTorch's class of a schedule."""
+    """Return a function that trains the microbatches of a turn with PyTorch's class of a
+    schedule.
+    """
     import torch
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
@@ -516,8 +631,12 @@ def _make_torch_turn(rank: int, case: Case, name: str, data: List[Any]) -> Calla
     model = _make_model(case)
     cut = cut_model(model, _find_begins(case, model, data[0][0]), data[0][0])
     own_stages = [stage for stage, device in enumerate(_place(case, name)) if device == rank]
-    optimizer = torch.optim.SGD([p for s in own_stages for p in cut[s].parameters()], lr=RATE, momentum=0.9)
-    stages = [pipelining.PipelineStage(cut[s], s, case.stages, torch.device("cpu")) for s in own_stages]
+    optimizer = torch.optim.SGD(
+        [p for s in own_stages for p in cut[s].parameters()], lr=RATE, momentum=0.9
+    )
+    stages = [
+        pipelining.PipelineStage(cut[s], s, case.stages, torch.device("cpu")) for s in own_stages
+    ]
     make = getattr(schedules, THEIRS[name])
     schedule = make(
         stages if case.stages > RANKS else stages[0],

@@ -1,9 +1,10 @@
 """Error of the planner's predictions on two processes of this machine: python tools/bench_plan.py
 
-A profile holds the seconds of each part of a pre-activation ResNet-20, in a process of one thread, for two sizes of microbatch.
-From it the planner predicts the throughput of six configurations that were not timed: two methods, three cuts, two other sizes of
-microbatch. Then two processes (gloo) train each configuration. Each round measures a new profile, since the speed of a shared
-machine changes.
+A profile holds the seconds of each part of a pre-activation ResNet-20, in a process of one thread,
+for two sizes of microbatch. From it the planner predicts the throughput of six configurations that
+were not timed: two methods, three cuts, two other sizes of microbatch. Then two processes (gloo)
+train each configuration. Each round measures a new profile, since the speed of a shared machine
+changes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ CASES = [  # method, first module of the second stage, samples per microbatch
 def make_parser() -> Parser:
     """Build the parser of the command line."""
     p = Parser(prog="tools/bench_plan.py", description=__doc__)
-    p.add_argument("--rounds", type=int, default=3, help="turns of each configuration; medians are printed (default 3)")
+    p.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="turns of each configuration; medians are printed (default 3)",
+    )
     p.add_argument("--updates", type=int, default=12, help="updates per turn (default 12)")
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
@@ -70,14 +76,24 @@ def main() -> None:
     rows: List[Dict[str, Any]] = []
     for case, pairs in zip(CASES, turns):
         errors = [predicted / measured - 1 for predicted, measured in pairs]
-        rows.append({"method": case[0], "cut": case[1], "micro_batch_size": case[2],
-                     "predicted": statistics.median(predicted for predicted, _ in pairs),
-                     "measured": statistics.median(measured for _, measured in pairs),
-                     "error": statistics.median(errors), "errors": errors})  # fmt: skip
+        rows.append(
+            {
+                "method": case[0],
+                "cut": case[1],
+                "micro_batch_size": case[2],
+                "predicted": statistics.median(predicted for predicted, _ in pairs),
+                "measured": statistics.median(measured for _, measured in pairs),
+                "error": statistics.median(errors),
+                "errors": errors,
+            }
+        )
     if args.json:
         print(json.dumps(rows, indent=1))
         return
-    print("method           cut        microbatch   predicted    measured samples/s   error (of all rounds)")
+    print(
+        "method           cut        microbatch   predicted    measured samples/s   error (of all "
+        "rounds)"
+    )
     for row in rows:
         errors = row["errors"]
         case_text = f"{row['method']:16s} {row['cut']:10s} {row['micro_batch_size']:10d}"
@@ -98,7 +114,9 @@ def _predict(problem: Any, method: str, cut: str, size: int) -> float:
 
 
 def _profile(config: Path) -> Any:
-    """Time the model's parts, and return the planner's problem for two processes of this machine."""
+    """Time the model's parts, and return the planner's problem for two processes of this
+    machine.
+    """
     import torch
 
     from ipu_pipe.config.load import load_config
@@ -112,7 +130,9 @@ def _profile(config: Path) -> Any:
     costed = None
     for size in PROFILED:
         x, y = setup.move_to_device(*setup.data.train_batch(0, 0, size))
-        costed = measure_units(costed or count_units(setup.model, x), setup.model, setup.loss, x, y, repeats=15)
+        costed = measure_units(
+            costed or count_units(setup.model, x), setup.model, setup.loss, x, y, repeats=15
+        )
     assert costed is not None
     hardware = read_hardware("this").with_devices(2)
     return Problem(costed.units, 4.0 * 3 * 32 * 32, hardware, 1e12, "float32", 1)
@@ -121,10 +141,24 @@ def _profile(config: Path) -> Any:
 def _measure(config: Path, out: Path, updates: int, method: str, cut: str, size: int) -> float:
     """Return the samples per second that two processes train."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(ROOT / "tools" / "train.py"), str(config),
-        "--out", str(out), "--set", "backend.name=distributed", f"method={method}", f"stages=[{cut}]", f"micro_batch_size={size}",
-        f"steps={updates}", "evaluate={every: 0}", "log={tensorboard: false}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        str(ROOT / "tools" / "train.py"),
+        str(config),
+        "--out",
+        str(out),
+        "--set",
+        "backend.name=distributed",
+        f"method={method}",
+        f"stages=[{cut}]",
+        f"micro_batch_size={size}",
+        f"steps={updates}",
+        "evaluate={every: 0}",
+        "log={tensorboard: false}",
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     finished = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if finished.returncode:

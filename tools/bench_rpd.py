@@ -1,8 +1,10 @@
-"""Benchmark of randomized PipeDream on the random quadratic, delay bound 420: python tools/bench_rpd.py
+"""Benchmark of randomized PipeDream on the random quadratic, delay bound 420: python
+tools/bench_rpd.py
 
-It compares block updates per second of the vectorized runs (all learning rates of the grid at once, alone and together with the
-other delay bounds of the experiment, float64) with a plain replay that copies its history of 420 iterates for each block update.
-Both use the same draws, and the difference of their last iterates is printed. Times are processor time of one thread, which other
+It compares block updates per second of the vectorized runs (all learning rates of the grid at once,
+alone and together with the other delay bounds of the experiment, float64) with a plain replay that
+copies its history of 420 iterates for each block update. Both use the same draws, and the
+difference of their last iterates is printed. Times are processor time of one thread, which other
 processes disturb less than wall-clock time.
 """
 
@@ -13,7 +15,11 @@ import sys
 import time
 from pathlib import Path
 
-for library in ("OMP", "OPENBLAS", "MKL"):  # before NumPy is imported, so that its products use one thread
+for library in (
+    "OMP",
+    "OPENBLAS",
+    "MKL",
+):  # before NumPy is imported, so that its products use one thread
     os.environ[f"{library}_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -41,7 +47,12 @@ COMPARED = 3  # learning rates: the smallest ones, which do not diverge
 def make_parser() -> Parser:
     """Build the parser of the command line."""
     p = Parser(prog="tools/bench_rpd.py", description=__doc__)
-    p.add_argument("--rounds", type=int, default=5, help="turns of the vectorized runs; the fastest counts (default 5)")
+    p.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="turns of the vectorized runs; the fastest counts (default 5)",
+    )
     return p
 
 
@@ -73,7 +84,10 @@ def main() -> None:
             seconds.append(time.process_time() - start)
             difference = max(difference, float(np.abs(runs[0].x[:, g] - x).max() / np.abs(x).max()))
         plain[name] = count / min(seconds)
-        print(f"plain, history copied as {name}: {plain[name]:,.0f} block updates/s: ratio {fast / plain[name]:.1f}")
+        print(
+            f"plain, history copied as {name}: {plain[name]:,.0f} block updates/s: ratio "
+            f"{fast / plain[name]:.1f}"
+        )
     print(f"last iterates differ by {difference:.1e} of the greatest coordinate")
 
 

@@ -1,4 +1,6 @@
-"""Benchmark of tracing: the same run on two processes, traced and untraced in turns: python tools/bench_trace.py"""
+"""Benchmark of tracing: the same run on two processes, traced and untraced in turns: python
+tools/bench_trace.py
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ if __name__ == "__main__":
 from ipu_pipe.errors import BadInput, Parser, RunFault, end_process, run_command  # noqa: E402
 
 MODELS = {  # entry, arguments, stages, shape of a sample
-    "mlp": ("models.mlp:mlp", {"inputs": 64, "width": 64, "layers": 4, "classes": 10}, ["fc3"], (64,)),
+    "mlp": (
+        "models.mlp:mlp",
+        {"inputs": 64, "width": 64, "layers": 4, "classes": 10},
+        ["fc3"],
+        (64,),
+    ),
     "resnet20": ("models.resnet:preact_resnet20", {"classes": 10}, ["layer2.0"], (3, 32, 32)),
 }
 RESAMPLED = 2000  # medians of turns drawn again, for the interval
@@ -33,9 +40,12 @@ def make_parser() -> Parser:
     """Return the command line's parser."""
     p = Parser(
         prog="tools/bench_trace.py",
-        description="Time steps of pipedream on two processes of one thread each, traced and not in turns within one run;\n"
-        "prints the median overhead over the turns and its 95 % interval (bootstrap over turns): in time and, which other work\n"
-        "on the machine disturbs less, in CPU time of the thread that trains. Untraced steps still keep the totals of busy\n"
+        description="Time steps of pipedream on two processes of one thread each, traced and not "
+        "in turns within one run;\n"
+        "prints the median overhead over the turns and its 95 % interval (bootstrap over turns): "
+        "in time and, which other work\n"
+        "on the machine disturbs less, in CPU time of the thread that trains. Untraced steps still "
+        "keep the totals of busy\n"
         "time and waits, which every run has.",
     )
     p.add_argument("--model", choices=sorted(MODELS), default="resnet20")
@@ -55,13 +65,15 @@ def main() -> None:
         print(json.dumps(overhead, indent=1))
         return
     print(
-        f"{args.model}: {overhead['events_an_update']:.1f} events an update; median of {args.turns} turns, 95 % interval"
+        f"{args.model}: {overhead['events_an_update']:.1f} events an update; median of "
+        f"{args.turns} turns, 95 % interval"
     )
     for clock, what in (("wall", "time"), ("cpu", "CPU time of the thread that trains")):
         row = overhead[clock]
         low, high = (100 * edge for edge in row["interval"])
         print(
-            f"  {what}: {row['untraced_ms']:.3f} ms an update untraced, {row['traced_ms']:.3f} traced: overhead "
+            f"  {what}: {row['untraced_ms']:.3f} ms an update untraced, {row['traced_ms']:.3f} "
+            f"traced: overhead "
             f"{100 * row['overhead']:.2f} % ({low:.2f} to {high:.2f} %)"
         )
 
@@ -74,7 +86,10 @@ def measure(model: str, turns: int, updates: int) -> Dict[str, Any]:
         listener.close()
         context = multiprocessing.get_context("spawn")
         os.environ["OMP_NUM_THREADS"] = "1"
-        ranks = [context.Process(target=_run_rank, args=(r, port, folder, model, turns, updates)) for r in range(2)]
+        ranks = [
+            context.Process(target=_run_rank, args=(r, port, folder, model, turns, updates))
+            for r in range(2)
+        ]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -87,25 +102,33 @@ def measure(model: str, turns: int, updates: int) -> Dict[str, Any]:
     overhead["events_an_update"] = times[0]["events"] / ((turns + 1) * updates)
     for clock in ("wall", "cpu"):
         traced, untraced = (
-            [max(pair) for pair in zip(*(rank[f"{how} {clock}"] for rank in times))] for how in ("traced", "untraced")
+            [max(pair) for pair in zip(*(rank[f"{how} {clock}"] for rank in times))]
+            for how in ("traced", "untraced")
         )
         shares = [a / b - 1 for a, b in zip(traced, untraced)]
         overhead[clock] = {
-            "traced_ms": 1e3 * statistics.median(traced) / updates, "untraced_ms": 1e3 * statistics.median(untraced) / updates,
-            "overhead": statistics.median(shares), "interval": bootstrap_interval(shares), "shares": shares,
-        }  # fmt: skip
+            "traced_ms": 1e3 * statistics.median(traced) / updates,
+            "untraced_ms": 1e3 * statistics.median(untraced) / updates,
+            "overhead": statistics.median(shares),
+            "interval": bootstrap_interval(shares),
+            "shares": shares,
+        }
     return overhead
 
 
 def bootstrap_interval(shares: List[float]) -> Tuple[float, float]:
     """Return the 95 % interval of the median of `shares`, by bootstrap over turns."""
     rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(shares, k=len(shares))) for _ in range(RESAMPLED))
+    medians = sorted(
+        statistics.median(rng.choices(shares, k=len(shares))) for _ in range(RESAMPLED)
+    )
     return medians[RESAMPLED * 25 // 1000], medians[RESAMPLED * 975 // 1000]
 
 
 def _run_rank(rank: int, port: int, folder: str, model: str, turns: int, updates: int) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port)
+    )
     import time
 
     import torch
@@ -123,10 +146,17 @@ def _run_rank(rank: int, port: int, folder: str, model: str, turns: int, updates
     # a stretch of so many updates is traced, then as many are not
     total = 2 * updates * (turns + 1)
     config = configure(
-        model={"entry": entry, "args": args}, method="pipedream", stages=stages, micro_batch_size=8, gradient_accumulation=4,
-        steps=total, backend={"name": "distributed", "threads": 1}, optimizer={"lr": 1e-4}, evaluate={"every": 0},
+        model={"entry": entry, "args": args},
+        method="pipedream",
+        stages=stages,
+        micro_batch_size=8,
+        gradient_accumulation=4,
+        steps=total,
+        backend={"name": "distributed", "threads": 1},
+        optimizer={"lr": 1e-4},
+        evaluate={"every": 0},
         log={"trace": {"end": total}},
-    )  # fmt: skip
+    )
     launch(config, {})
     torch.manual_seed(0)  # both ranks must read the same data
     x, y = torch.randn(64, *shape), torch.randint(10, (64,))

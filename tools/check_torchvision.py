@@ -1,9 +1,9 @@
 """Take torchvision out of this Python's environment if it was not built for the installed torch.
 
-To PyTorch's CPU build a package index adds a torchvision for CUDA. Its operators cannot be loaded there,
-and `import torchvision` fails; so do timm, and `from transformers import Trainer`, which imports torchvision
-wherever it is installed. Without torchvision, transformers works. torchvision's Python code stays in `ASIDE`,
-where tests/vision_libraries.py finds it for tests of models.
+To PyTorch's CPU build a package index adds a torchvision for CUDA. Its operators cannot be loaded
+there, and `import torchvision` fails; so do timm, and `from transformers import Trainer`, which
+imports torchvision wherever it is installed. Without torchvision, transformers works. torchvision's
+Python code stays in `ASIDE`, where tests/vision_libraries.py finds it for tests of models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def main() -> None:
     try:
         import torchvision  # noqa: F401
     except Exception as error:
-        pair = f"torchvision {metadata.version('torchvision')} does not fit torch {metadata.version('torch')}"
+        pair = (
+            f"torchvision {metadata.version('torchvision')} does not fit torch "
+            f"{metadata.version('torch')}"
+        )
         set_torchvision_aside()
         print(
             f"{pair} ({error}): taken out of {sys.prefix}; timm needs it:"

@@ -1,4 +1,6 @@
-"""Compare methods on the same work: python tools/collect.py configs/resnet34_ipu4.yaml --out runs/ipu4"""
+"""Compare methods on the same work: python tools/collect.py configs/resnet34_ipu4.yaml --out
+runs/ipu4
+"""
 
 import os
 import sys

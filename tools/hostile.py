@@ -4,8 +4,9 @@ python tools/hostile.py                            2,000 cases, as in CI
 python tools/hostile.py --cases 20000 --seed 7     more cases
 python tools/hostile.py --only configs:17          a single case, with its whole output
 
-Every case must end within 30 s, with exit code 0, or with 1 or 2 and a line that gives the reason. A resumed run must continue
-from the saved state. Any other outcome is printed with the case's name, and the exit code is 1. Linux only.
+Every case must end within 30 s, with exit code 0, or with 1 or 2 and a line that gives the reason.
+A resumed run must continue from the saved state. Any other outcome is printed with the case's name,
+and the exit code is 1. Linux only.
 """
 
 from __future__ import annotations
@@ -33,11 +34,18 @@ def main() -> None:
     """Run the command line."""
     parser = Parser(prog="tools/hostile.py", description=__doc__)
     parser.add_argument(
-        "--cases", type=int, default=2000, metavar="N", help="number of cases, the kinds in turn (default: 2000)"
+        "--cases",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="number of cases, the kinds in turn (default: 2000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the mutations (default: 0)")
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="cases in parallel (default: number of cores)"
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="cases in parallel (default: number of cores)",
     )
     parser.add_argument("--only", metavar="KIND:NUMBER", help="run a single case")
     args = parser.parse_args()
@@ -60,13 +68,21 @@ def main() -> None:
             if result.bad:
                 bad += 1
                 again = f"tools/hostile.py --seed {args.seed} --only {result.kind}:{result.number}"
-                print(f"{result.kind}:{result.number} ({result.what}): {result.bad}\n    {again}", flush=True)
+                print(
+                    f"{result.kind}:{result.number} ({result.what}): {result.bad}\n    {again}",
+                    flush=True,
+                )
             if args.only:
-                print(f"{result.argv}\nexit code {result.code} after {result.seconds:.1f} s\n{result.said}", end="")
+                print(
+                    f"{result.argv}\nexit code {result.code} after {result.seconds:.1f} "
+                    f"s\n{result.said}",
+                    end="",
+                )
     slowest = max(results, key=lambda result: result.seconds)
     print(f"\n{table(results)}\n")
     print(
-        f"seed {args.seed}, {time.monotonic() - start:.0f} s; the slowest took {slowest.seconds:.1f} s: "
+        f"seed {args.seed}, {time.monotonic() - start:.0f} s; the slowest took "
+        f"{slowest.seconds:.1f} s: "
         f"{slowest.kind}:{slowest.number} ({slowest.what})"
     )
     if bad:

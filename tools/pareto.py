@@ -1,4 +1,6 @@
-"""Pareto fronts of total and sequential cost of reaching a training loss, by local-parallel method: python tools/pareto.py"""
+"""Pareto fronts of total and sequential cost of reaching a training loss, by local-parallel method:
+python tools/pareto.py
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,22 @@ LAYERS, BLOCKS, CONTEXT = 8, 4, 64
 # --model -> defaults of the other options
 DEFAULTS: Dict[str, Dict[str, Any]] = {
     "perceptron": {
-        "batches": [256, 1024, 4096], "rates": [3e-4, 1e-3, 3e-3], "examples": 200_000, "width": 256,
-        "cutoffs": [1.7, 1.5, 1.2], "size": 16, "subset": 10_000,
+        "batches": [256, 1024, 4096],
+        "rates": [3e-4, 1e-3, 3e-3],
+        "examples": 200_000,
+        "width": 256,
+        "cutoffs": [1.7, 1.5, 1.2],
+        "size": 16,
+        "subset": 10_000,
     },
     "transformer": {
-        "batches": [16, 64, 256], "rates": [1e-3, 3e-3, 1e-2], "examples": 16_000, "width": 64, "cutoffs": [2.6, 2.4, 2.2],
+        "batches": [16, 64, 256],
+        "rates": [1e-3, 3e-3, 1e-2],
+        "examples": 16_000,
+        "width": 64,
+        "cutoffs": [2.6, 2.4, 2.2],
     },
-}  # fmt: skip
+}
 # label -> (method of the run, its arguments, cost law, its k)
 KINDS: Dict[str, Tuple[str, Dict[str, Any], str, int]] = {
     "backpropagation": ("gpipe", {}, "backpropagation", 1),
@@ -52,30 +63,66 @@ for three million examples; --width 4096 --size 32 --examples 3000000 takes that
 def make_parser() -> Parser:
     """Build the parser of the command line."""
     p = Parser(prog="tools/pareto.py", description=__doc__, epilog=EPILOG)
-    p.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND", help=f"of {', '.join(KINDS)}")
-    p.add_argument("--model", choices=list(DEFAULTS), default="perceptron", help="what is trained (%(default)s)")
+    p.add_argument(
+        "--kinds", nargs="+", default=list(KINDS), metavar="KIND", help=f"of {', '.join(KINDS)}"
+    )
+    p.add_argument(
+        "--model",
+        choices=list(DEFAULTS),
+        default="perceptron",
+        help="what is trained (%(default)s)",
+    )
 
     def list_defaults(name: str) -> str:
-        perceptron, transformer = (str(row[name]).strip("[]").replace(",", "") for row in DEFAULTS.values())
+        perceptron, transformer = (
+            str(row[name]).strip("[]").replace(",", "") for row in DEFAULTS.values()
+        )
         return f"({perceptron}; of the transformer {transformer})"
 
-    p.add_argument("--batches", nargs="+", type=parse_count, metavar="B", help=list_defaults("batches"))
-    p.add_argument("--rates", nargs="+", type=parse_positive, metavar="LR", help=f"of Adam {list_defaults('rates')}")
-    p.add_argument("--examples", type=parse_count, help=f"examples that each run sees {list_defaults('examples')}")
-    p.add_argument("--width", type=int_in(1, 10**5), help=f"units of a layer or block {list_defaults('width')}")
+    p.add_argument(
+        "--batches", nargs="+", type=parse_count, metavar="B", help=list_defaults("batches")
+    )
+    p.add_argument(
+        "--rates",
+        nargs="+",
+        type=parse_positive,
+        metavar="LR",
+        help=f"of Adam {list_defaults('rates')}",
+    )
+    p.add_argument(
+        "--examples",
+        type=parse_count,
+        help=f"examples that each run sees {list_defaults('examples')}",
+    )
+    p.add_argument(
+        "--width", type=int_in(1, 10**5), help=f"units of a layer or block {list_defaults('width')}"
+    )
     p.add_argument("--size", type=int_in(1, 1024), help="side of the perceptron's images (16)")
     p.add_argument("--subset", type=parse_count, help="the perceptron's training images (10000)")
     p.add_argument(
-        "--cutoffs", nargs="+", type=parse_positive, metavar="LOSS", help=f"training losses {list_defaults('cutoffs')}"
+        "--cutoffs",
+        nargs="+",
+        type=parse_positive,
+        metavar="LOSS",
+        help=f"training losses {list_defaults('cutoffs')}",
     )
     p.add_argument(
-        "--jobs", type=int_in(1, 1024), default=os.cpu_count() or 1, help="runs at a time (cores, %(default)s)"
+        "--jobs",
+        type=int_in(1, 1024),
+        default=os.cpu_count() or 1,
+        help="runs at a time (cores, %(default)s)",
     )
     p.add_argument(
-        "--runs", type=parse_folder, metavar="DIR", help="where runs are kept (runs/pareto-MODEL-WIDTH)"
+        "--runs",
+        type=parse_folder,
+        metavar="DIR",
+        help="where runs are kept (runs/pareto-MODEL-WIDTH)",
     )
     p.add_argument(
-        "--out", type=parse_folder, metavar="DIR", help="where the table, JSON and plot go (default: with the runs)"
+        "--out",
+        type=parse_folder,
+        metavar="DIR",
+        help="where the table, JSON and plot go (default: with the runs)",
     )
     p.add_argument("--json", action="store_true", help="print the results as JSON")
     return p
@@ -95,18 +142,25 @@ def main() -> None:
             raise BadInput(f"--kinds: {kind}: must be of {', '.join(KINDS)}")
     if args.examples < 2 * max(args.batches):
         raise BadInput(
-            f"--examples: {args.examples}: must be at least two of the greatest --batches, {max(args.batches)}"
+            f"--examples: {args.examples}: must be at least two of the greatest --batches, "
+            f"{max(args.batches)}"
         )
     from tools.experiments.experiment import Request
     from tools.experiments.training_grids import run_grid
 
     grid = _make_grid(args)
-    print_progress(f"{len(grid.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
+    print_progress(
+        f"{len(grid.rows)} runs of {args.examples} examples, {args.jobs} at a time, into "
+        f"{args.runs}"
+    )
     try:
         run_grid(grid, args.runs, Request(args.runs, seeds=[0], jobs=args.jobs, say=print_progress))
     except BadInput as error:
         raise BadInput(
-            [fault.replace("--resume:", f"--runs: {args.runs}: holds other runs:") for fault in error.faults]
+            [
+                fault.replace("--resume:", f"--runs: {args.runs}: holds other runs:")
+                for fault in error.faults
+            ]
         ) from None
     results = _collect_results(args)
     out = args.out or args.runs
@@ -116,7 +170,9 @@ def main() -> None:
         write_text(out / "table.md", _format_table(results, args))
         _draw(results, args, out / "pareto.png")
     print(json.dumps(results, indent=1) if args.json else _format_table(results, args))
-    print_progress(f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")
+    print_progress(
+        f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}"
+    )
 
 
 def _name_run(kind: str, batch: int, rate: float) -> str:
@@ -127,17 +183,32 @@ def _make_grid(args: Any) -> Any:
     from tools.experiments.training_grids import TrainingGrid
 
     base: Dict[str, Any] = {
-        "optimizer": {"name": "adam"}, "evaluate": {"every": 0}, "backend": {"threads": 1}, "allow_nonfinite": True,
+        "optimizer": {"name": "adam"},
+        "evaluate": {"every": 0},
+        "backend": {"threads": 1},
+        "allow_nonfinite": True,
         "stages": _list_stages(args),
-    }  # fmt: skip
+    }
     if args.model == "transformer":
-        sizes = {"vocabulary": 84, "width": args.width, "heads": 4, "blocks": BLOCKS, "context": CONTEXT}
+        sizes = {
+            "vocabulary": 84,
+            "width": args.width,
+            "heads": 4,
+            "blocks": BLOCKS,
+            "context": CONTEXT,
+        }
         base["model"] = {"entry": "models.transformer:transformer_lm", "args": sizes}
         base["data"] = {"name": "shakespeare", "context": CONTEXT, "test_subset": 64}
     else:
         sizes = {"inputs": 3 * args.size**2, "width": args.width, "layers": LAYERS}
         base["model"] = {"entry": "models.mlp:mlp", "args": sizes}
-        base["data"] = {"name": "cifar10", "size": args.size, "augment": False, "subset": args.subset, "test_subset": 500}
+        base["data"] = {
+            "name": "cifar10",
+            "size": args.size,
+            "augment": False,
+            "subset": args.subset,
+            "test_subset": 500,
+        }
     rows: Dict[str, Optional[Dict[str, Any]]] = {}
     for kind in args.kinds:
         method, settings, _, _ = KINDS[kind]
@@ -145,9 +216,13 @@ def _make_grid(args: Any) -> Any:
             steps = args.examples // batch
             for rate in args.rates:
                 rows[_name_run(kind, batch, rate)] = {
-                    "method": method, "method_args": settings, "micro_batch_size": batch, "optimizer": {"lr": rate},
-                    "steps": steps, "log": {"every": max(1, steps // 200)},
-                }  # fmt: skip
+                    "method": method,
+                    "method_args": settings,
+                    "micro_batch_size": batch,
+                    "optimizer": {"lr": rate},
+                    "steps": steps,
+                    "log": {"every": max(1, steps // 200)},
+                }
     source = "Laskin et al. 2020, Figures 3, 4 and 8"
     return TrainingGrid(title="Pareto fronts", source=source, base=base, seeds=[0], rows=rows)
 
@@ -169,20 +244,35 @@ def _count_costs(args: Any) -> Any:
     from tools.experiments import costs
 
     if args.model == "transformer":
-        model, x = transformer_lm(84, args.width, 4, BLOCKS, CONTEXT), torch.zeros(2, CONTEXT, dtype=torch.int64)
+        model, x = (
+            transformer_lm(84, args.width, 4, BLOCKS, CONTEXT),
+            torch.zeros(2, CONTEXT, dtype=torch.int64),
+        )
     else:
-        model, x = mlp(3 * args.size**2, args.width, LAYERS), torch.zeros(2, 3, args.size, args.size)
+        model, x = (
+            mlp(3 * args.size**2, args.width, LAYERS),
+            torch.zeros(2, 3, args.size, args.size),
+        )
     model_in_blocks, _ = make_blocks(model, x, Structure(), _list_stages(args))
     blocks = get_blocks(model_in_blocks)
     assert blocks is not None
-    return costs.count_by_paper(blocks, x, 10) if args.model == "perceptron" else costs.count_by_torch(blocks, x)
+    return (
+        costs.count_by_paper(blocks, x, 10)
+        if args.model == "perceptron"
+        else costs.count_by_torch(blocks, x)
+    )
 
 
 def _read_losses(folder: Path) -> List[Tuple[int, float]]:
     """Return a run's (update, training loss), the loss as the mean of five lines of the log."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [(line["step"], line["train_loss"]) for line in lines if line.get("train_loss") is not None]
-    return [(losses[i][0], sum(loss for _, loss in losses[i - 4 : i + 1]) / 5) for i in range(4, len(losses))]
+    losses = [
+        (line["step"], line["train_loss"]) for line in lines if line.get("train_loss") is not None
+    ]
+    return [
+        (losses[i][0], sum(loss for _, loss in losses[i - 4 : i + 1]) / 5)
+        for i in range(4, len(losses))
+    ]
 
 
 def _collect_results(args: Any) -> Dict[str, Any]:
@@ -198,7 +288,8 @@ def _collect_results(args: Any) -> Dict[str, Any]:
         for kind in args.kinds
     }
     least = {
-        kind: min((loss for _, losses in of_kind for _, loss in losses), default=None) for kind, of_kind in runs.items()
+        kind: min((loss for _, losses in of_kind for _, loss in losses), default=None)
+        for kind, of_kind in runs.items()
     }
     results: Dict[str, Any] = {"costs": vars(counted), "least_losses": least, "cutoffs": []}
     for cutoff in args.cutoffs:
@@ -210,7 +301,9 @@ def _collect_results(args: Any) -> Dict[str, Any]:
                 update = next((update for update, loss in losses if loss <= cutoff), None)
                 if update is not None:
                     work = (counted, update, batch, k)
-                    points.append((costs.compute_sequential(law, *work), costs.compute_total(law, *work)))
+                    points.append(
+                        (costs.compute_sequential(law, *work), costs.compute_total(law, *work))
+                    )
             rows[kind] = {"points": points, "front": costs.find_front(points)}
         results["cutoffs"].append({"loss": cutoff, "kinds": rows})
     return results
@@ -218,21 +311,27 @@ def _collect_results(args: Any) -> Dict[str, Any]:
 
 def _format_table(results: Dict[str, Any], args: Any) -> str:
     counted = results["costs"]
-    chosen = "" if args.kinds == list(KINDS) else " --kinds " + " ".join(map(shlex.quote, args.kinds))
+    chosen = (
+        "" if args.kinds == list(KINDS) else " --kinds " + " ".join(map(shlex.quote, args.kinds))
+    )
     lines = [
         "# Cost of reaching a training loss, by local-parallel method",
         "",
-        f"Made by `python tools/pareto.py --model {args.model} --width {args.width}{chosen}`: {_describe(args)}, {args.examples} "
-        f"examples a run, batches {', '.join(map(str, args.batches))}, Adam at {', '.join(f'{r:g}' for r in args.rates)}; "
-        f"one seed. By {'torch' if args.model == 'transformer' else 'the paper'}'s counting f = {counted['forward']:,.0f}, "
+        f"Made by `python tools/pareto.py --model {args.model} --width {args.width}{chosen}`: "
+        f"{_describe(args)}, {args.examples} "
+        f"examples a run, batches {', '.join(map(str, args.batches))}, Adam at "
+        f"{', '.join(f'{r:g}' for r in args.rates)}; "
+        f"one seed. By {'torch' if args.model == 'transformer' else 'the paper'}'s counting f = "
+        f"{counted['forward']:,.0f}, "
         f"x = {counted['auxiliary']:,.0f}, r = {counted['backward']:g}.",
         "",
-        "Least sequential FLOPs (the paper's time) and least total FLOPs of any run that reached the loss; in brackets against"
+        "Least sequential FLOPs (the paper's time) and least total FLOPs of any run that reached "
+        "the loss; in brackets against"
         " backpropagation's, if it was run.",
         "",
         "| training loss | method | runs that reached it | least sequential | least total |",
         "| --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+    ]
     for entry in results["cutoffs"]:
         base = entry["kinds"].get("backpropagation", {"points": []})["points"]
         for kind, row in entry["kinds"].items():
@@ -241,7 +340,8 @@ def _format_table(results: Dict[str, Any], args: Any) -> str:
             lines.append(f"| {entry['loss']:g} | {kind} | {len(points)} | {sequential} | {total} |")
     lines += [
         "",
-        "Least training loss of any run, like those above the mean of five lines of the log, each of one update:",
+        "Least training loss of any run, like those above the mean of five lines of the log, each "
+        "of one update:",
         "",
         "| method | loss |",
         "| --- | --- |",
@@ -253,11 +353,19 @@ def _format_table(results: Dict[str, Any], args: Any) -> str:
 
 def _describe(args: Any) -> str:
     if args.model == "transformer":
-        return f"a Transformer of {BLOCKS} blocks of width {args.width}, windows of {CONTEXT} characters of Shakespeare"
-    return f"a perceptron of {LAYERS} x {args.width} units, {args.subset:,} CIFAR-10 images of {args.size}x{args.size}"
+        return (
+            f"a Transformer of {BLOCKS} blocks of width {args.width}, windows of {CONTEXT} "
+            f"characters of Shakespeare"
+        )
+    return (
+        f"a perceptron of {LAYERS} x {args.width} units, {args.subset:,} CIFAR-10 images of "
+        f"{args.size}x{args.size}"
+    )
 
 
-def _format_least(points: Sequence[Sequence[float]], base: Sequence[Sequence[float]], axis: int) -> str:
+def _format_least(
+    points: Sequence[Sequence[float]], base: Sequence[Sequence[float]], axis: int
+) -> str:
     if not points:
         return "-"
     least = min(point[axis] for point in points)
@@ -272,7 +380,10 @@ def _draw(results: Dict[str, Any], args: Any, file: Path) -> None:
 
     entries = results["cutoffs"]
     title = "Cost of reaching a training loss, by local-parallel method"
-    tried = f"batches {', '.join(map(str, args.batches))}, Adam at {', '.join(f'{r:g}' for r in args.rates)}"
+    tried = (
+        f"batches {', '.join(map(str, args.batches))}, Adam at "
+        f"{', '.join(f'{r:g}' for r in args.rates)}"
+    )
     note = (
         f"{_describe(args)}, {args.examples:,} examples a run, seed 0 alone; "
         f"crosses: runs ({tried}); dots and lines: the best of them"
@@ -284,7 +395,12 @@ def _draw(results: Dict[str, Any], args: Any, file: Path) -> None:
                 if row["points"]:
                     axes.plot(*zip(*row["points"]), "x", color=color, markersize=4, alpha=0.6)
                     axes.plot(*zip(*row["front"]), "o-", markersize=4, color=color, label=kind)
-            axes.set(xscale="log", yscale="log", xlabel="sequential FLOPs", title=f"training loss {entry['loss']:g}")
+            axes.set(
+                xscale="log",
+                yscale="log",
+                xlabel="sequential FLOPs",
+                title=f"training loss {entry['loss']:g}",
+            )
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axis.set_major_formatter(StrMethodFormatter("{x:.0e}"))

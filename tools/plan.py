@@ -1,4 +1,6 @@
-"""Which configuration to run, and why: python tools/plan.py configs/resnet50_ipu4.yaml --hardware pod16 --devices 8"""
+"""Which configuration to run, and why: python tools/plan.py configs/resnet50_ipu4.yaml --hardware
+pod16 --devices 8
+"""
 
 import os
 import sys

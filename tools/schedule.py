@@ -1,4 +1,6 @@
-"""Print the schedule of a training method: python tools/schedule.py pipedream --stages 4 --microbatches 8"""
+"""Print the schedule of a training method: python tools/schedule.py pipedream --stages 4
+--microbatches 8
+"""
 
 import os
 import sys

@@ -1,4 +1,6 @@
-"""Comparison of processes, emulator and a plain loop on many models of other libraries: python tools/sweep.py"""
+"""Comparison of processes, emulator and a plain loop on many models of other libraries: python
+tools/sweep.py
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from ipu_pipe.files import write_json, write_text  # noqa: E402
 
 METHODS = ("gpipe", "zb_h1", "pipedream", "pipedream_2bw", "pipemare")
 UPDATES, ACCUMULATE, SEED, RATE, MOMENTUM = 3, 2, 3, 1e-3, 0.9
-PRELOADED = ["torch._dynamo", "ipu_pipe.run.train", "ipu_pipe.backends.processes.engine", "tests.third_party_zoo"]
+PRELOADED = [
+    "torch._dynamo",
+    "ipu_pipe.run.train",
+    "ipu_pipe.backends.processes.engine",
+    "tests.third_party_zoo",
+]
 LOST = 20.0  # seconds that the other rank has to end after one has failed
 
 
@@ -33,13 +40,27 @@ def make_parser() -> Parser:
     """Build the parser of the command line."""
     p = Parser(
         prog="tools/sweep.py",
-        description="Train small models of torchvision, timm and transformers (tests/third_party_zoo.py) for 3 updates of\n"
-        "2 microbatches, cut into two stages: on two processes, on the emulator, and in a plain loop over the uncut model.\n"
-        "Compare weights, buffers and evaluations bit for bit. Exit 1 if any differ or a run fails.",
+        description="Train small models of torchvision, timm and transformers "
+        "(tests/third_party_zoo.py) for 3 updates of\n"
+        "2 microbatches, cut into two stages: on two processes, on the emulator, and in a plain "
+        "loop over the uncut model.\n"
+        "Compare weights, buffers and evaluations bit for bit. Exit 1 if any differ or a run "
+        "fails.",
     )
     p.add_argument("--models", nargs="+", metavar="MODEL", help="models to train (default: all)")
-    p.add_argument("--out", type=Path, metavar="DIR", help="write results.json and table.md here, after every model")
-    p.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="time limit of a model (default 300)")
+    p.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write results.json and table.md here, after every model",
+    )
+    p.add_argument(
+        "--limit",
+        type=float,
+        default=300,
+        metavar="SECONDS",
+        help="time limit of a model (default 300)",
+    )
     return p
 
 
@@ -51,18 +72,31 @@ def main() -> None:
     unknown = [name for name in args.models or () if name not in MODELS]
     if unknown:
         raise BadInput(f"--models: {', '.join(unknown)}: must be of {', '.join(MODELS)}")
-    path, versions, commit = args.out and args.out / "results.json", _read_versions(), _find_commit()
+    path, versions, commit = (
+        args.out and args.out / "results.json",
+        _read_versions(),
+        _find_commit(),
+    )
     earlier = json.loads(path.read_text()) if path and path.is_file() else {}
     is_same = earlier.get("versions", versions) == versions
     if args.models and not is_same:
-        raise BadInput(f"--out: {args.out}: has rows of other versions ({earlier['versions']}): run all models, or use another")
+        raise BadInput(
+            f"--out: {args.out}: has rows of other versions ({earlier['versions']}): run all "
+            f"models, or use another"
+        )
     rows, commits = (earlier.get(key, {}) if is_same else {} for key in ("rows", "commits"))
     is_wrong = False
     for name in args.models or MODELS:
         rows[name], commits[name] = _run_model(name, args.limit), commit
-        print(f"{name}: " + "; ".join(f"{method}: {' / '.join(pair)}" for method, pair in rows[name].items()), flush=True)
+        print(
+            f"{name}: "
+            + "; ".join(f"{method}: {' / '.join(pair)}" for method, pair in rows[name].items()),
+            flush=True,
+        )
         verdicts = [verdict for pair in rows[name].values() for verdict in pair]
-        is_wrong |= not all(verdict.startswith(("equal", "refused", "diverged", "-")) for verdict in verdicts)
+        is_wrong |= not all(
+            verdict.startswith(("equal", "refused", "diverged", "-")) for verdict in verdicts
+        )
         if path:
             ordered = {model: rows[model] for model in MODELS if model in rows}
             args.out.mkdir(parents=True, exist_ok=True)
@@ -85,7 +119,9 @@ def _read_versions() -> Dict[str, str]:
 
 
 def _find_commit() -> Optional[str]:
-    """Return the commit of this repository, with "changed" if files have changed since; None if it is not known."""
+    """Return the commit of this repository, with "changed" if files have changed since; None if it
+    is not known.
+    """
     from ipu_pipe.report.provenance import find_commit
 
     known = find_commit(Path(__file__).parent)
@@ -96,37 +132,54 @@ def _find_commit() -> Optional[str]:
 
 
 def _run_model(name: str, limit: float) -> Dict[str, List[str]]:
-    """Return for each method two verdicts: of the emulator against the plain loop, of processes against the emulator."""
+    """Return for each method two verdicts: of the emulator against the plain loop, of processes
+    against the emulator.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         folder, until, todo = Path(temporary), time.monotonic() + limit, list(METHODS)
         while todo:  # a run that fails ends its processes: the methods after it get new ones
             with socket.socket() as free:
                 free.bind(("localhost", 0))
                 port = free.getsockname()[1]
-            _run_in_processes([(_train_as_rank, (rank, port, name, todo, folder)) for rank in range(2)], until)
+            _run_in_processes(
+                [(_train_as_rank, (rank, port, name, todo, folder)) for rank in range(2)], until
+            )
             _remove_finished(todo, folder, ".processes")
         todo = list(METHODS)
         while todo:
             _run_in_processes([(_compare_all, (name, todo, folder))], until)
             _remove_finished(todo, folder, ".verdicts")
-        return {method: json.loads((folder / method).with_suffix(".verdicts").read_text()) for method in METHODS}
+        return {
+            method: json.loads((folder / method).with_suffix(".verdicts").read_text())
+            for method in METHODS
+        }
 
 
 def _remove_finished(todo: List[str], folder: Path, suffix: str) -> None:
-    """Remove the methods with a result from `todo`, and the next one, which has failed: write its verdict."""
+    """Remove the methods with a result from `todo`, and the next one, which has failed: write its
+    verdict.
+    """
     while todo and (folder / todo[0]).with_suffix(suffix).exists():
-        (folder / todo.pop(0)).with_suffix(".error").unlink(missing_ok=True)  # of a rank that another one has ended
+        (folder / todo.pop(0)).with_suffix(".error").unlink(
+            missing_ok=True
+        )  # of a rank that another one has ended
     if todo:
         error = (folder / todo[0]).with_suffix(".error")
         why = error.read_text() if error.exists() else "out of time, or killed"
         error.unlink(missing_ok=True)
-        verdict: Any = {"verdict": f"failed: {why}"} if suffix == ".processes" else [f"failed: {why}", "-"]
+        verdict: Any = (
+            {"verdict": f"failed: {why}"} if suffix == ".processes" else [f"failed: {why}", "-"]
+        )
         (folder / todo.pop(0)).with_suffix(suffix).write_text(json.dumps(verdict))
 
 
-def _run_in_processes(works: List[Tuple[Callable[..., None], Tuple[Any, ...]]], until: float) -> None:
+def _run_in_processes(
+    works: List[Tuple[Callable[..., None], Tuple[Any, ...]]], until: float
+) -> None:
     """Run each function in a process of its own until the deadline; kill what is left."""
-    context = multiprocessing.get_context("forkserver")  # imports the libraries once for all processes
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # imports the libraries once for all processes
     context.set_forkserver_preload(PRELOADED)
     processes = [context.Process(target=_run_one, args=work) for work in works]
     for process in processes:
@@ -153,12 +206,16 @@ def _run_one(work: Callable[..., None], arguments: Tuple[Any, ...]) -> None:
     end_process(0)
 
 
-def _train(name: str, method: str, stages: Any, backend: str, out: Path) -> Tuple[Any, Dict[str, Any]]:
+def _train(
+    name: str, method: str, stages: Any, backend: str, out: Path
+) -> Tuple[Any, Dict[str, Any]]:
     """Train the model by the method. Return it and the run's summary."""
     from ipu_pipe.run.train import train
 
     model, arguments = _prepare(name)
-    summary = train(_make_config(method, stages, backend), out, model=model, quiet=True, **arguments)
+    summary = train(
+        _make_config(method, stages, backend), out, model=model, quiet=True, **arguments
+    )
     return model, summary
 
 
@@ -170,7 +227,11 @@ def _prepare(name: str) -> Tuple[Any, Dict[str, Any]]:
 
     torch.manual_seed(0)
     case = MODELS[name]
-    return case.build(), {"data": make_data(case), "loss": torch.nn.functional.cross_entropy, "output": take_scores}
+    return case.build(), {
+        "data": make_data(case),
+        "loss": torch.nn.functional.cross_entropy,
+        "output": take_scores,
+    }
 
 
 def _make_config(method: str, stages: Any, backend: str) -> Any:
@@ -178,17 +239,32 @@ def _make_config(method: str, stages: Any, backend: str) -> Any:
     from ipu_pipe.config.load import configure
 
     return configure(
-        method=method, stages=stages, micro_batch_size=2, gradient_accumulation=ACCUMULATE, steps=UPDATES, seed=SEED,
-        optimizer={"name": "sgd", "lr": RATE, "momentum": MOMENTUM}, checkpoint=None,
-        log={"tensorboard": False, "trace": False}, backend={"name": backend, "threads": 1, "deadline": 60},
-    )  # fmt: skip
+        method=method,
+        stages=stages,
+        micro_batch_size=2,
+        gradient_accumulation=ACCUMULATE,
+        steps=UPDATES,
+        seed=SEED,
+        optimizer={"name": "sgd", "lr": RATE, "momentum": MOMENTUM},
+        checkpoint=None,
+        log={"tensorboard": False, "trace": False},
+        backend={"name": backend, "threads": 1, "deadline": 60},
+    )
 
 
 def _train_as_rank(rank: int, port: int, name: str, methods: List[str], folder: Path) -> None:
-    """Train by each method as one of two ranks; rank 0 stores weights, evaluation and stages, or why it is refused."""
+    """Train by each method as one of two ranks; rank 0 stores weights, evaluation and stages, or
+    why it is refused.
+    """
     import torch
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE="2",
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
     from ipu_pipe.backends.processes.launch import leave
 
     for method in methods:
@@ -222,7 +298,10 @@ def _compare_all(name: str, methods: List[str], folder: Path) -> None:
         try:
             model, summary = _train(name, method, stages, "emulator", folder / f"{method}-emulator")
         except BadInput as error:
-            verdicts = [f"refused: {error}", processes.get("verdict", "differs: processes do not refuse")]
+            verdicts = [
+                f"refused: {error}",
+                processes.get("verdict", "differs: processes do not refuse"),
+            ]
         except Divergence as error:
             verdicts = judge_divergence(str(error), processes.get("verdict", ""))
         except Exception as error:
@@ -230,24 +309,39 @@ def _compare_all(name: str, methods: List[str], folder: Path) -> None:
             end_process(1)
         else:
             state = model.state_dict()
-            verdicts = [_compare(state, _train_plainly(name, method, stages)), processes.get("verdict", "")]
+            verdicts = [
+                _compare(state, _train_plainly(name, method, stages)),
+                processes.get("verdict", ""),
+            ]
             if not verdicts[1]:
                 verdicts[1] = _compare(torch.load(path.with_suffix(".pt")), state)
-                if verdicts[1] == "equal" and processes["final"] != json.loads(json.dumps(summary["final"])):
-                    verdicts[1] = f"differs: evaluated to {processes['final']}, on the emulator to {summary['final']}"
+                if verdicts[1] == "equal" and processes["final"] != json.loads(
+                    json.dumps(summary["final"])
+                ):
+                    verdicts[1] = (
+                        f"differs: evaluated to {processes['final']}, on the emulator to "
+                        f"{summary['final']}"
+                    )
         path.with_suffix(".verdicts").write_text(json.dumps(verdicts))
 
 
 def judge_divergence(fault: str, processes: str) -> List[str]:
-    """Return both verdicts where the emulator ended with a loss that is not finite; `processes`: theirs, "" if they trained."""
+    """Return both verdicts where the emulator ended with a loss that is not finite; `processes`:
+    theirs, "" if they trained.
+    """
     is_same = processes.partition(";")[0] == f"differs: {fault}".partition(";")[0]
-    return [f"diverged: {fault}", "-" if is_same else processes or "differs: processes do not diverge"]
+    return [
+        f"diverged: {fault}",
+        "-" if is_same else processes or "differs: processes do not diverge",
+    ]
 
 
 def _train_plainly(name: str, method: str, stages: Any) -> Dict[str, Any]:
-    """Train the uncut model microbatch by microbatch, each pass with copies of the weights that its method's versions name.
+    """Train the uncut model microbatch by microbatch, each pass with copies of the weights that its
+    method's versions name.
 
-    The library says which versions, which microbatches and which dropout masks; weights, gradients and updates are PyTorch's.
+    The library says which versions, which microbatches and which dropout masks; weights, gradients
+    and updates are PyTorch's.
     """
     import torch
     from torch.func import functional_call
@@ -265,11 +359,17 @@ def _train_plainly(name: str, method: str, stages: Any) -> Dict[str, Any]:
     for m in range(UPDATES * ACCUMULATE):
         forward, backward = (versions[:, 0].tolist() for versions in job.table.window(m, m + 1))
         weights = {
-            name: history[forward[stage_of[name]]][name].clone().requires_grad_(p.requires_grad) for name, p in parameters.items()
+            name: history[forward[stage_of[name]]][name].clone().requires_grad_(p.requires_grad)
+            for name, p in parameters.items()
         }
         x, y = job.split_batch(arguments["data"].train_batch(0, m, 2))
         with draws.forward(m):
-            output = functional_call(model, weights, () if isinstance(x, dict) else (x,), x if isinstance(x, dict) else {})
+            output = functional_call(
+                model,
+                weights,
+                () if isinstance(x, dict) else (x,),
+                x if isinstance(x, dict) else {},
+            )
         loss = torch.nn.functional.cross_entropy(take_scores(output), y) / ACCUMULATE
         for name, weight in weights.items():
             weight.data.copy_(history[backward[stage_of[name]]][name])
@@ -287,7 +387,9 @@ def _train_plainly(name: str, method: str, stages: Any) -> Dict[str, Any]:
 
 
 def _compare(ours: Dict[str, Any], theirs: Dict[str, Any]) -> str:
-    """Return "equal" if the two states are so bit for bit, else the number that differ and by how much."""
+    """Return "equal" if the two states are so bit for bit, else the number that differ and by how
+    much.
+    """
     import torch
 
     if ours.keys() != theirs.keys():
@@ -297,31 +399,52 @@ def _compare(ours: Dict[str, Any], theirs: Dict[str, Any]) -> str:
     different = [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
     if not different:
         return "equal"
-    gap = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in different)
-    return f"differs: {len(different)} of {len(ours)} tensors, by up to {gap:.1e}, the first {different[0]}"
+    gap = max(
+        float((ours[name].double() - theirs[name].double()).abs().max()) for name in different
+    )
+    return (
+        f"differs: {len(different)} of {len(ours)} tensors, by up to {gap:.1e}, the first "
+        f"{different[0]}"
+    )
 
 
 def _describe(error: BaseException) -> str:
     """Return the type, message and place of an exception."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {str(error)[:300]} ({Path(frame.filename).name}:{frame.lineno})"
+    return (
+        f"{type(error).__name__}: {str(error)[:300]} ({Path(frame.filename).name}:{frame.lineno})"
+    )
 
 
 # ---- the table
 
 
 def format_table(results: Dict[str, Any]) -> str:
-    """Format the results as a page: counts, a row per model, and the reason of each refusal or difference."""
+    """Format the results as a page: counts, a row per model, and the reason of each refusal or
+    difference.
+    """
     rows: Dict[str, Dict[str, List[str]]] = results["rows"]
     cells = [pair for row in rows.values() for pair in row.values()]
-    counts = [sum(verdict.startswith(word) for verdict in side) for side in zip(*cells) for word in ("equal", "refused")]
+    counts = [
+        sum(verdict.startswith(word) for verdict in side)
+        for side in zip(*cells)
+        for word in ("equal", "refused")
+    ]
     lines = [
-        "# Models of other libraries, by method", "",
-        f"{len(rows)} models, {len(METHODS)} methods, {len(cells)} runs: the emulator equals the plain loop in {counts[0]} and"
-        f" refuses {counts[1]}; two processes equal the emulator in {counts[2]} and refuse {counts[3]}.", "",
-        "Versions: " + ", ".join(f"{name} {version}" for name, version in results["versions"].items()) + ".", "",
-        "| model | " + " | ".join(METHODS) + " |", "| --- |" + " --- |" * len(METHODS),
-    ]  # fmt: skip
+        "# Models of other libraries, by method",
+        "",
+        f"{len(rows)} models, {len(METHODS)} methods, {len(cells)} runs: the emulator equals the "
+        f"plain loop in {counts[0]} and"
+        f" refuses {counts[1]}; two processes equal the emulator in {counts[2]} and refuse "
+        f"{counts[3]}.",
+        "",
+        "Versions: "
+        + ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+        + ".",
+        "",
+        "| model | " + " | ".join(METHODS) + " |",
+        "| --- |" + " --- |" * len(METHODS),
+    ]
     reasons: Dict[Tuple[str, str, str], List[str]] = {}
     for name, row in rows.items():
         shown = []
@@ -332,7 +455,11 @@ def format_table(results: Dict[str, Any]) -> str:
                 if verdict not in ("equal", "-"):
                     reasons.setdefault((name, backend, verdict), []).append(method)
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
-    lines += ["", "`a / b`: a of the emulator against the plain loop, b of processes against the emulator.", ""]
+    lines += [
+        "",
+        "`a / b`: a of the emulator against the plain loop, b of processes against the emulator.",
+        "",
+    ]
     for (name, backend, verdict), methods in reasons.items():
         by = "all methods" if len(methods) == len(METHODS) else ", ".join(methods)
         lines.append(f"- {name}, {backend}, {by}: {verdict}".replace("\n", " "))

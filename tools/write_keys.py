@@ -1,7 +1,8 @@
-"""Write docs/keys.md, the page of all keys of a config, from the schema: `python tools/write_keys.py`.
+"""Write docs/keys.md, the page of all keys of a config, from the schema:
+`python tools/write_keys.py`.
 
-Types and defaults come from the fields, meanings from the docstrings, allowed values from the error message of a wrong value,
-and examples from the configs of this repository.
+Types and defaults come from the fields, meanings from the docstrings, allowed values from the error
+message of a wrong value, and examples from the configs of this repository.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ SECTION = "section"
 LONGEST_EXAMPLE = 60
 
 # the sections of keys whose annotation names none
-FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {"stages": (StageCount, StageFinest), "ipu": (import_outer("ipu"),)}
+FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {
+    "stages": (StageCount, StageFinest),
+    "ipu": (import_outer("ipu"),),
+}
 # one or several keys and a colon, in a docstring
 ENTRY = re.compile(r"((?:`\w+`(?:, | and )?)+): ")
 # faults of the type, which the table has in a column of its own
@@ -69,7 +73,9 @@ class Key(NamedTuple):
 
 
 def collect_sections() -> Dict[Type[BaseModel], List[str]]:
-    """Return each section's places in a config (`optimizer`, ...), with the config itself, at place '', first."""
+    """Return each section's places in a config (`optimizer`, ...), with the config itself, at place
+    '', first.
+    """
     places_by_section: Dict[Type[BaseModel], List[str]] = {}
     todo: List[Tuple[str, Type[BaseModel]]] = [("", Config)]
     while todo:
@@ -77,7 +83,9 @@ def collect_sections() -> Dict[Type[BaseModel], List[str]]:
         places_by_section.setdefault(section, []).append(place)
         for name, field in section.model_fields.items():
             inner = FORMS.get(name) or _find_sections(field.annotation)
-            todo += [(f"{place}.{name}".lstrip("."), nested) for nested in inner if name not in WRITTEN]
+            todo += [
+                (f"{place}.{name}".lstrip("."), nested) for nested in inner if name not in WRITTEN
+            ]
     return places_by_section
 
 
@@ -96,7 +104,9 @@ def list_keys(section: Type[BaseModel], place: str) -> List[Key]:
 
 
 def _describe_value(section: Type[BaseModel], name: str) -> str:
-    """Describe the values that a key may have: those that an error message allows, else those of its type."""
+    """Describe the values that a key may have: those that an error message allows, else those of
+    its type.
+    """
     type_text = describe_type(section.model_fields[name].annotation)
     allowed = _describe_allowed(section, name)
     if type_text == SECTION or not allowed:
@@ -110,7 +120,9 @@ def split_docstring(section: Type[BaseModel]) -> Tuple[str, Dict[str, str]]:
     parts = ENTRY.split(" ".join((inspect.getdoc(section) or "").split()))
     meanings = {}
     for names, meaning in zip(parts[1::2], parts[2::2]):
-        meanings.update({name: meaning.strip().rstrip(".;") for name in re.findall(r"`(\w+)`", names)})
+        meanings.update(
+            {name: meaning.strip().rstrip(".;") for name in re.findall(r"`(\w+)`", names)}
+        )
     return parts[0].strip().rstrip(";"), meanings
 
 
@@ -137,7 +149,8 @@ def format_page() -> str:
     lines = [
         "# Keys of a config",
         "",
-        "How to use a config: [configuration](configuration.md). Examples are from `configs/`. This page is generated from the",
+        "How to use a config: [configuration](configuration.md). Examples are from `configs/`. "
+        "This page is generated from the",
         "schema by `python tools/write_keys.py`; do not edit it.",
         "",
     ]
@@ -147,7 +160,9 @@ def format_page() -> str:
 
 
 def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
-    """Return the lines of a section: its places as headings, its description, and a table of its keys."""
+    """Return the lines of a section: its places as headings, its description, and a table of its
+    keys.
+    """
     description, meanings = split_docstring(section)
     rows = list_keys(section, places[0])
     # a column without any entry is left out
@@ -193,8 +208,12 @@ def _walk(place: str, value: Any) -> Iterator[Tuple[str, Any]]:
 
 
 def _find_example(place: str, default: str) -> str:
-    """Return the shortest value of a key in the repository's configs that is not its default, as JSON; '' for none."""
-    examples = [text for text in _collect_examples().get(place, []) if text not in (default, "null", "{}")]
+    """Return the shortest value of a key in the repository's configs that is not its default, as
+    JSON; '' for none.
+    """
+    examples = [
+        text for text in _collect_examples().get(place, []) if text not in (default, "null", "{}")
+    ]
     best = min(examples, key=lambda text: (len(text), text), default="")
     return best if len(best) <= LONGEST_EXAMPLE else ""
 
@@ -213,7 +232,9 @@ def _format_default(field: Any) -> str:
 
 
 def _describe_allowed(section: Type[BaseModel], name: str) -> str:
-    """Return the allowed values, from the error message of a value that no key takes; "" if the type tells them all."""
+    """Return the allowed values, from the error message of a value that no key takes; "" if the
+    type tells them all.
+    """
     bounds = _describe_bounds(section, name)
     if bounds:
         return bounds
@@ -222,16 +243,21 @@ def _describe_allowed(section: Type[BaseModel], name: str) -> str:
         section.model_validate({name: object()})
     except ValidationError as error:
         details = [
-            detail for detail in error.errors() if detail["loc"][0] == name and detail["type"] not in TYPE_ERRORS
+            detail
+            for detail in error.errors()
+            if detail["loc"][0] == name and detail["type"] not in TYPE_ERRORS
         ]
-        messages = [line for detail in details for line in format_faults([detail], {}, "", Config, {})]
+        messages = [
+            line for detail in details for line in format_faults([detail], {}, "", Config, {})
+        ]
     if section is Config and describe_type(section.model_fields[name].annotation) == "text":
         try:
             configure(**{name: "?"})
         except BadInput as error:
             messages = [fault for fault in error.faults if f"{name}: ?" in fault]
     matches = [
-        re.search(r"must be (?:one of )?(.*?)(?:; did you mean.*|: no run has so many)?$", line) for line in messages
+        re.search(r"must be (?:one of )?(.*?)(?:; did you mean.*|: no run has so many)?$", line)
+        for line in messages
     ]
     return " or ".join(dict.fromkeys(match.group(1) for match in matches if match))
 
@@ -243,11 +269,22 @@ def _describe_bounds(section: Type[BaseModel], name: str) -> str:
     for form in schema.get("anyOf", [schema]):
         prefix = "a list, each " if "items" in form else ""
         form = form.get("items", form)
-        least = [f"{sign} {form[key]:g}" for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">")) if key in form]
-        most = [f"{sign} {form[key]:g}" for key, sign in (("maximum", "<="), ("exclusiveMaximum", "<")) if key in form]
+        least = [
+            f"{sign} {form[key]:g}"
+            for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"))
+            if key in form
+        ]
+        most = [
+            f"{sign} {form[key]:g}"
+            for key, sign in (("maximum", "<="), ("exclusiveMaximum", "<"))
+            if key in form
+        ]
         if least:
             most = most if form.get("maximum", 0) <= 1000 else []
-            texts.append(f"{prefix}a {'whole ' * (form.get('type') == 'integer')}number {' and '.join([*least, *most])}")
+            texts.append(
+                f"{prefix}a {'whole ' * (form.get('type') == 'integer')}number "
+                f"{' and '.join([*least, *most])}"
+            )
     return texts[0] if texts else ""
 
 

@@ -19,7 +19,11 @@ HERE = Path(__file__).resolve().parent
 DOCS, ROOT = HERE.parent, HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-PAGES = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+PAGES = {
+    "index.md": "README.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+}
 EXTERNAL = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=.?https?:[^ >]*")
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[#)])")
 PROTOCOLS = {  # interfaces that users may implement
@@ -32,7 +36,9 @@ PROTOCOLS = {  # interfaces that users may implement
 def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages to the site's files."""
     for name, source in PAGES.items():
-        files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8"))
+        )
     files.append(File.generated(config, "site.css", abs_src_path=str(HERE / "site.css")))
     text_by_page = {"api": api(), "commands": commands()}
     for name, text in text_by_page.items():
@@ -50,7 +56,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         if not target.exists():
             return match.group(1)  # mkdocs warns of it
         if target.is_dir():
-            target = next((target / index for index in ("README.md", "table.md") if (target / index).is_file()), target)
+            target = next(
+                (
+                    target / index
+                    for index in ("README.md", "table.md")
+                    if (target / index).is_file()
+                ),
+                target,
+            )
         if target.is_relative_to(DOCS):
             uri = target.relative_to(DOCS).as_posix()
         else:
@@ -75,7 +88,12 @@ def api() -> str:
     """Return the Markdown of the Python reference: the public names, then the interfaces that users may implement."""
     import ipu_pipe
 
-    lines = ["# Python", "", "The public names of `import ipu_pipe`, and the interfaces that you may implement.", ""]
+    lines = [
+        "# Python",
+        "",
+        "The public names of `import ipu_pipe`, and the interfaces that you may implement.",
+        "",
+    ]
     for name in [*(f"ipu_pipe.{public}" for public in ipu_pipe.__all__), *PROTOCOLS]:
         lines += [f"::: {name}", ""]
     return "\n".join(lines)

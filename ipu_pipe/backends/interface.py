@@ -1,13 +1,15 @@
-"""The interface of a backend: a record of functions (`Backend`), an engine (`Engine`), and the records that an engine returns.
+"""The interface of a backend: a record of functions (`Backend`), an engine (`Engine`), and the
+records that an engine returns.
 
-Every process of a run has an engine and calls the same methods in the same order; the main process (rank 0) also writes files.
+Every process of a run has an engine and calls the same methods in the same order; the main process
+(rank 0) also writes files.
 """
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -25,31 +27,33 @@ from ipu_pipe.trace.events import Counters, Events
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one update: mean training loss of its microbatches, accuracy (None if undefined), number of samples.
+    """The result of one update: mean training loss of its microbatches, accuracy (None if
+    undefined), number of samples.
 
     The loss is None if the microbatches have no weight.
-    `blocks`: (loss, accuracy) of each block that has a loss of its own, the whole model last; empty if there is one loss.
+    `blocks`: (loss, accuracy) of each block that has a loss of its own, the whole model last; empty
+    if there is one loss.
     """
 
-    loss: Optional[float]
-    accuracy: Optional[float]
+    loss: float | None
+    accuracy: float | None
     samples: int
-    blocks: Tuple[Tuple[Optional[float], Optional[float]], ...] = ()
+    blocks: tuple[tuple[float | None, float | None], ...] = ()
 
 
 class CheckpointState(NamedTuple):
     """The state of the model and the optimizer for a checkpoint, by unsplit names."""
 
-    model: Dict[str, torch.Tensor]
-    optimizer: Dict[str, torch.Tensor]
-    plain: Dict[str, Any]
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    plain: dict[str, Any]
 
 
 class DeviceTimes(NamedTuple):
     """The time of a device in the updates that count for throughput, in ns.
 
-    `busy_ns`: passes and updates. `wait_ns`: waiting for other devices. `communication_ns`: messages while the device did
-    nothing else. `span_ns`: the total.
+    `busy_ns`: passes and updates. `wait_ns`: waiting for other devices. `communication_ns`:
+    messages while the device did nothing else. `span_ns`: the total.
     """
 
     busy_ns: int
@@ -61,35 +65,38 @@ class DeviceTimes(NamedTuple):
 class Report(NamedTuple):
     """The measurements of the devices; a field is None if the backend cannot measure it.
 
-    Lists by stage: `optimizer_bytes` is the size of the optimizer's state, `version_bytes` the peak size of the weight versions
-    besides the newest. `links` maps (source, target) to (bytes, messages) of training; `shared` does so for the gradients of
-    shared layers. `events` and `counters` come from all ranks. `microbatches` counts the microbatches that `links` and `events`
-    cover. `utilization` is the busy share of the devices' own schedule, if that differs from the job's. `files` maps names to
-    the backend's own JSON files. Lists by device: `times` covers the updates since this start that count for throughput,
-    `peak_memory` is in bytes by category; "total" is the peak of their sum.
+    Lists by stage: `optimizer_bytes` is the size of the optimizer's state, `version_bytes` the peak
+    size of the weight versions besides the newest. `links` maps (source, target) to (bytes,
+    messages) of training; `shared` does so for the gradients of shared layers. `events` and
+    `counters` come from all ranks. `microbatches` counts the microbatches that `links` and `events`
+    cover. `utilization` is the busy share of the devices' own schedule, if that differs from the
+    job's. `files` maps names to the backend's own JSON files. Lists by device: `times` covers the
+    updates since this start that count for throughput, `peak_memory` is in bytes by category;
+    "total" is the peak of their sum.
     """
 
-    optimizer_bytes: List[int]
-    version_bytes: List[int]
-    links: Optional[Dict[Tuple[int, int], Tuple[int, int]]]
-    events: Optional[Events]
+    optimizer_bytes: list[int]
+    version_bytes: list[int]
+    links: dict[tuple[int, int], tuple[int, int]] | None
+    events: Events | None
     microbatches: int = 0
-    shared: Optional[Dict[Tuple[int, int], Tuple[int, int]]] = None
-    counters: Optional[Counters] = None
-    utilization: Optional[float] = None
-    files: Optional[Dict[str, Any]] = None
-    times: Optional[List[DeviceTimes]] = None
-    peak_memory: Optional[List[Dict[str, int]]] = None
+    shared: dict[tuple[int, int], tuple[int, int]] | None = None
+    counters: Counters | None = None
+    utilization: float | None = None
+    files: dict[str, Any] | None = None
+    times: list[DeviceTimes] | None = None
+    peak_memory: list[dict[str, int]] | None = None
 
 
 class Engine:
     """The interface of one process's part of a run.
 
-    `checkpoint_group`: the process group of all ranks if each rank writes its part of a checkpoint, else None.
-    `updates_per_call`: the updates that a device makes in one call; their results all arrive with the first.
-    `makes_updates_at_once`: `give` makes its update whole, whatever the cut. `is_empty_after_calls`: so does a device's call,
-    which leaves the pipeline empty whatever the schedule. `newest_model`: the model if it holds the newest weights now, None if
-    they are on other devices. `names`: trained parameter -> unsplit name.
+    `checkpoint_group`: the process group of all ranks if each rank writes its part of a checkpoint,
+    else None. `updates_per_call`: the updates that a device makes in one call; their results all
+    arrive with the first. `makes_updates_at_once`: `give` makes its update whole, whatever the cut.
+    `is_empty_after_calls`: so does a device's call, which leaves the pipeline empty whatever the
+    schedule. `newest_model`: the model if it holds the newest weights now, None if they are on
+    other devices. `names`: trained parameter -> unsplit name.
     """
 
     is_main = True
@@ -100,39 +107,48 @@ class Engine:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.newest_model: Optional[nn.Module] = job.model
+        self.newest_model: nn.Module | None = job.model
         self.names = {parameter: name for name, parameter in job.get_trained().items()}
-        self._gradients: Dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
         if job.watches_gradients:
             job.rules.observe = self._note_gradients
 
     def give(self, k: int, cut: float) -> None:
         """Run the actions of slots before `cut`; the batches of the updates up to k are at hand.
 
-        If a call has several updates, those of its first update k make all of them, and all their batches are at hand.
+        If a call has several updates, those of its first update k make all of them, and all their
+        batches are at hand.
         """
         raise NotImplementedError
 
     def take(self, k: int) -> StepResult:
-        """Return the result of update k, which has left the pipeline, on the processes that collect results.
+        """Return the result of update k, which has left the pipeline, on the processes that collect
+        results.
 
-        Others get a loss that is not a number. The host waits for a GPU that has not computed it yet.
+        Others get a loss that is not a number. The host waits for a GPU that has not computed it
+        yet.
         """
         raise NotImplementedError
 
     def finish(self, batches: int) -> None:
-        """Run the pipeline empty: finish this many updates, the last ones by the schedule that is still open."""
+        """Run the pipeline empty: finish this many updates, the last ones by the schedule that is
+        still open.
+        """
         raise NotImplementedError
 
     def reopen(self, update: int, is_loaded: bool = False) -> None:
-        """Begin again with this update, from an empty pipeline, by the job's present schedule and weights.
+        """Begin again with this update, from an empty pipeline, by the job's present schedule and
+        weights.
 
-        `is_loaded`: the optimizer's state was loaded, with that of replicas that have weights of their own.
+        `is_loaded`: the optimizer's state was loaded, with that of replicas that have weights of
+        their own.
         """
         raise NotImplementedError
 
     def predict(self, x: Any) -> Any:
-        """Return the model's output for inputs, in evaluation mode, on every process; the pipeline is empty."""
+        """Return the model's output for inputs, in evaluation mode, on every process; the pipeline
+        is empty.
+        """
         raise NotImplementedError
 
     def load_weights(self, load: Callable[[], None]) -> None:
@@ -141,58 +157,73 @@ class Engine:
 
     def _note_gradients(self, k: int, stages: Sequence[int]) -> None:
         """Copy the gradients of update k of these stages."""
-        trained = [item for s in range(len(self.job.partition)) if s in stages for item in self.job.list_trained(s).items()]
-        self._gradients = {name: p.grad.detach().cpu().clone() for name, p in trained if p.grad is not None}
+        trained = [
+            item
+            for s in range(len(self.job.partition))
+            if s in stages
+            for item in self.job.list_trained(s).items()
+        ]
+        self._gradients = {
+            name: p.grad.detach().cpu().clone() for name, p in trained if p.grad is not None
+        }
 
-    def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:
-        """Return on the main process the gradients of update k, whose result was taken, on the CPU by unsplit names.
+    def collect_gradients(self, k: int) -> dict[str, torch.Tensor]:
+        """Return on the main process the gradients of update k, whose result was taken, on the CPU
+        by unsplit names.
 
-        They are the gradients when the optimizer's step begins: before clipping and before rules that change an update
-        (gradient shrinking), but after delay compensation, which changes the gradients of each microbatch. The job must have
-        `watches_gradients`.
+        They are the gradients when the optimizer's step begins: before clipping and before rules
+        that change an update (gradient shrinking), but after delay compensation, which changes the
+        gradients of each microbatch. The job must have `watches_gradients`.
         """
         return self._gradients
 
     def hold_whole_model(self, everywhere: bool = True) -> ContextManager[None]:
-        """Hold the whole model with the newest weights inside the context, in every process or in the main one only.
+        """Hold the whole model with the newest weights inside the context, in every process or in
+        the main one only.
 
         Every process enters it; the pipeline must be empty.
         """
         return contextlib.nullcontext()
 
-    def evaluate(self, split: str = "test") -> List[EvaluationResult]:
-        """Return the loss and metrics of the test or validation set, the same on every process; the pipeline must be drained.
+    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
+        """Return the loss and metrics of the test or validation set, the same on every process; the
+        pipeline must be drained.
 
         There is one result for each block that has a loss of its own, the whole model last.
         """
         raise NotImplementedError
 
-    def collect_state(self) -> Optional[CheckpointState]:
+    def collect_state(self) -> CheckpointState | None:
         """Return the state for a checkpoint on the main process, None on others."""
         raise NotImplementedError
 
     def collect_part(self, every_replica: bool = False) -> CheckpointState:
         """Return this process's part of the state for a checkpoint; called on every process.
 
-        `every_replica`: otherwise only the first replica's processes have a part. Where one process has all, that is its part.
+        `every_replica`: otherwise only the first replica's processes have a part. Where one process
+        has all, that is its part.
         """
         state = self.collect_state()
         assert state is not None
         return state
 
-    def report(self) -> Optional[Report]:
+    def report(self) -> Report | None:
         """Return the measurements at the end of the run, on the main process; None on others."""
         raise NotImplementedError
 
-    def profile(self) -> Optional[StageSeconds]:
-        """Return the time of each stage's passes, at the end of the run before `close`; None if the devices have clocks."""
+    def profile(self) -> StageSeconds | None:
+        """Return the time of each stage's passes, at the end of the run before `close`; None if the
+        devices have clocks.
+        """
         return None
 
     def close(self) -> None:
         """Put the newest weights into the model and remove all hooks from it."""
 
     def abort(self) -> None:
-        """Remove all hooks from the user's model after a fault, without waiting for other processes."""
+        """Remove all hooks from the user's model after a fault, without waiting for other
+        processes.
+        """
         self.close()
 
     def release_blocks(self) -> None:
@@ -205,20 +236,21 @@ class Engine:
 class Backend(NamedTuple):
     """The functions of a backend, one row of the table of backends.
 
-    `place` returns the stages and which of them are here. `list_faults` returns the reasons why a job cannot run, one line each.
-    `make_engine(job, first_update)` returns this process's engine. `launch(config, asked)` joins the run's other processes, or
-    raises `BadInput` if the launcher does not fit, or if they were started with other options. `describe` returns a line on how
-    the stages will run, '' if there is nothing to say. `count_in_flight` returns the most microbatches that each stage holds,
-    (P,), if the backend has a pipeline of its own, else None. What the backend supports is its row in
-    `ipu_pipe.config.backend_facts`.
+    `place` returns the stages and which of them are here. `list_faults` returns the reasons why a
+    job cannot run, one line each. `make_engine(job, first_update)` returns this process's engine.
+    `launch(config, asked)` joins the run's other processes, or raises `BadInput` if the launcher
+    does not fit, or if they were started with other options. `describe` returns a line on how the
+    stages will run, '' if there is nothing to say. `count_in_flight` returns the most microbatches
+    that each stage holds, (P,), if the backend has a pipeline of its own, else None. What the
+    backend supports is its row in `ipu_pipe.config.backend_facts`.
     """
 
     place: Callable[[Config, Method, nn.Module, torch.Tensor], Placed]
-    list_faults: Callable[[Job], List[str]]
+    list_faults: Callable[[Job], list[str]]
     make_engine: Callable[[Job, int], Engine]
     launch: Callable[[Config, Mapping[str, object]], None] = lambda config, asked: None
     describe: Callable[[Job], str] = lambda job: ""
-    count_in_flight: Callable[[Job], Optional[IntArray]] = lambda job: None
+    count_in_flight: Callable[[Job], IntArray | None] = lambda job: None
 
 
 # the prefix of the entries of an optimizer's state that only PopTorch can load

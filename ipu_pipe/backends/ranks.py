@@ -1,14 +1,22 @@
-"""The part of one process among several: rank 0 prints, writes and works for all; one rank reports a fault."""
+"""The part of one process among several: rank 0 prints, writes and works for all; one rank reports
+a fault.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ipu_pipe.backends.processes.lost_ranks import ANSWER, LostRank, answer_within, detect_lost_rank, is_store_there
+from ipu_pipe.backends.processes.lost_ranks import (
+    ANSWER,
+    LostRank,
+    answer_within,
+    detect_lost_rank,
+    is_store_there,
+)
 from ipu_pipe.errors import BadInput, RunFault, find_user_fault, raise_faults
 from ipu_pipe.launcher import read_launch
 
@@ -20,7 +28,7 @@ def is_distributed() -> bool:
     return read_launch().is_one_of_several
 
 
-def read_torch_version() -> Tuple[int, ...]:
+def read_torch_version() -> tuple[int, ...]:
     """Return (major, minor) of the running torch."""
     return tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -39,7 +47,7 @@ def run_on_main(work: Callable[[], Result]) -> Result:
     """Call `work` on rank 0 alone. Return its result, or raise its `BadInput`, on every rank."""
     if not are_joined():
         return work()
-    outcome: List[Any] = [None]
+    outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             outcome = [(work(), [])]
@@ -54,8 +62,9 @@ def run_on_main(work: Callable[[], Result]) -> Result:
 
 
 @contextlib.contextmanager
-def report_lost_rank(ranks: Optional[Sequence[int]] = None) -> Iterator[None]:
-    """Raise `RunFault` instead of torch.distributed's error when another process has ended or does not answer.
+def report_lost_rank(ranks: Sequence[int] | None = None) -> Iterator[None]:
+    """Raise `RunFault` instead of torch.distributed's error when another process has ended or does
+    not answer.
 
     `ranks`: the ranks that this process waits for (default: all others).
     """
@@ -79,7 +88,9 @@ def report_once() -> Iterator[None]:
 
 
 def _claim_report() -> bool:
-    """Return whether this is the first process to report a fault; True if the store that counts reports does not answer."""
+    """Return whether this is the first process to report a fault; True if the store that counts
+    reports does not answer.
+    """
     where = read_launch()
     if not is_store_there(where):
         return True

@@ -1,8 +1,10 @@
-"""The table of backends, by the name that a config gives them, and the steps that all backends share."""
+"""The table of backends, by the name that a config gives them, and the steps that all backends
+share.
+"""
 
 from __future__ import annotations
 
-from typing import Dict, Mapping, Optional
+from typing import Mapping
 
 from ipu_pipe.backends.emulator import engine as emulator
 from ipu_pipe.backends.interface import Backend, Engine
@@ -15,7 +17,7 @@ from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import end_with_launcher, read_launch
 
-BACKENDS: Dict[str, Backend] = {
+BACKENDS: dict[str, Backend] = {
     "emulator": emulator.BACKEND,
     "distributed": processes.BACKEND,
     "poptorch": ipu.BACKEND,
@@ -27,13 +29,15 @@ def get_backend(config: Config) -> Backend:
     return BACKENDS[config.backend.name]
 
 
-def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None:
-    """Join the other processes of the run, if there are any. `asked`: the command line of this process, option -> value.
+def launch(config: Config, asked: Mapping[str, object] | None = None) -> None:
+    """Join the other processes of the run, if there are any. `asked`: the command line of this
+    process, option -> value.
 
-    Raise `BadInput` on every process if the processes have different options or configs, or if the backend cannot run under
-    this launcher.
+    Raise `BadInput` on every process if the processes have different options or configs, or if the
+    backend cannot run under this launcher.
     """
-    where, backend = read_launch(), get_backend(config)
+    where = read_launch()
+    backend = get_backend(config)
     raise_faults(where.faults)
     if config.backend.facts.emulates and where.world > 1:
         how = "start it without torchrun, or set backend.name=distributed"

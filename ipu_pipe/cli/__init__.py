@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import NoReturn, Optional
+from typing import NoReturn
 
 from ipu_pipe import __version__, interrupts
 from ipu_pipe.shipped import COMMAND, get_program
@@ -36,29 +36,44 @@ COMMANDS = {
 }
 
 
-def run(command: Optional[str] = None) -> NoReturn:
-    """Run a command, by default the one that the first argument names, and leave with its exit code."""
+def run(command: str | None = None) -> NoReturn:
+    """Run a command, by default the one that the first argument names, and leave with its exit
+    code.
+    """
     # call it before the slow imports
     interrupts.install_end_at_interrupt()
     from ipu_pipe.errors import BadInput, Parser, run_command
 
     def run_first_argument() -> None:
         if sys.argv[1:2] == ["reproduce"]:
-            raise BadInput("COMMAND: reproduce: runs from a clone of the repository: python tools/reproduce.py")
+            raise BadInput(
+                "COMMAND: reproduce: runs from a clone of the repository: python tools/reproduce.py"
+            )
         summaries = {name.replace("_", "-"): summary for name, summary in COMMANDS.items()}
         parser = Parser(
             prog=get_program() or COMMAND,
             description="Train, plan and analyze pipelined models.",
-            epilog="\n".join([
-                "commands, each with --help:",
-                *(f"  {name:18}{summary}" for name, summary in summaries.items()),
-                "from a clone: python tools/reproduce.py runs the papers' experiments",
-            ]),  # fmt: skip
+            epilog="\n".join(
+                [
+                    "commands, each with --help:",
+                    *(f"  {name:18}{summary}" for name, summary in summaries.items()),
+                    "from a clone: python tools/reproduce.py runs the papers' experiments",
+                ]
+            ),
         )
         parser.add_argument("--version", action="version", version=f"ipu_pipe {__version__}")
-        parser.add_argument("command", metavar="COMMAND", type=lambda name: name.replace("_", "-"), choices=summaries)
+        parser.add_argument(
+            "command",
+            metavar="COMMAND",
+            type=lambda name: name.replace("_", "-"),
+            choices=summaries,
+        )
         chosen = parser.parse_args(sys.argv[1:2]).command
         del sys.argv[1]
         importlib.import_module(f"{__name__}.{chosen.replace('-', '_')}").main()
 
-    run_command(run_first_argument if command is None else importlib.import_module(f"{__name__}.{command}").main)
+    run_command(
+        run_first_argument
+        if command is None
+        else importlib.import_module(f"{__name__}.{command}").main
+    )

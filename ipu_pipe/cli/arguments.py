@@ -1,4 +1,6 @@
-"""Declare a command with its arguments (`@command`, `option`), parse arguments, and print progress and results."""
+"""Declare a command with its arguments (`@command`, `option`), parse arguments, and print progress
+and results.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +23,60 @@ Function = Callable[[argparse.Namespace], None]
 
 
 def option(*names: str, group: str = "", **keys: Any) -> Option:
-    """Return an argument of a command, as `argparse.ArgumentParser.add_argument` takes it, and its `group` in the help."""
+    """Return an argument of a command, as `argparse.ArgumentParser.add_argument` takes it, and its
+    `group` in the help.
+    """
     return names, group, keys
 
 
-SET = option("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
-             help="change keys of the config, such as optimizer.lr=0.1 (values are YAML)")  # fmt: skip
+SET = option(
+    "--set",
+    action="extend",
+    nargs="+",
+    default=[],
+    metavar="KEY=VALUE",
+    help="change keys of the config, such as optimizer.lr=0.1 (values are YAML)",
+)
 CONFIG = (
-    option("config", metavar="CONFIG", nargs="?", help="a YAML file, or the name of one in configs/, such as mlp_digits"), SET,
-)  # fmt: skip
+    option(
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="a YAML file, or the name of one in configs/, such as mlp_digits",
+    ),
+    SET,
+)
 JSON = option("--json", action="store_true", help="print JSON")
 QUIET = option("--quiet", action="store_true", help="print only errors, and JSON if requested")
-COMMON = (QUIET, option("--traceback", action="store_true", help="print the whole traceback of an error instead of one line"))
+COMMON = (
+    QUIET,
+    option(
+        "--traceback",
+        action="store_true",
+        help="print the whole traceback of an error instead of one line",
+    ),
+)
 
 
 class Command:
     """A command: a function of its parsed arguments.
 
-    `epilog`: text, or a function that returns it when it is shown. The function prints by `args.print_progress`, which --quiet
-    mutes, and by `args.print_result`, which --quiet and --json mute.
+    `epilog`: text, or a function that returns it when it is shown. The function prints by
+    `args.print_progress`, which --quiet mutes, and by `args.print_result`, which --quiet and --json
+    mute.
     """
 
-    def __init__(self, description: Optional[str], epilog: Epilog, options: Sequence[Option], function: Function) -> None:
-        self._description, self._epilog, self._options, self._function = description, epilog, options, function
+    def __init__(
+        self,
+        description: Optional[str],
+        epilog: Epilog,
+        options: Sequence[Option],
+        function: Function,
+    ) -> None:
+        self._description = description
+        self._epilog = epilog
+        self._options = options
+        self._function = function
 
     def make_parser(self) -> Parser:
         """Return the command's parser."""
@@ -67,7 +100,9 @@ class Command:
         _refuse_unknown(parser, [*_find_settings(parser, args), *rest])
         is_quiet = getattr(args, "quiet", False)
         args.print_progress = (lambda text: None) if is_quiet else print_progress
-        args.print_result = (lambda text: None) if is_quiet or getattr(args, "json", False) else print_result
+        args.print_result = (
+            (lambda text: None) if is_quiet or getattr(args, "json", False) else print_result
+        )
         if "config" in args:
             args.config_name = _take_config_name(args)
             args.config = str(find_config(args.config_name))
@@ -83,25 +118,35 @@ class Command:
             raise RunFault(f"code that the config names called exit({show(error.code)})") from error
         except BaseException as error:
             fault = find_user_fault(error)
-            wants_traceback = getattr(args, "traceback", False) and not isinstance(error, KeyboardInterrupt)
+            wants_traceback = getattr(args, "traceback", False) and not isinstance(
+                error, KeyboardInterrupt
+            )
             if wants_traceback and not getattr(fault or error, "is_reported", None):
                 sys.stderr.write(fault.traceback if fault is not None else traceback.format_exc())
             raise
 
 
-def command(description: Optional[str], epilog: Epilog, *options: Option) -> Callable[[Function], Command]:
+def command(
+    description: Optional[str], epilog: Epilog, *options: Option
+) -> Callable[[Function], Command]:
     """Return a decorator that makes a command of a function of parsed arguments."""
     return functools.partial(Command, description, epilog, options)
 
 
 def _find_unknown_options(parser: Parser, words: Sequence[str]) -> List[str]:
-    """Return the first word that begins no option of the parser, and its values; nothing if there is none."""
+    """Return the first word that begins no option of the parser, and its values; nothing if there
+    is none.
+    """
     for number, word in enumerate(words):
         if word == "--":
             break
         name = word.partition("=")[0]
-        if name.startswith("--") and not any(known.startswith(name) for known in parser.list_options()):
-            values = itertools.takewhile(lambda value: not value.startswith("--"), words[number + 1 :])
+        if name.startswith("--") and not any(
+            known.startswith(name) for known in parser.list_options()
+        ):
+            values = itertools.takewhile(
+                lambda value: not value.startswith("--"), words[number + 1 :]
+            )
             return [word, *values]
     return []
 
@@ -116,7 +161,9 @@ def _find_settings(parser: Parser, args: argparse.Namespace) -> List[str]:
 
 
 def _refuse_unknown(parser: Parser, words: Sequence[str]) -> None:
-    """Raise `BadInput` if there are `words` that a command does not take, with the spelling that it takes."""
+    """Raise `BadInput` if there are `words` that a command does not take, with the spelling that it
+    takes.
+    """
     if not words:
         return
     hint = _suggest_argument(parser, words)
@@ -125,7 +172,9 @@ def _refuse_unknown(parser: Parser, words: Sequence[str]) -> None:
 
 
 def _suggest_argument(parser: Parser, words: Sequence[str]) -> str:
-    """Return what may be meant by an unknown word and the values after it: an argument, an option, or --set KEY=VALUE."""
+    """Return what may be meant by an unknown word and the values after it: an argument, an option,
+    or --set KEY=VALUE.
+    """
     name, equals, value = words[0].partition("=")
     value = value if equals else " ".join(words[1:2]) or "VALUE"
     options = {option[2:]: option for option in parser.list_options() if option.startswith("--")}
@@ -152,7 +201,8 @@ def _suggest_argument(parser: Parser, words: Sequence[str]) -> str:
 
 
 def _take_config_name(args: argparse.Namespace) -> str:
-    """Return CONFIG as the user wrote it: a file, or the name of an example that comes with the library.
+    """Return CONFIG as the user wrote it: a file, or the name of an example that comes with the
+    library.
 
     CONFIG may also follow the last --set (--set a=1 CONFIG). Raise `BadInput` if it is missing.
     """
@@ -164,7 +214,9 @@ def _take_config_name(args: argparse.Namespace) -> str:
 
 
 def parse_folder(text: str) -> Path:
-    """Convert an argument to a folder's path. Refuse an empty one: it would mean the current folder."""
+    """Convert an argument to a folder's path. Refuse an empty one: it would mean the current
+    folder.
+    """
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r}: must name a folder")
     return Path(text)
@@ -175,9 +227,16 @@ def int_in(low: int, high: int = MOST_COUNT) -> Callable[[str], int]:
 
     def parse_integer(text: str) -> int:
         digits = text.strip()
-        if len(digits) < 30 and digits.lstrip("+-").isdecimal() and digits.isascii() and low <= int(digits) <= high:
+        if (
+            len(digits) < 30
+            and digits.lstrip("+-").isdecimal()
+            and digits.isascii()
+            and low <= int(digits) <= high
+        ):
             return int(digits)
-        raise argparse.ArgumentTypeError(f"{show(text)}: must be a whole number from {low} to {high}")
+        raise argparse.ArgumentTypeError(
+            f"{show(text)}: must be a whole number from {low} to {high}"
+        )
 
     return parse_integer
 

@@ -1,10 +1,20 @@
-"""Compare methods on the same work: run each on the config and write its throughput, memory, communication and trace."""
+"""Compare methods on the same work: run each on the config and write its throughput, memory,
+communication and trace.
+"""
 
 from __future__ import annotations
 
 import argparse
 
-from ipu_pipe.cli.arguments import COMMON, CONFIG, command, int_in, option, parse_folder, parse_names
+from ipu_pipe.cli.arguments import (
+    COMMON,
+    CONFIG,
+    command,
+    int_in,
+    option,
+    parse_folder,
+    parse_names,
+)
 from ipu_pipe.config.values import MOST_UPDATES
 from ipu_pipe.errors import raise_faults
 
@@ -21,30 +31,51 @@ examples:
 
 
 @command(
-    __doc__, EPILOG,
+    __doc__,
+    EPILOG,
     *CONFIG,
-    option("--methods", metavar="A,B,...", type=parse_names, help="methods (default: the config's and local_chunked)"),
-    option("--steps", type=int_in(0, MOST_UPDATES), metavar="K",
-           help="updates of each run (default: the config's; 0: predict without running)"),
-    option("--rounds", type=int_in(1, 1000), default=1, metavar="N",
-           help="runs of each method, for median and range (default 1)"),
+    option(
+        "--methods",
+        metavar="A,B,...",
+        type=parse_names,
+        help="methods (default: the config's and local_chunked)",
+    ),
+    option(
+        "--steps",
+        type=int_in(0, MOST_UPDATES),
+        metavar="K",
+        help="updates of each run (default: the config's; 0: predict without running)",
+    ),
+    option(
+        "--rounds",
+        type=int_in(1, 1000),
+        default=1,
+        metavar="N",
+        help="runs of each method, for median and range (default 1)",
+    ),
     option("--out", type=parse_folder, metavar="DIR", help="the folder to write into (required)"),
     option("--overwrite", action="store_true", help="replace the runs in DIR"),
     *COMMON,
-)  # fmt: skip
+)
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     raise_faults({"--out: missing: must be the folder to write into": args.out is None})
     from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import leave
-    from ipu_pipe.compare.method_comparison import compare_methods, make_comparison_table, write_comparison
+    from ipu_pipe.compare.method_comparison import (
+        compare_methods,
+        make_comparison_table,
+        write_comparison,
+    )
     from ipu_pipe.config.load import load_config
 
     config = load_config(args.config, args.set)
     methods = args.methods or list(dict.fromkeys([config.method, "local_chunked"]))
     with report_once():
         say = args.print_progress if is_main() else (lambda text: None)
-        comparison = compare_methods(config, methods, args.out, args.steps, args.overwrite, say, args.rounds)
+        comparison = compare_methods(
+            config, methods, args.out, args.steps, args.overwrite, say, args.rounds
+        )
         leave()
     if is_main():
         files = write_comparison(comparison, args.out)

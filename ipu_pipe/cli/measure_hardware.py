@@ -1,5 +1,5 @@
-"""Measure how fast this machine computes, copies and sends, and write a hardware description: `--hardware this` then reads it
-(with --out FILE, `--hardware FILE`). Run it on an idle machine."""
+"""Measure how fast this machine computes, copies and sends, and write a hardware description:
+`--hardware this` then reads it (with --out FILE, `--hardware FILE`). Run it on an idle machine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,52 @@ from ipu_pipe.files import write_text
 
 
 @command(
-    __doc__, "",
-    option("--out", type=Path, metavar="FILE", help="YAML file to write (default: this machine's, in the user's cache)"),
-    option("--threads", type=int_in(1, MOST_THREADS), default=1, metavar="N",
-           help="threads of each device's process (default 1)"),
-    option("--device", choices=("cpu", "cuda"), default="cpu",
-           help="device: cpu (each device is a process) or cuda (not tested on a GPU)"),
-    option("--seconds", type=float, default=0.3, metavar="S", help="minimum time of each measurement (default 0.3)"),
+    __doc__,
+    "",
+    option(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="YAML file to write (default: this machine's, in the user's cache)",
+    ),
+    option(
+        "--threads",
+        type=int_in(1, MOST_THREADS),
+        default=1,
+        metavar="N",
+        help="threads of each device's process (default 1)",
+    ),
+    option(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="device: cpu (each device is a process) or cuda (not tested on a GPU)",
+    ),
+    option(
+        "--seconds",
+        type=float,
+        default=0.3,
+        metavar="S",
+        help="minimum time of each measurement (default 0.3)",
+    ),
     QUIET,
-)  # fmt: skip
+)
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     from ipu_pipe.hardware.description import find_this_file, read_hardware
 
     out: Path = args.out or find_this_file()
-    raise_faults({
-        f"--seconds: {args.seconds}: must be a number > 0 and <= 60": not 0 < args.seconds <= 60,
-        f"--out: {out}: must be a YAML file, so that --hardware takes it for one": out.suffix not in (".yaml", ".yml"),
-        f"--out: {out}: no such folder {out.parent}": args.out and not out.absolute().parent.is_dir(),
-    })  # fmt: skip
+    raise_faults(
+        {
+            f"--seconds: {args.seconds}: must be a number > 0 and <= 60": not 0
+            < args.seconds
+            <= 60,
+            f"--out: {out}: must be a YAML file, so that --hardware takes it for one": out.suffix
+            not in (".yaml", ".yml"),
+            f"--out: {out}: no such folder {out.parent}": args.out
+            and not out.absolute().parent.is_dir(),
+        }
+    )
 
     # import after parsing, because --help must not wait for torch
     import torch

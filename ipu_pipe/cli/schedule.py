@@ -1,4 +1,5 @@
-"""Print the schedule of a training method: what each stage does when, and which weights every pass reads.
+"""Print the schedule of a training method: what each stage does when, and which weights every pass
+reads.
 
 python tools/schedule.py pipedream --stages 4 --microbatches 8
 python tools/schedule.py gpipe --stages 4 --microbatches 16 --accumulate 8 --format csv
@@ -11,7 +12,7 @@ import argparse
 import json
 import math
 import sys
-from typing import Any, Callable, Dict, List, Sequence, TextIO, Tuple
+from typing import Any, Callable, Sequence, TextIO
 
 from ipu_pipe.cli.arguments import command, option
 from ipu_pipe.config.values import MOST_STAGES
@@ -27,9 +28,11 @@ from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 from ipu_pipe.text import show
 
 # Limits of the output on a terminal. JSON and CSV contain everything.
-SHOWN_SLOTS, SHOWN_STAGES = 120, 64
+SHOWN_SLOTS = 120
+SHOWN_STAGES = 64
 MOST_SLOTS = 100_000
-# passes of a schedule, stages times microbatches: proving and drawing takes a microsecond each, writing JSON or CSV ten
+# passes of a schedule, stages times microbatches: proving and drawing takes a microsecond each,
+# writing JSON or CSV ten
 MOST_PASSES = {"text": 10_000_000, "csv": 2_000_000, "json": 2_000_000}
 # the clock simulates pass by pass
 MOST_TIMED = 500_000
@@ -37,7 +40,7 @@ MOST_TIMED = 500_000
 MOST_ORDERED = 30_000
 
 
-def _parse_slots(text: str) -> Tuple[int, int]:
+def _parse_slots(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise argparse.ArgumentTypeError(f"{text!r}: must be two slots A:B, A below B")
@@ -56,11 +59,11 @@ def _parse_time(text: str) -> float:
     return seconds
 
 
-def _parse_times(text: str) -> Tuple[float, ...]:
+def _parse_times(text: str) -> tuple[float, ...]:
     return tuple(map(_parse_time, text.split(",")))
 
 
-def _parse_durations(text: str) -> Tuple[float, ...]:
+def _parse_durations(text: str) -> tuple[float, ...]:
     times = _parse_times(text)
     if len(times) != 3:
         raise argparse.ArgumentTypeError(f"{show(text)}: must be three times F,I,W")
@@ -73,59 +76,178 @@ def _parse_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-DEVICES = "devices and times (with --format json also makespan, span, bubble rates and peak activations)"
+DEVICES = (
+    "devices and times (with --format json also makespan, span, bubble rates and peak activations)"
+)
 AXES = "changes to an asynchronous method (method_args in a config)"
 
 
 @command(
-    __doc__, "",
+    __doc__,
+    "",
     option("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}"),
-    option("--stages", metavar="S", type=int, required=True, help="stages of the pipeline, on all devices"),
-    option("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run"),
-    option("--accumulate", metavar="N", type=int,
-           help="microbatches per update (default: M for gpipe, pipedream_flush and those listed from interleaved_1f1b on, S for "
-           "pipedream_2bw and local_sgd, 1 for the others); an incomplete last batch makes no update"),
-    option("--format", choices=("text", "csv", "json"), default="text",
-           help="text: as papers draw it (default); csv: for PyTorch's loader, flush methods only; json: for programs"),
-    option("--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not including, B"),
-    option("--drains", metavar="m", type=int, nargs="+", default=[],
-           help="drain the pipeline before these microbatches (multiples of N)"),
-    option("--stages-per-device", metavar="V", type=int, group=DEVICES, help="stages per device (there are S / V devices)"),
-    option("--durations", metavar="F,I,W", type=_parse_durations, group=DEVICES,
-           help="durations of a device's passes of a microbatch: forward, input gradient, weight gradient (default: 1,1,1)"),
-    option("--link", metavar="C", type=_parse_time, group=DEVICES, help="time of a message between devices (default: 0)"),
-    option("--work", metavar="W0,W1,...", type=_parse_times, group=DEVICES,
-           help="relative work of each stage, if unequal; --durations are then those of a device with the mean work"),
-    option("--split-backward", metavar="true|false", type=_parse_bool, group=DEVICES,
-           help="whether an asynchronous method splits its backwards"),
-    option("--activation-limit", metavar="X", type=_parse_time, group=DEVICES,
-           help="limit of a device's activation memory, in units of that of 1F1B"),
-    option("--file", metavar="NAME.csv", group=DEVICES, help="method rows: a CSV file in PyTorch's format"),
-    option("--schedule", choices=SCHEDULES, group=AXES,
-           help="1f1b: one pass per slot; 1f1b_capped: at most S-s microbatches in flight on stage s; dataflow: a forward and a "
-           "backward in each step"),
-    option("--turn", choices=(0, 1), type=int, group=AXES, help="dataflow: steps between the last stage's forward and backward"),
-    option("--stash", metavar="true|false", type=_parse_bool, group=AXES, help="backwards read their forward's weights"),
-)  # fmt: skip
+    option(
+        "--stages",
+        metavar="S",
+        type=int,
+        required=True,
+        help="stages of the pipeline, on all devices",
+    ),
+    option(
+        "--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run"
+    ),
+    option(
+        "--accumulate",
+        metavar="N",
+        type=int,
+        help="microbatches per update (default: M for gpipe, pipedream_flush and those listed from "
+        "interleaved_1f1b on, S for "
+        "pipedream_2bw and local_sgd, 1 for the others); an incomplete last batch makes no update",
+    ),
+    option(
+        "--format",
+        choices=("text", "csv", "json"),
+        default="text",
+        help="text: as papers draw it (default); csv: for PyTorch's loader, flush methods only; "
+        "json: for programs",
+    ),
+    option(
+        "--slots",
+        metavar="A:B",
+        type=_parse_slots,
+        help="text: print the slots from A up to, not including, B",
+    ),
+    option(
+        "--drains",
+        metavar="m",
+        type=int,
+        nargs="+",
+        default=[],
+        help="drain the pipeline before these microbatches (multiples of N)",
+    ),
+    option(
+        "--stages-per-device",
+        metavar="V",
+        type=int,
+        group=DEVICES,
+        help="stages per device (there are S / V devices)",
+    ),
+    option(
+        "--durations",
+        metavar="F,I,W",
+        type=_parse_durations,
+        group=DEVICES,
+        help="durations of a device's passes of a microbatch: forward, input gradient, weight "
+        "gradient (default: 1,1,1)",
+    ),
+    option(
+        "--link",
+        metavar="C",
+        type=_parse_time,
+        group=DEVICES,
+        help="time of a message between devices (default: 0)",
+    ),
+    option(
+        "--work",
+        metavar="W0,W1,...",
+        type=_parse_times,
+        group=DEVICES,
+        help="relative work of each stage, if unequal; --durations are then those of a device with "
+        "the mean work",
+    ),
+    option(
+        "--split-backward",
+        metavar="true|false",
+        type=_parse_bool,
+        group=DEVICES,
+        help="whether an asynchronous method splits its backwards",
+    ),
+    option(
+        "--activation-limit",
+        metavar="X",
+        type=_parse_time,
+        group=DEVICES,
+        help="limit of a device's activation memory, in units of that of 1F1B",
+    ),
+    option(
+        "--file",
+        metavar="NAME.csv",
+        group=DEVICES,
+        help="method rows: a CSV file in PyTorch's format",
+    ),
+    option(
+        "--schedule",
+        choices=SCHEDULES,
+        group=AXES,
+        help="1f1b: one pass per slot; 1f1b_capped: at most S-s microbatches in flight on stage s; "
+        "dataflow: a forward and a "
+        "backward in each step",
+    ),
+    option(
+        "--turn",
+        choices=(0, 1),
+        type=int,
+        group=AXES,
+        help="dataflow: steps between the last stage's forward and backward",
+    ),
+    option(
+        "--stash",
+        metavar="true|false",
+        type=_parse_bool,
+        group=AXES,
+        help="backwards read their forward's weights",
+    ),
+)
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     # Durations and links determine the times of any schedule, and the order of planned ones.
-    times: Dict[str, Any] = {"durations": args.durations or (1.0, 1.0, 1.0), "link": args.link or 0.0}
-    at_least_1 = {"--stages-per-device": args.stages_per_device, "--activation-limit": args.activation_limit}
-    raise_faults([f"{key}: {show(n)}: must be at least 1" for key, n in at_least_1.items() if n is not None and n < 1])
-    keys = ("schedule", "turn", "stash", "stages_per_device", "split_backward", "activation_limit", "file")
+    times: dict[str, Any] = {
+        "durations": args.durations or (1.0, 1.0, 1.0),
+        "link": args.link or 0.0,
+    }
+    at_least_1 = {
+        "--stages-per-device": args.stages_per_device,
+        "--activation-limit": args.activation_limit,
+    }
+    raise_faults(
+        [
+            f"{key}: {show(n)}: must be at least 1"
+            for key, n in at_least_1.items()
+            if n is not None and n < 1
+        ]
+    )
+    keys = (
+        "schedule",
+        "turn",
+        "stash",
+        "stages_per_device",
+        "split_backward",
+        "activation_limit",
+        "file",
+    )
     method = resolve_method(args.method, {**times, **{key: getattr(args, key) for key in keys}})
     if method.history is not None:
         raise BadInput(
-            f"method: {method.name}: has no timeline: stages, microbatches and delays are drawn, without a pipeline"
+            f"method: {method.name}: has no timeline: stages, microbatches and delays are drawn, "
+            f"without a pipeline"
             " (its order and delays: schedule are those of pipedream)"
         )
     if args.stages > MOST_STAGES:
-        raise BadInput(f"--stages: {show(args.stages)}: must be at most {MOST_STAGES}, since every stage is checked")
+        raise BadInput(
+            f"--stages: {show(args.stages)}: must be at most {MOST_STAGES}, since every stage is "
+            f"checked"
+        )
     is_timed = method.order is not None or any(
-        value is not None for value in (args.durations, args.link, args.stages_per_device, args.work)
+        value is not None
+        for value in (args.durations, args.link, args.stages_per_device, args.work)
     )
-    most = MOST_ORDERED if method.order is not None else MOST_TIMED if is_timed else MOST_PASSES[args.format]
+    most = (
+        MOST_ORDERED
+        if method.order is not None
+        else MOST_TIMED
+        if is_timed
+        else MOST_PASSES[args.format]
+    )
     most //= max(args.stages, 1)
     if args.microbatches > most:
         why = f"on {args.stages} stages at most {most} can be checked and written as {args.format}"
@@ -134,14 +256,22 @@ def main(args: argparse.Namespace) -> None:
     accumulate = default if args.accumulate is None else args.accumulate
     schedule = make_schedule(method, args.stages, args.microbatches, accumulate, args.drains)
     if args.work and (len(args.work) != args.stages or not sum(args.work)):
-        raise BadInput(f"--work: {','.join(f'{part:g}' for part in args.work)}: must be the work of {args.stages} stages")
+        raise BadInput(
+            f"--work: {','.join(f'{part:g}' for part in args.work)}: must be the work of "
+            f"{args.stages} stages"
+        )
     if args.slots is not None and args.format != "text":
-        raise BadInput(f"--slots: only --format text prints a part of the slots; {args.format} writes all of them")
+        raise BadInput(
+            f"--slots: only --format text prints a part of the slots; {args.format} writes all of "
+            f"them"
+        )
     if args.format == "csv":
         rows = format_csv(schedule)
         if schedule.microbatches > schedule.accumulate:
             print(
-                "note: the rows contain several batches; PyTorch's loader has no updates between them", file=sys.stderr
+                "note: the rows contain several batches; PyTorch's loader has no updates between "
+                "them",
+                file=sys.stderr,
             )
         sys.stdout.writelines(rows)
     elif args.format == "json":
@@ -151,15 +281,19 @@ def main(args: argparse.Namespace) -> None:
         _write_text(schedule, method, args.slots or (0, SHOWN_SLOTS), sys.stdout)
 
 
-def _write_text(schedule: Schedule, method: Method, slots: Tuple[int, int], out: TextIO) -> None:
+def _write_text(schedule: Schedule, method: Method, slots: tuple[int, int], out: TextIO) -> None:
     first, last = slots
     if first >= schedule.slot_count:
-        raise BadInput(f"--slots: {first}:{last}: the schedule ends before slot {schedule.slot_count}")
+        raise BadInput(
+            f"--slots: {first}:{last}: the schedule ends before slot {schedule.slot_count}"
+        )
     table = VersionTable(schedule, method)
     every = "microbatch" if schedule.accumulate == 1 else f"{schedule.accumulate} microbatches"
     out.write(
-        f"{method.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, an update every {every}\n"
-        f"forwards read {method.forward_reads.value} weights, backwards {method.backward_reads.value}\n\n"
+        f"{method.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, an update "
+        f"every {every}\n"
+        f"forwards read {method.forward_reads.value} weights, backwards "
+        f"{method.backward_reads.value}\n\n"
     )
     out.write(format_text(schedule, first, last, SHOWN_STAGES))
     legend = "F forward, B backward"
@@ -171,18 +305,21 @@ def _write_text(schedule: Schedule, method: Method, slots: Tuple[int, int], out:
     out.write(_format_stages(schedule, table))
     greatest, mean = summarize_history_delays(table)
     delay = (
-        "none (no pass reads stale weights)" if greatest is None else f"at most {greatest}, mean {mean:.10g} block updates"
+        "none (no pass reads stale weights)"
+        if greatest is None
+        else f"at most {greatest}, mean {mean:.10g} block updates"
     )
     out.write(
         f"\nslots: {schedule.slot_count}\n"
-        f"utilization: {compute_utilization(method, schedule.stages, schedule.accumulate):.4g} in the steady state,"
+        f"utilization: {compute_utilization(method, schedule.stages, schedule.accumulate):.4g} in "
+        f"the steady state,"
         f" {schedule.busy_share():.4g} over this run\n"
         f"global-history delay: {delay}\n"
     )
 
 
 def _format_stages(schedule: Schedule, table: VersionTable) -> str:
-    columns: List[Tuple[str, List[int]]] = [
+    columns: list[tuple[str, list[int]]] = [
         ("in flight", schedule.max_in_flight().tolist()),
         ("weight copies", count_weight_copies(table).tolist()),
         ("forward lag", table.greatest_lag().tolist()),
@@ -191,15 +328,21 @@ def _format_stages(schedule: Schedule, table: VersionTable) -> str:
     rows = min(schedule.stages, SHOWN_STAGES)
     lines = ["stage  " + "  ".join(name for name, _ in columns)]
     for stage in range(rows):
-        lines.append(f"{stage:>5}  " + "  ".join(f"{values[stage]:>{len(name)}}" for name, values in columns))
+        lines.append(
+            f"{stage:>5}  " + "  ".join(f"{values[stage]:>{len(name)}}" for name, values in columns)
+        )
     if rows < schedule.stages:
         lines.append(f"({rows} of {schedule.stages} stages shown)")
     return "\n".join(lines) + "\n"
 
 
 def _compute_times(
-    schedule: Schedule, method: Method, durations: Sequence[float], link: float, work: Sequence[float]
-) -> Dict[str, Any]:
+    schedule: Schedule,
+    method: Method,
+    durations: Sequence[float],
+    link: float,
+    work: Sequence[float],
+) -> dict[str, Any]:
     """Return the keys of JSON about devices and times."""
     share = 1.0 if method.order is None else method.order.weight_share
     return {
@@ -209,16 +352,18 @@ def _compute_times(
     }
 
 
-def _write_json(schedule: Schedule, method: Method, timed: Dict[str, Any], out: TextIO) -> None:
+def _write_json(schedule: Schedule, method: Method, timed: dict[str, Any], out: TextIO) -> None:
     """Write one stage's row at a time: a large schedule's text does not fit in memory."""
     table = VersionTable(schedule, method)
     greatest, mean = summarize_history_delays(table)
     M = schedule.microbatches
 
-    def versions(read: Callable[[int, int, slice], Any]) -> Callable[[int], List[int]]:
+    def versions(
+        read: Callable[[int, int, slice], Any],
+    ) -> Callable[[int], list[int]]:
         return lambda stage: list(read(0, M, slice(stage, stage + 1))[0].tolist())
 
-    def updates(stage: int) -> List[List[int]]:
+    def updates(stage: int) -> list[list[int]]:
         slots = schedule.slots(Kind.UPDATE, 0, schedule.update_count, slice(stage, stage + 1))[0]
         return [[slot, k] for k, slot in enumerate(slots.tolist())]
 
@@ -245,7 +390,10 @@ def _write_json(schedule: Schedule, method: Method, timed: Dict[str, Any], out: 
         before = ",\n"
         # a function gives the value of one stage
         if callable(value):
-            out.writelines((", " if stage else "[") + json.dumps(value(stage)) for stage in range(schedule.stages))
+            out.writelines(
+                (", " if stage else "[") + json.dumps(value(stage))
+                for stage in range(schedule.stages)
+            )
             out.write("]")
         else:
             out.write(json.dumps(value))

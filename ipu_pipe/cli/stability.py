@@ -19,12 +19,39 @@ found by power iteration, or given by --curvature. docs/stability.md states the 
 drawn from a clone, as that page says.
 """
 CURVATURE = (
-    option("--samples", type=int_in(1, 10**6), default=128, metavar="N", help="training samples for the curvature (%(default)s)"),
-    option("--iterations", type=int_in(1, 10**6), default=100, metavar="N", help="limit of power iterations (%(default)s)"),
-    option("--seed", type=int_in(0, 2**63 - 1), default=0, metavar="S", help="seed of the power iteration (%(default)s)"),
-    option("--curvature", type=parse_positive, metavar="X", help="use this curvature instead of measuring it"),
-    option("--by-stage", action="store_true", help="measure the curvature of each stage instead of the model's"),
-)  # fmt: skip
+    option(
+        "--samples",
+        type=int_in(1, 10**6),
+        default=128,
+        metavar="N",
+        help="training samples for the curvature (%(default)s)",
+    ),
+    option(
+        "--iterations",
+        type=int_in(1, 10**6),
+        default=100,
+        metavar="N",
+        help="limit of power iterations (%(default)s)",
+    ),
+    option(
+        "--seed",
+        type=int_in(0, 2**63 - 1),
+        default=0,
+        metavar="S",
+        help="seed of the power iteration (%(default)s)",
+    ),
+    option(
+        "--curvature",
+        type=parse_positive,
+        metavar="X",
+        help="use this curvature instead of measuring it",
+    ),
+    option(
+        "--by-stage",
+        action="store_true",
+        help="measure the curvature of each stage instead of the model's",
+    ),
+)
 
 
 @command(__doc__, EPILOG, *CONFIG, JSON, *CURVATURE, *COMMON)
@@ -34,7 +61,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 def examine_config(name: str, args: argparse.Namespace) -> None:
-    """Print the limits of each stage of the run that the config `name` describes, by the options of `args`."""
+    """Print the limits of each stage of the run that the config `name` describes, by the options of
+    `args`.
+    """
     if args.by_stage and args.curvature is not None:
         why = "--by-stage measures one value per stage, --curvature gives one for all"
         raise BadInput(f"--by-stage: cannot be combined with --curvature: {why}")
@@ -42,7 +71,10 @@ def examine_config(name: str, args: argparse.Namespace) -> None:
     from ipu_pipe.run.stability import analyze_config, format_stability
 
     config = load_config(find_config(name), args.set)
-    options = {key: getattr(args, key) for key in ("samples", "iterations", "seed", "curvature", "by_stage")}
+    options = {
+        key: getattr(args, key)
+        for key in ("samples", "iterations", "seed", "curvature", "by_stage")
+    }
     result = {"config": name, **analyze_config(config, **options)}
     if args.json:
         print(json.dumps(result, indent=1))

@@ -7,9 +7,18 @@ import datetime
 import glob
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
-from ipu_pipe.cli.arguments import COMMON, CONFIG, command, int_in, option, parse_counts, parse_folder, print_result
+from ipu_pipe.cli.arguments import (
+    COMMON,
+    CONFIG,
+    command,
+    int_in,
+    option,
+    parse_counts,
+    parse_folder,
+    print_result,
+)
 from ipu_pipe.errors import raise_faults
 
 if TYPE_CHECKING:
@@ -30,30 +39,68 @@ Exit codes: 0 done, 2 bad input, 1 fault while running, 130 Ctrl-C.
 
 
 @command(
-    "Train a staged model from a config file.", EPILOG,
+    "Train a staged model from a config file.",
+    EPILOG,
     *CONFIG,
-    option("--out", type=parse_folder, metavar="DIR", help="folder of the run (default: a dated folder under runs/)"),
+    option(
+        "--out",
+        type=parse_folder,
+        metavar="DIR",
+        help="folder of the run (default: a dated folder under runs/)",
+    ),
     option("--resume", action="store_true", help="continue from the newest checkpoint in DIR"),
-    option("--resume-from", type=int_in(0), metavar="STEP", help="continue from the checkpoint of this step, delete later ones"),
+    option(
+        "--resume-from",
+        type=int_in(0),
+        metavar="STEP",
+        help="continue from the checkpoint of this step, delete later ones",
+    ),
     option("--overwrite", action="store_true", help="delete the run in DIR and start again"),
-    option("--dry-run", action="store_true", help="print stages, schedule, delays and memory; train nothing, write nothing"),
-    option("--evaluate", type=Path, metavar="PATH", help="evaluate a run, a checkpoint or a state dict; print JSON"),
-    option("--against", metavar="METHOD", help="also train by METHOD, in DIR/METHOD, with as many samples and in as much time"),
-    option("--accumulate", type=parse_counts, default=(), metavar="K,...",
-           help="with --against: microbatches per update of METHOD at equal time (default, if it flushes: 1, 2, 4 and 8 "
-           "times the config's)"),
+    option(
+        "--dry-run",
+        action="store_true",
+        help="print stages, schedule, delays and memory; train nothing, write nothing",
+    ),
+    option(
+        "--evaluate",
+        type=Path,
+        metavar="PATH",
+        help="evaluate a run, a checkpoint or a state dict; print JSON",
+    ),
+    option(
+        "--against",
+        metavar="METHOD",
+        help="also train by METHOD, in DIR/METHOD, with as many samples and in as much time",
+    ),
+    option(
+        "--accumulate",
+        type=parse_counts,
+        default=(),
+        metavar="K,...",
+        help="with --against: microbatches per update of METHOD at equal time (default, if it "
+        "flushes: 1, 2, 4 and 8 "
+        "times the config's)",
+    ),
     *COMMON,
-)  # fmt: skip
+)
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    option_used = "--resume" if args.resume else "--resume-from" if args.resume_from is not None else ""
-    raise_faults({
-        f"{option_used}: needs --out DIR, the folder of the run to resume": option_used and args.out is None,
-        f"{option_used}: cannot be combined with --overwrite": option_used and args.overwrite,
-        "--resume-from: cannot be combined with --resume": args.resume and args.resume_from is not None,
-        "--resume-from: cannot be combined with --against, which has two runs": args.resume_from is not None and args.against,
-        "--accumulate: requires --against METHOD": args.accumulate and not args.against,
-    })  # fmt: skip
+    option_used = (
+        "--resume" if args.resume else "--resume-from" if args.resume_from is not None else ""
+    )
+    raise_faults(
+        {
+            f"{option_used}: needs --out DIR, the folder of the run to resume": option_used
+            and args.out is None,
+            f"{option_used}: cannot be combined with --overwrite": option_used and args.overwrite,
+            "--resume-from: cannot be combined with --resume": args.resume
+            and args.resume_from is not None,
+            "--resume-from: cannot be combined with --against, which has two runs": args.resume_from
+            is not None
+            and args.against,
+            "--accumulate: requires --against METHOD": args.accumulate and not args.against,
+        }
+    )
     # import after parsing, because --help must not wait for torch
     from ipu_pipe.config.load import load_config
     from ipu_pipe.schedule.methods import check_methods
@@ -61,13 +108,26 @@ def main(args: argparse.Namespace) -> None:
     if args.against is not None:
         check_methods([args.against], "--against")
     config = load_config(args.config, args.set)
-    other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
+    other = (
+        load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"])
+        if args.against
+        else None
+    )
 
     from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import launch, leave
 
     # all processes of a run must agree on these options
-    options = ("out", "resume", "resume_from", "overwrite", "dry_run", "evaluate", "against", "accumulate")
+    options = (
+        "out",
+        "resume",
+        "resume_from",
+        "overwrite",
+        "dry_run",
+        "evaluate",
+        "against",
+        "accumulate",
+    )
     with report_once():
         launch(config, {f"--{name.replace('_', '-')}": getattr(args, name) for name in options})
         result = _train(args, config, other)
@@ -76,8 +136,10 @@ def main(args: argparse.Namespace) -> None:
             print_result(result)
 
 
-def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:
-    """Run the mode that the options choose and return the text to print. `other`: the config of the run to compare with."""
+def _train(args: argparse.Namespace, config: Config, other: Config | None) -> str | None:
+    """Run the mode that the options choose and return the text to print. `other`: the config of the
+    run to compare with.
+    """
     from ipu_pipe.backends.ranks import run_on_main
     from ipu_pipe.report.run_text import format_plan
     from ipu_pipe.run.planning import build_for_planning
@@ -85,7 +147,11 @@ def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) ->
 
     if args.dry_run:
         if args.out is not None:
-            how = {"resume": args.resume, "resume_from": args.resume_from, "overwrite": args.overwrite}
+            how = {
+                "resume": args.resume,
+                "resume_from": args.resume_from,
+                "overwrite": args.overwrite,
+            }
             config = get_starting_config(config, args.out, **how)
         return format_plan(build_for_planning(config))
     if args.evaluate:
@@ -93,15 +159,26 @@ def _train(args: argparse.Namespace, config: Config, other: Optional[Config]) ->
     # all processes must use the same folder
     out = args.out or run_on_main(lambda: _choose_folder(Path(args.config).stem))
     if other is None:
-        train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite, quiet=args.quiet)
+        train(
+            config,
+            out,
+            resume=args.resume,
+            resume_from=args.resume_from,
+            overwrite=args.overwrite,
+            quiet=args.quiet,
+        )
         return None
     from ipu_pipe.compare.equal_time import train_against
 
-    return train_against(config, other, out, args.accumulate, args.resume, args.overwrite, args.quiet)
+    return train_against(
+        config, other, out, args.accumulate, args.resume, args.overwrite, args.quiet
+    )
 
 
 def _choose_folder(name: str) -> Path:
-    """Return a dated folder under `runs` for a run of the config `name`, or the one that the launcher's earlier attempt began."""
+    """Return a dated folder under `runs` for a run of the config `name`, or the one that the
+    launcher's earlier attempt began.
+    """
     from ipu_pipe.store.folder import is_restarted
 
     dated = Path("runs") / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"

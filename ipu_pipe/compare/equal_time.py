@@ -1,11 +1,15 @@
-"""Compare a run with another method, such as an asynchronous one with GPipe: at equal samples, and at equal time.
+"""Compare a run with another method, such as an asynchronous one with GPipe: at equal samples, and
+at equal time.
 
-Comparing at equal samples hides the gain of a pipeline that never drains: it trains on more samples in the same time. Time is
-planned: slots of the schedule, in each of which every stage does one pass, so a run of M microbatches takes 2 M / utilization.
+Comparing at equal samples hides the gain of a pipeline that never drains: it trains on more samples
+in the same time. Time is
+planned: slots of the schedule, in each of which every stage does one pass, so a run of M
+microbatches takes 2 M / utilization.
 
-At equal time a method that drains the pipeline may choose how many microbatches K make an update: more leave fewer slots idle but
-make fewer updates. Several K are run, and the best one counts. Against the config's own N the learning rate is K / N times
-as high (linear scaling, Goyal et al. 2017); warm-up and milestones come at the same share of the samples and of the run.
+At equal time a method that drains the pipeline may choose how many microbatches K make an update:
+more leave fewer slots idle but make fewer updates. Several K are run, and the best one counts.
+Against the config's own N the learning rate is K / N times as high (linear scaling, Goyal et al.
+2017); warm-up and milestones come at the same share of the samples and of the run.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import importlib.util
 import json
 import math
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Mapping, NamedTuple, Sequence
 
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.config.compare import keep_recorded_choices
@@ -36,17 +40,19 @@ Summary = Mapping[str, Any]
 
 
 class ComparedRun(NamedTuple):
-    """A run that has ended; `curve` has (slots, test loss, test accuracy) of each evaluation, `diverged` why it ended early."""
+    """A run that has ended; `curve` has (slots, test loss, test accuracy) of each evaluation,
+    `diverged` why it ended early.
+    """
 
     method: str
     accumulate: int
-    rate: Optional[float]
+    rate: float | None
     steps: int
     samples: int
     slots: float
-    final: Mapping[str, Optional[float]]
-    curve: List[Tuple[float, Optional[float], Optional[float]]]
-    diverged: Optional[str] = None
+    final: Mapping[str, float | None]
+    curve: list[tuple[float, float | None, float | None]]
+    diverged: str | None = None
 
 
 def train_against(
@@ -58,22 +64,31 @@ def train_against(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> str:
-    """Train by `config` into `out`, then by `other` with as many samples and, if its schedule takes longer, with as much time.
+    """Train by `config` into `out`, then by `other` with as many samples and, if its schedule takes
+    longer, with as much time.
 
-    The other runs are in folders in `out`. Write `against.json` and, if matplotlib is installed, `against.png`; return the
-    comparison in words. Raise `BadInput` before the first run starts.
+    The other runs are in folders in `out`. Write `against.json` and, if matplotlib is installed,
+    `against.png`; return the comparison in words. Raise `BadInput` before the first run starts.
     """
     for compared in (config, other):
         if resolve_method(compared.method, compared.method_settings()).order is not None:
             raise BadInput(
-                f"--against: {compared.method}: has several stages on a device or split backwards, whose slots are not"
-                " comparable: must be a method with one stage per device (compare it by tools/collect.py)"
+                f"--against: {compared.method}: has several stages on a device or split backwards, "
+                f"whose slots are not"
+                " comparable: must be a method with one stage per device (compare it by "
+                "tools/collect.py)"
             )
     say = Progress(quiet or not is_main()).say
     same_samples_folder = name_folder(out, other.method)
-    folders = {count: name_folder(out, other.method, count) for count in choose_accumulations(other, accumulations)}
+    folders = {
+        count: name_folder(out, other.method, count)
+        for count in choose_accumulations(other, accumulations)
+    }
     starts = run_on_main(
-        lambda: {folder: choose_resume_options(folder, resume, overwrite) for folder in (same_samples_folder, *folders.values())}
+        lambda: {
+            folder: choose_resume_options(folder, resume, overwrite)
+            for folder in (same_samples_folder, *folders.values())
+        }
     )
     check(other, same_samples_folder, **starts[same_samples_folder])
     run_on_main(lambda: [check_folder(folder, **starts[folder]) for folder in folders.values()])
@@ -82,14 +97,17 @@ def train_against(
     say(f"\n{other.method} with as many samples:")
     other = keep_recorded_choices(load_recorded(out / "config.yaml"), other)
     other_summary = train(other, same_samples_folder, quiet=quiet, **starts[same_samples_folder])
-    run, same_samples = read_run(config, summary, out), read_run(other, other_summary, same_samples_folder)
-    same_time: List[ComparedRun] = []
+    run = read_run(config, summary, out)
+    same_samples = read_run(other, other_summary, same_samples_folder)
+    same_time: list[ComparedRun] = []
     if takes_longer(same_samples, run):
         for count, folder in folders.items():
             fitted = fit_into_time(other, count, summary)
             if fitted is not None:
                 say(f"\n{other.method} in as much time, with {count} microbatches per update:")
-                same_time.append(_train_for_same_time(fitted, folder, starts[folder], quiet, run.slots))
+                same_time.append(
+                    _train_for_same_time(fitted, folder, starts[folder], quiet, run.slots)
+                )
     record = make_record(config, summary["model"]["stages"], run, same_samples, same_time)
 
     def write() -> None:
@@ -101,10 +119,11 @@ def train_against(
     return describe(summary, other_summary, run, same_samples, same_time)
 
 
-def choose_resume_options(folder: Path, resume: bool, overwrite: bool) -> Dict[str, Any]:
+def choose_resume_options(folder: Path, resume: bool, overwrite: bool) -> dict[str, Any]:
     """Return the arguments `resume` and `overwrite` of `train` for the run in a folder.
 
-    After a restart by the launcher, a run of the earlier attempt is resumed. Older runs are resumed only with `resume`.
+    After a restart by the launcher, a run of the earlier attempt is resumed. Older runs are resumed
+    only with `resume`.
     """
     restarted = is_restarted(folder)
     return {
@@ -113,8 +132,12 @@ def choose_resume_options(folder: Path, resume: bool, overwrite: bool) -> Dict[s
     }
 
 
-def _train_for_same_time(config: Config, folder: Path, start: Mapping[str, Any], quiet: bool, slots: float) -> ComparedRun:
-    """Train a run at equal time. A loss that is not finite is a result here, since the rate may be too high."""
+def _train_for_same_time(
+    config: Config, folder: Path, start: Mapping[str, Any], quiet: bool, slots: float
+) -> ComparedRun:
+    """Train a run at equal time. A loss that is not finite is a result here, since the rate may be
+    too high.
+    """
     try:
         return read_run(config, train(config, folder, quiet=quiet, **start), folder)
     except Divergence as error:
@@ -124,19 +147,30 @@ def _train_for_same_time(config: Config, folder: Path, start: Mapping[str, Any],
         steps = config.steps or 0
         samples = steps * config.micro_batch_size * config.gradient_accumulation * config.replicas
         return ComparedRun(
-            config.method, config.gradient_accumulation, config.optimizer.lr, steps, samples, slots, {}, [], error.reason
+            config.method,
+            config.gradient_accumulation,
+            config.optimizer.lr,
+            steps,
+            samples,
+            slots,
+            {},
+            [],
+            error.reason,
         )
 
 
-def name_folder(out: Path, method: str, accumulate: Optional[int] = None) -> Path:
-    """Return the folder of a run of the other method: at equal samples, or at equal time with `accumulate` microbatches."""
+def name_folder(out: Path, method: str, accumulate: int | None = None) -> Path:
+    """Return the folder of a run of the other method: at equal samples, or at equal time with
+    `accumulate` microbatches.
+    """
     return out / (method if accumulate is None else f"{method}-accumulate-{accumulate}")
 
 
-def choose_accumulations(config: Config, wanted: Sequence[int] = ()) -> List[int]:
+def choose_accumulations(config: Config, wanted: Sequence[int] = ()) -> list[int]:
     """Return the microbatches per update to try at equal time.
 
-    These are the `wanted` ones, or multiples of the config's number, or only that number if the method does not flush.
+    These are the `wanted` ones, or multiples of the config's number, or only that number if the
+    method does not flush.
     """
     if wanted:
         return list(dict.fromkeys(wanted))
@@ -144,20 +178,24 @@ def choose_accumulations(config: Config, wanted: Sequence[int] = ()) -> List[int
     return [config.gradient_accumulation * factor for factor in times]
 
 
-def fit_into_time(config: Config, accumulate: int, first: Summary) -> Optional[Config]:
-    """Return the other method's config with `accumulate` microbatches per update and as many updates as take the time of the
-    run with the summary `first`.
+def fit_into_time(config: Config, accumulate: int, first: Summary) -> Config | None:
+    """Return the other method's config with `accumulate` microbatches per update and as many
+    updates as take the time of the run with the summary `first`.
 
     None if less than two fit, or an epoch holds no such update.
     """
-    configured, slots = config.gradient_accumulation, count_slots(first)
+    configured = config.gradient_accumulation
+    slots = count_slots(first)
     utilization = compute_utilization(
-        resolve_method(config.method, config.method_settings()), first["model"]["stages"], accumulate
+        resolve_method(config.method, config.method_settings()),
+        first["model"]["stages"],
+        accumulate,
     )
     steps = math.floor(slots * utilization / (2 * accumulate) * (1 + 1e-12))
     if steps < 2 or accumulate > first["updates_per_epoch"] * configured:
         return None
-    optimizer, lr_schedule = config.optimizer, config.lr_schedule
+    optimizer = config.optimizer
+    lr_schedule = config.lr_schedule
     # a reference batch size scales the rate itself
     if not optimizer.reference_batch_size:
         optimizer = optimizer.scale_rate(accumulate / configured)
@@ -167,9 +205,11 @@ def fit_into_time(config: Config, accumulate: int, first: Summary) -> Optional[C
         "milestones": [epoch * share_of_samples for epoch in lr_schedule.milestones],
     }
     changes = {
-        "gradient_accumulation": accumulate, "steps": steps, "optimizer": optimizer,
+        "gradient_accumulation": accumulate,
+        "steps": steps,
+        "optimizer": optimizer,
         "lr_schedule": lr_schedule.model_copy(update=rate_changes),
-    }  # fmt: skip
+    }
     return config.model_copy(update=changes)
 
 
@@ -180,13 +220,16 @@ def count_slots(summary: Summary) -> float:
 
 
 def takes_longer(run: ComparedRun, other: ComparedRun) -> bool:
-    """Return whether a run takes longer than another one, by at least an update of the other one."""
+    """Return whether a run takes longer than another one, by at least an update of the other
+    one.
+    """
     return run.slots > other.slots * (1 + 1 / max(other.steps, 1))
 
 
 def read_run(config: Config, summary: Summary, folder: Path) -> ComparedRun:
     """Return a run from its summary and its metrics.jsonl."""
-    slots, steps = count_slots(summary), summary["steps"]
+    slots = count_slots(summary)
+    steps = summary["steps"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = [
         (slots * line["step"] / steps, line["test_loss"], line["test_accuracy"])
@@ -194,20 +237,32 @@ def read_run(config: Config, summary: Summary, folder: Path) -> ComparedRun:
         if "test_loss" in line
     ]
     return ComparedRun(
-        summary["method"], config.gradient_accumulation, config.optimizer.lr, steps, summary["samples"], slots,
-        summary["final"], curve,
-    )  # fmt: skip
+        summary["method"],
+        config.gradient_accumulation,
+        config.optimizer.lr,
+        steps,
+        summary["samples"],
+        slots,
+        summary["final"],
+        curve,
+    )
 
 
 # ---- in words, as JSON, as a picture
 
 
 def describe(
-    summary: Summary, other_summary: Summary, run: ComparedRun, same_samples: ComparedRun, same_time: Sequence[ComparedRun]
+    summary: Summary,
+    other_summary: Summary,
+    run: ComparedRun,
+    same_samples: ComparedRun,
+    same_time: Sequence[ComparedRun],
 ) -> str:
-    """Return how far apart the runs ended at equal samples and at equal time; the last line is the first run's throughput.
+    """Return how far apart the runs ended at equal samples and at equal time; the last line is the
+    first run's throughput.
 
-    `same_samples` and `same_time` are the other method's runs with as many samples and with as much time.
+    `same_samples` and `same_time` are the other method's runs with as many samples and with as much
+    time.
     """
     # accuracy is compared if both runs have one
     has_loss_alone = any(one.final.get("test_accuracy") is None for one in (run, same_samples))
@@ -217,28 +272,36 @@ def describe(
         return format_number(one.final.get(key), 3)
 
     def compare(other: ComparedRun, words: str = "") -> str:
-        a, b = run.final.get(key), other.final.get(key)
+        a = run.final.get(key)
+        b = other.final.get(key)
         difference = "unknown"
         if a is not None and b is not None:
             difference = f"{a - b:+.3f}" if key == "test_loss" else f"{(a - b) * 100:+.1f} points"
-        return f"{key.replace('_', ' ')} {show(run)} by {run.method}, {show(other)} by {other.method}{words}: {difference}"
+        return (
+            f"{key.replace('_', ' ')} {show(run)} by {run.method}, {show(other)} by "
+            f"{other.method}{words}: {difference}"
+        )
 
     best = find_best(same_time, key)
     at_equal_time = f"the same time: no run of {same_samples.method} ended in time"
     if best is not None:
-        at_equal_time = f"the same time, {run.slots:,.0f} slots (planned): {compare(best, ' at its best')}"
+        at_equal_time = (
+            f"the same time, {run.slots:,.0f} slots (planned): {compare(best, ' at its best')}"
+        )
     elif not same_time and not takes_longer(same_samples, run):
         at_equal_time = f"the same time: {same_samples.method} takes no longer"
     lines = [
         "",
         f"the same samples, {run.samples:,}: {compare(same_samples)}",
-        f"  by the schedule (planned) {run.method} takes {run.slots:,.0f} slots, {same_samples.method} {same_samples.slots:,.0f}",
+        f"  by the schedule (planned) {run.method} takes {run.slots:,.0f} slots, "
+        f"{same_samples.method} {same_samples.slots:,.0f}",
         at_equal_time,
     ]
     for one in same_time:
         rate = "" if one.rate is None else f", rate {one.rate:g}"
         lines.append(
-            f"  {one.method} with {one.accumulate} microbatches per update: {one.steps} updates, {one.samples:,} samples{rate}: "
+            f"  {one.method} with {one.accumulate} microbatches per update: {one.steps} updates, "
+            f"{one.samples:,} samples{rate}: "
             f"{one.diverged or show(one)}"
         )
     lines.append(f"{run.method} busy: {format_busy(summary)}")
@@ -246,7 +309,7 @@ def describe(
     return "\n".join([*lines, format_throughput(summary)])
 
 
-def find_best(runs: Sequence[ComparedRun], key: str) -> Optional[ComparedRun]:
+def find_best(runs: Sequence[ComparedRun], key: str) -> ComparedRun | None:
     """Return the run with the best final "test_accuracy" or "test_loss"; the first of equals."""
     sign = 1 if key == "test_accuracy" else -1
     return max(
@@ -257,44 +320,68 @@ def find_best(runs: Sequence[ComparedRun], key: str) -> Optional[ComparedRun]:
 
 
 def make_record(
-    config: Config, stages: int, run: ComparedRun, same_samples: ComparedRun, same_time: Sequence[ComparedRun]
-) -> Dict[str, Any]:
+    config: Config,
+    stages: int,
+    run: ComparedRun,
+    same_samples: ComparedRun,
+    same_time: Sequence[ComparedRun],
+) -> dict[str, Any]:
     """Return the comparison as JSON: `against.json`."""
 
-    def convert(one: ComparedRun) -> Dict[str, Any]:
+    def convert(one: ComparedRun) -> dict[str, Any]:
         curve = [dict(zip(("slots", "test_loss", "test_accuracy"), point)) for point in one.curve]
         return {**one._asdict(), "final": dict(one.final), "curve": curve}
 
     return {
-        "schema": 1, "model": config.model.entry, "data": config.data.name, "seed": config.seed, "stages": stages,
-        "micro_batch_size": config.micro_batch_size, "evaluated": config.evaluate.subset,
-        "time": "slots of the schedule (planned), one pass of a stage each", "run": convert(run),
-        "same_samples": convert(same_samples), "same_time": [convert(one) for one in same_time],
-    }  # fmt: skip
+        "schema": 1,
+        "model": config.model.entry,
+        "data": config.data.name,
+        "seed": config.seed,
+        "stages": stages,
+        "micro_batch_size": config.micro_batch_size,
+        "evaluated": config.evaluate.subset,
+        "time": "slots of the schedule (planned), one pass of a stage each",
+        "run": convert(run),
+        "same_samples": convert(same_samples),
+        "same_time": [convert(one) for one in same_time],
+    }
 
 
 def draw(record: Mapping[str, Any], file: Path) -> None:
-    """Draw test accuracy (or loss) against time by the schedule from the content of against.json."""
+    """Draw test accuracy (or loss) against time by the schedule from the content of
+    against.json.
+    """
     runs = [record["run"], record["same_samples"], *record["same_time"]]
     has_accuracy = all(p["test_accuracy"] is not None for run in runs for p in run["curve"])
     key = "test_accuracy" if has_accuracy else "test_loss"
     first = record["run"]
     subset = f" on {record['evaluated']:,} samples" if record["evaluated"] else ""
     title = (
-        f"{record['model'].rpartition(':')[2]} on {record['stages']} stages, {record['data']}: {first['steps']} updates by "
+        f"{record['model'].rpartition(':')[2]} on {record['stages']} stages, {record['data']}: "
+        f"{first['steps']} updates by "
         f"{first['method']}, {first['samples']:,} samples"
     )
-    note = f"microbatches of {record['micro_batch_size']}; one run a line, seed {record['seed']}; time is planned, not measured"
+    note = (
+        f"microbatches of {record['micro_batch_size']}; one run a line, seed {record['seed']}; "
+        f"time is planned, not measured"
+    )
     with open_figure(file, (9, 5), title=title, note=note) as (axes,):
         for run in runs:
             if not run["curve"]:
                 continue
             end = format_number(run["curve"][-1][key], 3)
-            label = f"{run['method']}, {run['accumulate']} microbatches per update: {run['samples']:,} samples, {end}"
+            label = (
+                f"{run['method']}, {run['accumulate']} microbatches per update: "
+                f"{run['samples']:,} samples, {end}"
+            )
             axes.plot(
-                [p["slots"] for p in run["curve"]], [p[key] for p in run["curve"]],
-                marker="o", markersize=4, linewidth=2.5 if run is first else 1.3, label=label,
-            )  # fmt: skip
+                [p["slots"] for p in run["curve"]],
+                [p[key] for p in run["curve"]],
+                marker="o",
+                markersize=4,
+                linewidth=2.5 if run is first else 1.3,
+                label=label,
+            )
         axes.axvline(first["slots"], color="gray", linestyle=":", linewidth=1)
         axes.set(
             xlabel="time by the schedule: slots (planned), in each of which a stage does one pass",

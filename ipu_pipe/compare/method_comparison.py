@@ -1,6 +1,8 @@
-"""Compare methods on the same work: throughput, memory and communication of each, measured beside planned.
+"""Compare methods on the same work: throughput, memory and communication of each, measured beside
+planned.
 
-Every method trains on as many samples as the config's own. Methods whose blocks have losses of their own update after each
+Every method trains on as many samples as the config's own. Methods whose blocks have losses of
+their own update after each
 microbatch: they need no batch to fill a pipeline (Laskin et al. 2020, section 6).
 """
 
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Mapping, Sequence
 
 from ipu_pipe.backends.ranks import is_distributed, run_on_main
 from ipu_pipe.backends.table import launch
@@ -45,23 +47,35 @@ def compare_methods(
     config: Config,
     methods: Sequence[str],
     out: Path,
-    steps: Optional[int] = None,
+    steps: int | None = None,
     overwrite: bool = False,
     say: Callable[[str], None] = print,
     rounds: int = 1,
 ) -> Comparison:
     """Train by each of `methods` into `out/METHOD` and return the content of the three files.
 
-    Each makes `steps` updates of the config's own batch (None: the config's number, 0: plan only). The methods take turns in each
-    of `rounds`, so that a change on the machine meets all of them; further rounds go into `out/METHOD/round-R`. Raise `BadInput`.
+    Each makes `steps` updates of the config's own batch (None: the config's number, 0: plan only).
+    The methods take turns in each of `rounds`, so that a change on the machine meets all of them;
+    further rounds go into `out/METHOD/round-R`. Raise `BadInput`.
     """
     check_methods(methods, "--methods")
-    faults = {f"--methods: {','.join(methods)}: names a method twice": len(set(methods)) != len(methods)}
+    faults = {
+        f"--methods: {','.join(methods)}: names a method twice": len(set(methods)) != len(methods)
+    }
     where = f"backend.name: {config.backend.name}: methods are compared on emulator or distributed"
     raise_faults({**faults, where: config.backend.facts.trains_on is not None})
     if is_distributed():
-        launch(config, {"out": out, "methods": methods, "steps": steps, "rounds": rounds, "overwrite": overwrite})
-    jobs: Dict[str, Job] = {}
+        launch(
+            config,
+            {
+                "out": out,
+                "methods": methods,
+                "steps": steps,
+                "rounds": rounds,
+                "overwrite": overwrite,
+            },
+        )
+    jobs: dict[str, Job] = {}
     # all methods get the cut of the config's own method, whatever their order
     if list(methods) != [config.method]:
         job = build_for_planning(move_to_emulator(switch_method(config, config.method, steps)))
@@ -70,10 +84,20 @@ def compare_methods(
             config = config.model_copy(update={"stages": job.partition.begin_names() or 1})
     boundaries = config.stages if isinstance(config.stages, list) else []
     configs = {name: switch_method(config, name, steps, boundaries) for name in methods}
-    folders = {name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))] for name in configs}
-    run_on_main(lambda: [check_folder(folder, False, overwrite) for folder in itertools.chain(*folders.values())])
-    jobs = {name: jobs.get(name) or build_for_planning(move_to_emulator(chosen)) for name, chosen in configs.items()}
-    summaries: Dict[str, List[Dict[str, Any]]] = {name: [] for name in configs}
+    folders = {
+        name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))]
+        for name in configs
+    }
+    run_on_main(
+        lambda: [
+            check_folder(folder, False, overwrite) for folder in itertools.chain(*folders.values())
+        ]
+    )
+    jobs = {
+        name: jobs.get(name) or build_for_planning(move_to_emulator(chosen))
+        for name, chosen in configs.items()
+    }
+    summaries: dict[str, list[dict[str, Any]]] = {name: [] for name in configs}
     for r in range(rounds if steps != 0 else 0):
         for name, chosen in configs.items():
             size = chosen.micro_batch_size * chosen.gradient_accumulation * chosen.replicas
@@ -95,13 +119,18 @@ def compare_methods(
     return comparison
 
 
-def write_comparison(comparison: Comparison, out: Path) -> List[Path]:
-    """Write throughput.json, memory.json and communication.json into `out` and return their paths."""
+def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
+    """Write throughput.json, memory.json and communication.json into `out` and return their
+    paths.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out: {out}: cannot be made: {error.strerror or error}") from error
-    return [write_json(out / f"{name}.json", {"methods": methods}) for name, methods in comparison.items()]
+    return [
+        write_json(out / f"{name}.json", {"methods": methods})
+        for name, methods in comparison.items()
+    ]
 
 
 # ---- the configs
@@ -114,18 +143,26 @@ def move_to_emulator(config: Config) -> Config:
     return config.model_copy(update={"backend": BackendConfig(threads=config.backend.threads)})
 
 
-def switch_method(config: Config, name: str, steps: Optional[int], boundaries: Sequence[str] = ()) -> Config:
+def switch_method(
+    config: Config, name: str, steps: int | None, boundaries: Sequence[str] = ()
+) -> Config:
     """Return the config with another method that does the same work.
 
-    It trains on as many samples as `steps` updates of the config's own; chunks begin at `boundaries`.
+    It trains on as many samples as `steps` updates of the config's own; chunks begin at
+    `boundaries`.
     """
     steps = config.steps if steps is None else steps
     if steps is None:
-        raise BadInput("steps: null: must be given, in the config or by --steps: how many updates each method makes")
+        raise BadInput(
+            "steps: null: must be given, in the config or by --steps: how many updates each method "
+            "makes"
+        )
     # two updates at least, because the first is not timed
-    changes: Dict[str, Any] = {"steps": max(steps, 2)}
+    changes: dict[str, Any] = {"steps": max(steps, 2)}
     if name != config.method:
-        method_args = {key: value for key, value in config.method_settings().items() if key == "head"}
+        method_args = {
+            key: value for key, value in config.method_settings().items() if key == "head"
+        }
         structure = resolve_method(name).structure
         if structure is not None:
             changes["steps"] *= config.gradient_accumulation
@@ -142,8 +179,9 @@ def switch_method(config: Config, name: str, steps: Optional[int], boundaries: S
 # ---- the runs
 
 
-def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False) -> Dict[str, Any]:
-    """Train by `config` into `out` and return the summary; start `processes` processes if the run needs them.
+def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False) -> dict[str, Any]:
+    """Train by `config` into `out` and return the summary; start `processes` processes if the run
+    needs them.
 
     Raise `RunFault` if one of them fails, with its message.
     """
@@ -153,15 +191,35 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", str(processes),
-            "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0",
-            "-m", "ipu_pipe", "train", str(file), "--out", str(out), *(["--overwrite"] if overwrite else []),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "1",
+            "--nproc_per_node",
+            str(processes),
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            "localhost:0",
+            "-m",
+            "ipu_pipe",
+            "train",
+            str(file),
+            "--out",
+            str(out),
+            *(["--overwrite"] if overwrite else []),
+        ]
         # the processes get the same import path and one core each
         path = os.pathsep.join(map(os.path.abspath, sys.path))
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
         finished = subprocess.run(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, errors="replace"
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            errors="replace",
         )
     summary = read_summary(out)
     if finished.returncode or summary is None:
@@ -176,18 +234,21 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
 
 
 def _describe_throughput(
-    job: Job, runs: Sequence[Mapping[str, Any]], baseline_job: Job, baseline_runs: Sequence[Mapping[str, Any]]
-) -> Dict[str, Any]:
+    job: Job,
+    runs: Sequence[Mapping[str, Any]],
+    baseline_job: Job,
+    baseline_runs: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
     """Return the throughput of a method, with its speedup against the baseline, the first method.
 
     On the emulator one machine does the work of all devices, so there is no measured speedup.
     """
 
-    def compute_median(key: str, runs: Sequence[Mapping[str, Any]] = runs) -> Optional[float]:
+    def compute_median(key: str, runs: Sequence[Mapping[str, Any]] = runs) -> float | None:
         values = [run[key] for run in runs if run[key] is not None]
         return statistics.median(values) if values else None
 
-    def divide(value: Optional[float], other: Optional[float]) -> Optional[float]:
+    def divide(value: float | None, other: float | None) -> float | None:
         return None if value is None or other is None else value / other
 
     rate = "throughput_samples_per_second"
@@ -201,22 +262,28 @@ def _describe_throughput(
         "utilization": compute_median("utilization"),
         "modelled_utilization": compute_median("modelled_utilization"),
         "planned_utilization": job.compute_planned_utilization(),
-        "planned_utilization_steady": timelines.compute_utilization(job.method, len(job.partition), accumulate),
-        "measured_speedup": None if not runs or BACKEND_FACTS[runs[0]["backend"]].emulates else speedup,
+        "planned_utilization_steady": timelines.compute_utilization(
+            job.method, len(job.partition), accumulate
+        ),
+        "measured_speedup": None
+        if not runs or BACKEND_FACTS[runs[0]["backend"]].emulates
+        else speedup,
         "modelled_speedup": divide(compute_modelled_rate(job), compute_modelled_rate(baseline_job)),
     }
 
 
-def compute_modelled_rate(job: Job) -> Optional[float]:
-    """Return the microbatches in a unit of time in the steady state, from the schedule and the FLOPs of each stage.
+def compute_modelled_rate(job: Job) -> float | None:
+    """Return the microbatches in a unit of time in the steady state, from the schedule and the
+    FLOPs of each stage.
 
-    Auxiliary heads are included; a backward costs twice its forward, messages and updates nothing. None where layers are
-    shared or frozen, since the FLOPs of a stage do not give its time then.
+    Auxiliary heads are included; a backward costs twice its forward, messages and updates nothing.
+    None where layers are shared or frozen, since the FLOPs of a stage do not give its time then.
     """
     structure = job.method.structure
     if structure is not None and (structure.overlap or structure.layers is not None):
         return None
-    stages, accumulate = len(job.partition), job.schedule.accumulate
+    stages = len(job.partition)
+    accumulate = job.schedule.accumulate
     length = accumulate * -(-4 * stages // accumulate)
     flops = job.footprint.forward_flops
     costs = Costs(flops, [BACKWARD * f for f in flops], [0.0] * stages)
@@ -227,10 +294,11 @@ def compute_modelled_rate(job: Job) -> Optional[float]:
     return length / (times[1] - times[0])
 
 
-def _describe_device_memory(memory: Mapping[str, Any]) -> List[Dict[str, Any]]:
+def _describe_device_memory(memory: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the planned bytes of each device, and its measured peak if there is one."""
     kinds = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
-    planned, peaks = memory["devices"], memory.get("peak_memory") or []
+    planned = memory["devices"]
+    peaks = memory.get("peak_memory") or []
     # the emulator has one device; with replicas there are more devices than planned ones
     if len(peaks) != len(planned):
         peaks = [None] * len(planned)
@@ -244,10 +312,15 @@ def _describe_device_memory(memory: Mapping[str, Any]) -> List[Dict[str, Any]]:
     ]
 
 
-def _describe_communication(job: Job, run: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
-    """Return the links that a run measured (without one, and on the emulator, as planned) beside the planned ones."""
-    links: Dict[str, List[Dict[str, Any]]] = {}
-    for kind, plan in {"links": plan_links(job), "shared_layer_links": plan_shared_links(job)}.items():
+def _describe_communication(job: Job, run: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the links that a run measured (without one, and on the emulator, as planned) beside
+    the planned ones.
+    """
+    links: dict[str, list[dict[str, Any]]] = {}
+    for kind, plan in {
+        "links": plan_links(job),
+        "shared_layer_links": plan_shared_links(job),
+    }.items():
         planned = {(link["src"], link["dst"]): link["bytes_per_microbatch"] for link in plan}
         links[kind] = [
             {
@@ -256,7 +329,10 @@ def _describe_communication(job: Job, run: Optional[Mapping[str, Any]]) -> Dict[
             }
             for link in (plan if run is None else run.get(kind) or ())
         ]
-    devices = {d: {"index": d, "received_bytes": 0, "transmitted_bytes": 0} for d in sorted(set(job.placement))}
+    devices = {
+        d: {"index": d, "received_bytes": 0, "transmitted_bytes": 0}
+        for d in sorted(set(job.placement))
+    }
     for link in itertools.chain(*links.values()):
         devices[job.placement[link["dst"]]]["received_bytes"] += link["bytes_per_microbatch"]
         devices[job.placement[link["src"]]]["transmitted_bytes"] += link["bytes_per_microbatch"]
@@ -271,28 +347,62 @@ def _describe_communication(job: Job, run: Optional[Mapping[str, Any]]) -> Dict[
 def make_comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the comparison as text: measured beside modelled and planned figures."""
     rows = [
-        ["", "samples/s", "by round", "busy", "busy", "busy", "speedup", "speedup", "fullest device", "fullest device", "crosses",
-         "crosses"],
-        ["", "measured", "measured", "measured", "modelled", "planned", "measured", "modelled", "measured, MiB", "planned, MiB",
-         "measured, MiB", "planned, MiB"],
+        [
+            "",
+            "samples/s",
+            "by round",
+            "busy",
+            "busy",
+            "busy",
+            "speedup",
+            "speedup",
+            "fullest device",
+            "fullest device",
+            "crosses",
+            "crosses",
+        ],
+        [
+            "",
+            "measured",
+            "measured",
+            "measured",
+            "modelled",
+            "planned",
+            "measured",
+            "modelled",
+            "measured, MiB",
+            "planned, MiB",
+            "measured, MiB",
+            "planned, MiB",
+        ],
         *(_make_row(comparison, name) for name in comparison["throughput"]),
-    ]  # fmt: skip
-    return "\n".join([
-        *format_table(rows[0], rows[1:], left=1, most=len(rows)),
-        "",
-        *_describe_traffic(comparison["communication"]),
-        "",
-        "samples/s: median over the rounds; the emulator does the work of all devices in turn on this machine.",
-        "busy: share of time in passes and updates: measured on processes; modelled: the simulated schedule with the",
-        "measured passes of each stage; planned: the schedule's unit slots. crosses: per microbatch, over all links.",
-        f"speedup: relative to the first method; modelled: the simulated schedule with times from each stage's FLOPs ({HOW}).",
-    ])  # fmt: skip
+    ]
+    return "\n".join(
+        [
+            *format_table(rows[0], rows[1:], left=1, most=len(rows)),
+            "",
+            *_describe_traffic(comparison["communication"]),
+            "",
+            "samples/s: median over the rounds; the emulator does the work of all devices in turn "
+            "on this machine.",
+            "busy: share of time in passes and updates: measured on processes; modelled: the "
+            "simulated schedule with the",
+            "measured passes of each stage; planned: the schedule's unit slots. crosses: per "
+            "microbatch, over all links.",
+            f"speedup: relative to the first method; modelled: the simulated schedule with times "
+            f"from each stage's FLOPs ({HOW}).",
+        ]
+    )
 
 
-def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> List[str]:
-    throughput, traffic = comparison["throughput"][name], comparison["communication"][name]
-    rates, devices = throughput["samples_per_second_by_round"], comparison["memory"][name]["devices"]
-    peaks = [device["measured_bytes"] / MIB for device in devices if device["measured_bytes"] is not None]
+def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> list[str]:
+    throughput = comparison["throughput"][name]
+    traffic = comparison["communication"][name]
+    rates = throughput["samples_per_second_by_round"]
+    devices = comparison["memory"][name]["devices"]
+    peaks = [
+        device["measured_bytes"] / MIB for device in devices if device["measured_bytes"] is not None
+    ]
     links = [*traffic["links"], *traffic.get("shared_layer_links", ())]
     is_measured = throughput["measured_speedup"] is not None
     link_mib = sum(link["bytes_per_microbatch"] for link in links) / MIB if is_measured else None
@@ -300,7 +410,10 @@ def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> List[st
         name,
         _show(throughput["samples_per_second"], ".1f"),
         f"{min(rates):.1f} to {max(rates):.1f}" if len(rates) > 1 else "-",
-        *(_show(throughput[key], ".1%") for key in ("utilization", "modelled_utilization", "planned_utilization")),
+        *(
+            _show(throughput[key], ".1%")
+            for key in ("utilization", "modelled_utilization", "planned_utilization")
+        ),
         *(_show(throughput[key], ".2f") for key in ("measured_speedup", "modelled_speedup")),
         _show(max(peaks, default=None), ".1f"),
         f"{max(device['bytes'] for device in devices) / MIB:.1f}",
@@ -309,15 +422,23 @@ def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> List[st
     ]
 
 
-def _describe_traffic(methods: Mapping[str, Any]) -> List[str]:
-    """Return the lines of a table of the bytes that each device receives and sends for a microbatch."""
+def _describe_traffic(methods: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a table of the bytes that each device receives and sends for a
+    microbatch.
+    """
     count = max(len(traffic["devices"]) for traffic in methods.values())
     rows = [["MiB per microbatch", "", *(f"device {d}" for d in range(count))]]
     for name, traffic in methods.items():
         for key in ("received", "transmitted"):
-            rows.append([name, key, *(f"{device[f'{key}_bytes'] / MIB:.4f}" for device in traffic["devices"])])
+            rows.append(
+                [
+                    name,
+                    key,
+                    *(f"{device[f'{key}_bytes'] / MIB:.4f}" for device in traffic["devices"]),
+                ]
+            )
     return format_table(rows[0], rows[1:], left=2, most=len(rows))
 
 
-def _show(value: Optional[float], form: str) -> str:
+def _show(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)

@@ -1,39 +1,43 @@
-"""The facts of each backend: what it supports. No place outside the backends' own folder asks for a name instead.
+"""The facts of each backend: what it supports. No place outside the backends' own folder asks for a
+name instead.
 
     config.backend.facts.uses_processes     of a config's backend
     BACKEND_FACTS[name].uses_processes      of a name, such as a trace's
 
-A backend's functions are its row in `ipu_pipe.backends.table`, which only folders above that one import.
+A backend's functions are its row in `ipu_pipe.backends.table`, which only folders above that one
+import.
 """
 
 from __future__ import annotations
 
-from typing import Dict, NamedTuple, Optional
+from typing import NamedTuple
 
 
 class BackendFacts(NamedTuple):
     """Hold the facts of a backend. A `why_...` is the cause in a message, '' if there is none.
 
     Where it computes
-    `emulates`: one process holds all weight versions; as no message waits, batches for a GPU are pinned.
-    `uses_processes`: the launcher's processes, as many as it says, each with its stages, its replica's samples and a copy of
-    tied weights. `trains_on`: the device that trains, if it is not the config's; one process drives all of these.
-    `host_sees_devices`: the host that records a trace sees each device; otherwise it sees the calls of all together.
+    `emulates`: one process holds all weight versions; as no message waits, batches for a GPU are
+    pinned. `uses_processes`: the launcher's processes, as many as it says, each with its stages,
+    its replica's samples and a copy of tied weights. `trains_on`: the device that trains, if it is
+    not the config's; one process drives all of these. `host_sees_devices`: the host that records a
+    trace sees each device; otherwise it sees the calls of all together.
 
     How it computes
-    `takes_any_size`: microbatches may differ in their number of samples. `compiles_updates`: a program makes the updates,
-    compiled for one such number. `compiles_modules`: it can compile the modules of stages (`model.compile`).
-    `has_precision_in_bits`: `precision` may be given in bits of passes and weights. `clips_any_optimizer`: `clip` is
-    supported with every optimizer.
+    `takes_any_size`: microbatches may differ in their number of samples. `compiles_updates`: a
+    program makes the updates, compiled for one such number. `compiles_modules`: it can compile the
+    modules of stages (`model.compile`). `has_precision_in_bits`: `precision` may be given in bits
+    of passes and weights. `clips_any_optimizer`: `clip` is supported with every optimizer.
 
     What others may see and set
-    `loads_poptorch_state`: the optimizer's state may be PopTorch's. `why_rates_are_fixed`: learning rates cannot follow
-    evaluations. `why_weights_are_hidden`, `why_gradients_are_hidden`: the host has none of them after an update.
+    `loads_poptorch_state`: the optimizer's state may be PopTorch's. `why_rates_are_fixed`: learning
+    rates cannot follow evaluations. `why_weights_are_hidden`, `why_gradients_are_hidden`: the host
+    has none of them after an update.
     """
 
     emulates: bool = False
     uses_processes: bool = False
-    trains_on: Optional[str] = None
+    trains_on: str | None = None
     host_sees_devices: bool = True
     takes_any_size: bool = False
     compiles_updates: bool = False
@@ -46,7 +50,7 @@ class BackendFacts(NamedTuple):
     why_gradients_are_hidden: str = ""
 
 
-BACKEND_FACTS: Dict[str, BackendFacts] = {
+BACKEND_FACTS: dict[str, BackendFacts] = {
     "emulator": BackendFacts(emulates=True, takes_any_size=True),
     "distributed": BackendFacts(uses_processes=True, compiles_modules=True),
     "poptorch": BackendFacts(

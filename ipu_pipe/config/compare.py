@@ -1,10 +1,12 @@
-"""Compare two configs: their differences, and the keys that decide a run's numbers (for resuming a run and for checkpoints)."""
+"""Compare two configs: their differences, and the keys that decide a run's numbers (for resuming a
+run and for checkpoints).
+"""
 
 from __future__ import annotations
 
 import json
 from enum import Enum
-from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
+from typing import Any, Mapping, NamedTuple
 
 from ipu_pipe.config.faults import show_value
 from ipu_pipe.config.load import dump_yaml
@@ -24,14 +26,18 @@ class Role(Enum):
     FREE = "where it runs and what it writes: may change"
 
 
-ROLES: Dict[str, Role] = {
-    **dict.fromkeys(("model", "data", "loss", "given", "init_from", "seed", "precision"), Role.DECIDES),
+ROLES: dict[str, Role] = {
+    **dict.fromkeys(
+        ("model", "data", "loss", "given", "init_from", "seed", "precision"), Role.DECIDES
+    ),
     "loss_weight": Role.DECIDES,
     **dict.fromkeys(("method", "method_args", "optimizer", "lr_schedule", "clip"), Role.DECIDES),
     **dict.fromkeys(("micro_batch_size", "gradient_accumulation", "replicas"), Role.DECIDES),
     **dict.fromkeys(("recompute", "allow_nonfinite", "stages_per_device", "ema"), Role.FIXED),
     **dict.fromkeys(("steps", "epochs"), Role.GROWS),
-    **dict.fromkeys(("backend", "reduction", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE),
+    **dict.fromkeys(
+        ("backend", "reduction", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE
+    ),
     **dict.fromkeys(("metrics", "callbacks", "early_stopping"), Role.FREE),
 }
 
@@ -41,39 +47,58 @@ def dump_config(config: Config) -> str:
     return dump_yaml(config.to_dict())
 
 
-def flatten(value: Any, key: str = "") -> Dict[str, Any]:
+def flatten(value: Any, key: str = "") -> dict[str, Any]:
     """Return nested mappings as one, with keys `outer.inner`."""
     if not isinstance(value, dict) or not value:
         return {key: value}
-    flat: Dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, item in value.items():
         flat.update(flatten(item, f"{key}.{name}" if key else str(name)))
     return flat
 
 
-def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> List[Tuple[str, Any, Any]]:
-    """Return (key, old value, new value) where two results of `flatten` differ; a key that one lacks counts as null."""
-    return [(key, old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+def list_changes(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+) -> list[tuple[str, Any, Any]]:
+    """Return (key, old value, new value) where two results of `flatten` differ; a key that one
+    lacks counts as null.
+    """
+    return [
+        (key, old.get(key), new.get(key))
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
+    ]
 
 
 def keep_recorded_choices(old: Config, new: Config) -> Config:
-    """Return `new` with the values that a run of `old` chose itself, for keys that `new` leaves open.
+    """Return `new` with the values that a run of `old` chose itself, for keys that `new` leaves
+    open.
 
-    Stages: if `new` would measure or plan the same number again, since times differ from one measurement to the next.
-    On processes the planner is asked again: there may be others. Blocks and replicas: if the method is the same. The size of a
-    microbatch, which may be that of a loader's batches.
+    Stages: if `new` would measure or plan the same number again, since times differ from one
+    measurement to the next. On processes the planner is asked again: there may be others. Blocks
+    and replicas: if the method is the same. The size of a microbatch, which may be that of a
+    loader's batches.
     """
     if "micro_batch_size" not in new.model_fields_set:
         new = new.model_copy(update={"micro_batch_size": old.micro_batch_size})
     balanced_by = new.stages.get("by") if isinstance(new.stages, dict) else None
     old_count = len(old.stages) + 1 if isinstance(old.stages, list) else old.stages
-    run_chooses = new.stages == "auto" or (balanced_by in ("time", "hardware") and old_count == new.stages["count"])
+    run_chooses = new.stages == "auto" or (
+        balanced_by in ("time", "hardware") and old_count == new.stages["count"]
+    )
     may_have_others = new.hardware != old.hardware or new.backend.facts.uses_processes
     plans_again = balanced_by != "time" and may_have_others
     if run_chooses and not plans_again and (isinstance(old.stages, list) or old.stages == 1):
         new = new.model_copy(update={"stages": old.stages})
     method = METHODS[new.method]
-    key = "blocks" if method.structure is not None else "replicas" if method.rounds is not None else None
+    key = (
+        "blocks"
+        if method.structure is not None
+        else "replicas"
+        if method.rounds is not None
+        else None
+    )
     if key is None or new.method != old.method or getattr(new.method_args, key) is not None:
         return new
     return new.with_method_args(**{key: getattr(old.method_args, key)})
@@ -82,35 +107,52 @@ def keep_recorded_choices(old: Config, new: Config) -> Config:
 def find_role(key: str, method: str) -> Role:
     """Return the role of `key`, its sections separated by dots, for a run of `method`.
 
-    If blocks have their own losses, the stages decide which weights each loss trains, so they count too.
+    If blocks have their own losses, the stages decide which weights each loss trains, so they count
+    too.
     """
     top, _, inner = key.partition(".")
-    top = inner.partition(".")[0] if top == "given" and ROLES.get(inner.partition(".")[0]) is Role.FREE else top
+    top = (
+        inner.partition(".")[0]
+        if top == "given" and ROLES.get(inner.partition(".")[0]) is Role.FREE
+        else top
+    )
     if top == "stages" and method in METHODS and METHODS[method].structure is not None:
         return Role.DECIDES
     return ROLES.get(top, Role.FIXED)
 
 
-def select_deciding(resolved: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return the keys of a resolved config (plain data) that decide the numbers, flat, with the values that JSON gives back."""
+def select_deciding(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a resolved config (plain data) that decide the numbers, flat, with the
+    values that JSON gives back.
+    """
     method = str(resolved.get("method"))
-    values = {key: value for key, value in flatten(dict(resolved)).items() if find_role(key, method) is Role.DECIDES}
+    values = {
+        key: value
+        for key, value in flatten(dict(resolved)).items()
+        if find_role(key, method) is Role.DECIDES
+    }
     return dict(json.loads(json.dumps(values)))
 
 
-def compare_deciding(saved: Mapping[str, Any], current: Mapping[str, Any]) -> List[Tuple[str, Any, Any]]:
+def compare_deciding(
+    saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
     """Return (key, saved value, current value) where two results of `select_deciding` differ.
 
-    A missing key counts as its default: a checkpoint of an earlier version lacks the keys that are new.
+    A missing key counts as its default: a checkpoint of an earlier version lacks the keys that are
+    new.
     """
-    empty: Dict[str, Any] = {"model": {"entry": ""}, "data": {"name": ""}}
+    empty: dict[str, Any] = {"model": {"entry": ""}, "data": {"name": ""}}
     defaults = flatten(Config.model_validate(empty).to_dict())
     return list_changes({**defaults, **saved}, {**defaults, **current})
 
 
-def list_length_dependent(config: Config) -> List[str]:
-    """Return the keys that are left open and for which the learning rates therefore depend on how long the run is."""
-    schedule, t1 = config.lr_schedule, config.method_args.t1
+def list_length_dependent(config: Config) -> list[str]:
+    """Return the keys that are left open and for which the learning rates therefore depend on how
+    long the run is.
+    """
+    schedule = config.lr_schedule
+    t1 = config.method_args.t1
     keys = ["lr_schedule.total_steps"] if schedule.falls and schedule.total_steps is None else []
     has_length = schedule.milestones or schedule.warmup_steps or schedule.total_steps
     if t1 is not None and t1.anneal_updates is None and not has_length:
@@ -119,21 +161,26 @@ def list_length_dependent(config: Config) -> List[str]:
 
 
 class Changes(NamedTuple):
-    """`key: old -> new` of the changes that a resumed run refuses, each with the reason, and of those that are free."""
+    """`key: old -> new` of the changes that a resumed run refuses, each with the reason, and of
+    those that are free.
+    """
 
-    refused: List[str]
-    free: List[str]
+    refused: list[str]
+    free: list[str]
     # whether the run has more updates than before
     longer: bool
 
 
 def classify_changes(old: Config, new: Config) -> Changes:
     """Return the differences of `new` from `old` for a resumed run."""
-    refused, free, longer = [], [], False
+    refused = []
+    free = []
+    longer = False
     for key, before, after in list_changes(flatten(old.to_dict()), flatten(new.to_dict())):
         if key.startswith(DESCRIBED_LATER):
             continue
-        change, role = f"{key}: {show_value(before)} -> {show_value(after)}", find_role(key, old.method)
+        change = f"{key}: {show_value(before)} -> {show_value(after)}"
+        role = find_role(key, old.method)
         shrinks = isinstance(before, int) and isinstance(after, int) and after < before
         if role is Role.GROWS and not shrinks:
             free.append(change)

@@ -1,4 +1,6 @@
-"""Load a frozen, validated `Config` from a YAML file and overrides, or from Python keys; report all faults at once."""
+"""Load a frozen, validated `Config` from a YAML file and overrides, or from Python keys; report all
+faults at once.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,19 @@ from ipu_pipe.text import find_nearest, show
 
 # ---- YAML files: read keys within bounds and record the source of each value; write YAML that reads the same
 #
-# The bounds are far above any config of ours (the largest has 60 values on 4 levels), and a hostile file is refused within
-# seconds.
+# The bounds are far above any config of ours (the largest has 60 values on 4 levels), and a hostile
+# file is refused within # seconds.
 
-# the most bytes and values of a file (repeated values of an alias count again), nested levels, and files that extend one another
+# the most bytes and values of a file (repeated values of an alias count again), nested levels, and
+# files that extend one another
 MOST_BYTES = 2**18
 MOST_VALUES = 50_000
 MOST_LEVELS = 50
 MOST_FILES = 20
-_TOO_LARGE = f"nested deeper than {MOST_LEVELS} levels, or more than {MOST_VALUES} values: no config needs that"
+_TOO_LARGE = (
+    f"nested deeper than {MOST_LEVELS} levels, or more than {MOST_VALUES} values: no "
+    f"config needs that"
+)
 
 # key with dots -> the file or option that it came from
 Origins = Dict[str, str]
@@ -51,7 +57,9 @@ _SCALARS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader restricted to plain data with the scalars of YAML 1.2; each key may appear once."""
+    """PyYAML's safe loader restricted to plain data with the scalars of YAML 1.2; each key may
+    appear once.
+    """
 
     def construct_number(self, node: Any) -> Any:
         text = str(self.construct_scalar(node)).lower()
@@ -62,7 +70,9 @@ class _Loader(yaml.SafeLoader):
     def flatten_mapping(self, node: Any) -> None:
         super().flatten_mapping(node)  # type: ignore[no-untyped-call]
         # keep each key once (the last wins), because merges of merges would multiply
-        node.value = list({(key.tag, str(key.value)): (key, value) for key, value in node.value}.values())
+        node.value = list(
+            {(key.tag, str(key.value)): (key, value) for key, value in node.value}.values()
+        )
 
     def construct_keys(self, node: Any) -> Dict[Any, Any]:
         seen = set()
@@ -77,7 +87,9 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that quotes all text that a reader of YAML 1.1 or 1.2 would take for another type."""
+    """A dumper that quotes all text that a reader of YAML 1.1 or 1.2 would take for another
+    type.
+    """
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -101,7 +113,8 @@ _Loader.yaml_constructors[None] = yaml.SafeLoader.construct_undefined
 
 
 def parse_yaml(text: str, source: str, level: int = 0) -> Any:
-    """Return the one document in `text` as plain data. Raise `BadInput` if it is not valid or too large.
+    """Return the one document in `text` as plain data. Raise `BadInput` if it is not valid or too
+    large.
 
     `source` names the text in faults; `level` is the depth of its values in a config.
     """
@@ -110,14 +123,17 @@ def parse_yaml(text: str, source: str, level: int = 0) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
-        raise BadInput(f"{source}: line {line}: is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        raise BadInput(
+            f"{source}: line {line}: is not valid YAML: {getattr(error, 'problem', None) or error}"
+        ) from None
     # such as !!int abc, the escape "\UFFFFFFFF", or a number of 5,000 digits
     except (ValueError, KeyError, OverflowError) as error:
         raise BadInput(f"{source}: is not valid YAML: {error}") from None
     except RecursionError:
         raise BadInput(f"{source}: {_TOO_LARGE}") from None
     # the repeated values of an alias count again
-    count, unvisited = 0, [(parsed, level)]
+    count = 0
+    unvisited = [(parsed, level)]
     while unvisited:
         value, level = unvisited.pop()
         count += 1
@@ -126,7 +142,13 @@ def parse_yaml(text: str, source: str, level: int = 0) -> Any:
         # an escape such as "\ud800" makes a lone surrogate, which no file can hold
         if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
             raise BadInput(f"{source}: {show(value)}: contains half a character")
-        inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+        inner = (
+            [*value, *value.values()]
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list)
+            else ()
+        )
         unvisited.extend((one, level + 1) for one in inner)
     return parsed
 
@@ -137,7 +159,9 @@ def dump_yaml(value: Any) -> str:
 
 
 def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
-    """Return the keys of a file merged over the keys of the file that its `extends` names, and fill in `origins`."""
+    """Return the keys of a file merged over the keys of the file that its `extends` names, and fill
+    in `origins`.
+    """
     origins = {} if origins is None else origins
     merged: Dict[str, Any] = {}
     for file, raw in _read_layers(path):
@@ -147,14 +171,19 @@ def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
 
 
 def _read_layers(path: Path) -> List[Tuple[Path, Dict[str, Any]]]:
-    """Return the files that a file extends, the first extended first, and then the file itself, each with its keys."""
+    """Return the files that a file extends, the first extended first, and then the file itself,
+    each with its keys.
+    """
     # (file, keys) of `path` and of the files that it extends, in order
     layers: List[Tuple[Path, Dict[str, Any]]] = []
-    source, target = str(path), path
+    source = str(path)
+    target = path
     for _ in range(MOST_FILES):
         raw = parse_yaml(_read_text(target, source), str(target))
         if not isinstance(raw, dict):
-            raise BadInput(f"{target}: must be a mapping of keys to values, as in configs/mlp_digits.yaml")
+            raise BadInput(
+                f"{target}: must be a mapping of keys to values, as in configs/mlp_digits.yaml"
+            )
         layers.append((target, raw))
         if "extends" not in raw:
             break
@@ -182,12 +211,17 @@ def _read_text(path: Path, source: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line, byte = content.count(b"\n", 0, error.start) + 1, f"0x{content[error.start]:02x}"
-        raise BadInput(f"{path}: line {line}: byte {byte} is not UTF-8: save the file as UTF-8") from None
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = f"0x{content[error.start]:02x}"
+        raise BadInput(
+            f"{path}: line {line}: byte {byte} is not UTF-8: save the file as UTF-8"
+        ) from None
 
 
 def _suggest_file(path: Path) -> str:
-    """Return the end of a fault that names the nearest file beside a missing one, or the nearest example config."""
+    """Return the end of a fault that names the nearest file beside a missing one, or the nearest
+    example config.
+    """
     try:
         beside = {file.stem: str(file) for file in path.parent.glob("*.y*ml")}
     # such as a name that is too long
@@ -219,7 +253,9 @@ def merge_keys(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def apply_override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
-    """Change `raw` in place by `text`, KEY=VALUE, where VALUE is YAML. Raise `BadInput` if it is not of that form."""
+    """Change `raw` in place by `text`, KEY=VALUE, where VALUE is YAML. Raise `BadInput` if it is
+    not of that form.
+    """
     key, equals, value = text.partition("=")
     names = key.split(".")
     if not equals or not all(names):
@@ -250,23 +286,28 @@ NULLABLE = ("stages", "steps", "clip", "hardware", "init_from", "checkpoint")
 
 
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:
-    """Return the config in the YAML file `path`, changed by KEY=VALUE `overrides`. Raise `BadInput` with every fault found."""
+    """Return the config in the YAML file `path`, changed by KEY=VALUE `overrides`. Raise `BadInput`
+    with every fault found.
+    """
     origins: Origins = {}
     layers = _read_layers(Path(path))
     raw: Dict[str, Any] = {}
     for file, keys in layers:
         note_origin(keys, "", str(file), origins)
         raw = merge_keys(raw, keys)
-    faults = [fault for text in overrides for fault in _collect_faults(apply_override, raw, text, origins)]
+    faults = [
+        fault for text in overrides for fault in _collect_faults(apply_override, raw, text, origins)
+    ]
     _leave_out_inherited(raw, origins, [str(file) for file, _ in layers])
     return _validate(raw, origins, str(path), faults)
 
 
 def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[str]) -> None:
-    """Leave out settings of an optimizer or of a schedule of rates that a later file or option has replaced by another one.
+    """Leave out settings of an optimizer or of a schedule of rates that a later file or option has
+    replaced by another one.
 
-    `files`: extended files first; options come after all of them. A setting that comes with the new name, or after it, stays,
-    and is a fault if it does not fit. Warn of those that are left out.
+    `files`: extended files first; options come after all of them. A setting that comes with the new
+    name, or after it, stays, and is a fault if it does not fit. Warn of those that are left out.
     """
 
     def find_layer(key: str) -> int:
@@ -287,7 +328,9 @@ def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[
         if left_out and isinstance(settings, dict):
             raw[section] = settings
             warnings.warn(
-                f"{'; '.join(left_out)}: left out, because {section}.name is {show(settings.get('name'))}", stacklevel=2
+                f"{'; '.join(left_out)}: left out, because {section}.name is "
+                f"{show(settings.get('name'))}",
+                stacklevel=2,
             )
 
 
@@ -302,7 +345,8 @@ def _find_misfit(schema: Type[Section], settings: Mapping[str, Any]) -> str:
 
 
 def load_recorded(path: Path) -> Config:
-    """Return the config that a run wrote, also by an earlier version: keys that no longer exist changed no number of a run.
+    """Return the config that a run wrote, also by an earlier version: keys that no longer exist
+    changed no number of a run.
 
     Raise `BadInput` with every fault found.
     """
@@ -314,7 +358,8 @@ def load_recorded(path: Path) -> Config:
 
 
 def configure(**keys: Any) -> Config:
-    """Return a config with the keys of a config file as arguments. `model` and `data` may be left to `train`.
+    """Return a config with the keys of a config file as arguments. `model` and `data` may be left
+    to `train`.
 
     Raise `BadInput` with every fault found.
     """
@@ -323,23 +368,37 @@ def configure(**keys: Any) -> Config:
 
 
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
-    """Return the method `name` with its axes changed by `args`: keys of `method_args` in a config, and `stages_per_device`.
+    """Return the method `name` with its axes changed by `args`: keys of `method_args` in a config,
+    and `stages_per_device`.
 
-    Raise `BadInput` for an unknown name, for values that are not allowed, and for arguments that do not belong to the method.
+    Raise `BadInput` for an unknown name, for values that are not allowed, and for arguments that do
+    not belong to the method.
     """
     method_args = {key: value for key, value in args.items() if key != "stages_per_device"}
-    config = configure(method=name, method_args=method_args, stages_per_device=args.get("stages_per_device"))
+    config = configure(
+        method=name, method_args=method_args, stages_per_device=args.get("stages_per_device")
+    )
     return methods.resolve_method(config.method, config.method_settings())
 
 
-def _validate(raw: Dict[str, Any], origins: Origins, source: str, faults: List[str]) -> Config:
-    """Return the config of `raw`. Raise `BadInput` with `faults` and all others, each with the file or option of its key."""
+def _validate(
+    raw: Dict[str, Any],
+    origins: Origins,
+    source: str,
+    faults: List[str],
+) -> Config:
+    """Return the config of `raw`. Raise `BadInput` with `faults` and all others, each with the file
+    or option of its key.
+    """
 
     def add_origins(faults: Sequence[str]) -> List[str]:
-        return [f"{find_origin(fault.partition(':')[0], origins, source)}: {fault}" for fault in faults]
+        return [
+            f"{find_origin(fault.partition(':')[0], origins, source)}: {fault}" for fault in faults
+        ]
 
     raw = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
-    config, faults = None, list(faults)
+    config = None
+    faults = list(faults)
     # keys with faults, and their sections
     faulty_keys: Set[Tuple[str, ...]] = set()
     try:
@@ -347,32 +406,51 @@ def _validate(raw: Dict[str, Any], origins: Origins, source: str, faults: List[s
     except ValidationError as error:
         details = error.errors()
         # the types of these keys do not tell their section
-        forms = {"stages": StageCount, "ipu": import_outer("ipu"), "hardware": import_outer("hardware")}
+        forms = {
+            "stages": StageCount,
+            "ipu": import_outer("ipu"),
+            "hardware": import_outer("hardware"),
+        }
         faults += format_faults(details, origins, source, Config, forms)
         for detail in details:
-            key = tuple(map(str, (*detail["loc"], *filter(None, [detail.get("ctx", {}).get("key")]))))
+            key = tuple(
+                map(str, (*detail["loc"], *filter(None, [detail.get("ctx", {}).get("key")])))
+            )
             faulty_keys |= {key[:1], key[:2]}
     if isinstance(raw.get("hardware"), str):
         origin = find_origin("hardware", origins, source)
-        faults += _collect_faults(import_outer("read_hardware"), raw["hardware"], f"{origin}: hardware")
+        faults += _collect_faults(
+            import_outer("read_hardware"), raw["hardware"], f"{origin}: hardware"
+        )
     # check the method even if other keys are wrong
     if ("method",) not in faulty_keys:
         args = raw.get("method_args", {})
         args = args if isinstance(args, dict) else {}
-        args = {key: value for key, value in args.items() if ("method_args", key) not in faulty_keys}
+        args = {
+            key: value for key, value in args.items() if ("method_args", key) not in faulty_keys
+        }
         method_faults = _collect_faults(methods.resolve_method, raw.get("method", "gpipe"), args)
-        faults += add_origins([re.sub(r"^method_args: ", "method_args.", fault) for fault in method_faults])
+        faults += add_origins(
+            [re.sub(r"^method_args: ", "method_args.", fault) for fault in method_faults]
+        )
     if config is not None and not faults:
         # imported here because it imports torch, which reading a config otherwise does not need
         from ipu_pipe.update import rules
 
         settings = config.method_settings()
         method = methods.resolve_method(config.method, settings)
-        # every rule supports this optimizer; faults of the config's own one are kept apart, because Python may replace it
+        # every rule supports this optimizer; faults of the config's own one are kept apart, because
+        # Python may replace it
         rule_faults = rules.list_conflicts(settings, method, "sgd", {"momentum": 0.9})
         members = config.optimizer.members
-        with_own = [f for one in members for f in rules.list_conflicts(settings, method, one.name, one.settings())]
-        config._optimizer_faults = tuple(add_origins([f for f in dict.fromkeys(with_own) if f not in rule_faults]))
+        with_own = [
+            f
+            for one in members
+            for f in rules.list_conflicts(settings, method, one.name, one.settings())
+        ]
+        config._optimizer_faults = tuple(
+            add_origins([f for f in dict.fromkeys(with_own) if f not in rule_faults])
+        )
         backend_faults = []
         if config.backend.ipu is not None:
             backend_faults = import_outer("check_backend")(config, method)

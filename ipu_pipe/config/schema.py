@@ -1,6 +1,8 @@
-"""The schema of a run's config: every key with its type and limits, and the rules between keys of different sections.
+"""The schema of a run's config: every key with its type and limits, and the rules between keys of
+different sections.
 
-The docstring of a section explains its keys, each as `key`: meaning; the reference of the documentation site is made from them.
+The docstring of a section explains its keys, each as `key`: meaning; the reference of the
+documentation site is made from them.
 """
 
 from __future__ import annotations
@@ -13,12 +15,22 @@ from typing_extensions import Literal
 
 from ipu_pipe.config import sections
 from ipu_pipe.config.backend_facts import BACKEND_FACTS, BackendFacts
-from ipu_pipe.config.values import MOST_STAGES, Case, Count, Seconds, Section, Seed, Threads, Updates
+from ipu_pipe.config.values import (
+    MOST_STAGES,
+    Case,
+    Count,
+    Seconds,
+    Section,
+    Seed,
+    Threads,
+    Updates,
+)
 from ipu_pipe.schedule.methods import METHODS, Reads
 from ipu_pipe.text import suggest
 
-# Sections and checks of folders above this one, as "module:name", imported when a config needs them. A backend has its section
-# and its checks in its own folder; a new backend needs only a line here.
+# Sections and checks of folders above this one, as "module:name", imported when a config needs
+# them. A backend has its section # and its checks in its own folder; a new backend needs only a
+# line here.
 OUTER = {
     "ipu": "ipu_pipe.backends.ipu.config:IpuConfig",  # section of backend.ipu
     "hardware": "ipu_pipe.hardware.description:Hardware",
@@ -35,9 +47,12 @@ def import_outer(key: str) -> Any:
 
 
 class BackendConfig(Section):
-    """Where a run computes. `name`: on the emulator, on processes, or on IPUs. `device`: the kind of device (poptorch has its
-    own). `threads`: of PyTorch on the CPU; null: PyTorch's default. `deadline`: seconds that one of several processes waits for
-    another before it gives up. `deterministic`, `tf32`: for GPUs alone, see ipu_pipe.job.numerics. `ipu`: for poptorch alone."""
+    """Where a run computes. `name`: on the emulator, on processes, or on IPUs. `device`: the kind
+    of device (poptorch has its own). `threads`: of PyTorch on the CPU; null: PyTorch's default.
+    `deadline`: seconds that one of several processes waits for another before it gives up.
+    `deterministic`, `tf32`: for GPUs alone, see ipu_pipe.job.numerics. `ipu`: for poptorch
+    alone.
+    """
 
     name: Literal["emulator", "distributed", "poptorch"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -51,7 +66,11 @@ class BackendConfig(Section):
     @classmethod
     def _fill_validate_ipu(cls, value: Any) -> Any:
         """Add the section of poptorch if the config has none."""
-        if isinstance(value, Mapping) and value.get("name") == "poptorch" and value.get("ipu") is None:
+        if (
+            isinstance(value, Mapping)
+            and value.get("name") == "poptorch"
+            and value.get("ipu") is None
+        ):
             return {**value, "ipu": {}}
         return value
 
@@ -78,28 +97,35 @@ class BackendConfig(Section):
 
 
 class Config(Section):
-    """A run. The global batch of an update has micro_batch_size x gradient_accumulation x replicas samples.
+    """A run. The global batch of an update has micro_batch_size x gradient_accumulation x replicas
+    samples.
 
-    `model`: the model to train. `data`: the data to train it on. `method`: the training method, see docs/rules.md.
-    `method_args`: changes of the method, and rules against staleness. `stages`: where the model is cut, see
-    docs/configuration.md; null: where its own boundaries are. `stages_per_device`: virtual stages on each device, of
-    schedules that have them; null: the method's own number. `loss`: cross_entropy, "module:callable" of (output, target), or
-    model: the model's own, see docs/data.md. `loss_weight`: the weight of a microbatch in the mean loss of an update: tokens,
-    the number of its labels that the loss does not ignore, or "module:callable" of the labels, see docs/configuration.md;
-    null: all weigh the same. `backend`: where the run computes. `micro_batch_size`: samples of a microbatch,
-    which passes through the stages together; a loader's own if not set. `gradient_accumulation`: microbatches per update.
-    `replicas`: copies of the pipeline, each with its share of the samples. `reduction`: how processes average the replicas'
-    gradients: exact, in a fixed order, or fast, by the backend's own all-reduce beside the backward, see docs/processes.md.
-    `optimizer`: an optimizer of torch.optim. `lr_schedule`: how the learning rate changes. `clip`: gradient clipping; null
-    for none. `ema`: a moving average of the weights, which evaluations measure, see docs/loop.md; null for none. `epochs`:
-    passes over the data. `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`: evaluations while
-    training. `metrics`: of evaluations, see docs/loop.md. `callbacks`: the user's code that a run calls, see docs/loop.md.
-    `early_stopping`: when evaluations end a run, see docs/loop.md; null for never. `checkpoint`: when the run's state is
-    saved; null for never. `log`: metrics and traces. `seed`: of weights, order, augmentation and dropout. `precision`: of
-    weights and passes; the last three are PopTorch's, in bits of passes and weights. `recompute`: activation checkpointing:
-    the backward recomputes activations from each stage's input. `hardware`: the devices that predictions are made for: a
-    name, a file or its keys, see docs/hardware.md. `init_from`: weights to begin with.
-    `allow_nonfinite`: go on after a loss that is not finite. `given`: objects from Python, written by the run.
+    `model`: the model to train. `data`: the data to train it on. `method`: the training method, see
+    docs/rules.md. `method_args`: changes of the method, and rules against staleness. `stages`:
+    where the model is cut, see docs/configuration.md; null: where its own boundaries are.
+    `stages_per_device`: virtual stages on each device, of schedules that have them; null: the
+    method's own number. `loss`: cross_entropy, "module:callable" of (output, target), or
+    model: the model's own, see docs/data.md. `loss_weight`: the weight of a microbatch in the mean
+    loss of an update: tokens, the number of its labels that the loss does not ignore, or
+    "module:callable" of the labels, see docs/configuration.md;
+    null: all weigh the same. `backend`: where the run computes. `micro_batch_size`: samples of a
+    microbatch, which passes through the stages together; a loader's own if not set.
+    `gradient_accumulation`: microbatches per update. `replicas`: copies of the pipeline, each with
+    its share of the samples. `reduction`: how processes average the replicas'
+    gradients: exact, in a fixed order, or fast, by the backend's own all-reduce beside the
+    backward, see docs/processes.md. `optimizer`: an optimizer of torch.optim. `lr_schedule`: how
+    the learning rate changes. `clip`: gradient clipping; null for none. `ema`: a moving average of
+    the weights, which evaluations measure, see docs/loop.md; null for none. `epochs`: passes over
+    the data. `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`:
+    evaluations while training. `metrics`: of evaluations, see docs/loop.md. `callbacks`: the user's
+    code that a run calls, see docs/loop.md. `early_stopping`: when evaluations end a run, see
+    docs/loop.md; null for never. `checkpoint`: when the run's state is saved; null for never.
+    `log`: metrics and traces. `seed`: of weights, order, augmentation and dropout. `precision`: of
+    weights and passes; the last three are PopTorch's, in bits of passes and weights. `recompute`:
+    activation checkpointing: the backward recomputes activations from each stage's input.
+    `hardware`: the devices that predictions are made for: a name, a file or its keys, see
+    docs/hardware.md. `init_from`: weights to begin with. `allow_nonfinite`: go on after a loss that
+    is not finite. `given`: objects from Python, written by the run.
     """
 
     model: sections.ModelConfig
@@ -128,23 +154,39 @@ class Config(Section):
     checkpoint: Optional[sections.CheckpointConfig] = sections.CheckpointConfig()
     log: sections.LogConfig = sections.LogConfig()
     seed: Seed = 0
-    precision: Literal["float32", "float64", "bfloat16", "bfloat16_mixed", "16.16", "16.32", "32.32"] = "float32"
+    precision: Literal[
+        "float32", "float64", "bfloat16", "bfloat16_mixed", "16.16", "16.32", "32.32"
+    ] = "float32"
     recompute: StrictBool = False
     hardware: Union[None, str, Dict[str, Any]] = None
     init_from: Optional[sections.InitFrom] = None
     allow_nonfinite: StrictBool = False
     given: Optional[sections.Given] = None
-    # why the update rules cannot act with the config's own optimizer; reported unless Python gives another
+    # why the update rules cannot act with the config's own optimizer; reported unless Python gives
+    # another
     _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
 
     @field_validator("metrics", "callbacks", mode="before")
     @classmethod
     def _validate_entries(cls, value: Any) -> Any:
-        """Validate a list of names or import strings, or of mappings of an Entry's keys, which become Entries."""
+        """Validate a list of names or import strings, or of mappings of an Entry's keys, which
+        become Entries.
+        """
         entries = value if isinstance(value, (list, tuple)) else [None]
-        if all(isinstance(one, (str, sections.Entry)) or sections.is_entry_mapping(one) for one in entries):
-            return [one if isinstance(one, (str, sections.Entry)) else sections.Entry.model_validate(one) for one in entries]
-        raise ValueError("must be a list of names such as accuracy, or import strings module:name, or of {entry, args}")
+        if all(
+            isinstance(one, (str, sections.Entry)) or sections.is_entry_mapping(one)
+            for one in entries
+        ):
+            return [
+                one
+                if isinstance(one, (str, sections.Entry))
+                else sections.Entry.model_validate(one)
+                for one in entries
+            ]
+        raise ValueError(
+            "must be a list of names such as accuracy, or import strings module:name, or of "
+            "{entry, args}"
+        )
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -155,11 +197,16 @@ class Config(Section):
     @field_validator("hardware", mode="before")
     @classmethod
     def _validate_hardware(cls, value: Any) -> Any:
-        """Validate null, a name or file (which is read with the config), or a mapping of a file's keys."""
+        """Validate null, a name or file (which is read with the config), or a mapping of a file's
+        keys.
+        """
         if isinstance(value, Mapping):
             import_outer("hardware").model_validate({"name": "given", **value})
         elif not (value is None or isinstance(value, str)):
-            allowed = "null, a name of configs/hardware, a YAML file such as those there, or a mapping of its keys"
+            allowed = (
+                "null, a name of configs/hardware, a YAML file such as those there, or a "
+                "mapping of its keys"
+            )
             raise ValueError(f"must be {allowed}")
         return value
 
@@ -168,37 +215,63 @@ class Config(Section):
     def _validate_stages(cls, value: Any) -> Any:
         """Validate null, "finest", "auto", a count, names, {count, by} or {finest}."""
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+        names = (
+            isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+        )
         if whole and value > MOST_STAGES:
-            raise ValueError(f"must be a whole number from 1 to {MOST_STAGES}: a schedule is planned before it starts")
+            raise ValueError(
+                f"must be a whole number from 1 to {MOST_STAGES}: a schedule is planned before it "
+                f"starts"
+            )
         if value is None or value in ("finest", "auto") or whole or names:
             return value
         if isinstance(value, Mapping) and ("count" in value or "finest" in value):
-            section: Type[Section] = sections.StageFinest if "finest" in value else sections.StageCount
+            section: Type[Section] = (
+                sections.StageFinest if "finest" in value else sections.StageCount
+            )
             return section.model_validate(value).model_dump()
         allowed = (
-            "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
+            "must be null (the model's own), auto, finest, a whole number >= 1, a list of "
+            "module names, {count, by} or {finest}"
         )
-        raise ValueError(allowed + (suggest(value, ("auto", "finest")) if isinstance(value, str) else ""))
+        raise ValueError(
+            allowed + (suggest(value, ("auto", "finest")) if isinstance(value, str) else "")
+        )
 
     def list_cases(self) -> Iterator[Case]:
-        why = f"belongs to backend.name poptorch: must be float32, float64, bfloat16 or bfloat16_mixed with {self.backend.name}"
+        why = (
+            f"belongs to backend.name poptorch: must be float32, float64, bfloat16 or "
+            f"bfloat16_mixed with {self.backend.name}"
+        )
         is_in_bits = self.precision in ("16.16", "16.32", "32.32")
         yield Case(is_in_bits and not self.backend.facts.has_precision_in_bits, "precision", why)
-        is_missing = self.optimizer.name == sections.GIVEN and (self.given is None or self.given.optimizer is None)
-        yield Case(is_missing, "optimizer.name", "without given.optimizer: must be sgd, adam or adamw")
+        is_missing = self.optimizer.name == sections.GIVEN and (
+            self.given is None or self.given.optimizer is None
+        )
+        yield Case(
+            is_missing, "optimizer.name", "without given.optimizer: must be sgd, adam or adamw"
+        )
         is_unknown = self.hardware is None and self.leaves_stages_to_planner
         why = "needs to know the devices: hardware: a name or file"
         yield Case(is_unknown and self.stages != "auto", "stages.by", why, "hardware")
         is_auto = self.stages == "auto" and not self.backend.facts.uses_processes
         yield Case(is_unknown and is_auto, "stages", f"{why}, or processes")
-        method, args = METHODS.get(self.method), self.method_args
+        method = METHODS.get(self.method)
+        args = self.method_args
         if method is not None and method.is_stale and method.backward_reads is Reads.NEWEST:
             recomputes = self.recompute and not args.recompute and not args.stash
-            why = "cannot be combined with recompute: true, which recomputes with older weights than its backward reads"
+            why = (
+                "cannot be combined with recompute: true, which recomputes with older weights "
+                "than its backward reads"
+            )
             delays = args.constant_delay and args.constant_delay.updates
-            yield Case(recomputes and args.constant_delay, "method_args.constant_delay", why, delays)
-            why = f"{self.method} must say which weights recompute: method_args: {{recompute: {{segments: ...}}}}"
+            yield Case(
+                recomputes and args.constant_delay, "method_args.constant_delay", why, delays
+            )
+            why = (
+                f"{self.method} must say which weights recompute: method_args: {{recompute: "
+                f"{{segments: ...}}}}"
+            )
             yield Case(recomputes and not args.hogwild, "recompute", why)
 
     @property
@@ -210,7 +283,9 @@ class Config(Section):
     @property
     def leaves_stages_to_planner(self) -> bool:
         """Whether the planner chooses where the stages begin."""
-        return self.stages == "auto" or (isinstance(self.stages, dict) and self.stages.get("by") == "hardware")
+        return self.stages == "auto" or (
+            isinstance(self.stages, dict) and self.stages.get("by") == "hardware"
+        )
 
     @property
     def updates_per_call(self) -> int:
@@ -227,7 +302,9 @@ class Config(Section):
         return self.model_dump(mode="json")
 
     def optimizer_faults(self) -> Tuple[str, ...]:
-        """Return why the update rules cannot act with the config's own optimizer, each with the place it comes from."""
+        """Return why the update rules cannot act with the config's own optimizer, each with the
+        place it comes from.
+        """
         return self._optimizer_faults
 
     def method_settings(self) -> Dict[str, Any]:

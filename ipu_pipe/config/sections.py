@@ -1,11 +1,21 @@
-"""The sections of a config that depend on no other: model, data, optimizer, rates, clipping, evaluation, logs, stages, method."""
+"""The sections of a config that depend on no other: model, data, optimizer, rates, clipping,
+evaluation, logs, stages, method.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config.values import (
@@ -31,11 +41,12 @@ from ipu_pipe.config.values import (
     key_fault,
     to_number,
     to_numbers,
-)  # fmt: skip
+)
 from ipu_pipe.text import find_nearest, show
 
 GIVEN = "(given in Python)"
-OPTIMIZERS, SCHEDULERS = "torch.optim.", "torch.optim.lr_scheduler."
+OPTIMIZERS = "torch.optim."
+SCHEDULERS = "torch.optim.lr_scheduler."
 # the name of the loss that a model computes itself
 OWN = "model"
 # the weight of a microbatch that counts its labels
@@ -43,33 +54,49 @@ TOKENS = "tokens"
 # the default number of traced microbatches of a stage
 TRACED = 512
 STAGES = "stages"
-BY_STAGE = "must be a list of values, one per stage, or {from: a, to: b}, numbers by a stage's delay, and over: stages if wanted"
+BY_STAGE = (
+    "must be a list of values, one per stage, or {from: a, to: b}, numbers by a stage's "
+    "delay, and over: stages if wanted"
+)
 
 
 # classes that are known without torch, whose import a config does not wait for
 OPTIMIZER_CLASSES = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 SCHEDULER_CLASSES = (
-    "LambdaLR", "MultiplicativeLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR",
-)  # fmt: skip
+    "LambdaLR",
+    "MultiplicativeLR",
+    "ExponentialLR",
+    "PolynomialLR",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
+    "OneCycleLR",
+)
 
 
 def suggest_class(name: Any, known: Sequence[str], within: str, classes: Sequence[str]) -> str:
-    """Return the end of a fault that names the nearest known name, or class in the module `within`; "" if there is none."""
+    """Return the end of a fault that names the nearest known name, or class in the module `within`;
+    "" if there is none.
+    """
     near = find_nearest(show(name).rpartition(".")[2], [*known, *classes])
     return f"; did you mean {within if near in classes else ''}{near}?" if near else ""
 
 
 def is_entry(value: Any, within: str) -> bool:
-    """Return whether a text is an import string, or the name of something in the module `within` of PyTorch."""
+    """Return whether a text is an import string, or the name of something in the module `within` of
+    PyTorch.
+    """
     if not isinstance(value, str):
         return False
     return ":" in value or (value.startswith(within) and value[len(within) :].isidentifier())
 
 
 class ModelConfig(Section):
-    """`entry`: "module:callable" that makes the model. `args`: its keyword arguments. `output`: the part of its output
-    that the loss gets: a field's name, an index, or "module:callable" that takes it; null: all of it. `compile`: compile each
-    module that a process calls as a whole by torch.compile (backend distributed)."""
+    """`entry`: "module:callable" that makes the model. `args`: its keyword arguments. `output`: the
+    part of its output
+    that the loss gets: a field's name, an index, or "module:callable" that takes it; null: all of
+    it. `compile`: compile each module that a process calls as a whole by torch.compile (backend
+    distributed).
+    """
 
     entry: str
     args: Dict[str, Any] = {}
@@ -85,10 +112,12 @@ class ModelConfig(Section):
 
 
 class DataConfig(BaseModel):
-    """Keys that are not listed here are arguments of the data set or callable. `name`: a set of ipu_pipe.data or
-    "module:callable" that makes a DataSource. `root`: the folder that contains the set's folder. `subset`, `test_subset`:
-    use the first samples only. `validation`: training samples, drawn by the seed, that are held out for evaluations: a
-    number, or a share if below 1."""
+    """Keys that are not listed here are arguments of the data set or callable. `name`: a set of
+    ipu_pipe.data or "module:callable" that makes a DataSource. `root`: the folder that contains the
+    set's folder. `subset`, `test_subset`: use the first samples only. `validation`: training
+    samples, drawn by the seed, that are held out for evaluations: a number, or a share if below
+    1.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
@@ -101,13 +130,19 @@ class DataConfig(BaseModel):
     @classmethod
     def _validate_validation(cls, value: Any) -> Any:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is None or (is_number and (0 < value < 1 or (1 <= value < 2**53 and value == int(value)))):
+        if value is None or (
+            is_number and (0 < value < 1 or (1 <= value < 2**53 and value == int(value)))
+        ):
             return value
         raise ValueError("must be null, a share between 0 and 1, or a whole number of samples")
 
     def options(self) -> Dict[str, Any]:
         """Return all keys that are not null, except the name."""
-        return {key: value for key, value in self.model_dump().items() if key != "name" and value is not None}
+        return {
+            key: value
+            for key, value in self.model_dump().items()
+            if key != "name" and value is not None
+        }
 
 
 # the name of an optimizer whose groups have different optimizers
@@ -132,7 +167,11 @@ class OptimizerSettings(Section):
     @classmethod
     def _drop_rate(cls, value: Any) -> Any:
         """Leave the learning rate of another optimizer to its own default if it is not given."""
-        if isinstance(value, Mapping) and is_entry(value.get("name"), OPTIMIZERS) and "lr" not in value:
+        if (
+            isinstance(value, Mapping)
+            and is_entry(value.get("name"), OPTIMIZERS)
+            and "lr" not in value
+        ):
             return {**value, "lr": None}
         return value
 
@@ -140,18 +179,31 @@ class OptimizerSettings(Section):
     @classmethod
     def _validate_name(cls, value: Any) -> Any:
         known = ("sgd", "adam", "adamw")
-        if isinstance(value, str) and (value in (*known, GIVEN, GROUPS) or is_entry(value, OPTIMIZERS)):
+        if isinstance(value, str) and (
+            value in (*known, GIVEN, GROUPS) or is_entry(value, OPTIMIZERS)
+        ):
             return value
         hint = suggest_class(value, known, OPTIMIZERS, OPTIMIZER_CLASSES)
-        raise ValueError(f"must be sgd, adam or adamw, a class such as torch.optim.RMSprop, or module:name{hint}")
+        raise ValueError(
+            f"must be sgd, adam or adamw, a class such as torch.optim.RMSprop, or module:name{hint}"
+        )
 
     @field_validator("by_stage")
     @classmethod
     def _validate_by_stage(cls, value: Any) -> Any:
         for key, values in (value or {}).items():
-            if isinstance(values, Mapping) and {"from", "to"} <= set(values) <= {"from", "to", "over"}:
-                ends = [one if isinstance(one, list) else [one] for one in (values["from"], values["to"])]
-                fits = len(ends[0]) == len(ends[1]) and all(to_number(one) is not None for one in (*ends[0], *ends[1]))
+            if isinstance(values, Mapping) and {"from", "to"} <= set(values) <= {
+                "from",
+                "to",
+                "over",
+            }:
+                ends = [
+                    one if isinstance(one, list) else [one]
+                    for one in (values["from"], values["to"])
+                ]
+                fits = len(ends[0]) == len(ends[1]) and all(
+                    to_number(one) is not None for one in (*ends[0], *ends[1])
+                )
             else:
                 fits = isinstance(values, list) and bool(values)
             if not fits or (isinstance(values, Mapping) and values.get("over", STAGES) != STAGES):
@@ -167,25 +219,40 @@ class OptimizerSettings(Section):
         if self.name in (GIVEN, GROUPS):
             return
         yield Case(self.lr is None and not self.is_other, "lr", "must be a number >= 0")
-        yield Case(self.args and not self.is_other, "args", f"{self.name} takes its settings beside its name, without args")
-        known = () if self.is_other else ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
+        yield Case(
+            self.args and not self.is_other,
+            "args",
+            f"{self.name} takes its settings beside its name, without args",
+        )
+        known = (
+            ()
+            if self.is_other
+            else ("momentum", "nesterov")
+            if self.name == "sgd"
+            else ("betas", "eps")
+        )
         remedy = "put it into optimizer.args" if self.is_other else f"it has {', '.join(known)}"
         for key in ("momentum", "nesterov", "betas", "eps"):
             is_foreign = getattr(self, key) is not None and key not in known
-            yield Case(is_foreign, key, f"{self.name} has no such key, {remedy}; null leaves it out")
+            yield Case(
+                is_foreign, key, f"{self.name} has no such key, {remedy}; null leaves it out"
+            )
         yield Case(self.nesterov and not self.momentum, "nesterov", "needs a momentum above 0")
 
     def settings(self) -> Dict[str, Any]:
         """Return the keyword arguments of the torch.optim class."""
         keys = ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps")
         values = {key: getattr(self, key) for key in keys}
-        return {**{key: value for key, value in values.items() if value is not None}, **(self.args or {})}
+        return {
+            **{key: value for key, value in values.items() if value is not None},
+            **(self.args or {}),
+        }
 
 
 class OptimizerGroup(OptimizerSettings):
-    """Parameters with a separate optimizer. `name`, `lr`, `momentum`, `nesterov`, `weight_decay`, `betas`, `eps`, `args` and
-    `by_stage` are as in optimizer. `match`: patterns of their names, such as "*embed*"; null: all. `ndim`: their number of
-    dimensions; null: any."""
+    """Parameters with a separate optimizer. `name`, `lr`, `momentum`, `nesterov`, `weight_decay`,
+    `betas`, `eps`, `args` and `by_stage` are as in optimizer. `match`: patterns of their names,
+    such as "*embed*"; null: all. `ndim`: their number of dimensions; null: any."""
 
     match: Optional[List[str]] = None
     ndim: Optional[Whole] = None
@@ -197,13 +264,16 @@ class OptimizerGroup(OptimizerSettings):
 
 
 class OptimizerConfig(OptimizerSettings):
-    """A torch.optim optimizer. Settings that are null have PyTorch's defaults. `name`: sgd, adam, adamw, a class such as
-    torch.optim.RMSprop, or "module:callable" of parameter groups. `args`: its other keyword arguments. `lr`: learning rate.
-    `momentum`, `nesterov`: of sgd. `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and
-    adamw. `by_stage`: settings that differ by stage, see docs/loop.md. `no_decay`: parameters without weight decay: name
-    patterns, or norms_and_biases. `reference_batch_size`: the samples per update for which lr and momentum were chosen; they
-    are scaled to this run's (see ipu_pipe.update.rates). `groups`: parameters with separate optimizers, in place of one for
-    all: each parameter is in the first group that matches it."""
+    """A torch.optim optimizer. Settings that are null have PyTorch's defaults. `name`: sgd, adam,
+    adamw, a class such as torch.optim.RMSprop, or "module:callable" of parameter groups. `args`:
+    its other keyword arguments. `lr`: learning rate. `momentum`, `nesterov`: of sgd.
+    `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and
+    adamw. `by_stage`: settings that differ by stage, see docs/loop.md. `no_decay`: parameters
+    without weight decay: name patterns, or norms_and_biases. `reference_batch_size`: the samples
+    per update for which lr and momentum were chosen; they are scaled to this run's (see
+    ipu_pipe.update.rates). `groups`: parameters with separate optimizers, in place of one for
+    all: each parameter is in the first group that matches it.
+    """
 
     no_decay: Union[str, List[str]] = []
     reference_batch_size: Optional[Count] = None
@@ -213,14 +283,20 @@ class OptimizerConfig(OptimizerSettings):
     @classmethod
     def _name_groups(cls, value: Any) -> Any:
         """Set the name of an optimizer with groups, which has no learning rate itself."""
-        if isinstance(value, Mapping) and value.get("groups") and value.get("name") in (None, GROUPS):
+        if (
+            isinstance(value, Mapping)
+            and value.get("groups")
+            and value.get("name") in (None, GROUPS)
+        ):
             return {**value, "name": GROUPS, "lr": value.get("lr")}
         return value
 
     @field_validator("no_decay", mode="before")
     @classmethod
     def _validate_patterns(cls, value: Any) -> Any:
-        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(pattern, str) for pattern in value)):
+        if isinstance(value, str) or (
+            isinstance(value, list) and all(isinstance(pattern, str) for pattern in value)
+        ):
             return value
         raise ValueError("must be norms_and_biases or a list of name patterns such as *.bias")
 
@@ -231,13 +307,31 @@ class OptimizerConfig(OptimizerSettings):
         yield Case(unscaled, "reference_batch_size", f"the scaling is defined on sgd, not {kind}")
         if self.name != GROUPS and not self.groups:
             return
-        yield Case(not self.groups, "groups", "must be a list of groups, each with the keys of an optimizer")
+        yield Case(
+            not self.groups,
+            "groups",
+            "must be a list of groups, each with the keys of an optimizer",
+        )
         for number, group in enumerate(self.groups):
             why = "must be the name of an optimizer"
             yield Case(group.name in (GIVEN, GROUPS), f"groups.{number}.name", why, group.name)
-        for key in ("name", "lr", "momentum", "nesterov", "weight_decay", "betas", "eps", "args", "by_stage"):
+        for key in (
+            "name",
+            "lr",
+            "momentum",
+            "nesterov",
+            "weight_decay",
+            "betas",
+            "eps",
+            "args",
+            "by_stage",
+        ):
             is_set = getattr(self, key) != (GROUPS if key == "name" else None)
-            yield Case(is_set, key, "cannot be combined with groups, each of which has its own; null leaves it out")
+            yield Case(
+                is_set,
+                key,
+                "cannot be combined with groups, each of which has its own; null leaves it out",
+            )
 
     @property
     def members(self) -> Sequence[OptimizerSettings]:
@@ -245,7 +339,9 @@ class OptimizerConfig(OptimizerSettings):
         return self.groups or [self]
 
     def scale_rate(self, factor: float) -> "OptimizerConfig":
-        """Return the same optimizers with their learning rates times `factor`. Rates that are not given keep their defaults."""
+        """Return the same optimizers with their learning rates times `factor`. Rates that are not
+        given keep their defaults.
+        """
 
         def scale(one: Any) -> Any:
             return one if one.lr is None else one.model_copy(update={"lr": one.lr * factor})
@@ -254,12 +350,15 @@ class OptimizerConfig(OptimizerSettings):
 
 
 class LrSchedule(Section):
-    """The learning rate by update, see ipu_pipe.update.rates. `name`: the schedule after the warm-up; plateau, which is torch's
-    ReduceLROnPlateau after each evaluation; or a class such as torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an
-    optimizer. `args`: its keyword arguments. `metric`: the evaluated metric that plateau follows; loss if null. `interval`:
-    whether it is stepped after each update or epoch. `warmup_steps`: updates over which the rate rises from 0. `milestones`:
-    epochs at which step multiplies the rate. `gamma`: the factor. `total_steps`: the updates over which cosine and linear fall,
-    and from which T1 computes its K; null: all updates of the run, which can then not be extended."""
+    """The learning rate by update, see ipu_pipe.update.rates. `name`: the schedule after the
+    warm-up; plateau, which is torch's ReduceLROnPlateau after each evaluation; or a class such as
+    torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer. `args`: its keyword
+    arguments. `metric`: the evaluated metric that plateau follows; loss if null. `interval`:
+    whether it is stepped after each update or epoch. `warmup_steps`: updates over which the rate
+    rises from 0. `milestones`: epochs at which step multiplies the rate. `gamma`: the factor.
+    `total_steps`: the updates over which cosine and linear fall, and from which T1 computes its K;
+    null: all updates of the run, which can then not be extended.
+    """
 
     name: str = "constant"
     total_steps: Optional[Updates] = None
@@ -277,7 +376,10 @@ class LrSchedule(Section):
         known = ("constant", "step", "cosine", "linear", "plateau")
         if isinstance(value, str) and (value in (*known, GIVEN) or is_entry(value, SCHEDULERS)):
             return value
-        allowed = f"must be one of {', '.join(known)}, a class such as {SCHEDULERS}OneCycleLR, or module:name"
+        allowed = (
+            f"must be one of {', '.join(known)}, a class such as {SCHEDULERS}OneCycleLR, or "
+            f"module:name"
+        )
         raise ValueError(allowed + suggest_class(value, known, SCHEDULERS, SCHEDULER_CLASSES))
 
     @property
@@ -288,13 +390,19 @@ class LrSchedule(Section):
     def list_cases(self) -> Iterator[Case]:
         why = "step needs at least one epoch at which the rate is multiplied by gamma"
         yield Case(self.name == "step" and not self.milestones, "milestones", why)
-        remedy = "lr_schedule.args are its settings" if self.is_played else "see docs/configuration.md"
+        remedy = (
+            "lr_schedule.args are its settings" if self.is_played else "see docs/configuration.md"
+        )
         # key -> whether the schedule has it
         fits = {
-            "args": self.is_played or self.name == "plateau", "metric": self.name == "plateau",
-            "interval": self.is_played, "gamma": not self.is_played, "warmup_steps": not self.is_played,
-            "milestones": self.name == "step", "total_steps": self.falls,
-        }  # fmt: skip
+            "args": self.is_played or self.name == "plateau",
+            "metric": self.name == "plateau",
+            "interval": self.is_played,
+            "gamma": not self.is_played,
+            "warmup_steps": not self.is_played,
+            "milestones": self.name == "step",
+            "total_steps": self.falls,
+        }
         for key, fit in fits.items():
             is_set = getattr(self, key) != LrSchedule.model_fields[key].default
             yield Case(is_set and not fit, key, f"{self.name} has no such key: {remedy}")
@@ -306,24 +414,28 @@ class LrSchedule(Section):
 
 
 class ClipConfig(Section):
-    """Gradient clipping to a `norm`, whose `scope` is: over all stages (`global`, synchronous methods), each `stage` alone, or
-    by the newest global norm that all stages know (`delayed_global`, asynchronous methods; see
-    ipu_pipe.update.clipping.DelayedGlobalNorm)."""
+    """Gradient clipping to a `norm`, whose `scope` is: over all stages (`global`, synchronous
+    methods), each `stage` alone, or by the newest global norm that all stages know
+    (`delayed_global`, asynchronous methods; see ipu_pipe.update.clipping.DelayedGlobalNorm)."""
 
     norm: Positive
     scope: Literal["global", "stage", "delayed_global"] = "global"
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the weights, with this `decay` at each update, which evaluations use."""
+    """An exponential moving average of the weights, with this `decay` at each update, which
+    evaluations use.
+    """
 
     decay: Decay
 
 
 class EvaluateConfig(Section):
-    """Evaluation after each `every` epochs, or each share of one (0: only before and after training), or after each `steps`
-    updates, on the first `subset` test samples, or validation samples if data.validation is set. `best`: the metric that
-    selects the best checkpoint: loss, or one of metrics."""
+    """Evaluation after each `every` epochs, or each share of one (0: only before and after
+    training), or after each `steps` updates, on the first `subset` test samples, or validation
+    samples if data.validation is set. `best`: the metric that selects the best checkpoint: loss, or
+    one of metrics.
+    """
 
     every: Often = 1
     steps: Optional[Count] = None
@@ -331,16 +443,22 @@ class EvaluateConfig(Section):
     best: str = "loss"
 
     def interval(self, updates_per_epoch: Optional[int]) -> int:
-        """Return the updates between two evaluations, 0 for never. For data without epochs `every` has no effect."""
+        """Return the updates between two evaluations, 0 for never. For data without epochs `every`
+        has no effect.
+        """
         if self.steps is not None:
             return self.steps
-        return max(1, round(self.every * updates_per_epoch)) if self.every and updates_per_epoch else 0
+        return (
+            max(1, round(self.every * updates_per_epoch)) if self.every and updates_per_epoch else 0
+        )
 
 
 class EarlyStoppingConfig(Section):
-    """The run ends after `patience` evaluations in a row whose `metric` is not better than the best by more than `min_delta`;
-    `mode`: min, max, or null to choose by the metric's name; `restore_best`: the model has the weights of the best evaluation
-    when the run ends, for whatever reason. See ipu_pipe.run.callbacks."""
+    """The run ends after `patience` evaluations in a row whose `metric` is not better than the best
+    by more than `min_delta`; `mode`: min, max, or null to choose by the metric's name;
+    `restore_best`: the model has the weights of the best evaluation when the run ends, for whatever
+    reason. See ipu_pipe.run.callbacks.
+    """
 
     metric: str = "loss"
     mode: Optional[Literal["min", "max"]] = None
@@ -350,9 +468,9 @@ class EarlyStoppingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """A checkpoint at each evaluation and after each `every` updates; the newest `keep` and the best stay. `format`: single, one
-    file of weights, or sharded, where each process writes its own. `background`: training continues while it is written, from a
-    copy in the host's memory."""
+    """A checkpoint at each evaluation and after each `every` updates; the newest `keep` and the
+    best stay. `format`: single, one file of weights, or sharded, where each process writes its own.
+    `background`: training continues while it is written, from a copy in the host's memory."""
 
     every: Optional[Count] = None
     keep: Count = 2
@@ -361,8 +479,8 @@ class CheckpointConfig(Section):
 
 
 class TraceConfig(Section):
-    """The updates that are traced, counted through the whole run: from `begin` up to, not including, `end`, one in `every`.
-    `end` null: about 512 microbatches of a stage are traced."""
+    """The updates that are traced, counted through the whole run: from `begin` up to, not
+    including, `end`, one in `every`. `end` null: about 512 microbatches of a stage are traced."""
 
     begin: Whole = 0
     end: Optional[Count] = None
@@ -374,13 +492,17 @@ class TraceConfig(Section):
 
     def updates(self, accumulate: int) -> range:
         """Return the traced updates, for `accumulate` microbatches per update."""
-        end = self.begin + max(TRACED // accumulate, 1) * self.every if self.end is None else self.end
+        end = (
+            self.begin + max(TRACED // accumulate, 1) * self.every if self.end is None else self.end
+        )
         return range(self.begin, end, self.every)
 
 
 class LogConfig(Section):
-    """The records of a running run. `every`: updates between two lines of metrics.jsonl. `tensorboard`: the same for TensorBoard.
-    `trace`: which updates' events are recorded; null, or false, for none."""
+    """The records of a running run. `every`: updates between two lines of metrics.jsonl.
+    `tensorboard`: the same for TensorBoard. `trace`: which updates' events are recorded; null, or
+    false, for none.
+    """
 
     every: Count = 10
     tensorboard: StrictBool = True
@@ -403,13 +525,19 @@ class Entry(Section):
 
 def is_entry_mapping(value: Any) -> bool:
     """Return whether a value has the keys of an `Entry`."""
-    return isinstance(value, Mapping) and isinstance(value.get("entry"), str) and set(value) <= {"entry", "args"}
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("entry"), str)
+        and set(value) <= {"entry", "args"}
+    )
 
 
 class StageCount(Section):
-    """A number of stages, balanced. Times differ from one measurement to the next, so a run's folder contains the names of the
-    modules at which its stages begin, which a resumed run uses. `count`: the number of stages. `by`: the cost that is balanced;
-    hardware: the predicted time on the config's hardware."""
+    """A number of stages, balanced. Times differ from one measurement to the next, so a run's
+    folder contains the names of the modules at which its stages begin, which a resumed run uses.
+    `count`: the number of stages. `by`: the cost that is balanced;
+    hardware: the predicted time on the config's hardware.
+    """
 
     count: Stages
     by: Literal["flops", "parameters", "time", "hardware"] = "flops"
@@ -422,9 +550,9 @@ class StageFinest(Section):
 
 
 class InitFrom(Section):
-    """Initial weights. `path`: a file of weights, a checkpoint's folder, or a run's folder, whose newest checkpoint is used.
-    `strict`: true: the weights must fit the model; false: weights that the model lacks are left out, and weights that the file
-    lacks are new."""
+    """Initial weights. `path`: a file of weights, a checkpoint's folder, or a run's folder, whose
+    newest checkpoint is used. `strict`: true: the weights must fit the model; false: weights that
+    the model lacks are left out, and weights that the file lacks are new."""
 
     path: PathText
     strict: StrictBool = True
@@ -442,8 +570,8 @@ class InitFrom(Section):
 
 
 class Description(Section):
-    """An object that was passed from Python in place of a key: its qualified name and settings. Optimizers also have the
-    different settings of parameter groups."""
+    """An object that was passed from Python in place of a key: its qualified name and settings.
+    Optimizers also have the different settings of parameter groups."""
 
     name: str
     settings: Dict[str, Any] = {}
@@ -451,7 +579,9 @@ class Description(Section):
 
 
 class Given(Section):
-    """Objects that were passed from Python in place of the config's keys. Runs write them; the command line cannot use them."""
+    """Objects that were passed from Python in place of the config's keys. Runs write them; the
+    command line cannot use them.
+    """
 
     model: Optional[Description] = None
     output: Optional[Description] = None
@@ -468,14 +598,18 @@ class Given(Section):
 
 
 class T1(Section):
-    """Learning rates that are at first lower for larger delays (PipeMare, equation 5). `anneal_updates`: K;
-    null: from the lr_schedule."""
+    """Learning rates that are at first lower for larger delays (PipeMare, equation 5).
+    `anneal_updates`: K;
+    null: from the lr_schedule.
+    """
 
     anneal_updates: Optional[Count] = None
 
 
 class T2(Section):
-    """Discrepancy correction (PipeMare). `decay`: D, or `optimal` for the optimum on a quadratic; the default is exp(-2)."""
+    """Discrepancy correction (PipeMare). `decay`: D, or `optimal` for the optimum on a quadratic;
+    the default is exp(-2).
+    """
 
     decay: Any = math.exp(-2)
 
@@ -495,14 +629,18 @@ class Warmup(Section):
 
 
 class Recompute(Section):
-    """Recomputation of activations in `segments` segments of stages; null: the square root of the number of stages."""
+    """Recomputation of activations in `segments` segments of stages; null: the square root of the
+    number of stages.
+    """
 
     segments: Optional[Count] = None
 
 
 class Hogwild(Section):
-    """Random delays with an exponential distribution. `max`: the largest, in updates. `mean`: one number or one for each stage;
-    null: the stage's delay in the method's pipeline."""
+    """Random delays with an exponential distribution. `max`: the largest, in updates. `mean`: one
+    number or one for each stage;
+    null: the stage's delay in the method's pipeline.
+    """
 
     mean: Any = None
     max: Delayed
@@ -510,12 +648,16 @@ class Hogwild(Section):
     @field_validator("mean")
     @classmethod
     def _validate_mean(cls, value: Any) -> Any:
-        return to_numbers(value, math.inf, "must be null, a number >= 0, or a list of such, one per stage")
+        return to_numbers(
+            value, math.inf, "must be null, a number >= 0, or a list of such, one per stage"
+        )
 
 
 class ConstantDelay(Section):
-    """Every forward reads weights `updates` updates older than those to which its gradient is applied; or a table with a row
-    for each stage, which has a delay for each microbatch of an update."""
+    """Every forward reads weights `updates` updates older than those to which its gradient is
+    applied; or a table with a row for each stage, which has a delay for each microbatch of an
+    update.
+    """
 
     updates: Any
 
@@ -523,10 +665,17 @@ class ConstantDelay(Section):
     @classmethod
     def _validate_updates(cls, value: Any) -> Any:
         rows = value if isinstance(value, list) else [[value]]
-        delays = [delay for row in rows for delay in (row if isinstance(row, list) and row else [None])]
-        if all(type(delay) is int and 0 <= delay <= MOST_VERSIONS for delay in delays) and any(delays):
+        delays = [
+            delay for row in rows for delay in (row if isinstance(row, list) and row else [None])
+        ]
+        if all(type(delay) is int and 0 <= delay <= MOST_VERSIONS for delay in delays) and any(
+            delays
+        ):
             return value
-        table = "a list of lists, for each stage the delays of an update's microbatches, as [[2, 1], [1, 0]], not all 0"
+        table = (
+            "a list of lists, for each stage the delays of an update's microbatches, as [[2, "
+            "1], [1, 0]], not all 0"
+        )
         raise ValueError(f"must be an integer from 1 to {MOST_VERSIONS}, or {table}")
 
 
@@ -538,13 +687,17 @@ class SpikeCompensation(Section):
     b: Optional[NotNegative] = None
 
     def list_cases(self) -> Iterator[Case]:
-        yield Case((self.a is None) != (self.b is None), "b" if self.a is None else "a", "a and b go together")
+        yield Case(
+            (self.a is None) != (self.b is None),
+            "b" if self.a is None else "a",
+            "a and b go together",
+        )
         yield Case(self.a is not None and self.scale != 1.0, "scale", "either scale, or a and b")
 
 
 class WeightPrediction(Section):
-    """Linear weight prediction over `scale` times the delay, by the velocity of sgd, the last update's difference, or the
-    direction of the step of sgd, adam or adamw (`form`)."""
+    """Linear weight prediction over `scale` times the delay, by the velocity of sgd, the last
+    update's difference, or the direction of the step of sgd, adam or adamw (`form`)."""
 
     form: Literal["velocity", "difference", "optimizer"] = "velocity"
     scale: Positive = 1.0
@@ -557,8 +710,10 @@ class GradientShrinking(Section):
 
 
 class DelayCompensation(Section):
-    """Gradients corrected for the updates since the weights that their passes read (DC-ASGD). `scale`: lambda. `adaptive`:
-    lambda is divided by the root of a moving mean of squared gradients. `decay`: of that mean."""
+    """Gradients corrected for the updates since the weights that their passes read (DC-ASGD).
+    `scale`: lambda. `adaptive`: lambda is divided by the root of a moving mean of squared
+    gradients. `decay`: of that mean.
+    """
 
     scale: Positive = 0.04
     adaptive: StrictBool = False
@@ -566,9 +721,11 @@ class DelayCompensation(Section):
 
 
 class OuterConfig(Section):
-    """The outer optimizer of DiLoCo: `name` sgd with `lr`, `momentum`, `nesterov`. `fragments`: groups of stages that are
-    synchronized in turn, a number or per_stage; `offset`: the first. `delay`: steps from taking the replicas' weights to the
-    synchronization. `mix`: the share of a replica's own weights in the weights with which it continues."""
+    """The outer optimizer of DiLoCo: `name` sgd with `lr`, `momentum`, `nesterov`. `fragments`:
+    groups of stages that are synchronized in turn, a number or per_stage; `offset`: the first.
+    `delay`: steps from taking the replicas' weights to the synchronization. `mix`: the share of a
+    replica's own weights in the weights with which it continues.
+    """
 
     name: Literal["sgd"] = "sgd"
     lr: Positive = 0.7
@@ -591,38 +748,50 @@ class OuterConfig(Section):
 
 
 class ErrorFeedback(Section):
-    """Correction of the previous step by `scale` times its error, which the newest gradient shows."""
+    """Correction of the previous step by `scale` times its error, which the newest gradient
+    shows.
+    """
 
     scale: Positive = 1.0
 
 
 class HeadLayers(Section):
-    """Auxiliary heads with layers like later ones (AugLocal). `depth`: the number of layers in the first head; `pyramid`:
-    how far the depth falls towards the last head, from 0 (not at all) to 1 (to one layer)."""
+    """Auxiliary heads with layers like later ones (AugLocal). `depth`: the number of layers in the
+    first head; `pyramid`: how far the depth falls towards the last head, from 0 (not at all) to 1
+    (to one layer).
+    """
 
     depth: Count
     pyramid: Annotated[NotNegative, Field(le=1)] = 0.5
 
 
 class MethodArgs(Section):
-    """Changes of the method's axes, and its update rules; null: the method's own, or none. docs/rules.md has their equations.
+    """Changes of the method's axes, and its update rules; null: the method's own, or none.
+    docs/rules.md has their equations.
 
-    `schedule`: 1f1b, one pass a slot; 1f1b_capped, with at most P-s microbatches in flight on stage s; or dataflow, forward and
-    backward in each step. `turn`: 0 or 1: steps from the last stage's forward to its backward, dataflow only. `stash`: true or
-    false: whether backwards read their forward's weights. `hogwild`: random delays. `constant_delay`: the same delay
-    everywhere. `recompute`: recomputation of activations by the method's own rule. `warmup`: synchronous at first. `t1`:
-    PipeMare's rescheduled rates. `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`,
-    `gradient_shrinking`, `error_feedback`, `delay_compensation`: see there. `blocks`: of local_chunked: their number, or the
-    names at which they begin. `overlap`: of local_overlapping: 1. `layers`: of last_layers: the number of stages that train.
-    `head`: of local methods: "module:function" that makes an auxiliary head, or {depth, pyramid}: heads with layers like later
-    ones. `block_rates`: of each block: the factor of its learning rate. `block_accumulation`: of each block: the number of
-    updates whose gradients make one step. `delay_bound`: of randomized_pipedream: the largest delay; null: PipeDream's own.
-    `delays`: of randomized_pipedream: uniform, a constant of each stage, or exactly PipeDream's. `order`: of
-    randomized_pipedream: of stages and microbatches. `nag`: of randomized_pipedream: Nesterov's factor. `replicas`: of
-    local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two averages. `outer`: of
-    local_sgd: DiLoCo's outer optimizer. `split_backward`: of pipedream and pipelined_backprop: true: 1F1B whose weight
-    gradients come later. `activation_limit`: of zb_auto and split backwards: the activations that a device may keep, in
-    multiples of 1F1B's. `file`: of rows: CSV in PyTorch's format.
+    `schedule`: 1f1b, one pass a slot; 1f1b_capped, with at most P-s microbatches in flight on stage
+    s; or dataflow, forward and backward in each step. `turn`: 0 or 1: steps from the last stage's
+    forward to its backward, dataflow only. `stash`: true or
+    false: whether backwards read their forward's weights. `hogwild`: random delays.
+    `constant_delay`: the same delay everywhere. `recompute`: recomputation of activations by the
+    method's own rule. `warmup`: synchronous at first. `t1`: PipeMare's rescheduled rates. `t2`:
+    PipeMare's corrected backward. `spike_compensation`, `weight_prediction`, `gradient_shrinking`,
+    `error_feedback`, `delay_compensation`: see there. `blocks`: of local_chunked: their number, or
+    the names at which they begin. `overlap`: of local_overlapping: 1. `layers`: of last_layers: the
+    number of stages that train. `head`: of local methods: "module:function" that makes an auxiliary
+    head, or {depth, pyramid}: heads with layers like later ones. `block_rates`: of each block: the
+    factor of its learning rate. `block_accumulation`: of each block: the number of updates whose
+    gradients make one step. `delay_bound`: of randomized_pipedream: the largest delay; null:
+    PipeDream's own. `delays`: of randomized_pipedream: uniform, a constant of each stage, or
+    exactly PipeDream's. `order`: of
+    randomized_pipedream: of stages and microbatches. `nag`: of randomized_pipedream: Nesterov's
+    factor. `replicas`: of
+    local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two
+    averages. `outer`: of
+    local_sgd: DiLoCo's outer optimizer. `split_backward`: of pipedream and pipelined_backprop:
+    true: 1F1B whose weight gradients come later. `activation_limit`: of zb_auto and split
+    backwards: the activations that a device may keep, in multiples of 1F1B's. `file`: of rows: CSV
+    in PyTorch's format.
     """
 
     schedule: Optional[Literal["1f1b", "1f1b_capped", "dataflow"]] = None
@@ -666,7 +835,11 @@ class MethodArgs(Section):
     @field_validator("blocks")
     @classmethod
     def _validate_blocks(cls, value: Any) -> Any:
-        names = isinstance(value, (list, tuple)) and bool(value) and all(isinstance(name, str) for name in value)
+        names = (
+            isinstance(value, (list, tuple))
+            and bool(value)
+            and all(isinstance(name, str) for name in value)
+        )
         if value is None or names or (type(value) is int and 1 <= value <= MOST_STAGES):
             return value
         raise ValueError(f"must be an integer from 1 to {MOST_STAGES}, or a list of module names")

@@ -1,4 +1,6 @@
-"""Types of the values in a config, each with its limits. No torch here: reading a config does not wait for it."""
+"""Types of the values in a config, each with its limits. No torch here: reading a config does not
+wait for it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, mode
 from pydantic_core import PydanticCustomError
 from typing_extensions import Annotated
 
-# Limits of numbers that have none of their own. A larger one is a slip, and would not end: a run is planned before it starts, in
-# time and memory that grow with its stages and with the updates after which it stops to save.
-# the most updates of a run: eleven days at 10 updates per second
+# Limits of numbers that have none of their own. A larger one is a slip, and would not end: a run is
+# planned before it starts, in # time and memory that grow with its stages and with the updates
+# after which it stops to save. # the most updates of a run: eleven days at 10 updates per second
 MOST_UPDATES = 10_000_000
 # the most evaluations, or checkpoints, of a run
 MOST_STOPS = 1_000_000
@@ -31,7 +33,9 @@ MOST_SECONDS = 1e7
 
 
 def to_number(value: Any) -> Optional[float]:
-    """Return a finite number, which may be written as text such as "1e-3"; None for anything else, bools included."""
+    """Return a finite number, which may be written as text such as "1e-3"; None for anything else,
+    bools included.
+    """
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -48,7 +52,9 @@ def check_number(value: Any) -> Any:
 
 
 def to_numbers(value: Any, most: float, allowed: str) -> Any:
-    """Convert null, a number from 0 to `most`, or a list of such numbers. Raise `ValueError` (`allowed`) for anything else."""
+    """Convert null, a number from 0 to `most`, or a list of such numbers. Raise `ValueError`
+    (`allowed`) for anything else.
+    """
     numbers = [to_number(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
     if value is None:
         return None
@@ -95,7 +101,8 @@ Decay = Annotated[float, Field(gt=0, lt=1), NUMBER]
 
 
 class Case(NamedTuple):
-    """A row of a table of checks: whether the case `applies`, and then the `key`, the `reason` and remedy, and the key's value.
+    """A row of a table of checks: whether the case `applies`, and then the `key`, the `reason` and
+    remedy, and the key's value.
 
     `value`: `PRESENT` for the value that the key has.
     """
@@ -106,7 +113,9 @@ class Case(NamedTuple):
     value: Any = PRESENT
 
     def read_value(self, section: BaseModel) -> Any:
-        """Return the value that a fault shows; the key is one of `section`, with dots if it is in a section of that."""
+        """Return the value that a fault shows; the key is one of `section`, with dots if it is in a
+        section of that.
+        """
         return attrgetter(self.key)(section) if self.value is PRESENT else self.value
 
 
@@ -124,7 +133,9 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_cases(self: AnySection) -> AnySection:
-        """Refuse the first case that applies: a later one may make sense only if the earlier ones do not apply."""
+        """Refuse the first case that applies: a later one may make sense only if the earlier ones
+        do not apply.
+        """
         for case in self.list_cases():
             if case.applies:
                 raise key_fault(case.key, case.read_value(self), case.reason)

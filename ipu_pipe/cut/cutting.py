@@ -1,16 +1,19 @@
-"""Cut a model into pieces that run one after another, for stages on separate devices and for blocks with losses of their own.
+"""Cut a model into pieces that run one after another, for stages on separate devices and for blocks
+with losses of their own.
 
-A stage may begin wherever a named module first runs, also inside other modules. One recorded forward (ipu_pipe.cut.recording)
-tells which operations belong to which stage:
+A stage may begin wherever a named module first runs, also inside other modules. One recorded
+forward (ipu_pipe.cut.recording) tells which operations belong to which stage:
 
     encoder.layers.0  encoder.layers.1 | encoder.layers.2.mlp  add  encoder.layers.3 | encoder.ln  heads
     piece 0                              piece 1                                       piece 2
 
-A piece takes and returns one value, a tensor or a tuple of tensors. The first piece takes the model's input and the last returns
-its output. Pieces pass on the tensors that skip them. The modules are the model's own, under their names. Python code between
-modules runs only during the recording, so a new mode or a new input size is recorded when it first comes.
+A piece takes and returns one value, a tensor or a tuple of tensors. The first piece takes the
+model's input and the last returns its output. Pieces pass on the tensors that skip them. The
+modules are the model's own, under their names. Python code between modules runs only during the
+recording, so a new mode or a new input size is recorded when it first comes.
 
-    record_forward -> Recording -> split_recording -> StagedRecording -> Program: the steps of one stage, run by a Piece
+    record_forward -> Recording -> split_recording -> StagedRecording -> Program: the steps of one
+    stage, run by a Piece
 
 A `Cut` keeps the recordings and programs of all its pieces.
 """
@@ -20,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -39,7 +42,14 @@ from ipu_pipe.cut.recording import (
     record_forward,
 )
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import clone_tensors, flatten_tensors, list_leaves, map_tensors, sort_keys, walk_leaves
+from ipu_pipe.model.batch import (
+    clone_tensors,
+    flatten_tensors,
+    list_leaves,
+    map_tensors,
+    sort_keys,
+    walk_leaves,
+)
 from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import find_running_ancestor
 from ipu_pipe.model.precision import enter_model_autocast, is_cast
@@ -52,56 +62,64 @@ from ipu_pipe.model.restoring import restore_all
 class StageCalls:
     """One stage of a recording.
 
-    `inputs`: the values and weights that it receives; `input_shapes`: their shapes; `copied`: the inputs that it overwrites, and
-    so copies first; `output`: the value that it passes on.
+    `inputs`: the values and weights that it receives; `input_shapes`: their shapes; `copied`: the
+    inputs that it overwrites, and so copies first; `output`: the value that it passes on.
     """
 
-    calls: List[RecordedCall]
-    inputs: List[Key]
+    calls: list[RecordedCall]
+    inputs: list[Key]
     output: Template
-    copied: Set[Key]
-    input_shapes: Tuple[Tuple[int, ...], ...]
+    copied: set[Key]
+    input_shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class StagedRecording:
     """A recording that is split into stages.
 
-    `homes`: module -> the stage in which it first runs; `written`: the parameters that the forward changes; `runs`: (stage,
-    module) -> number of runs.
+    `homes`: module -> the stage in which it first runs; `written`: the parameters that the forward
+    changes; `runs`: (stage, module) -> number of runs.
     """
 
-    stages: List[StageCalls]
-    crossings: List[Crossing]
+    stages: list[StageCalls]
+    crossings: list[Crossing]
     homes: Mapping[str, int]
-    written: Set[str]
-    runs: Mapping[Tuple[int, str], int]
+    written: set[str]
+    runs: Mapping[tuple[int, str], int]
 
     @property
-    def modules(self) -> List[List[str]]:
+    def modules(self) -> list[list[str]]:
         """The modules that each stage calls, in the order of their first runs."""
-        return [list(dict.fromkeys(c.target for c in stage.calls if isinstance(c.target, str))) for stage in self.stages]
+        return [
+            list(dict.fromkeys(c.target for c in stage.calls if isinstance(c.target, str)))
+            for stage in self.stages
+        ]
 
 
 def split_recording(recording: Recording, count: int, homes: Mapping[str, int]) -> StagedRecording:
-    """Split a recording into `count` stages. Raise `BadInput` if a stage uses a weight of a later stage.
+    """Split a recording into `count` stages. Raise `BadInput` if a stage uses a weight of a later
+    stage.
 
     `homes`: the stages of modules that ran in an earlier recording, where their weights stay.
     """
     homes = {**recording.homes, **homes}
     stage_of_call = {call.index: call.stage for call in recording.calls}
     # the stage that makes a value or holds a weight, and the last stage that uses it
-    source: Dict[Key, int] = {}
-    last_use: Dict[Key, int] = {}
+    source: dict[Key, int] = {}
+    last_use: dict[Key, int] = {}
     uses = [(key, call.stage, call.name) for call in recording.calls for key in call.arguments.keys]
-    for key, stage, name in [*uses, *((key, count - 1, "the output") for key in recording.output.keys)]:
+    for key, stage, name in [
+        *uses,
+        *((key, count - 1, "the output") for key in recording.output.keys),
+    ]:
         if isinstance(key, Value):
             source[key] = stage_of_call[key.call]
         else:
             source[key] = homes[find_running_ancestor(key.name.rpartition(".")[0], homes)]
             if source[key] > stage:
                 raise BadInput(
-                    f"model: {key.name}: {name} uses it on stage {stage}, but it belongs to stage {source[key]}, where its"
+                    f"model: {key.name}: {name} uses it on stage {stage}, but it belongs to stage "
+                    f"{source[key]}, where its"
                     " module first runs: begin that stage earlier"
                 )
         last_use[key] = max(last_use.get(key, 0), stage)
@@ -110,27 +128,45 @@ def split_recording(recording: Recording, count: int, homes: Mapping[str, int]) 
         return recording.tensors[key] if isinstance(key, Value) else recording.weights[key.name]
 
     # by cut: weights, then values in order
-    crossing_keys: List[List[Key]] = []
+    crossing_keys: list[list[Key]] = []
     for cut in range(count - 1):
         keys = [key for key in last_use if source[key] <= cut < last_use[key]]
-        crossing_keys.append(sorted(keys, key=lambda key: (key.call, key.leaf) if isinstance(key, Value) else (-1, 0)))
+        crossing_keys.append(
+            sorted(
+                keys, key=lambda key: (key.call, key.leaf) if isinstance(key, Value) else (-1, 0)
+            )
+        )
     stages = []
     for s in range(count):
         inputs = crossing_keys[s - 1] if s else []
-        copied: Set[Key] = {
-            key for key in inputs if isinstance(key, Value) and recording.is_written(recording.tensors[key], s)
+        copied: set[Key] = {
+            key
+            for key in inputs
+            if isinstance(key, Value) and recording.is_written(recording.tensors[key], s)
         }
         input_shapes = tuple(tuple(get_tensor(key).shape) for key in inputs)
         output = recording.output if s == count - 1 else _make_crossing_template(crossing_keys[s])
-        stages.append(StageCalls([c for c in recording.calls if c.stage == s], inputs, output, copied, input_shapes))
-    crossings = [Crossing(tuple(_make_spec(get_tensor(key)) for key in keys)) for keys in crossing_keys]
+        stages.append(
+            StageCalls(
+                [c for c in recording.calls if c.stage == s], inputs, output, copied, input_shapes
+            )
+        )
+    crossings = [
+        Crossing(tuple(_make_spec(get_tensor(key)) for key in keys)) for keys in crossing_keys
+    ]
     weights = recording.weights.items()
-    written = {name for name, weight in weights if any(recording.is_written(weight, s) for s in range(count))}
+    written = {
+        name
+        for name, weight in weights
+        if any(recording.is_written(weight, s) for s in range(count))
+    }
     return StagedRecording(stages, crossings, recording.homes, written, recording.runs)
 
 
 def _make_spec(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, get_memory_order(tensor))
+    return TensorSpec(
+        tuple(tensor.shape), tensor.dtype, tensor.requires_grad, get_memory_order(tensor)
+    )
 
 
 def _make_crossing_template(keys: Sequence[Key]) -> Template:
@@ -141,16 +177,17 @@ def _make_crossing_template(keys: Sequence[Key]) -> Template:
 class _Step(NamedTuple):
     """A call of a program, whose arguments and results are indices in the program's list of values.
 
-    `arguments`: the last of them have the keywords `names`; `template`: the nest of the arguments, None if they are flat;
-    `results`: (leaf of the result, index) for the leaves that are needed; `freed`: values that no later step needs.
+    `arguments`: the last of them have the keywords `names`; `template`: the nest of the arguments,
+    None if they are flat; `results`: (leaf of the result, index) for the leaves that are needed;
+    `freed`: values that no later step needs.
     """
 
     function: Callable[..., Any]
-    arguments: List[int]
-    names: Tuple[str, ...]
-    template: Optional[Template]
-    results: List[Tuple[int, int]]
-    freed: List[int]
+    arguments: list[int]
+    names: tuple[str, ...]
+    template: Template | None
+    results: list[tuple[int, int]]
+    freed: list[int]
 
 
 UNCHANGED = AutogradState()
@@ -159,38 +196,44 @@ UNCHANGED = AutogradState()
 class Program:
     """The steps of one stage of one recording, on a model's modules.
 
-    All arguments and results of its steps have an index in one list of values: constants, weights (which are read at each run)
-    and the results of calls. `compiles`: call each module by torch.compile. `is_cast`: the model's forward runs under autocast.
+    All arguments and results of its steps have an index in one list of values: constants, weights
+    (which are read at each run) and the results of calls. `compiles`: call each module by
+    torch.compile. `is_cast`: the model's forward runs under autocast.
     """
 
     def __init__(self, model: nn.Module, stage: StageCalls, compiles: bool = False) -> None:
-        self._model, self.is_cast = model, is_cast(model)
-        self._indices: Dict[Key, int] = {}
+        self._model = model
+        self.is_cast = is_cast(model)
+        self._indices: dict[Key, int] = {}
         # the list of values before a run; None for weights and results
-        self._constants: List[Any] = []
-        self._weights: List[Tuple[int, nn.Module, str]] = []
+        self._constants: list[Any] = []
+        self._weights: list[tuple[int, nn.Module, str]] = []
         self._inputs = [self._add_value(key) for key in stage.inputs]
         self._copied = [self._indices[key] for key in stage.copied]
         # (leaf, index) of the model's input
-        self._model_input: List[Tuple[int, int]] = []
-        last_use: Dict[Key, int] = {}
+        self._model_input: list[tuple[int, int]] = []
+        last_use: dict[Key, int] = {}
         for call in stage.calls:
             last_use.update(dict.fromkeys(call.arguments.keys, call.index))
         # by call
-        needed_results: Dict[int, List[Value]] = {}
+        needed_results: dict[int, list[Value]] = {}
         for key in {**last_use, **dict.fromkeys(stage.output.keys)}:
             if isinstance(key, Value) and key not in self._indices:
                 needed_results.setdefault(key.call, []).append(key)
         for key in stage.output.keys:
             last_use.pop(key, None)
         # consecutive steps with the same state
-        self._steps: List[Tuple[AutogradState, List[_Step]]] = []
+        self._steps: list[tuple[AutogradState, list[_Step]]] = []
         for call in stage.calls:
-            results = [(key.leaf, self._get_index(key)) for key in needed_results.get(call.index, ())]
+            results = [
+                (key.leaf, self._get_index(key)) for key in needed_results.get(call.index, ())
+            ]
             if call.target is None:
                 self._model_input = results
                 continue
-            function = model.get_submodule(call.target) if isinstance(call.target, str) else call.target
+            function = (
+                model.get_submodule(call.target) if isinstance(call.target, str) else call.target
+            )
             if compiles and isinstance(call.target, str):
                 # with the fallback a compiled dropout draws the same numbers as an uncompiled one
                 function = torch.compile(function, options={"fallback_random": True})  # type: ignore[arg-type]
@@ -201,10 +244,14 @@ class Program:
             args, keywords = tree_unflatten(list(range(len(arguments))), template.spec)
             is_flat = [*args, *keywords.values()] == list(range(len(arguments)))
             freed = [self._indices[key] for key in template.keys if last_use.get(key) == call.index]
-            step = _Step(function, arguments, tuple(keywords), None if is_flat else template, results, freed)
+            step = _Step(
+                function, arguments, tuple(keywords), None if is_flat else template, results, freed
+            )
             self._steps[-1][1].append(step)
         # a weight that crosses is cloned, because it may be updated before it is sent
-        self._output = [(self._get_index(leaf), isinstance(leaf, Weight)) for leaf in stage.output.leaves]
+        self._output = [
+            (self._get_index(leaf), isinstance(leaf, Weight)) for leaf in stage.output.leaves
+        ]
         self._output_spec = stage.output.spec
 
     def _add_value(self, leaf: Any) -> int:
@@ -251,14 +298,21 @@ class Program:
                     else:
                         result = function(*args)
                     if results:
-                        leaves = (result,) if isinstance(result, torch.Tensor) else list_leaves(result)
+                        leaves = (
+                            (result,) if isinstance(result, torch.Tensor) else list_leaves(result)
+                        )
                         for leaf, index in results:
                             values[index] = leaves[leaf]
                     for index in freed:
                         values[index] = None
                 # drop the references to the last step's tensors
-                args, result, leaves = [], None, ()
-        output = [values[index].clone() if is_weight else values[index] for index, is_weight in self._output]
+                args = []
+                result = None
+                leaves = ()
+        output = [
+            values[index].clone() if is_weight else values[index]
+            for index, is_weight in self._output
+        ]
         return tree_unflatten(output, self._output_spec)
 
 
@@ -272,14 +326,18 @@ def _enter_state(state: AutogradState) -> ContextManager[Any]:
     return stack
 
 
-def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, homes: Dict[str, int]) -> StagedRecording:
+def _record(
+    model: nn.Module, begins: Sequence[str], x: Any, training: bool, homes: dict[str, int]
+) -> StagedRecording:
     """Record one more forward of `x` in stages; the model is left as it was."""
 
     def record(pretends_tracing: bool) -> StagedRecording:
         batch = map_tensors(lambda t: t.detach().clone(), sort_keys(x))
         with restore_all(model), torch.set_grad_enabled(training or torch.is_grad_enabled()):
             set_mode(model, training)
-            return split_recording(record_forward(model, begins, batch, pretends_tracing), len(begins) + 1, homes)
+            return split_recording(
+                record_forward(model, begins, batch, pretends_tracing), len(begins) + 1, homes
+            )
 
     try:
         return record(pretends_tracing=False)
@@ -289,34 +347,45 @@ def _record(model: nn.Module, begins: Sequence[str], x: Any, training: bool, hom
 
 
 class _PartialModule(nn.Module):
-    """The parameters and buffers of a module of which only a part runs in a piece; it shares the module's tables."""
+    """The parameters and buffers of a module of which only a part runs in a piece; it shares the
+    module's tables.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._parameters, self._buffers = module._parameters, module._buffers
+        self._parameters = module._parameters
+        self._buffers = module._buffers
         self._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
 
 
 class Cut:
-    """A model that is cut where stages begin, with a recording for each mode and for each set of input shapes and dtypes."""
+    """A model that is cut where stages begin, with a recording for each mode and for each set of
+    input shapes and dtypes.
+    """
 
     def __init__(self, model: nn.Module, begins: Sequence[str], x: Any) -> None:
         """Cut a model whose input in training is like `x`. Raise `BadInput` if it cannot be cut."""
-        self.model, self.begins = model, list(begins)
+        self.model = model
+        self.begins = list(begins)
         self._recorded_model = model
         # module -> the stage in which it first runs, in the first recording
-        self._homes: Dict[str, int] = {}
+        self._homes: dict[str, int] = {}
         # the most recently used recording is the last
-        self._recordings: Dict[Any, StagedRecording] = {}
-        self._programs: Dict[Tuple[int, int], Program] = {}
+        self._recordings: dict[Any, StagedRecording] = {}
+        self._programs: dict[tuple[int, int], Program] = {}
         # whether new programs call compiled modules
         self.compiles = False
         self.first = self._find_recording(x, training=True)
         self.crossings = list(self.first.crossings)
         # by stage: the modules that it calls, and other modules that own tensors
         self.names = self.first.modules
-        inside = {id(m) for names in self.names for name in names for m in model.get_submodule(name).modules()}
-        self.owners: List[List[str]] = [[] for _ in self.names]
+        inside = {
+            id(m)
+            for names in self.names
+            for name in names
+            for m in model.get_submodule(name).modules()
+        }
+        self.owners: list[list[str]] = [[] for _ in self.names]
         for name, module in model.named_modules():
             if id(module) not in inside and (module._parameters or module._buffers):
                 self.owners[self._homes[find_running_ancestor(name, self._homes)]].append(name)
@@ -324,25 +393,30 @@ class Cut:
     def copy_to(self, model: nn.Module) -> Cut:
         """Return the same cut of a copy of the model; the copy may lack modules of other stages."""
         other = copy.copy(self)
-        other.model, other._programs = model, {}
+        other.model = model
+        other._programs = {}
         return other
 
-    def remember_gradients(self, orders: Sequence[Sequence[Tuple[int, ...]]]) -> None:
+    def remember_gradients(self, orders: Sequence[Sequence[tuple[int, ...]]]) -> None:
         """Store, for each crossing tensor, the order of its gradient's dimensions in memory."""
         for i, (crossing, tensor_orders) in enumerate(zip(self.crossings, orders)):
             self.crossings[i] = Crossing(
-                tuple(t.with_gradient_order(order) for t, order in zip(crossing.tensors, tensor_orders))
+                tuple(
+                    t.with_gradient_order(order)
+                    for t, order in zip(crossing.tensors, tensor_orders)
+                )
             )
 
     def compile(self) -> None:
         """Make pieces call modules by torch.compile from now on."""
-        self.compiles, self._programs = True, {}
+        self.compiles = True
+        self._programs = {}
 
     def is_prepared(self, x: Any, training: bool) -> bool:
         """Tell whether a forward like that of `x` has been recorded."""
         return _make_key(x, training) in self._recordings
 
-    def prepare(self, x: Any, training: bool) -> List[Crossing]:
+    def prepare(self, x: Any, training: bool) -> list[Crossing]:
         """Record the forward of `x` and return the crossing of each cut.
 
         Later stages do not see `x`, so only this tells them the shapes that enter them.
@@ -363,8 +437,10 @@ class Cut:
             self._programs[key] = Program(self.model, staged.stages[stage], self.compiles)
         return self._programs[key]
 
-    def _list_latest(self, training: bool) -> List[StagedRecording]:
-        """Return all recordings: first those of the mode, and among them the most recently used first."""
+    def _list_latest(self, training: bool) -> list[StagedRecording]:
+        """Return all recordings: first those of the mode, and among them the most recently used
+        first.
+        """
         keys = [*reversed(list(self._recordings))]
         return [self._recordings[key] for key in sorted(keys, key=lambda key: key[0] != training)]
 
@@ -381,13 +457,16 @@ class Cut:
         return staged
 
     def _find_by_input_shapes(self, stage: int, value: Any, training: bool) -> StagedRecording:
-        """Return the latest recording in which tensors of these shapes enter a stage. Raise `BadInput` if there is none."""
+        """Return the latest recording in which tensors of these shapes enter a stage. Raise
+        `BadInput` if there is none.
+        """
         shapes = tuple(tuple(t.shape) for t in flatten_tensors(value))
         for recording in self._list_latest(training):
             if recording.stages[stage].input_shapes == shapes:
                 return recording
         raise BadInput(
-            f"model: {type(self.model).__name__}: stage {stage} gets tensors of shapes {list(shapes)}, but no such forward was"
+            f"model: {type(self.model).__name__}: stage {stage} gets tensors of shapes "
+            f"{list(shapes)}, but no such forward was"
             " recorded: all microbatches must have one size"
         )
 
@@ -395,17 +474,21 @@ class Cut:
         """Raise BadInput if a module runs on a stage that does not hold it."""
         for stage, (names, names_here) in enumerate(zip(staged.modules, self.names)):
             for name in names:
-                home, module = self._homes[find_running_ancestor(name, self._homes)], self.model.get_submodule(name)
+                home = self._homes[find_running_ancestor(name, self._homes)]
+                module = self.model.get_submodule(name)
                 owns_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
                 if name not in names_here and home != stage and owns_tensors:
                     raise BadInput(
-                        f"model: module {name} belongs to stage {home} (first training forward) but runs on stage {stage}: choose"
+                        f"model: module {name} belongs to stage {home} (first training forward) "
+                        f"but runs on stage {stage}: choose"
                         " boundaries so that one stage calls it"
                     )
 
 
 def _make_key(x: Any, training: bool) -> Any:
-    """Return the key of a forward's recording: mode, whether gradients are on, shapes and dtypes of the input."""
+    """Return the key of a forward's recording: mode, whether gradients are on, shapes and dtypes of
+    the input.
+    """
     leaves = [("", x)] if isinstance(x, torch.Tensor) else walk_leaves(sort_keys(x))
     kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in leaves)
     return (training, training or torch.is_grad_enabled(), kinds)
@@ -414,25 +497,31 @@ def _make_key(x: Any, training: bool) -> Any:
 class Piece(nn.Module):
     """One stage of a cut model as a module.
 
-    `names`: the modules of the model that it calls, in the order of their first runs; `called`: these modules. `partial`: the
-    modules around them whose own tensors belong to this stage. `copies_input`: clone the input, because others need it
-    unchanged. `calls_before`: module -> the number of its runs in earlier stages.
+    `names`: the modules of the model that it calls, in the order of their first runs; `called`:
+    these modules. `partial`: the modules around them whose own tensors belong to this stage.
+    `copies_input`: clone the input, because others need it unchanged. `calls_before`: module -> the
+    number of its runs in earlier stages.
     """
 
     def __init__(self, cut: Cut, stage: int) -> None:
         super().__init__()
-        self.cut, self.stage = cut, stage
+        self.cut = cut
+        self.stage = stage
         self.names = cut.names[stage]
         self.called = nn.ModuleList([cut.model.get_submodule(name) for name in self.names])
-        self.partial = nn.ModuleList([_PartialModule(cut.model.get_submodule(name)) for name in cut.owners[stage]])
+        self.partial = nn.ModuleList(
+            [_PartialModule(cut.model.get_submodule(name)) for name in cut.owners[stage]]
+        )
         self.copies_input = False
-        self.calls_before: Dict[str, int] = {}
+        self.calls_before: dict[str, int] = {}
         for (earlier, name), count in cut.first.runs.items():
             if earlier < stage:
                 self.calls_before[name] = self.calls_before.get(name, 0) + count
 
     def copy_to(self, model: nn.Module) -> Piece:
-        """Return the same piece of a copy of the model; the copy may lack modules of other stages."""
+        """Return the same piece of a copy of the model; the copy may lack modules of other
+        stages.
+        """
         other = Piece(self.cut.copy_to(model), self.stage)
         other.copies_input = self.copies_input
         return other
@@ -449,32 +538,46 @@ class Piece(nn.Module):
         with enter_model_autocast(self.cut.model):
             return program.run(value)
 
-    def select_state(self) -> Dict[str, torch.Tensor]:
+    def select_state(self) -> dict[str, torch.Tensor]:
         """Return the piece's part of the model's state dict."""
         ids = {id(t) for t in self.list_tensors()}
-        return {name: t.detach() for name, t in self.cut.model.state_dict(keep_vars=True).items() if id(t) in ids}
+        return {
+            name: t.detach()
+            for name, t in self.cut.model.state_dict(keep_vars=True).items()
+            if id(t) in ids
+        }
 
-    def list_weights(self) -> List[str]:
-        """Return the names of the piece's trained parameters, each by its first name in the model."""
+    def list_weights(self) -> list[str]:
+        """Return the names of the piece's trained parameters, each by its first name in the
+        model.
+        """
         ids = {id(p) for p in self.parameters() if p.requires_grad}
         return [name for name, p in self.cut.model.named_parameters() if id(p) in ids]
 
-    def list_passed_weights(self) -> List[str]:
-        """Return the names of the weights that the piece passes to a later piece with the activations."""
-        crossing = {key.name for key in self.cut.first.stages[self.stage].output.keys if isinstance(key, Weight)}
+    def list_passed_weights(self) -> list[str]:
+        """Return the names of the weights that the piece passes to a later piece with the
+        activations.
+        """
+        crossing = {
+            key.name
+            for key in self.cut.first.stages[self.stage].output.keys
+            if isinstance(key, Weight)
+        }
         return [name for name in self.list_weights() if name in crossing]
 
-    def list_tensors(self) -> List[torch.Tensor]:
+    def list_tensors(self) -> list[torch.Tensor]:
         """Return the parameters and buffers of the piece."""
         return [*self.parameters(), *self.buffers()]
 
 
-def cut_model(model: nn.Module, begins: Sequence[str], x: Any) -> List[Piece]:
-    """Cut the model before each of the modules `begins`, which run in this order; `x`: an input in training."""
+def cut_model(model: nn.Module, begins: Sequence[str], x: Any) -> list[Piece]:
+    """Cut the model before each of the modules `begins`, which run in this order; `x`: an input in
+    training.
+    """
     cut = Cut(model, begins, x)
     return [Piece(cut, stage) for stage in range(len(cut.names))]
 
 
-def list_crossings(pieces: Sequence[Piece]) -> List[Crossing]:
+def list_crossings(pieces: Sequence[Piece]) -> list[Crossing]:
     """Return the crossing of each cut in training."""
     return pieces[0].cut.crossings

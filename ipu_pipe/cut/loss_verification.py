@@ -1,19 +1,22 @@
-"""Verify before training that the stage with the loss can compute it alone: from the output, the labels and its own modules.
+"""Verify before training that the stage with the loss can compute it alone: from the output, the
+labels and its own modules.
 
-A loss may read more of a model by closure: weights, attributes that modules set, activations that hooks keep. In one process it
-finds them. A process of a pipeline has live values of its own stages only, and the loss of a block has its own block only:
+A loss may read more of a model by closure: weights, attributes that modules set, activations that
+hooks keep. In one process it finds them. A process of a pipeline has live values of its own stages
+only, and the loss of a block has its own block only:
 
     whole     x -> stage 0 -> stage 1 -> stage 2 -> loss     all modules have just run on x
     alone     stored input of stage 2 -> stage 2 -> loss     the other modules ran on other values, and their tensors are changed
 
-The value and the gradients of the stage's own weights must be equal bit for bit, and no gradient may reach other weights. Most
-losses read outputs alone; a first trial of all losses on stored outputs finds that out.
+The value and the gradients of the stage's own weights must be equal bit for bit, and no gradient
+may reach other weights. Most losses read outputs alone; a first trial of all losses on stored
+outputs finds that out.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -34,7 +37,12 @@ from ipu_pipe.model.loss import (
 )
 from ipu_pipe.model.observation import get_storage, has_equal_values
 from ipu_pipe.model.precision import get_user_loss
-from ipu_pipe.model.randomness import KeyedRandomness, RandomStates, derive_seed, restore_random_states
+from ipu_pipe.model.randomness import (
+    KeyedRandomness,
+    RandomStates,
+    derive_seed,
+    restore_random_states,
+)
 from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.model.watching import FunctionWatch, Handler
 from ipu_pipe.text import list_some
@@ -44,13 +52,15 @@ ROUNDS = 2
 
 
 class LossStage(NamedTuple):
-    """A stage with a loss. `modules`: those that it holds; `run(value)`: returns the output for the loss."""
+    """A stage with a loss. `modules`: those that it holds; `run(value)`: returns the output for the
+    loss.
+    """
 
     stage: int
     modules: Sequence[nn.Module]
     run: Callable[[Any], Any]
 
-    def list_tensors(self) -> List[torch.Tensor]:
+    def list_tensors(self) -> list[torch.Tensor]:
         """Return the parameters and buffers that the stage holds."""
         return [t for module in self.modules for t in (*module.parameters(), *module.buffers())]
 
@@ -64,11 +74,13 @@ class LossTrial(NamedTuple):
     model: nn.Module
     pieces: Sequence[Piece]
     loss: Loss
-    example: Tuple[Any, Any]
+    example: tuple[Any, Any]
     randomness: KeyedRandomness
 
     def compute_loss(self, output: Any) -> torch.Tensor:
-        """Return the loss of one output; the random numbers that the loss draws are the same each time."""
+        """Return the loss of one output; the random numbers that the loss draws are the same each
+        time.
+        """
         seed = derive_seed("verification")
         torch.manual_seed(seed)
         RandomStates.from_seed(seed).write()
@@ -77,24 +89,35 @@ class LossTrial(NamedTuple):
     @contextlib.contextmanager
     def restore(self) -> Iterator[None]:
         """Restore model, loss and random states at the end of the context."""
-        with restore_random_states(), restore_all(self.model), restore_function(get_user_loss(self.loss)):
+        with restore_random_states(), restore_all(self.model), restore_function(
+            get_user_loss(self.loss)
+        ):
             yield
 
 
 class _Result(NamedTuple):
-    """The value of a loss, the gradients by the weights' ids, and the ids of the weights that its graph reaches."""
+    """The value of a loss, the gradients by the weights' ids, and the ids of the weights that its
+    graph reaches.
+    """
 
     value: torch.Tensor
-    gradients: Mapping[int, Optional[torch.Tensor]]
-    reached: Set[int]
+    gradients: Mapping[int, torch.Tensor | None]
+    reached: set[int]
 
 
 def takes_output_alone(loss: Loss) -> bool:
-    """Tell whether a loss is known to read outputs and labels alone: torch's own losses, and a loss in the output."""
-    one, plain = get_block_loss(loss), get_user_loss(loss)
+    """Tell whether a loss is known to read outputs and labels alone: torch's own losses, and a loss
+    in the output.
+    """
+    one = get_block_loss(loss)
+    plain = get_user_loss(loss)
     if isinstance(plain, OwnLoss):
         return True
-    if isinstance(one, LossOfOutput) and one.take is not None and not isinstance(one.take, TakePart):
+    if (
+        isinstance(one, LossOfOutput)
+        and one.take is not None
+        and not isinstance(one.take, TakePart)
+    ):
         return False
     if isinstance(plain, nn.Module):
         # a weight of classes may be a buffer of the model
@@ -102,10 +125,14 @@ def takes_output_alone(loss: Loss) -> bool:
     return getattr(plain, "__module__", None) == "torch.nn.functional"
 
 
-def list_foreign_reads(trial: LossTrial, stages: Sequence[LossStage], place: str, remedy: str) -> List[str]:
-    """Return a fault for each stage whose loss reads more than the stage holds; model and loss are left as they were.
+def list_foreign_reads(
+    trial: LossTrial, stages: Sequence[LossStage], place: str, remedy: str
+) -> list[str]:
+    """Return a fault for each stage whose loss reads more than the stage holds; model and loss are
+    left as they were.
 
-    `stages`: those with losses, in order; `place`: who computes a loss, with `{stage}` for the number.
+    `stages`: those with losses, in order; `place`: who computes a loss, with `{stage}` for the
+    number.
     """
     tensors = [*list_tensors(trial.example), *trial.model.parameters()]
     if takes_output_alone(trial.loss) or any(t.is_meta for t in tensors):
@@ -128,9 +155,13 @@ def list_foreign_reads(trial: LossTrial, stages: Sequence[LossStage], place: str
 
 
 def _explain_difference(trial: LossTrial, stage: LossStage, number: int, expected: _Result) -> str:
-    """Return what the loss `number` reads besides what its stage holds; "" if it reads nothing else."""
+    """Return what the loss `number` reads besides what its stage holds; "" if it reads nothing
+    else.
+    """
     held_ids = {id(t) for t in stage.list_tensors()}
-    elsewhere = {id(t) for piece in trial.pieces if piece.stage != stage.stage for t in piece.list_tensors()}
+    elsewhere = {
+        id(t) for piece in trial.pieces if piece.stage != stage.stage for t in piece.list_tensors()
+    }
     actual = _run_alone(trial, stage, number)
     reached = actual.reached - held_ids
     if not reached:
@@ -145,19 +176,25 @@ def _explain_difference(trial: LossTrial, stage: LossStage, number: int, expecte
     return f"reads {reads.describe(reached)}"
 
 
-def _is_same(expected: _Result, actual: _Result, weights: Set[int]) -> bool:
+def _is_same(expected: _Result, actual: _Result, weights: set[int]) -> bool:
     """Tell whether two losses and their gradients of `weights`, given by id, are equal."""
-    if expected.value.dtype != actual.value.dtype or not has_equal_values(expected.value, actual.value):
+    if expected.value.dtype != actual.value.dtype or not has_equal_values(
+        expected.value, actual.value
+    ):
         return False
     pairs = [(expected.gradients.get(weight), actual.gradients.get(weight)) for weight in weights]
-    return all(a is b or (a is not None and b is not None and has_equal_values(a, b)) for a, b in pairs)
+    return all(
+        a is b or (a is not None and b is not None and has_equal_values(a, b)) for a, b in pairs
+    )
 
 
 # ---- runs of model and loss
 
 
 def _reads_outputs_alone(trial: LossTrial, numbers: Sequence[int]) -> bool:
-    """Tell whether all losses are the same where the whole model is changed after their outputs were stored."""
+    """Tell whether all losses are the same where the whole model is changed after their outputs
+    were stored.
+    """
     weights = [*trial.model.parameters()]
     with trial.restore(), torch.enable_grad():
         _run_on_other_values(trial, numbers, weights)
@@ -184,8 +221,12 @@ def _run_whole(trial: LossTrial, number: int) -> _Result:
         return _Result(loss.detach(), _compute_gradients(trial, loss), set())
 
 
-def _run_alone(trial: LossTrial, stage: LossStage, number: int, note: Optional[Handler] = None) -> _Result:
-    """Return the loss of a stage where only its own modules have just run; `note` watches the functions that it calls."""
+def _run_alone(
+    trial: LossTrial, stage: LossStage, number: int, note: Handler | None = None
+) -> _Result:
+    """Return the loss of a stage where only its own modules have just run; `note` watches the
+    functions that it calls.
+    """
     held_storages = {get_storage(t) for t in stage.list_tensors()}
     tensors = [*trial.model.parameters(), *trial.model.buffers()]
     others = [t for t in tensors if get_storage(t) not in held_storages]
@@ -205,16 +246,25 @@ def _run_alone(trial: LossTrial, stage: LossStage, number: int, note: Optional[H
                 with FunctionWatch(note) if note is not None else contextlib.nullcontext():
                     loss = trial.compute_loss(output)
         reached = _find_leaves(loss) & {id(p) for p in trial.model.parameters()}
-        gradients = {} if reached - {id(t) for t in stage.list_tensors()} else _compute_gradients(trial, loss)
+        gradients = (
+            {}
+            if reached - {id(t) for t in stage.list_tensors()}
+            else _compute_gradients(trial, loss)
+        )
         return _Result(loss.detach(), gradients, reached)
 
 
 def _run_on_other_values(
-    trial: LossTrial, numbers: Sequence[int], others: Sequence[torch.Tensor], pieces: Optional[Sequence[Piece]] = None
+    trial: LossTrial,
+    numbers: Sequence[int],
+    others: Sequence[torch.Tensor],
+    pieces: Sequence[Piece] | None = None,
 ) -> None:
-    """Run the model and its losses, or only `pieces`, on another input and with other values of the weights among `others`.
+    """Run the model and its losses, or only `pieces`, on another input and with other values of the
+    weights among `others`.
 
-    `numbers`: those of the losses. Afterwards, values that modules and hooks have kept are those of another microbatch.
+    `numbers`: those of the losses. Afterwards, values that modules and hooks have kept are those of
+    another microbatch.
     """
     x = tree_map(change_values, trial.example[0])
     weights = [t for t in others if isinstance(t, nn.Parameter)]
@@ -235,13 +285,18 @@ def _get_output(output: Any, number: int) -> Any:
 def _detach(value: Any) -> Any:
     """Return copies of a nest's tensors, without their graphs, which may be overwritten."""
     return tree_map(
-        lambda t: t.detach().requires_grad_(t.requires_grad).clone() if isinstance(t, torch.Tensor) else t, value
+        lambda t: (
+            t.detach().requires_grad_(t.requires_grad).clone() if isinstance(t, torch.Tensor) else t
+        ),
+        value,
     )
 
 
 @contextlib.contextmanager
 def _change_tensors(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Change the values of `tensors` inside the context, in their own memory, as views of them must change too."""
+    """Change the values of `tensors` inside the context, in their own memory, as views of them must
+    change too.
+    """
     # expanded tensors cannot be written
     written = [t.data for t in tensors if t.layout is torch.strided and 0 not in t.stride()]
     # a GPU may have no room for them
@@ -258,7 +313,7 @@ def _change_tensors(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             t.copy_(value)
 
 
-def _compute_gradients(trial: LossTrial, loss: torch.Tensor) -> Dict[int, Optional[torch.Tensor]]:
+def _compute_gradients(trial: LossTrial, loss: torch.Tensor) -> dict[int, torch.Tensor | None]:
     """Return the gradients of a loss by the ids of the weights."""
     if loss.requires_grad:
         with trial.randomness.backward(0):
@@ -266,13 +321,13 @@ def _compute_gradients(trial: LossTrial, loss: torch.Tensor) -> Dict[int, Option
     return {id(p): p.grad for p in trial.model.parameters()}
 
 
-def _find_leaves(loss: torch.Tensor) -> Set[int]:
+def _find_leaves(loss: torch.Tensor) -> set[int]:
     """Return the ids of the tensors at the ends of a loss's graph."""
     if loss.grad_fn is None:
         return {id(loss)}
-    leaves: Set[int] = set()
-    visited: Set[Any] = {loss.grad_fn}
-    waiting: List[Any] = [loss.grad_fn]
+    leaves: set[int] = set()
+    visited: set[Any] = {loss.grad_fn}
+    waiting: list[Any] = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):
@@ -287,14 +342,17 @@ def _find_leaves(loss: torch.Tensor) -> Set[int]:
 
 
 class _Reads:
-    """The tensors of a model, besides those of `stage`, with which a loss calls torch's functions."""
+    """The tensors of a model, besides those of `stage`, with which a loss calls torch's
+    functions.
+    """
 
     def __init__(self, trial: LossTrial, stage: LossStage) -> None:
-        self._model, self._pieces = trial.model, trial.pieces
+        self._model = trial.model
+        self._pieces = trial.pieces
         self._own_modules = {id(m) for module in stage.modules for m in module.modules()}
         self._own_tensors = {id(t) for t in stage.list_tensors()}
         # kind and stage -> names, in order
-        self._names: Dict[str, Dict[str, None]] = {}
+        self._names: dict[str, dict[str, None]] = {}
 
     def note(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and note the tensors of the model among its arguments."""
@@ -304,8 +362,11 @@ class _Reads:
                 self._names.setdefault(kind, {})[name] = None
         return function(*args, **kwargs)
 
-    def _walk_tensors(self) -> Iterator[Tuple[str, str, torch.Tensor]]:
-        for kind, named in (("parameters", self._model.named_parameters()), ("buffers", self._model.named_buffers())):
+    def _walk_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for kind, named in (
+            ("parameters", self._model.named_parameters()),
+            ("buffers", self._model.named_buffers()),
+        ):
             for name, tensor in named:
                 if id(tensor) not in self._own_tensors:
                     yield f"{kind}{self._name_stage(tensor)}", name, tensor
@@ -318,14 +379,20 @@ class _Reads:
                         yield "attributes of modules", f"{name}.{key}" if name else key, tensor
 
     def _name_stage(self, tensor: torch.Tensor) -> str:
-        holders = [piece.stage for piece in self._pieces if any(t is tensor for t in piece.list_tensors())]
+        holders = [
+            piece.stage for piece in self._pieces if any(t is tensor for t in piece.list_tensors())
+        ]
         return f" of stage {holders[0]}" if holders else ""
 
-    def describe(self, reached: Set[int]) -> str:
-        """Describe the noted tensors, or else the weights on which the loss depends by way of tensors that a hook has kept."""
+    def describe(self, reached: set[int]) -> str:
+        """Describe the noted tensors, or else the weights on which the loss depends by way of
+        tensors that a hook has kept.
+        """
         kinds = [f"{kind} ({list_some(list(names))})" for kind, names in self._names.items()]
         if not kinds and reached:
             named = [(name, p) for name, p in self._model.named_parameters() if id(p) in reached]
             stages = list(dict.fromkeys(self._name_stage(p) for _, p in named))
-            kinds = [f"activations{stages[0]} (they depend on {list_some([name for name, _ in named])})"]
+            kinds = [
+                f"activations{stages[0]} (they depend on {list_some([name for name, _ in named])})"
+            ]
         return " and ".join(kinds) or "values of other stages (of modules or hooks)"

@@ -1,22 +1,25 @@
-"""Record one real forward of a model as calls of modules and torch functions, with the stage of each call.
+"""Record one real forward of a model as calls of modules and torch functions, with the stage of
+each call.
 
-A model is cut at a module inside it, although its forward is plain Python that cannot be cut. So the forward runs once while it
-is watched, and each stage then replays its part of the calls:
+A model is cut at a module inside it, although its forward is plain Python that cannot be cut. So
+the forward runs once while it is watched, and each stage then replays its part of the calls:
 
     model's forward         h = self.embed(x) + self.position; for block in self.blocks: h = block(h) ...
     recorded with           0 input  1 embed(x)  2 add(1, position)  3 blocks.0(2) | 4 blocks.1(3) ...
     boundary blocks.1                                 stage 0                      |   stage 1
 
-    [1] a module is one call, unless there is a boundary inside it: then its inner calls are recorded instead
-        (`begin_module`, `end_module`: hooks)
-    [2] a torch function between them is a call; functions inside a call are ignored (`watch_function`: a `FunctionWatch`)
-    [3] below these, every operation on memory is watched, also inside calls (`watch_operation`: an `OperationWatch`): a tensor
-        is *live* if its memory depends on the input or on weights; all others, such as masks and positions, are constants
+    [1] a module is one call, unless there is a boundary inside it: then its inner calls are
+        recorded instead (`begin_module`, `end_module`: hooks)
+    [2] a torch function between them is a call; functions inside a call are ignored
+    (`watch_function`: a `FunctionWatch`) [3] below these, every operation on memory is watched,
+        also inside calls (`watch_operation`: an `OperationWatch`): a tensor is *live* if its memory
+        depends on the input or on weights; all others, such as masks and positions, are constants
     [4] at the end, calls whose results are all constant are left out (`finish`)
 
-Python code between the calls runs only during the recording: sizes, branches and counters are those of the recording.
-`ipu_pipe.cut.verification` finds what a recording cannot see. This file refuses what the verification could miss: branches on
-values, tensors kept in attributes from stage to stage, Python's counters and random numbers.
+Python code between the calls runs only during the recording: sizes, branches and counters are those
+of the recording. `ipu_pipe.cut.verification` finds what a recording cannot see. This file refuses
+what the verification could miss: branches on values, tensors kept in attributes from stage to
+stage, Python's counters and random numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import functools
 import pickle
 import random
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, NoReturn, Sequence, Set, Tuple, Type, Union
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, NoReturn, Sequence, Union
 
 import numpy as np
 import torch
@@ -61,38 +64,44 @@ Key = Union[Value, Weight]
 
 @dataclass(frozen=True)
 class Template:
-    """A nest of arguments or results: its leaves, with keys in place of live tensors, and PyTorch's description of the nest."""
+    """A nest of arguments or results: its leaves, with keys in place of live tensors, and PyTorch's
+    description of the nest.
+    """
 
-    leaves: Tuple[Any, ...]
+    leaves: tuple[Any, ...]
     spec: Any
 
     @property
-    def keys(self) -> List[Key]:
+    def keys(self) -> list[Key]:
         """The values and weights among the leaves, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, (Value, Weight))]
 
     def __deepcopy__(self, memo: Any) -> Template:
-        # copies of a model share its recordings; PyTorch warns if the description of a nest is copied
+        # copies of a model share its recordings; PyTorch warns if the description of a nest is
+        # copied
         return self
 
 
 class AutogradState(NamedTuple):
     """The differences of a call's grad mode and autocast from those of the model's forward.
 
-    `grad`: the grad mode, None if equal. `autocast`: (device, enabled, dtype) of each device whose autocast differs.
+    `grad`: the grad mode, None if equal. `autocast`: (device, enabled, dtype) of each device whose
+    autocast differs.
     """
 
-    grad: Union[None, bool] = None
-    autocast: Tuple[Tuple[str, bool, Any], ...] = ()
+    grad: None | bool = None
+    autocast: tuple[tuple[str, bool, Any], ...] = ()
 
 
 @dataclass
 class RecordedCall:
-    """A recorded call. `target`: a module's name, a function, or None for the model's input; `arguments`: (args, kwargs)."""
+    """A recorded call. `target`: a module's name, a function, or None for the model's input;
+    `arguments`: (args, kwargs).
+    """
 
     index: int
     stage: int
-    target: Union[None, str, Callable[..., Any]]
+    target: None | str | Callable[..., Any]
     arguments: Template
     state: AutogradState
 
@@ -116,17 +125,18 @@ def name_operation(function: Any) -> str:
 class Recording:
     """The recording of one forward; it keeps the forward's tensors alive.
 
-    `weights`: parameters and buffers by the first of their names. `homes`: module -> stage of its first run. `runs`: (stage,
-    module) -> number of runs. `written`: stage -> storages that it writes.
+    `weights`: parameters and buffers by the first of their names. `homes`: module -> stage of its
+    first run. `runs`: (stage, module) -> number of runs. `written`: stage -> storages that it
+    writes.
     """
 
-    weights: Dict[str, torch.Tensor]
-    calls: List[RecordedCall] = field(default_factory=list)
+    weights: dict[str, torch.Tensor]
+    calls: list[RecordedCall] = field(default_factory=list)
     output: Template = Template((), None)
-    tensors: Dict[Value, torch.Tensor] = field(default_factory=dict)
-    homes: Dict[str, int] = field(default_factory=dict)
-    runs: Dict[Tuple[int, str], int] = field(default_factory=dict)
-    written: Dict[int, Set[int]] = field(default_factory=dict)
+    tensors: dict[Value, torch.Tensor] = field(default_factory=dict)
+    homes: dict[str, int] = field(default_factory=dict)
+    runs: dict[tuple[int, str], int] = field(default_factory=dict)
+    written: dict[int, set[int]] = field(default_factory=dict)
 
     def is_written(self, tensor: torch.Tensor, stage: int) -> bool:
         """Tell whether a stage wrote into a tensor's memory."""
@@ -147,46 +157,61 @@ HOOKS = {"register_hook", "retain_grad"}
 
 
 class Recorder:
-    """Record one forward. `begins`: the modules at which stages 1 and later begin; modules around them are not calls."""
+    """Record one forward. `begins`: the modules at which stages 1 and later begin; modules around
+    them are not calls.
+    """
 
     def __init__(self, model: nn.Module, begins: Sequence[str], x: Any) -> None:
         named = dict([*model.named_parameters(), *model.named_buffers()])
-        inputs, weights = flatten_tensors(x), [*model.parameters(), *model.buffers()]
+        inputs = flatten_tensors(x)
+        weights = [*model.parameters(), *model.buffers()]
         self.recording = Recording(named)
-        self._model, self._last_stage, self._stage = model, len(begins), 0
-        self._begins = {id(model.get_submodule(name)): (name, s) for s, name in enumerate(begins, 1)}
+        self._model = model
+        self._last_stage = len(begins)
+        self._stage = 0
+        self._begins = {
+            id(model.get_submodule(name)): (name, s) for s, name in enumerate(begins, 1)
+        }
         self._cut_modules = {id(model.get_submodule(name)) for name in list_cut_modules(begins)}
         self._names = {id(module): name for name, module in model.named_modules()}
         with enter_model_autocast(model):
             self._base = torch.is_grad_enabled(), _read_autocast()
         # the running modules around cuts, the innermost last
-        self._running: List[str] = []
-        # the running call: its name, the depth of modules inside it (0 between calls), and the storages that it has made
-        self._call_name, self._depth = "", 0
-        self._made: Set[int] = set()
+        self._running: list[str] = []
+        # the running call: its name, the depth of modules inside it (0 between calls), and the
+        # storages that it has made
+        self._call_name = ""
+        self._depth = 0
+        self._made: set[int] = set()
         # whether the recorder itself calls functions
         self._is_busy = False
         # id of a tensor -> its name or value
         self._weights = {id(tensor): name for name, tensor in named.items()}
-        self._values: Dict[int, Value] = {}
+        self._values: dict[int, Value] = {}
         # live memory -> the stage that made it
-        self._live: Dict[int, int] = {get_storage(t): ANYWHERE for t in weights}
+        self._live: dict[int, int] = {get_storage(t): ANYWHERE for t in weights}
         self._live.update({get_storage(t): 0 for t in inputs})
         # storages that are arguments of this stage's calls
-        self._arguments: Set[int] = set()
+        self._arguments: set[int] = set()
         # ids and storage numbers are not reused while these tensors are referenced
-        self._alive: List[Any] = [*weights, *inputs]
+        self._alive: list[Any] = [*weights, *inputs]
         self._note_result(self._add_call(None, (), {}), x)
 
-    def _fail(self, operation: str, why: str, kind: Type[BadInput] = BadInput) -> NoReturn:
+    def _fail(self, operation: str, why: str, kind: type[BadInput] = BadInput) -> NoReturn:
         """Raise `BadInput` for an operation that cannot be cut."""
         where = (self._running[-1] if self._running else "") or "the model's own forward"
-        raise kind(f"model: {type(self._model).__name__}: stage {self._stage}: {operation} in {where}: {why}")
+        raise kind(
+            f"model: {type(self._model).__name__}: stage {self._stage}: {operation} in {where}: "
+            f"{why}"
+        )
 
     def _fail_on_values(self, operation: str) -> NoReturn:
         self._fail(
-            {"_local_scalar_dense": "a number read from a tensor (if, item, int)"}.get(operation, operation),
-            "in a module that is cut, the forward depends on a tensor's values: begin stages at whole modules around it, put it"
+            {"_local_scalar_dense": "a number read from a tensor (if, item, int)"}.get(
+                operation, operation
+            ),
+            "in a module that is cut, the forward depends on a tensor's values: begin stages at "
+            "whole modules around it, put it"
             " into a module of its own, or use backend: {name: emulator}",
             ReadsValues,
         )
@@ -195,7 +220,8 @@ class Recorder:
 
     def begin_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a module's run, and its stage if it is a boundary: a forward pre-hook."""
-        name, recording = self._names[id(module)], self.recording
+        name = self._names[id(module)]
+        recording = self.recording
         if id(module) in self._begins:
             self._begin_stage(*self._begins[id(module)])
         recording.runs[self._stage, name] = recording.runs.get((self._stage, name), 0) + 1
@@ -206,9 +232,12 @@ class Recorder:
         if id(module) in self._cut_modules:
             self._running.append(name)
             return
-        self._is_busy, self._call_name, self._made = True, name, set()
+        self._is_busy = True
+        self._call_name = name
+        self._made = set()
         self._add_call(name, args, kwargs)
-        self._is_busy, self._depth = False, 1
+        self._is_busy = False
+        self._depth = 1
 
     def end_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """End a module's run: a forward hook."""
@@ -225,13 +254,16 @@ class Recorder:
             return
         if stage != self._stage + 1:
             raise BadInput(
-                f"stages: {name}: begins stage {stage}, but runs during stage {self._stage}: must be in order"
+                f"stages: {name}: begins stage {stage}, but runs during stage {self._stage}: must "
+                f"be in order"
             )
         if self._depth:
             raise BadInput(
-                f"stages: {name}: first runs inside {self._call_name}, which is not a module around it: no stage can begin there"
+                f"stages: {name}: first runs inside {self._call_name}, which is not a module "
+                f"around it: no stage can begin there"
             )
-        self._stage, self._arguments = stage, set()
+        self._stage = stage
+        self._arguments = set()
 
     # ---- [2] functions
 
@@ -244,10 +276,15 @@ class Recorder:
         name = name_operation(func)
         if name in PYTHON_READS and get_storage(args[0]) in self._live:
             self._fail_on_values(name)
-        self._call_name, self._made = name, set()
+        self._call_name = name
+        self._made = set()
         result = func(*args, **kwargs)
         # other functions return sizes and types
-        if flatten_tensors(result) or (result is None and flatten_tensors((args, kwargs))) or name in HOOKS:
+        if (
+            flatten_tensors(result)
+            or (result is None and flatten_tensors((args, kwargs)))
+            or name in HOOKS
+        ):
             self._note_result(self._add_call(func, args, kwargs), result)
         return result
 
@@ -256,15 +293,19 @@ class Recorder:
     def watch_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and track the storages that it reads, makes and writes."""
         read = {get_storage(t) for t in list_tensors((*args, *kwargs.values()))}
-        is_live, name = not read.isdisjoint(self._live), func.overloadpacket.__name__
+        is_live = not read.isdisjoint(self._live)
+        name = func.overloadpacket.__name__
         if is_live and name in VALUE_READS and not self._depth:
             self._fail_on_values(name)
         if self._depth and any(
-            ANYWHERE < self._live.get(storage, ANYWHERE) < self._stage and storage not in self._arguments for storage in read
+            ANYWHERE < self._live.get(storage, ANYWHERE) < self._stage
+            and storage not in self._arguments
+            for storage in read
         ):
             self._fail(
                 self._call_name,
-                f"its {name} reads a tensor that an earlier stage made and kept aside (an attribute, a list): give it to the"
+                f"its {name} reads a tensor that an earlier stage made and kept aside (an "
+                f"attribute, a list): give it to the"
                 " module as an argument, or begin the stage elsewhere",
             )
         result = func(*args, **kwargs)
@@ -273,7 +314,9 @@ class Recorder:
             if storage not in read:
                 self._made.add(storage)
                 self._alive.append(
-                    StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
+                    StorageWeakRef(tensor.untyped_storage())
+                    if tensor.layout is torch.strided
+                    else tensor
                 )
                 if is_live:
                     self._live[storage] = self._stage
@@ -286,18 +329,28 @@ class Recorder:
     # ---- calls, their arguments and results
 
     def _add_call(self, target: Any, args: Any, keywords: Any) -> RecordedCall:
-        # look at the arguments before and after flattening, because PyTorch may know a cache as a nest
+        # look at the arguments before and after flattening, because PyTorch may know a cache as a
+        # nest
         for value in (*args, *keywords.values(), *tree_flatten((args, keywords))[0]):
             if type(value).__name__.endswith("Cache"):
                 self._fail(
                     self._call_name,
-                    f"it takes a {type(value).__name__}, which keeps tensors from call to call and cannot cross a boundary:"
+                    f"it takes a {type(value).__name__}, which keeps tensors from call to call and "
+                    f"cannot cross a boundary:"
                     " set config.use_cache = False",
                 )
         grad, (base_grad, base) = torch.is_grad_enabled(), self._base
-        autocast = tuple(setting for setting, usual in zip(_read_autocast(), base) if setting != usual)
+        autocast = tuple(
+            setting for setting, usual in zip(_read_autocast(), base) if setting != usual
+        )
         state = AutogradState(None if grad == base_grad else grad, autocast)
-        call = RecordedCall(len(self.recording.calls), self._stage, target, self._make_template((args, keywords)), state)
+        call = RecordedCall(
+            len(self.recording.calls),
+            self._stage,
+            target,
+            self._make_template((args, keywords)),
+            state,
+        )
         self.recording.calls.append(call)
         return call
 
@@ -317,7 +370,8 @@ class Recorder:
         if _is_wrapped(value) or get_storage(value) in self._live:
             self._fail(
                 f"a tensor of shape {tuple(value.shape)}",
-                "it was kept in an attribute or in an object that a module returned, or made inside torch.func: modules around a"
+                "it was kept in an attribute or in an object that a module returned, or made "
+                "inside torch.func: modules around a"
                 " cut must take and return tensors, in tuples, lists and dicts",
             )
         self._alive.append(value)
@@ -332,28 +386,41 @@ class Recorder:
     # ---- [4] the end
 
     def finish(self, output: Any) -> Recording:
-        """Add the model's output, turn values that are not live into constants, and return the recording."""
+        """Add the model's output, turn values that are not live into constants, and return the
+        recording.
+        """
         if self._stage != self._last_stage:
             late = next(name for name, stage in self._begins.values() if stage > self._stage)
             raise BadInput(
-                f"stages: {late}: does not run in this forward after the stages before: no stage can begin there"
+                f"stages: {late}: does not run in this forward after the stages before: no stage "
+                f"can begin there"
             )
         recording = self.recording
         output_template = self._make_template(output)
-        results: Dict[int, Dict[Value, torch.Tensor]] = {}
+        results: dict[int, dict[Value, torch.Tensor]] = {}
         for key, tensor in recording.tensors.items():
             results.setdefault(key.call, {})[key] = tensor
-        constants: Dict[Any, torch.Tensor] = {}
+        constants: dict[Any, torch.Tensor] = {}
 
         def insert_constants(template: Template) -> Template:
-            leaves = (constants.get(leaf, leaf) if isinstance(leaf, Value) else leaf for leaf in template.leaves)
+            leaves = (
+                constants.get(leaf, leaf) if isinstance(leaf, Value) else leaf
+                for leaf in template.leaves
+            )
             return Template(tuple(leaves), template.spec)
 
-        calls, recording.calls = recording.calls, []
+        calls = recording.calls
+        recording.calls = []
         for call in calls:
-            call.arguments, values = insert_constants(call.arguments), results.get(call.index, {})
+            call.arguments = insert_constants(call.arguments)
+            values = results.get(call.index, {})
             is_live = any(get_storage(t) in self._live for t in values.values())
-            if is_live or call.arguments.keys or call.target is None or isinstance(call.target, str):
+            if (
+                is_live
+                or call.arguments.keys
+                or call.target is None
+                or isinstance(call.target, str)
+            ):
                 recording.calls.append(call)
             else:
                 constants.update(values)
@@ -361,47 +428,58 @@ class Recorder:
         return recording
 
 
-def _read_autocast() -> Tuple[Tuple[str, bool, Any], ...]:
+def _read_autocast() -> tuple[tuple[str, bool, Any], ...]:
     if hasattr(torch, "get_autocast_dtype"):
         devices = ("cpu", "cuda")
-        return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+        return tuple(
+            (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
+        )
     cpu = ("cpu", torch.is_autocast_cpu_enabled(), torch.get_autocast_cpu_dtype())
     return (cpu, ("cuda", torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()))
 
 
 @functools.lru_cache(maxsize=None)
-def _find_written_arguments(func: Any) -> List[Tuple[int, str]]:
+def _find_written_arguments(func: Any) -> list[tuple[int, str]]:
     """Return the numbers and names of the arguments that an operation writes."""
     arguments = enumerate(func._schema.arguments)
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
-def _list_written_storages(func: Any, args: Any, kwargs: Any) -> List[int]:
+def _list_written_storages(func: Any, args: Any, kwargs: Any) -> list[int]:
     """Return the storages that an operation writes."""
-    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _find_written_arguments(func)]
+    written = [
+        args[i] if i < len(args) else kwargs.get(name) for i, name in _find_written_arguments(func)
+    ]
     return [get_storage(t) for t in list_tensors(written)]
 
 
-def list_cut_modules(begins: Sequence[str]) -> List[str]:
+def list_cut_modules(begins: Sequence[str]) -> list[str]:
     """Return the names of the modules around boundaries."""
     return list(dict.fromkeys(name for begin in begins for name in list_ancestors(begin)))
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is a wrapper inside a transformation of torch.func."""
-    return bool(torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_gradtrackingtensor(tensor))
+    return bool(
+        torch._C._functorch.is_batchedtensor(tensor)
+        or torch._C._functorch.is_gradtrackingtensor(tensor)
+    )
 
 
 @contextlib.contextmanager
 def _watch_modules(model: nn.Module, recorder: Recorder, pretends_tracing: bool) -> Iterator[None]:
     """Put the recorder's hooks on all modules inside the context.
 
-    `pretends_tracing`: `torch.jit.is_tracing` returns true, so that models skip branches on values. Backward hooks are
-    removed, because they would wrap a module's outputs after the recorder has seen them, and there is no backward here.
+    `pretends_tracing`: `torch.jit.is_tracing` returns true, so that models skip branches on values.
+    Backward hooks are removed, because they would wrap a module's outputs after the recorder has
+    seen them, and there is no backward here.
     """
-    tables = [table for m in model.modules() for table in (m._backward_hooks, m._backward_pre_hooks)]
+    tables = [
+        table for m in model.modules() for table in (m._backward_hooks, m._backward_pre_hooks)
+    ]
     hooks = [table.copy() for table in tables]
-    is_tracing, is_caching = torch.jit.is_tracing, torch.is_autocast_cache_enabled()
+    is_tracing = torch.jit.is_tracing
+    is_caching = torch.is_autocast_cache_enabled()
     try:
         for table in tables:
             table.clear()
@@ -412,9 +490,13 @@ def _watch_modules(model: nn.Module, recorder: Recorder, pretends_tracing: bool)
         with contextlib.ExitStack() as handles:
             for module in model.modules():
                 handles.enter_context(
-                    module.register_forward_pre_hook(recorder.begin_module, prepend=True, with_kwargs=True)
+                    module.register_forward_pre_hook(
+                        recorder.begin_module, prepend=True, with_kwargs=True
+                    )
                 )
-                handles.enter_context(module.register_forward_hook(recorder.end_module, with_kwargs=True))
+                handles.enter_context(
+                    module.register_forward_hook(recorder.end_module, with_kwargs=True)
+                )
             with OperationWatch(recorder.watch_operation), FunctionWatch(recorder.watch_function):
                 yield
     finally:
@@ -426,45 +508,62 @@ def _watch_modules(model: nn.Module, recorder: Recorder, pretends_tracing: bool)
 
 @contextlib.contextmanager
 def _require_unchanged_python(model: nn.Module, owners: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Raise `BadInput` if Python's or numpy's random state or a number in an attribute of `owners` changes inside the context.
+    """Raise `BadInput` if Python's or numpy's random state or a number in an attribute of `owners`
+    changes inside the context.
 
     A replay of the calls would not change them.
     """
 
-    def read_numbers() -> Dict[str, Any]:
+    def read_numbers() -> dict[str, Any]:
         return {
-            join_name(n, key): v for n, owner in owners.items() for key, v in vars(owner).items() if type(v) in (int, float)
+            join_name(n, key): v
+            for n, owner in owners.items()
+            for key, v in vars(owner).items()
+            if type(v) in (int, float)
         }
 
     def read_random() -> Any:
         return random.getstate(), pickle.dumps(np.random.get_state())
 
-    numbers, random_states = read_numbers(), read_random()
+    numbers = read_numbers()
+    random_states = read_random()
     yield
     if read_random() != random_states:
         raise BadInput(
-            f"model: {type(model).__name__}: its forward draws from Python's random or numpy's, which no seed of a microbatch"
+            f"model: {type(model).__name__}: its forward draws from Python's random or numpy's, "
+            f"which no seed of a microbatch"
             " reaches: draw from torch"
         )
     for name, value in read_numbers().items():
         if numbers.get(name, value) != value:
             raise BadInput(
-                f"model: {name}: the forward changes this number in a module that is cut, where Python code runs only once: keep"
-                " it in a buffer (self.count.add_(1)) or in a module inside, or begin no stage inside that module"
+                f"model: {name}: the forward changes this number in a module that is cut, where "
+                f"Python code runs only once: keep"
+                " it in a buffer (self.count.add_(1)) or in a module inside, or begin no stage "
+                "inside that module"
             )
 
 
-def record_forward(model: nn.Module, begins: Sequence[str], x: Any, pretends_tracing: bool) -> Recording:
-    """Record one forward of the input `x`, which the forward may overwrite, in the model's present mode.
+def record_forward(
+    model: nn.Module, begins: Sequence[str], x: Any, pretends_tracing: bool
+) -> Recording:
+    """Record one forward of the input `x`, which the forward may overwrite, in the model's present
+    mode.
 
-    `pretends_tracing`: `torch.jit.is_tracing` returns true, so that models skip branches on values. Raise `BadInput` if the model
-    cannot be cut at `begins`.
+    `pretends_tracing`: `torch.jit.is_tracing` returns true, so that models skip branches on values.
+    Raise `BadInput` if the model cannot be cut at `begins`.
     """
     owners = {name: model.get_submodule(name) for name in list_cut_modules(begins)}
     for name, owner in owners.items():
-        if owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks:
+        if (
+            owner._forward_hooks
+            or owner._forward_pre_hooks
+            or owner._backward_hooks
+            or owner._backward_pre_hooks
+        ):
             raise BadInput(
-                f"stages: {name or 'the model'}: has hooks, but stages begin inside it, where they would not run: put them on"
+                f"stages: {name or 'the model'}: has hooks, but stages begin inside it, where they "
+                f"would not run: put them on"
                 " modules inside, or begin stages elsewhere"
             )
     with _require_unchanged_python(model, owners):

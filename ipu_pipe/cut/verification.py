@@ -1,14 +1,16 @@
-"""Verify before training that a model's pieces, run in a chain, compute what the whole model computes, bit for bit.
+"""Verify before training that a model's pieces, run in a chain, compute what the whole model
+computes, bit for bit.
 
-The recording behind the pieces may miss parts of a forward (numbers that Python computes from a tensor's values, counters,
-tensors kept in attributes). So pieces and whole model run on other values than the recorded ones, twice in training, and any
-difference is refused. The same passes show effects of the whole model's training that pieces on several processes cannot have.
+The recording behind the pieces may miss parts of a forward (numbers that Python computes from a
+tensor's values, counters, tensors kept in attributes). So pieces and whole model run on other
+values than the recorded ones, twice in training, and any difference is refused. The same passes
+show effects of the whole model's training that pieces on several processes cannot have.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -29,18 +31,21 @@ from ipu_pipe.text import list_some
 class TrainingEffects(NamedTuple):
     """The side effects of the whole model's training pass.
 
-    `forward`: those of its forward. `changed_by_backward`: buffers that its backward changes (a checkpoint in it runs modules
-    again). `checkpointed`: modules that its backward runs again but the pieces' backwards do not (the checkpoint itself is cut).
+    `forward`: those of its forward. `changed_by_backward`: buffers that its backward changes (a
+    checkpoint in it runs modules again). `checkpointed`: modules that its backward runs again but
+    the pieces' backwards do not (the checkpoint itself is cut).
     """
 
     forward: ForwardEffects
-    changed_by_backward: List[str] = []
-    checkpointed: List[str] = []
+    changed_by_backward: list[str] = []
+    checkpointed: list[str] = []
 
 
 def verify_pieces(model: nn.Module, pieces: Sequence[Piece], x: Any) -> TrainingEffects:
-    """Raise `BadInput` if pieces and model differ: in module outputs, gradients and buffers in training, or in the output in
-    evaluation. The model is left as it was; its cut keeps the recordings and the layouts of gradients that cross it."""
+    """Raise `BadInput` if pieces and model differ: in module outputs, gradients and buffers in
+    training, or in the output in evaluation. The model is left as it was; its cut keeps the
+    recordings and the layouts of gradients that cross it.
+    """
     # meta tensors have no values to compare
     if any(t.is_meta for t in flatten_tensors(x)):
         return TrainingEffects(ForwardEffects())
@@ -56,39 +61,66 @@ def verify_pieces(model: nn.Module, pieces: Sequence[Piece], x: Any) -> Training
         # the user's model may raise anything
         except Exception as error:
             raise _make_refusal(model, f"its pieces fail: {summarize(error)}") from error
-        expected, actual = whole.tensors, chained.tensors
-        differing = [label for label in [*expected, *actual] if not _is_same(expected.get(label), actual.get(label))]
+        expected = whole.tensors
+        actual = chained.tensors
+        differing = [
+            label
+            for label in [*expected, *actual]
+            if not _is_same(expected.get(label), actual.get(label))
+        ]
         # if the whole model's own output varies, a difference proves nothing
         if differing:
             repeated = run(chained=False).tensors
-            varying = [label for label in differing if not _is_same(expected.get(label), repeated.get(label))]
+            varying = [
+                label
+                for label in differing
+                if not _is_same(expected.get(label), repeated.get(label))
+            ]
             differing = [label for label in differing if label not in varying]
             is_output = bool(varying) and varying[0].startswith(("output", "result"))
             if is_output and not differing and not flatten_tensors(x)[0].is_cuda:
-                why = "something draws random numbers from a generator of its own, which no seed of a microbatch reaches"
-                raise _make_refusal(model, f"the {varying[0]} differs each time: {why}", "draw without one")
+                why = (
+                    "something draws random numbers from a generator of its own, which no seed "
+                    "of a microbatch reaches"
+                )
+                raise _make_refusal(
+                    model, f"the {varying[0]} differs each time: {why}", "draw without one"
+                )
         if differing:
-            label, drawing = differing[0], _find_cut_random_modules(pieces, effects.forward) if training else []
+            label = differing[0]
+            drawing = _find_cut_random_modules(pieces, effects.forward) if training else []
             remedy = MOVE_INTO_MODULES
             if drawing:
                 remedy = (
-                    f"{list_some(drawing)}: a stage begins inside, and its own forward draws random numbers (functional dropout):"
+                    f"{list_some(drawing)}: a stage begins inside, and its own forward draws "
+                    f"random numbers (functional dropout):"
                     " begin stages at modules outside of it, or draw in a module (nn.Dropout)"
                 )
             both_exist = expected.get(label) is not None and actual.get(label) is not None
             if label.startswith("gradient") and both_exist and is_cast(model):
-                remedy = "autocast sums the gradient of a tied weight in bfloat16: use precision float32 or bfloat16"
-            raise _make_refusal(model, _describe_difference(label, expected.get(label), actual.get(label), pieces), remedy)
+                remedy = (
+                    "autocast sums the gradient of a tied weight in bfloat16: use precision "
+                    "float32 or bfloat16"
+                )
+            raise _make_refusal(
+                model,
+                _describe_difference(label, expected.get(label), actual.get(label), pieces),
+                remedy,
+            )
         if training:
             checkpointed = [name for name in whole.rerun if name not in chained.rerun]
             effects = TrainingEffects(effects.forward, whole.changed_by_backward, checkpointed)
     return effects
 
 
-def _find_cut_random_modules(pieces: Sequence[Piece], effects: ForwardEffects) -> List[str]:
+def _find_cut_random_modules(pieces: Sequence[Piece], effects: ForwardEffects) -> list[str]:
     """Return the modules in which stages begin and whose own forward draws random numbers."""
     uncut = [f"{name}." for piece in pieces for name in piece.names]
-    return [name or "the model itself" for name in effects.draws if not any(f"{name}.".startswith(n) for n in uncut)]
+    return [
+        name or "the model itself"
+        for name in effects.draws
+        if not any(f"{name}.".startswith(n) for n in uncut)
+    ]
 
 
 def change_values(t: Any) -> Any:
@@ -103,7 +135,8 @@ MOVE_INTO_MODULES = "move what its forward does outside modules into modules"
 
 def _make_refusal(model: nn.Module, why: str, remedy: str = MOVE_INTO_MODULES) -> BadInput:
     return BadInput(
-        f"model: {type(model).__name__}: cut into pieces it is not the same model: {why}: {remedy}, or use backend: "
+        f"model: {type(model).__name__}: cut into pieces it is not the same model: {why}: "
+        f"{remedy}, or use backend: "
         "{name: emulator} with a method that has no blocks"
     )
 
@@ -111,36 +144,48 @@ def _make_refusal(model: nn.Module, why: str, remedy: str = MOVE_INTO_MODULES) -
 def _describe_difference(label: str, expected: Any, actual: Any, pieces: Sequence[Piece]) -> str:
     kind, _, name = label.partition(" ")
     stage = next((s for s, piece in enumerate(pieces) if name in piece.names), None)
-    subject = f"{kind} of {name}" + (f" (stage {stage})" if stage is not None else "") if name else kind
+    subject = (
+        f"{kind} of {name}" + (f" (stage {stage})" if stage is not None else "") if name else kind
+    )
     if expected is None or actual is None or expected.requires_grad != actual.requires_grad:
         return f"the {subject} has a gradient in only one of them (no_grad around modules?)"
     if expected.dtype != actual.dtype:
-        return f"the {subject} is {actual.dtype} in pieces, {expected.dtype} in the whole (autocast around modules?)"
+        return (
+            f"the {subject} is {actual.dtype} in pieces, {expected.dtype} in the whole "
+            f"(autocast around modules?)"
+        )
     return f"the {subject} differs"
 
 
-def _is_same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
+def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and a.requires_grad == b.requires_grad and has_equal_values(a, b)
 
 
 class _Pass(NamedTuple):
-    """The results of a pass: tensors by label (module outputs, gradients and buffers in training), the buffers that its backward
-    changed, and the modules that its backward ran again."""
+    """The results of a pass: tensors by label (module outputs, gradients and buffers in training),
+    the buffers that its backward changed, and the modules that its backward ran again."""
 
-    tensors: Dict[str, Optional[torch.Tensor]]
-    changed_by_backward: List[str]
-    rerun: List[str]
+    tensors: dict[str, torch.Tensor | None]
+    changed_by_backward: list[str]
+    rerun: list[str]
 
 
 def _run(
-    model: nn.Module, pieces: Sequence[Piece], x: Any, effects: ForwardEffects, training: bool, chained: bool
+    model: nn.Module,
+    pieces: Sequence[Piece],
+    x: Any,
+    effects: ForwardEffects,
+    training: bool,
+    chained: bool,
 ) -> _Pass:
-    """Run the whole model, or the pieces if `chained`: two training forwards and a backward, or one forward in evaluation."""
-    tensors: Dict[str, Optional[torch.Tensor]] = {}
-    rerun: List[str] = []
-    handles: List[Any] = []
+    """Run the whole model, or the pieces if `chained`: two training forwards and a backward, or one
+    forward in evaluation.
+    """
+    tensors: dict[str, torch.Tensor | None] = {}
+    rerun: list[str] = []
+    handles: list[Any] = []
 
     def record_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         for i, tensor in enumerate(flatten_tensors(output)):
@@ -159,19 +204,34 @@ def _run(
             # in evaluation hooks would keep some modules off their fast paths
             for piece in pieces if training else ():
                 modules = zip(piece.names, piece.called)
-                handles += [module.register_forward_hook(partial(record_output, name)) for name, module in modules]
+                handles += [
+                    module.register_forward_hook(partial(record_output, name))
+                    for name, module in modules
+                ]
             # twice, because a model that counts its forwards may change in the second
             for _ in range(2 if training else 1):
                 torch.manual_seed(derive_seed("verification"))
                 batch = clone_tensors(x)
                 with randomness.forward(0):
-                    outputs, run_other_backwards = _chain(pieces, batch) if chained else (call_model(model, batch), None)
+                    outputs, run_other_backwards = (
+                        _chain(pieces, batch) if chained else (call_model(model, batch), None)
+                    )
             results = [t for t in flatten_tensors(outputs) if t.requires_grad]
-            tensors.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(flatten_tensors(outputs))})
+            tensors.update(
+                {
+                    f"result [{i}]": t.detach().clone()
+                    for i, t in enumerate(flatten_tensors(outputs))
+                }
+            )
             generator = torch.Generator().manual_seed(derive_seed("verification"))
             before = {name: b.clone() for name, b in model.named_buffers()}
-            directions = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in results]
-            handles += [m.register_forward_pre_hook(partial(record_rerun, name)) for name, m in model.named_modules()]
+            directions = [
+                torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in results
+            ]
+            handles += [
+                m.register_forward_pre_hook(partial(record_rerun, name))
+                for name, m in model.named_modules()
+            ]
             with randomness.backward(0):
                 if results:
                     torch.autograd.backward(results, directions)
@@ -183,20 +243,23 @@ def _run(
                 handle.remove()
         changed = [name for name, b in model.named_buffers() if not _is_same(b, before[name])]
         named = model.named_parameters()
-        tensors.update({f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named})
+        tensors.update(
+            {f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named}
+        )
         tensors.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
     return _Pass(tensors, changed, rerun)
 
 
-def _chain(pieces: Sequence[Piece], x: Any) -> Tuple[Any, Callable[[], None]]:
+def _chain(pieces: Sequence[Piece], x: Any) -> tuple[Any, Callable[[], None]]:
     """Run the pieces in a chain, each on copies of the previous one's output, as over messages.
 
-    Return the last output, and a function that runs the backwards of the other pieces after the last piece's backward.
+    Return the last output, and a function that runs the backwards of the other pieces after the
+    last piece's backward.
     """
     # by cut
-    sent: List[List[torch.Tensor]] = []
+    sent: list[list[torch.Tensor]] = []
     # by cut and tensor, from hooks, because a leaf's `grad` would take the leaf's memory layout
-    gradients: List[List[List[torch.Tensor]]] = []
+    gradients: list[list[list[torch.Tensor]]] = []
     value: Any = x
     for piece in pieces:
         value = piece(value)
@@ -209,15 +272,19 @@ def _chain(pieces: Sequence[Piece], x: Any) -> Tuple[Any, Callable[[], None]]:
                     t.register_hook(arrived.append)
 
     def run_other_backwards() -> None:
-        orders: List[List[Tuple[int, ...]]] = []
+        orders: list[list[tuple[int, ...]]] = []
         for piece, outs, arrived in zip(reversed(pieces[:-1]), reversed(sent), reversed(gradients)):
-            orders.insert(0, [get_memory_order(grads[0] if grads else out) for out, grads in zip(outs, arrived)])
+            orders.insert(
+                0,
+                [get_memory_order(grads[0] if grads else out) for out, grads in zip(outs, arrived)],
+            )
             pairs = [
                 (out, _as_sent(grads[0], order))
                 for out, grads, order in zip(outs, arrived, orders[0])
                 if grads and out.requires_grad
             ]
-            # a tied weight has gradients from later pieces: pass them on, so that autograd adds in the same order
+            # a tied weight has gradients from later pieces: pass them on, so that autograd adds in
+            # the same order
             later = [(p, p.grad) for p in piece.parameters() if p.grad is not None]
             for p, _ in later:
                 p.grad = None
@@ -229,6 +296,10 @@ def _chain(pieces: Sequence[Piece], x: Any) -> Tuple[Any, Callable[[], None]]:
     return value, run_other_backwards
 
 
-def _as_sent(gradient: torch.Tensor, order: Tuple[int, ...]) -> torch.Tensor:
+def _as_sent(gradient: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """Return a gradient as it comes out of a message: contiguous in this order of dimensions."""
-    return gradient.contiguous() if not order else gradient.permute(order).contiguous().permute(invert_order(order))
+    return (
+        gradient.contiguous()
+        if not order
+        else gradient.permute(order).contiguous().permute(invert_order(order))
+    )

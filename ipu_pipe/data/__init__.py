@@ -17,4 +17,12 @@ from ipu_pipe.data.loaders import from_loader
 from ipu_pipe.data.sets import SETS, get_default_root, load_data
 from ipu_pipe.data.sources import DataSource, TensorData
 
-__all__ = ["SETS", "DataSource", "TensorData", "get_default_root", "fetch", "from_loader", "load_data"]
+__all__ = [
+    "SETS",
+    "DataSource",
+    "TensorData",
+    "get_default_root",
+    "fetch",
+    "from_loader",
+    "load_data",
+]

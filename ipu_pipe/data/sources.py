@@ -1,10 +1,12 @@
-"""Sources of batches: their protocol, the split of a batch into inputs and labels, and sources in memory."""
+"""Sources of batches: their protocol, the split of a batch into inputs and labels, and sources in
+memory.
+"""
 
 from __future__ import annotations
 
 import copy
 import zlib
-from typing import Any, Iterator, List, Mapping, Optional, Protocol, Sequence, Tuple, runtime_checkable
+from typing import Any, Iterator, Mapping, Protocol, Sequence, Tuple, runtime_checkable
 
 import torch
 
@@ -24,23 +26,29 @@ BORDER = 4
 
 @runtime_checkable
 class DataSource(Protocol):
-    """The interface of training data. Write one for your own data, or wrap a loader with `from_loader`.
+    """The interface of training data. Write one for your own data, or wrap a loader with
+    `from_loader`.
 
-    A batch is a pair (inputs, labels), or a tuple of more whose last is the labels, or a mapping with the labels under a name of
-    `LABELS`. Inputs are a tensor, or tensors in mappings, tuples and lists to any depth, each with the samples as its first
-    dimension: the model gets a mapping as keyword arguments, a tuple or list as positional ones. None may stand for what it is
-    not given. With `loss: model` the model gets the whole batch, labels too, in the same way.
+    A batch is a pair (inputs, labels), or a tuple of more whose last is the labels, or a mapping
+    with the labels under a name of `LABELS`. Inputs are a tensor, or tensors in mappings, tuples
+    and lists to any depth, each with the samples as its first
+    dimension: the model gets a mapping as keyword arguments, a tuple or list as positional ones.
+    None may stand for what it is not given. With `loss: model` the model gets the whole batch,
+    labels too, in the same way.
 
-    A source may have attributes: `labels`, the name of the labels in its mappings; `train_samples`, the samples of an epoch if
-    no microbatch were dropped; `data_files`, the files that it reads, whose hashes the run's record keeps;
-    `validation`, a source whose test set is held out of the training set for the evaluations during a run;
-    `train_batches(epoch, indices, batch_size)`, several microbatches as one batch, where reading them together is faster.
+    A source may have attributes: `labels`, the name of the labels in its mappings; `train_samples`,
+    the samples of an epoch if no microbatch were dropped; `data_files`, the files that it reads,
+    whose hashes the run's record keeps; `validation`, a source whose test set is held out of the
+    training set for the evaluations during a run; `train_batches(epoch, indices, batch_size)`,
+    several microbatches as one batch, where reading them together is faster.
     """
 
-    def train_batches_per_epoch(self, batch_size: int) -> Optional[int]:
-        """Return the number of full microbatches of `batch_size` in an epoch; a last one that is not full is dropped.
+    def train_batches_per_epoch(self, batch_size: int) -> int | None:
+        """Return the number of full microbatches of `batch_size` in an epoch; a last one that is
+        not full is dropped.
 
-        Return None if that is not known: the run then has `steps` updates of one epoch, number 0, whose microbatches do not end.
+        Return None if that is not known: the run then has `steps` updates of one epoch, number 0,
+        whose microbatches do not end.
         """
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
@@ -51,13 +59,13 @@ class DataSource(Protocol):
 
 
 def split_batch(
-    batch: Any, labels: Optional[str] = None, whole: bool = False, asked: Tuple[str, ...] = ()
-) -> Tuple[Any, Any]:
+    batch: Any, labels: str | None = None, whole: bool = False, asked: tuple[str, ...] = ()
+) -> tuple[Any, Any]:
     """Split a batch into inputs and labels.
 
-    `labels` is their name in a mapping, if it is none of `LABELS`. If `whole`, the model gets all of the batch, and the labels
-    may be missing (None). `asked` are the names that the loss asks for besides labels. Raise `BadInput` if the labels cannot be
-    found.
+    `labels` is their name in a mapping, if it is none of `LABELS`. If `whole`, the model gets all
+    of the batch, and the labels may be missing (None). `asked` are the names that the loss asks for
+    besides labels. Raise `BadInput` if the labels cannot be found.
     """
     if asked:
         return split_requested_fields(batch, *split_batch(batch, labels), asked)
@@ -68,7 +76,8 @@ def split_batch(
         if name is None or name not in batch:
             why = f"has no {labels}" if labels else f"{', '.join(LABELS)}: none is among them"
             raise BadInput(
-                f"data: a batch of {', '.join(map(str, batch))}: which are its labels? {why}: say their name, as "
+                f"data: a batch of {', '.join(map(str, batch))}: which are its labels? {why}: say "
+                f"their name, as "
                 "from_loader(..., labels=NAME), or take loss: model"
             )
         return {key: value for key, value in batch.items() if key != name}, batch[name]
@@ -79,13 +88,17 @@ def split_batch(
     if whole:
         return batch, None
     raise BadInput(
-        f"data: a batch is a {type(batch).__name__}{' of one' if isinstance(batch, (tuple, list)) else ''}: must be (inputs, "
+        f"data: a batch is a "
+        f"{type(batch).__name__}{' of one' if isinstance(batch, (tuple, list)) else ''}: must be "
+        f"(inputs, "
         "labels) or a mapping that holds labels"
     )
 
 
 def compute_checksum(batch: Any, before: int = 0) -> int:
-    """Return the CRC-32 of the tensors of all batches so far; `before` is that of the earlier batches."""
+    """Return the CRC-32 of the tensors of all batches so far; `before` is that of the earlier
+    batches.
+    """
     for tensor in list_tensors(batch):
         numbers = tensor.detach().cpu().contiguous().reshape(-1)
         before = zlib.crc32(numbers.view(torch.uint8).numpy().data, before)
@@ -93,16 +106,20 @@ def compute_checksum(batch: Any, before: int = 0) -> int:
 
 
 class SampledData:
-    """The base of sources with a known number of samples, which subclasses take by position in an epoch or the test set."""
+    """The base of sources with a known number of samples, which subclasses take by position in an
+    epoch or the test set.
+    """
 
     train_samples: int
     test_samples: int
-    validation: Optional[SampledData] = None
+    validation: SampledData | None = None
 
     def split_off_validation(self, part: float, seed: int) -> None:
-        """Move samples of the training set, drawn by the seed, into `validation`, whose test set they are.
+        """Move samples of the training set, drawn by the seed, into `validation`, whose test set
+        they are.
 
-        `part` is their number, or their share if it is below 1. Raise `BadInput` if none would be left on either side.
+        `part` is their number, or their share if it is below 1. Raise `BadInput` if none would be
+        left on either side.
         """
         count = round(part * self.train_samples) if part < 1 else int(part)
         if not 0 < count < self.train_samples:
@@ -111,11 +128,18 @@ class SampledData:
         generator = torch.Generator().manual_seed(derive_seed(seed, "validation"))
         order = torch.randperm(self.train_samples, generator=generator)
         self.validation = copy.copy(self)
-        self.validation.test_samples, self.train_samples = count, self.train_samples - count
-        self._split_training_set(self.validation, order[:count].sort().values, order[count:].sort().values)
+        self.validation.test_samples = count
+        self.train_samples = self.train_samples - count
+        self._split_training_set(
+            self.validation, order[:count].sort().values, order[count:].sort().values
+        )
 
-    def _split_training_set(self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor) -> None:
-        """Make the samples `held_out` the test set of the copy `validation`, and keep only the samples `remaining` here."""
+    def _split_training_set(
+        self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor
+    ) -> None:
+        """Make the samples `held_out` the test set of the copy `validation`, and keep only the
+        samples `remaining` here.
+        """
         raise NotImplementedError
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
@@ -123,7 +147,9 @@ class SampledData:
         return self.train_samples // batch_size
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Return microbatch `index` of `epoch`: the positions [index b, (index + 1) b) of the epoch's order."""
+        """Return microbatch `index` of `epoch`: the positions [index b, (index + 1) b) of the
+        epoch's order.
+        """
         return self.take_train(epoch, range(index * batch_size, (index + 1) * batch_size))
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:
@@ -147,10 +173,12 @@ def draw_order(seed: int, epoch: int, count: int) -> torch.Tensor:
 
 
 class TensorData(SampledData):
-    """Samples held in memory: images as bytes (n, C, H, W) or numbers of any shape, with labels (n,).
+    """Samples held in memory: images as bytes (n, C, H, W) or numbers of any shape, with labels
+    (n,).
 
-    If `augment`, images are cropped at random out of a zero border of 4 pixels and mirrored at random, drawn by (seed, epoch,
-    position). `mean` and `std` are by channel, of values between 0 and 1 where the samples are bytes.
+    If `augment`, images are cropped at random out of a zero border of 4 pixels and mirrored at
+    random, drawn by (seed, epoch, position). `mean` and `std` are by channel, of values between 0
+    and 1 where the samples are bytes.
     """
 
     def __init__(
@@ -159,16 +187,22 @@ class TensorData(SampledData):
         test: Pair,
         seed: int = 0,
         augment: bool = False,
-        mean: Optional[Sequence[float]] = None,
-        std: Optional[Sequence[float]] = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
     ) -> None:
-        self.train, self.test, self.augment = train, test, augment
-        self.train_samples, self.test_samples = len(train[0]), len(test[0])
+        self.train = train
+        self.test = test
+        self.augment = augment
+        self.train_samples = len(train[0])
+        self.test_samples = len(test[0])
         self._seed = seed
-        self._mean, self._std = _reshape_by_channel(mean, train[0]), _reshape_by_channel(std, train[0])
+        self._mean = _reshape_by_channel(mean, train[0])
+        self._std = _reshape_by_channel(std, train[0])
         self._epoch = -1
 
-    def _split_training_set(self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor) -> None:
+    def _split_training_set(
+        self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor
+    ) -> None:
         validation.test = self.train[0][held_out], self.train[1][held_out]
         # the copy must not keep all samples in memory
         self.train = validation.train = self.train[0][remaining], self.train[1][remaining]
@@ -192,7 +226,8 @@ class TensorData(SampledData):
 
     def _draw_epoch(self, epoch: int) -> None:
         """Draw the order and the augmentation of an epoch, by position in the epoch."""
-        count, generator = self.train_samples, torch.Generator()
+        count = self.train_samples
+        generator = torch.Generator()
         self._order = draw_order(self._seed, epoch, count)
         generator.manual_seed(derive_seed(self._seed, "augmentation", epoch))
         self._shifts = torch.randint(0, 2 * BORDER + 1, (count, 2), generator=generator)
@@ -210,28 +245,35 @@ class TensorData(SampledData):
 
 
 def crop_and_mirror(x: torch.Tensor, shifts: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
-    """Return images of the same shape, cropped out of `x` (b, C, H, W) with a border of 4 zeros; some are mirrored.
+    """Return images of the same shape, cropped out of `x` (b, C, H, W) with a border of 4 zeros;
+    some are mirrored.
 
-    `shifts` (b, 2): distances from the upper left corner (0 to 8, rows then columns). `mirrored` (b,): the images that are turned
-    left to right. One gather does it for all images.
+    `shifts` (b, 2): distances from the upper left corner (0 to 8, rows then columns). `mirrored`
+    (b,): the images that are turned left to right. One gather does it for all images.
     """
     b, channels, height, width = x.shape
     padded = torch.nn.functional.pad(x, (BORDER,) * 4).flatten(2)  # (b, C, pixels)
     columns = torch.arange(width).expand(b, width)
     columns = torch.where(mirrored[:, None], columns.flip(1), columns) + shifts[:, 1:]
     rows = torch.arange(height) + shifts[:, :1]
-    pixels = rows[:, :, None] * (width + 2 * BORDER) + columns[:, None, :]  # (b, H, W), positions in a padded plane
+    pixels = (
+        rows[:, :, None] * (width + 2 * BORDER) + columns[:, None, :]
+    )  # (b, H, W), positions in a padded plane
     return padded.gather(2, pixels.view(b, 1, -1).expand(b, channels, -1)).view_as(x)
 
 
-def _reshape_by_channel(values: Optional[Sequence[float]], x: torch.Tensor) -> Optional[torch.Tensor]:
+def _reshape_by_channel(values: Sequence[float] | None, x: torch.Tensor) -> torch.Tensor | None:
     if values is None:
         return None
     return torch.tensor(values, dtype=torch.float32).view(1, -1, *[1] * (x.dim() - 2))
 
 
-def require_int(key: str, value: Any, least: int = 1, most: Optional[int] = None, optional: bool = False) -> None:
-    """Raise `BadInput` unless the value of `key` is an integer from `least` to `most`, or None if `key` is optional."""
+def require_int(
+    key: str, value: Any, least: int = 1, most: int | None = None, optional: bool = False
+) -> None:
+    """Raise `BadInput` unless the value of `key` is an integer from `least` to `most`, or None if
+    `key` is optional.
+    """
     if optional and value is None:
         return
     if type(value) is not int or value < least or (most is not None and value > most):
@@ -239,28 +281,45 @@ def require_int(key: str, value: Any, least: int = 1, most: Optional[int] = None
         raise BadInput(f"data.{key}: {show(value)}: must be {allowed}")
 
 
-def take_subset(train: Pair, test: Pair, subset: Optional[int], test_subset: Optional[int]) -> Tuple[Pair, Pair]:
-    """Return the first `subset` training and `test_subset` test samples (None: all). Raise `BadInput` for bad counts."""
+def take_subset(
+    train: Pair, test: Pair, subset: int | None, test_subset: int | None
+) -> tuple[Pair, Pair]:
+    """Return the first `subset` training and `test_subset` test samples (None: all). Raise
+    `BadInput` for bad counts.
+    """
     require_int("subset", subset, 1, len(train[0]), optional=True)
     require_int("test_subset", test_subset, 1, len(test[0]), optional=True)
     return (train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset])
 
 
 class SyntheticData(SampledData):
-    """Random inputs and labels of a given shape, to measure throughput, memory and traffic. They are drawn on access.
+    """Random inputs and labels of a given shape, to measure throughput, memory and traffic. They
+    are drawn on access.
 
-    Each sample is drawn by (seed, epoch, position), so that it is the same in microbatches of any size. If `bytes`, inputs are
-    8-bit.
+    Each sample is drawn by (seed, epoch, position), so that it is the same in microbatches of any
+    size. If `bytes`, inputs are 8-bit.
     """
 
     def __init__(
-        self, shape: Sequence[int], classes: int, samples: int, test_samples: int, seed: int, bytes: bool = False
+        self,
+        shape: Sequence[int],
+        classes: int,
+        samples: int,
+        test_samples: int,
+        seed: int,
+        bytes: bool = False,
     ) -> None:
-        self._shape, self._classes, self.train_samples, self.test_samples = list(shape), classes, samples, test_samples
-        self._seed, self._type = seed, torch.uint8 if bytes else torch.float32
+        self._shape = list(shape)
+        self._classes = classes
+        self.train_samples = samples
+        self.test_samples = test_samples
+        self._seed = seed
+        self._type = torch.uint8 if bytes else torch.float32
         self._test_part = "test"
 
-    def _split_training_set(self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor) -> None:
+    def _split_training_set(
+        self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor
+    ) -> None:
         # the validation set has its own samples, drawn like the test set's
         validation._test_part = "validation"
 
@@ -286,7 +345,14 @@ class SyntheticData(SampledData):
         return x, y
 
 
-def split_off_test(x: torch.Tensor, y: torch.Tensor, test: int, seed: int = 0) -> List[Pair]:
-    """Return [training part, test part] of a set; the `test` samples of the test part are drawn by `seed`."""
+def split_off_test(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    test: int,
+    seed: int = 0,
+) -> list[Pair]:
+    """Return [training part, test part] of a set; the `test` samples of the test part are drawn by
+    `seed`.
+    """
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     return [(x[order[test:]], y[order[test:]]), (x[order[:test]], y[order[:test]])]

@@ -1,13 +1,15 @@
-"""Descriptions of hardware (a device, the links between devices level by level, the host) and the time of messages on the links.
+"""Descriptions of hardware (a device, the links between devices level by level, the host) and the
+time of messages on the links.
 
     devices 0 1 2 3   4 5 6 7         device       memory, FLOP/s by precision
             -------   -------         links[0]     joins 4 devices: a server
             -----------------         links[1]     joins all servers
             host      host            host         sends the samples
 
-A description is a YAML file: a named one of configs/hardware/, the user's own, or `this`, the machine itself, which a command
-measures into the user's cache. Every figure says where it comes from: it is a number, or {value, source, confirmed}; a number
-alone has no stated source. The units are bytes, seconds, FLOPs and bytes per second. A bandwidth is that of one direction.
+A description is a YAML file: a named one of configs/hardware/, the user's own, or `this`, the
+machine itself, which a command measures into the user's cache. Every figure says where it comes
+from: it is a number, or {value, source, confirmed}; a number alone has no stated source. The units
+are bytes, seconds, FLOPs and bytes per second. A bandwidth is that of one direction.
 """
 
 from __future__ import annotations
@@ -32,15 +34,16 @@ from ipu_pipe.text import escape, show, suggest
 
 NOT_STATED = "not stated"
 # Times are sums of quotients of these figures. Smaller figures would make them infinite.
-LEAST_SIZE, LEAST_SHARE = 1.0, 1e-6
+LEAST_SIZE = 1.0
+LEAST_SHARE = 1e-6
 
 # Text of a description is printed: a terminal must not obey it.
 Text = Annotated[str, AfterValidator(escape)]
 
 
 class SourcedFigure(Section):
-    """A number of a description. `confirmed`: a primary source (datasheet, paper, measurement) states it; otherwise it is an
-    estimate, and shown as one."""
+    """A number of a description. `confirmed`: a primary source (datasheet, paper, measurement)
+    states it; otherwise it is an estimate, and shown as one."""
 
     value: float
     source: Text = NOT_STATED
@@ -88,9 +91,11 @@ class Rate(Section):
 
 
 class Device(Section):
-    """One device. A run may use `usable_share` of `memory_bytes`, of which `code_share` (of the whole memory) goes to code and
-    exchange on devices that hold their program in it. `bandwidth_share` of `memory_bandwidth` is reached (null: all).
-    `streaming_bytes`: more memory, at `streaming_bandwidth`."""
+    """One device. A run may use `usable_share` of `memory_bytes`, of which `code_share` (of the
+    whole memory) goes to code and exchange on devices that hold their program in it.
+    `bandwidth_share` of `memory_bandwidth` is reached (null: all). `streaming_bytes`: more memory,
+    at `streaming_bandwidth`.
+    """
 
     memory_bytes: SizeFigure
     usable_share: ShareFigure
@@ -109,7 +114,9 @@ class Device(Section):
     @property
     def bandwidth(self) -> float:
         """Return the bytes per second of its memory that training reaches."""
-        return self.memory_bandwidth.value * (self.bandwidth_share.value if self.bandwidth_share else 1.0)
+        return self.memory_bandwidth.value * (
+            self.bandwidth_share.value if self.bandwidth_share else 1.0
+        )
 
     @property
     def code_bytes(self) -> float:
@@ -117,15 +124,31 @@ class Device(Section):
         return self.memory_bytes.value * self.code_share.value if self.code_share else 0.0
 
     def list_cases(self) -> Iterator[Case]:
-        yield Case(not self.rates, "rates", "must state at least one of float64, float32, bfloat16, float16")
+        yield Case(
+            not self.rates,
+            "rates",
+            "must state at least one of float64, float32, bfloat16, float16",
+        )
         is_filled = self.code_share is not None and self.code_bytes >= self.usable_bytes
-        yield Case(is_filled, "code_share", "leaves nothing of usable_share", self.code_share and self.code_share.value)
+        yield Case(
+            is_filled,
+            "code_share",
+            "leaves nothing of usable_share",
+            self.code_share and self.code_share.value,
+        )
         is_alone = (self.streaming_bytes is None) != (self.streaming_bandwidth is None)
-        yield Case(is_alone, "streaming_bytes", "goes with streaming_bandwidth: both or neither", "given or null alone")
+        yield Case(
+            is_alone,
+            "streaming_bytes",
+            "goes with streaming_bandwidth: both or neither",
+            "given or null alone",
+        )
 
 
 class LinkSpeed(Section):
-    """`bandwidth` of each direction, which `shared_by` neighbouring devices have together, and `latency` of a message."""
+    """`bandwidth` of each direction, which `shared_by` neighbouring devices have together, and
+    `latency` of a message.
+    """
 
     bandwidth: SizeFigure
     latency: LatencyFigure
@@ -133,15 +156,17 @@ class LinkSpeed(Section):
 
 
 class LinkLevel(LinkSpeed):
-    """Links between devices of one group of `holds` devices (null: all there are), such as a server, but of different smaller
-    groups."""
+    """Links between devices of one group of `holds` devices (null: all there are), such as a
+    server, but of different smaller groups."""
 
     name: Text
     holds: Optional[Count] = None
 
 
 class Machine(Section):
-    """The machine that a description was measured on: its `name`, and `threads` of the process that was a device, on a CPU."""
+    """The machine that a description was measured on: its `name`, and `threads` of the process that
+    was a device, on a CPU.
+    """
 
     name: Text
     device: Literal["cpu", "cuda"]
@@ -149,10 +174,10 @@ class Machine(Section):
 
 
 class Hardware(Section):
-    """`devices`, numbered from 0, in groups of neighbours by `links`, the smallest group first. `fixed`: there are no more of
-    them to join, as in a rack that is sold whole. `lockstep`: the stages of a
-    pipeline begin each cycle together, when the slowest has finished the previous one (PopTorch's pipelines). `measured_on`:
-    null for figures of other origin."""
+    """`devices`, numbered from 0, in groups of neighbours by `links`, the smallest group first.
+    `fixed`: there are no more of them to join, as in a rack that is sold whole. `lockstep`: the
+    stages of a pipeline begin each cycle together, when the slowest has finished the previous one
+    (PopTorch's pipelines). `measured_on`: null for figures of other origin."""
 
     name: Text
     about: Text = ""
@@ -168,13 +193,28 @@ class Hardware(Section):
         # the devices of a group of the level inside
         inner = 1
         for index, level in enumerate(self.links):
-            holds, key = level.holds, f"links.{index}.holds"
-            yield Case(holds is None and level is not self.links[-1], key, "only the last level may hold all there are", holds)
+            holds = level.holds
+            key = f"links.{index}.holds"
+            yield Case(
+                holds is None and level is not self.links[-1],
+                key,
+                "only the last level may hold all there are",
+                holds,
+            )
             is_no_multiple = holds is not None and (holds <= inner and index or holds % inner)
-            yield Case(is_no_multiple, key, f"must be a larger multiple of {inner}, the level's inside", holds)
+            yield Case(
+                is_no_multiple,
+                key,
+                f"must be a larger multiple of {inner}, the level's inside",
+                holds,
+            )
             inner = holds or inner
         too_many = self.devices > (self.most_devices or self.devices)
-        yield Case(too_many, "devices", f"must be at most {self.most_devices}: no level of links holds more")
+        yield Case(
+            too_many,
+            "devices",
+            f"must be at most {self.most_devices}: no level of links holds more",
+        )
 
     @property
     def most_devices(self) -> Optional[int]:
@@ -184,29 +224,42 @@ class Hardware(Section):
         return self.links[-1].holds if self.links else 1
 
     def with_devices(self, devices: int) -> "Hardware":
-        """Return a copy with another number of devices. Raise `BadInput` if no level of links connects them."""
+        """Return a copy with another number of devices. Raise `BadInput` if no level of links
+        connects them.
+        """
         if not 1 <= devices <= (self.most_devices or devices):
             most = self.most_devices
             limit = "" if most is None else f" to {most}, all that there are or its links join"
             needs = "" if most is None or devices <= most else f"needs {show(devices)} of {most}: "
-            raise BadInput(f"--devices: {show(devices)}: hardware {self.name}: {needs}must be an integer from 1{limit}")
+            raise BadInput(
+                f"--devices: {show(devices)}: hardware {self.name}: {needs}must be an integer from "
+                f"1{limit}"
+            )
         return self.model_copy(update={"devices": devices})
 
     def explain_shortage(self, devices: int, how: str) -> Optional[str]:
-        """Return the fault of a config that needs more `devices` than there are, which `how` counts; None if they are enough."""
+        """Return the fault of a config that needs more `devices` than there are, which `how`
+        counts; None if they are enough.
+        """
         if devices <= self.devices:
             return None
-        remedy = "take fewer stages or replicas, a description with more devices, or null for no prediction"
+        remedy = (
+            "take fewer stages or replicas, a description with more devices, or null for no "
+            "prediction"
+        )
         return f"hardware: {self.name}: needs {devices} of {self.devices} devices ({how}): {remedy}"
 
     def find_rate(self, precision: str) -> float:
-        """Return the FLOPs per second of training in `precision` on a device. Raise `BadInput` if the description has none."""
+        """Return the FLOPs per second of training in `precision` on a device. Raise `BadInput` if
+        the description has none.
+        """
         arithmetic = PRECISIONS[precision].arithmetic
         rate: Optional[Rate] = dict(self.device.rates).get(arithmetic)  # type: ignore[call-overload]
         if rate is None:
             stated = ", ".join(self.device.rates)
             raise BadInput(
-                f"precision: {precision}: hardware {self.name} states no rate for {arithmetic}: device.rates has {stated}"
+                f"precision: {precision}: hardware {self.name} states no rate for {arithmetic}: "
+                f"device.rates has {stated}"
             )
         return rate.peak_flops.value * rate.achievable_share.value
 
@@ -215,9 +268,12 @@ class Hardware(Section):
         return list(_walk_figures("", self))
 
     def format_figures(self) -> List[str]:
-        """Return a line per figure: key, value, source, and whether no primary source confirms it."""
+        """Return a line per figure: key, value, source, and whether no primary source confirms
+        it.
+        """
         return [
-            f"{key} {figure.value:g} ({figure.source}{'' if figure.confirmed else '; not confirmed'})"
+            f"{key} {figure.value:g} "
+            f"({figure.source}{'' if figure.confirmed else '; not confirmed'})"
             for key, figure in self.list_figures()
         ]
 
@@ -251,7 +307,9 @@ def list_hardware() -> List[str]:
 
 
 def find_this_file() -> Path:
-    """Return the path of this machine's measured description, named by host, since machines share homes."""
+    """Return the path of this machine's measured description, named by host, since machines share
+    homes.
+    """
     return Path.home() / ".cache" / "ipu_pipe" / "hardware" / f"{socket.gethostname()}.yaml"
 
 
@@ -275,14 +333,19 @@ def _find_file(name: str, key: str) -> Path:
     if name == THIS:
         path = find_this_file()
         if not path.is_file():
-            raise BadInput(f"{key}: this: this machine is not measured yet: {COMMAND} writes {path}")
+            raise BadInput(
+                f"{key}: this: this machine is not measured yet: {COMMAND} writes {path}"
+            )
         return path
     if name in list_hardware():
         return HARDWARE_FOLDER / f"{name}.yaml"
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         known = list_hardware()
-        raise BadInput(f"{key}: {show(name)}: must be one of {', '.join(known)} or a YAML file{suggest(name, known)}")
+        raise BadInput(
+            f"{key}: {show(name)}: must be one of {', '.join(known)} or a YAML "
+            f"file{suggest(name, known)}"
+        )
     return path
 
 
@@ -302,19 +365,24 @@ Flow = Tuple[int, int]
 
 
 def find_level(hardware: Hardware, devices: Sequence[int]) -> Optional[LinkLevel]:
-    """Return the smallest level that connects all `devices`, None for one device. Raise `BadInput` if there is none."""
+    """Return the smallest level that connects all `devices`, None for one device. Raise `BadInput`
+    if there is none.
+    """
     if len(set(devices)) == 1:
         return None
     for level in hardware.links:
         if level.holds is None or len({device // level.holds for device in devices}) == 1:
             return level
-    raise BadInput(f"hardware {hardware.name}: links: no level joins devices {min(devices)} and {max(devices)}")
+    raise BadInput(
+        f"hardware {hardware.name}: links: no level joins devices {min(devices)} and {max(devices)}"
+    )
 
 
 def count_sharing(hardware: Hardware, flows: Sequence[Flow]) -> List[int]:
     """Return for each flow how many of the simultaneous `flows` use its link, itself included.
 
-    A link is shared by the neighbours at its two ends (`LinkSpeed.shared_by`) at the flow's level; the fuller end counts.
+    A link is shared by the neighbours at its two ends (`LinkSpeed.shared_by`) at the flow's level;
+    the fuller end counts.
     """
     levels = [find_level(hardware, flow) for flow in flows]
     # by flow: the groups of neighbours that share the link's two ends
@@ -323,24 +391,34 @@ def count_sharing(hardware: Hardware, flows: Sequence[Flow]) -> List[int]:
         assert level is not None, "a flow goes to another device"
         source, target = (device // level.shared_by for device in flow)
         ends.append(((id(level), source), (id(level), target)))
-    leaving, entering = Counter(source for source, _ in ends), Counter(target for _, target in ends)
+    leaving = Counter(source for source, _ in ends)
+    entering = Counter(target for _, target in ends)
     return [max(leaving[source], entering[target]) for source, target in ends]
 
 
 def compute_message_seconds(link: LinkSpeed, size: float, sharing: int = 1) -> float:
-    """Return latency + sharing x size / bandwidth: `size` bytes while `sharing` such messages share the link."""
+    """Return latency + sharing x size / bandwidth: `size` bytes while `sharing` such messages share
+    the link.
+    """
     return link.latency.value + sharing * size / link.bandwidth.value
 
 
-def make_transfer(hardware: Hardware, source: int, target: int, size: float, sharing: int = 1) -> Transfer:
-    """Return the transfer of `size` bytes; it occupies the link out of the source's neighbours and the link into the target's.
+def make_transfer(
+    hardware: Hardware, source: int, target: int, size: float, sharing: int = 1
+) -> Transfer:
+    """Return the transfer of `size` bytes; it occupies the link out of the source's neighbours and
+    the link into the target's.
 
-    `sharing`: pipelines that do the same at the same time and share these links, of which the clock plays one.
+    `sharing`: pipelines that do the same at the same time and share these links, of which the clock
+    plays one.
     """
     level = find_level(hardware, (source, target))
     if level is None:
         return Transfer()
-    links = (f"{level.name} from {_name_sharing(level, source)}", f"{level.name} to {_name_sharing(level, target)}")
+    links = (
+        f"{level.name} from {_name_sharing(level, source)}",
+        f"{level.name} to {_name_sharing(level, target)}",
+    )
     return Transfer(sharing * size / level.bandwidth.value, level.latency.value, links)
 
 
@@ -352,17 +430,23 @@ def _name_sharing(level: LinkLevel, device: int) -> str:
 
 
 def compute_host_seconds(hardware: Hardware, devices: Sequence[int], size: float) -> float:
-    """Return the seconds until `size` bytes for each of `devices` have come from their hosts; 0 if no host is described."""
+    """Return the seconds until `size` bytes for each of `devices` have come from their hosts; 0 if
+    no host is described.
+    """
     if hardware.host is None:
         return 0.0
     sharing = Counter(device // hardware.host.shared_by for device in devices)
     return compute_message_seconds(hardware.host, size, max(sharing.values()))
 
 
-def compute_all_reduce_seconds(link: LinkSpeed, size: float, replicas: int, sharing: int = 1) -> float:
-    """Return 2 (r-1)/r size / bandwidth + 2 (r-1) latencies, an all-reduce over a ring of r `replicas`; 0 for one.
+def compute_all_reduce_seconds(
+    link: LinkSpeed, size: float, replicas: int, sharing: int = 1
+) -> float:
+    """Return 2 (r-1)/r size / bandwidth + 2 (r-1) latencies, an all-reduce over a ring of r
+    `replicas`; 0 for one.
 
-    Each sends a part of size / r to its neighbour 2 (r-1) times: r-1 for the sums, r-1 to hand them round.
+    Each sends a part of size / r to its neighbour 2 (r-1) times: r-1 for the sums, r-1 to hand them
+    round.
     """
     if replicas == 1:
         return 0.0
@@ -371,12 +455,16 @@ def compute_all_reduce_seconds(link: LinkSpeed, size: float, replicas: int, shar
 
 
 def make_all_reduce(hardware: Hardware, devices: Sequence[int], size: float) -> Transfer:
-    """Return the transfer of an all-reduce of `size` bytes among `devices`; it occupies the links of all on their level."""
+    """Return the transfer of an all-reduce of `size` bytes among `devices`; it occupies the links
+    of all on their level.
+    """
     level = find_level(hardware, devices)
     if level is None:
         return Transfer()
     links = dict.fromkeys(
-        f"{level.name} {end} {_name_sharing(level, device)}" for device in devices for end in ("from", "to")
+        f"{level.name} {end} {_name_sharing(level, device)}"
+        for device in devices
+        for end in ("from", "to")
     )
     count = len(devices)
     latency = 2 * (count - 1) * level.latency.value

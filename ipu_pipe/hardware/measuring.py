@@ -1,4 +1,5 @@
-"""Measure this machine's FLOP/s, memory bandwidth and link speed, for the description of its hardware.
+"""Measure this machine's FLOP/s, memory bandwidth and link speed, for the description of its
+hardware.
 
     rates     the faster of a matrix product and a convolution, forward, in each arithmetic that runs here; slower / faster
               estimates the achievable share in training
@@ -6,8 +7,9 @@
     links     round trips between two processes by gloo: short messages give the latency, long ones the bandwidth; the fastest
               of several counts, since a process that waits for a core says nothing about the link
 
-On a CPU, one device is one process of N threads; the two that measure links also compute at the same time where the machine has
-room for both. With CUDA a device is a GPU, and links are copies between two (not run: no GPU was at hand).
+On a CPU, one device is one process of N threads; the two that measure links also compute at the
+same time where the machine has room for both. With CUDA a device is a GPU, and links are copies
+between two (not run: no GPU was at hand).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,17 +34,19 @@ from torch.utils.benchmark import Timer
 from ipu_pipe.errors import RunFault
 from ipu_pipe.launcher import end_with
 
-SHORT_BYTES, LONG_BYTES = 4, 2**22
+SHORT_BYTES = 4
+LONG_BYTES = 2**22
 TIMEOUT_SECONDS = 120.0
 
 
 class Sizes(NamedTuple):
     """Sizes that just occupy a kind of device.
 
-    `copied_bytes` of a tensor; `rows`, and as many columns, of the matrices; `images` of (64, 28, 28) for a 3 x 3 convolution.
+    `copied_bytes` of a tensor; `rows`, and as many columns, of the matrices; `images` of (64, 28,
+    28) for a 3 x 3 convolution.
     """
 
-    arithmetic: Tuple[str, ...]
+    arithmetic: tuple[str, ...]
     copied_bytes: int
     rows: int
     images: int
@@ -54,39 +58,58 @@ SIZES = {
 }
 
 
-def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> Dict[str, Any]:
-    """Measure this machine's devices, processes of `threads` threads or GPUs; return the keys of their description.
+def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> dict[str, Any]:
+    """Measure this machine's devices, processes of `threads` threads or GPUs; return the keys of
+    their description.
 
     Each figure takes at least `seconds`. Raise `RunFault` if a process fails.
     """
-    devices = torch.cuda.device_count() if device == "cuda" else max(1, (os.cpu_count() or 1) // threads)
+    devices = (
+        torch.cuda.device_count() if device == "cuda" else max(1, (os.cpu_count() or 1) // threads)
+    )
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         arguments = (folder, os.getpid(), threads, device, devices > 1, seconds)
-        processes = [context.Process(target=_run_process, args=(rank, *arguments), daemon=True) for rank in range(2)]
+        processes = [
+            context.Process(target=_run_process, args=(rank, *arguments), daemon=True)
+            for rank in range(2)
+        ]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
             raise RunFault("measure_hardware: a process that measures failed: see above")
-        figures: Dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
+        figures: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text())
     return describe(figures, devices, threads, device)
 
 
-def describe(figures: Dict[str, Any], devices: int, threads: int, device: str) -> Dict[str, Any]:
+def describe(
+    figures: dict[str, Any],
+    devices: int,
+    threads: int,
+    device: str,
+) -> dict[str, Any]:
     """Return the keys of a description with these measured figures."""
     source = f"measured {time.strftime('%Y-%m-%d')} on {platform.node()}, torch {torch.__version__}"
 
-    def make_figure(value: float) -> Dict[str, Any]:
+    def make_figure(value: float) -> dict[str, Any]:
         return {"value": float(f"{value:.4g}"), "source": source, "confirmed": True}
 
     rates = {
-        name: {"peak_flops": make_figure(max(pair)), "achievable_share": make_figure(min(pair) / max(pair))}
+        name: {
+            "peak_flops": make_figure(max(pair)),
+            "achievable_share": make_figure(min(pair) / max(pair)),
+        }
         for name, pair in figures["rates"].items()
     }
-    devices_text = f"{devices} GPUs" if device == "cuda" else f"{devices} processes of {threads} threads each"
-    link = {"bandwidth": make_figure(figures["bandwidth"]), "latency": make_figure(figures["latency"])}
+    devices_text = (
+        f"{devices} GPUs" if device == "cuda" else f"{devices} processes of {threads} threads each"
+    )
+    link = {
+        "bandwidth": make_figure(figures["bandwidth"]),
+        "latency": make_figure(figures["latency"]),
+    }
     return {
         "about": f"{platform.node()}: {devices_text}",
         "measured_on": {"name": platform.node(), "device": device, "threads": threads},
@@ -105,7 +128,13 @@ def describe(figures: Dict[str, Any], devices: int, threads: int, device: str) -
 
 
 def _run_process(
-    rank: int, folder: str, parent: int, threads: int, device: str, compute_together: bool, seconds: float
+    rank: int,
+    folder: str,
+    parent: int,
+    threads: int,
+    device: str,
+    compute_together: bool,
+    seconds: float,
 ) -> None:
     end_with(parent)
     # on Ctrl-C the parent ends, and this process with it
@@ -114,32 +143,43 @@ def _run_process(
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-    torch_device = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
+    torch_device = (
+        torch.device(device, rank % torch.cuda.device_count())
+        if device == "cuda"
+        else torch.device("cpu")
+    )
     if device == "cuda":
         # torch's Timer synchronizes the current GPU only
         torch.cuda.set_device(torch_device)
     figures = _time_computing(torch_device, seconds) if rank == 0 or compute_together else None
     dist.barrier()
-    link: Dict[str, float] = {}
+    link: dict[str, float] = {}
     if device == "cpu" or not compute_together:
         link = _time_gloo(rank, seconds)
     elif rank == 0:
         link = _time_gpu_copies(seconds)
-    figures_by_rank: List[Any] = [None, None]
+    figures_by_rank: list[Any] = [None, None]
     dist.all_gather_object(figures_by_rank, figures)
     if rank == 0:
         mean = average([figures for figures in figures_by_rank if figures is not None])
-        (Path(folder) / "figures.json").write_text(json.dumps({**mean, **link, "memory": _count_memory(torch_device)}))
+        (Path(folder) / "figures.json").write_text(
+            json.dumps({**mean, **link, "memory": _count_memory(torch_device)})
+        )
     dist.barrier()
     dist.destroy_process_group()
 
 
-def average(figures_by_rank: List[Dict[str, Any]]) -> Dict[str, Any]:
+def average(figures_by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean of several processes' figures."""
     names = figures_by_rank[0]["rates"]
-    by_name = {name: zip(*(figures["rates"][name] for figures in figures_by_rank)) for name in names}
+    by_name = {
+        name: zip(*(figures["rates"][name] for figures in figures_by_rank)) for name in names
+    }
     rates = {name: [statistics.mean(values) for values in pairs] for name, pairs in by_name.items()}
-    return {"rates": rates, "copied": statistics.mean(figures["copied"] for figures in figures_by_rank)}
+    return {
+        "rates": rates,
+        "copied": statistics.mean(figures["copied"] for figures in figures_by_rank),
+    }
 
 
 def _count_memory(torch_device: torch.device) -> int:
@@ -150,13 +190,17 @@ def _count_memory(torch_device: torch.device) -> int:
 
 
 def time_median(work: Callable[[], Any], seconds: float) -> float:
-    """Return the median seconds of `work`, repeated for `seconds` after a warm-up; wait for a GPU to end each."""
+    """Return the median seconds of `work`, repeated for `seconds` after a warm-up; wait for a GPU
+    to end each.
+    """
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 
-def _time_computing(torch_device: torch.device, seconds: float) -> Dict[str, Any]:
-    """Return FLOP/s in each arithmetic that has products and convolutions here, and bytes copied per second."""
+def _time_computing(torch_device: torch.device, seconds: float) -> dict[str, Any]:
+    """Return FLOP/s in each arithmetic that has products and convolutions here, and bytes copied
+    per second.
+    """
     sizes = SIZES[torch_device.type]
     rates = {}
     for name in sizes.arithmetic:
@@ -164,10 +208,15 @@ def _time_computing(torch_device: torch.device, seconds: float) -> Dict[str, Any
             rates[name] = _time_products(getattr(torch, name), torch_device, sizes, seconds)
     a = torch.ones(sizes.copied_bytes // 4, device=torch_device)
     b = torch.empty_like(a)
-    return {"rates": rates, "copied": 2 * sizes.copied_bytes / time_median(lambda: b.copy_(a), seconds)}
+    return {
+        "rates": rates,
+        "copied": 2 * sizes.copied_bytes / time_median(lambda: b.copy_(a), seconds),
+    }
 
 
-def _time_products(dtype: torch.dtype, torch_device: torch.device, sizes: Sizes, seconds: float) -> List[float]:
+def _time_products(
+    dtype: torch.dtype, torch_device: torch.device, sizes: Sizes, seconds: float
+) -> list[float]:
     """Return the FLOPs per second of a matrix product and of a convolution."""
     a = torch.ones(sizes.rows, sizes.rows, dtype=dtype, device=torch_device)
     x = torch.ones(sizes.images, 64, 28, 28, dtype=dtype, device=torch_device)
@@ -177,8 +226,10 @@ def _time_products(dtype: torch.dtype, torch_device: torch.device, sizes: Sizes,
     return [product, 2 * x.numel() * 64 * 9 / convolution]
 
 
-def _time_gloo(rank: int, seconds: float) -> Dict[str, float]:
-    """Return latency and bandwidth from half of a round trip; both ranks run the same fixed number of rounds."""
+def _time_gloo(rank: int, seconds: float) -> dict[str, float]:
+    """Return latency and bandwidth from half of a round trip; both ranks run the same fixed number
+    of rounds.
+    """
     seconds_by_size = []
     for size in (SHORT_BYTES, LONG_BYTES):
         message = torch.ones(size // 4)
@@ -192,7 +243,7 @@ def _time_gloo(rank: int, seconds: float) -> Dict[str, float]:
     return split_latency(*seconds_by_size)
 
 
-def _time_gpu_copies(seconds: float) -> Dict[str, float]:
+def _time_gpu_copies(seconds: float) -> dict[str, float]:
     """Return latency and bandwidth of copies between two GPUs."""
     seconds_by_size = []
     for size in (SHORT_BYTES, LONG_BYTES):
@@ -201,6 +252,11 @@ def _time_gpu_copies(seconds: float) -> Dict[str, float]:
     return split_latency(*seconds_by_size)
 
 
-def split_latency(short: float, long: float) -> Dict[str, float]:
-    """Return latency and bandwidth from the seconds of a short and a long message, which include the short one's."""
-    return {"latency": short, "bandwidth": LONG_BYTES / (long - short if long > 2 * short else long)}
+def split_latency(short: float, long: float) -> dict[str, float]:
+    """Return latency and bandwidth from the seconds of a short and a long message, which include
+    the short one's.
+    """
+    return {
+        "latency": short,
+        "bandwidth": LONG_BYTES / (long - short if long > 2 * short else long),
+    }

@@ -1,4 +1,5 @@
-"""The memory formula: bytes of each kind on a stage's device, by method. Runs are reported and configurations planned with it.
+"""The memory formula: bytes of each kind on a stage's device, by method. Runs are reported and
+configurations planned with it.
 
     weights        one version, the newest
     versions       older versions that are still read
@@ -8,14 +9,15 @@
     activations    `inputs` microbatches of which only the stage's input is kept, `activations` of which all is
     code           the program and its exchange, on devices that hold them in the same memory
 
-How many microbatches: without recomputation all in flight; with it the inputs of all in flight, and the activations of the one
-that is recomputed (Narayanan et al. 2021, section 3.1); by segments of stages see `schedule.versions`.
+How many microbatches: without recomputation all in flight; with it the inputs of all in flight, and
+the activations of the one that is recomputed (Narayanan et al. 2021, section 3.1); by segments of
+stages see `schedule.versions`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, Optional, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
@@ -25,7 +27,12 @@ from ipu_pipe.hardware.unit_costs import Unit, count_state_bytes
 from ipu_pipe.schedule.methods import Method, Timeline
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import KeptMicrobatches, VersionTable, count_kept_by_segments, count_weight_copies
+from ipu_pipe.schedule.versions import (
+    KeptMicrobatches,
+    VersionTable,
+    count_kept_by_segments,
+    count_weight_copies,
+)
 
 # of one category: the sum of all seven is still an int64
 MOST_BYTES = 2.0**59
@@ -49,14 +56,20 @@ class StageMemory(NamedTuple):
 
     def round_down(self) -> "StageMemory":
         """Return whole bytes."""
-        return StageMemory(*(
-            np.floor(np.minimum(size, MOST_BYTES)).astype(np.int64) if isinstance(size, np.ndarray) else int(size)
-            for size in self
-        ))  # fmt: skip
+        return StageMemory(
+            *(
+                np.floor(np.minimum(size, MOST_BYTES)).astype(np.int64)
+                if isinstance(size, np.ndarray)
+                else int(size)
+                for size in self
+            )
+        )
 
 
 class KeptCounts(NamedTuple):
-    """The weight versions (`copies`, newest included) and `KeptMicrobatches` of a stage, or as arrays (P,) of all stages."""
+    """The weight versions (`copies`, newest included) and `KeptMicrobatches` of a stage, or as
+    arrays (P,) of all stages.
+    """
 
     copies: Any
     inputs: Any
@@ -68,12 +81,13 @@ class KeptCounts(NamedTuple):
 
 
 def count_kept_microbatches(
-    in_flight: Sequence[float], recompute: bool, segments: Optional[int], turn: int
+    in_flight: Sequence[float], recompute: bool, segments: int | None, turn: int
 ) -> KeptMicrobatches:
     """Return which data each stage keeps of its `in_flight` (P,) microbatches.
 
-    `recompute`: every stage recomputes from its input. Otherwise `segments`: the method recomputes by this number of segments of
-    stages, 0 for the square root of P (None: it does not recompute). `turn`: as in `Method`.
+    `recompute`: every stage recomputes from its input. Otherwise `segments`: the method recomputes
+    by this number of segments of stages, 0 for the square root of P (None: it does not recompute).
+    `turn`: as in `Method`.
     """
     counts = np.asarray(in_flight)
     if recompute:
@@ -83,21 +97,29 @@ def count_kept_microbatches(
     return KeptMicrobatches(np.zeros_like(counts), counts)
 
 
-def make_lockstep_schedule(method: Method, stages: int, microbatches: int, accumulate: int) -> Schedule:
+def make_lockstep_schedule(
+    method: Method, stages: int, microbatches: int, accumulate: int
+) -> Schedule:
     """Return the schedule of a method on hardware whose pipelines go in lock-step: PopTorch's.
 
-    A pipeline that flushes does, in each cycle, a forward and a backward on every stage and drains before each update: N + 2P - 2
-    cycles, 2(P-1-s) + 1 microbatches in flight on stage s, as PopART stores them. Others keep their own timeline.
-    Source: PopART, branch sdk-release-3.4 (willow/src/transforms/pipeline.cpp). Not run on hardware.
+    A pipeline that flushes does, in each cycle, a forward and a backward on every stage and drains
+    before each update: N + 2P - 2 cycles, 2(P-1-s) + 1 microbatches in flight on stage s, as PopART
+    stores them. Others keep their own timeline. Source: PopART, branch sdk-release-3.4
+    (willow/src/transforms/pipeline.cpp). Not run on hardware.
     """
     if not method.flushes or method.pipeline is Timeline.SEQUENTIAL:
         return make_schedule(method, stages, microbatches, accumulate)
     in_cycles = replace(method, pipeline=Timeline.DATAFLOW, turn=0)
-    return make_schedule(in_cycles, stages, microbatches, accumulate, range(0, microbatches, accumulate))
+    return make_schedule(
+        in_cycles, stages, microbatches, accumulate, range(0, microbatches, accumulate)
+    )
 
 
-def count_kept(method: Method, stages: int, accumulate: int, recompute: bool, lockstep: bool) -> KeptCounts:
-    """Return the most that each stage keeps with N = `accumulate` microbatches per update, the start-up included.
+def count_kept(
+    method: Method, stages: int, accumulate: int, recompute: bool, lockstep: bool
+) -> KeptCounts:
+    """Return the most that each stage keeps with N = `accumulate` microbatches per update, the
+    start-up included.
 
     `lockstep`: on the timeline of PopTorch, which recomputes on all stages but the last.
     """
@@ -116,36 +138,58 @@ def count_kept(method: Method, stages: int, accumulate: int, recompute: bool, lo
 
 
 def sum_stage_bytes(
-    counts: KeptCounts, *, weights: Any, gradients: Any, optimizer: Any, accumulators: Any, saved: Any, entering: Any,
-    code: float = 0.0, frozen: Any = 0,
-) -> StageMemory:  # fmt: skip
-    """Return the memory of a stage's device by kind, in whole bytes. This is the only memory formula of the library.
+    counts: KeptCounts,
+    *,
+    weights: Any,
+    gradients: Any,
+    optimizer: Any,
+    accumulators: Any,
+    saved: Any,
+    entering: Any,
+    code: float = 0.0,
+    frozen: Any = 0,
+) -> StageMemory:
+    """Return the memory of a stage's device by kind, in whole bytes. This is the only memory
+    formula of the library.
 
-    `weights`: of one version; `frozen`: of weights that have only one version. `gradients`, `optimizer`, `accumulators`: of all
-    sums and state. `saved`: all that one microbatch leaves for its backward, `entering`: its input.
+    `weights`: of one version; `frozen`: of weights that have only one version. `gradients`,
+    `optimizer`, `accumulators`: of all sums and state. `saved`: all that one microbatch leaves for
+    its backward, `entering`: its input.
     """
     activations = counts.inputs * entering + counts.activations * saved
     versions = weights * (counts.copies - 1)
-    return StageMemory(weights + frozen, versions, gradients, optimizer, accumulators, activations, code).round_down()
+    return StageMemory(
+        weights + frozen, versions, gradients, optimizer, accumulators, activations, code
+    ).round_down()
 
 
 def compute_stage_memory(
-    unit: Unit, entering: float, counts: KeptCounts, *, precision: str, samples: int, moments: int,
-    device: Optional[Device] = None, streamed: bool = False,
-) -> StageMemory:  # fmt: skip
-    """Return the memory of the device of stage `unit` with microbatches of `samples`, without the state of update rules.
+    unit: Unit,
+    entering: float,
+    counts: KeptCounts,
+    *,
+    precision: str,
+    samples: int,
+    moments: int,
+    device: Device | None = None,
+    streamed: bool = False,
+) -> StageMemory:
+    """Return the memory of the device of stage `unit` with microbatches of `samples`, without the
+    state of update rules.
 
-    `entering`: bytes that come in with a microbatch. `moments`: of the optimizer. `device`: whose share of code is charged.
-    `streamed`: the optimizer's state is in streaming memory.
+    `entering`: bytes that come in with a microbatch. `moments`: of the optimizer. `device`: whose
+    share of code is charged. `streamed`: the optimizer's state is in streaming memory.
     """
-    sizes, parameters = PRECISIONS[precision], unit.parameters
+    sizes = PRECISIONS[precision]
+    parameters = unit.parameters
     return sum_stage_bytes(
         counts,
         weights=parameters * sizes.weight,
         gradients=parameters * sizes.gradient,
         optimizer=0 if streamed else parameters * count_state_bytes(precision, moments),
         accumulators=0,
-        saved=samples * unit.activation_bytes * sizes.activation / unit.number_bytes + parameters * sizes.cast,
+        saved=samples * unit.activation_bytes * sizes.activation / unit.number_bytes
+        + parameters * sizes.cast,
         entering=entering,
         code=device.code_bytes if device is not None else 0.0,
     )

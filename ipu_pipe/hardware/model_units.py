@@ -1,14 +1,16 @@
-"""A model's units: the places where a stage may begin and what runs from each to the next, counted by shape or measured.
+"""A model's units: the places where a stage may begin and what runs from each to the next, counted
+by shape or measured.
 
-Counted: one forward and backward on shapes, which take no memory: a model of billions of parameters, made under
-`torch.device("meta")`, is counted on any machine. If the forward depends on values, it is counted with a few real samples. A
-measurement gives the seconds of each unit's passes of a real microbatch, on the microbatch's device.
+Counted: one forward and backward on shapes, which take no memory: a model of billions of
+parameters, made under `torch.device("meta")`, is counted on any machine. If the forward depends on
+values, it is counted with a few real samples. A measurement gives the seconds of each unit's passes
+of a real microbatch, on the microbatch's device.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Sequence
 
 from torch import nn
 
@@ -43,17 +45,23 @@ FEW = 2
 class CountedUnits(NamedTuple):
     """Units in the order of execution, and `how` their figures were found, for the user."""
 
-    units: Tuple[Unit, ...]
+    units: tuple[Unit, ...]
     how: str
 
 
 def count_units(
-    model: nn.Module, x: Any, begins: Sequence[str] = (), loss: Optional[Loss] = None, y: Any = None
+    model: nn.Module,
+    x: Any,
+    begins: Sequence[str] = (),
+    loss: Loss | None = None,
+    y: Any = None,
 ) -> CountedUnits:
-    """Return the units of a model that takes microbatches like `x`: between modules of its top-level sequence and at `begins`.
+    """Return the units of a model that takes microbatches like `x`: between modules of its
+    top-level sequence and at `begins`.
 
-    Figures are for a sample. Model, `x` and `y` may be on the meta device. The `loss` of its outputs and labels `y`, where given,
-    is in the last unit. A tensor that two units keep belongs to the first. Raise `BadInput` if the model cannot be counted.
+    Figures are for a sample. Model, `x` and `y` may be on the meta device. The `loss` of its
+    outputs and labels `y`, where given, is in the last unit. A tensor that two units keep belongs
+    to the first. Raise `BadInput` if the model cannot be counted.
     """
     try:
         order = observe_execution(model, x)
@@ -64,7 +72,9 @@ def count_units(
         raise
     # the user's model may raise anything
     except Exception as error:
-        raise BadInput(f"model: it cannot be counted on {describe_tensors(x)}: {summarize(error)}") from error
+        raise BadInput(
+            f"model: it cannot be counted on {describe_tensors(x)}: {summarize(error)}"
+        ) from error
     how = (
         "by shape"
         if samples == count_samples(x) and can_run_on_meta(model, x)
@@ -77,13 +87,13 @@ def count_units(
     names = [first, *[seen.calls[i].name for i in starts[1:]]]
     parameters_by_call = _count_parameters(model, seen)
     # storage -> the last unit that keeps it
-    last_keeper: Dict[int, int] = {}
+    last_keeper: dict[int, int] = {}
     units = []
     for i, (name, start, end) in enumerate(zip(names, starts, [*starts[1:], len(seen.calls)])):
         calls_inside = seen.calls[start:end]
         saved = {storage: size for call in calls_inside for storage, size in call.saved.items()}
         # bytes that previous units keep too, by the distance to the last of them
-        also_kept: Dict[int, float] = {}
+        also_kept: dict[int, float] = {}
         for storage in [storage for storage in saved if storage in last_keeper]:
             distance = i - last_keeper[storage]
             also_kept[distance] = also_kept.get(distance, 0.0) + saved.pop(storage) / samples
@@ -106,7 +116,12 @@ def count_units(
     return CountedUnits(tuple(units), f"FLOPs {HOW}, {how}")
 
 
-def _observe(model: nn.Module, x: Any, loss: Optional[Loss], y: Any) -> Tuple[Observation, int]:
+def _observe(
+    model: nn.Module,
+    x: Any,
+    loss: Loss | None,
+    y: Any,
+) -> tuple[Observation, int]:
     """Observe a forward and backward; return the observation and its number of samples."""
 
     def run_pass(x: Any, y: Any) -> Any:
@@ -116,18 +131,24 @@ def _observe(model: nn.Module, x: Any, loss: Optional[Loss], y: Any) -> Tuple[Ob
         try:
             with move_to_meta(model):
                 shapes, labels = to_meta((x, y))
-                return observe_costs(model, shapes, lambda: run_pass(shapes, labels)), count_samples(x)
+                return observe_costs(
+                    model, shapes, lambda: run_pass(shapes, labels)
+                ), count_samples(x)
         # its forward reads values, and then may raise anything
         except Exception:
             if get_first_tensor(x).is_meta:
                 raise
     few = clone_tensors(take_samples(x, FEW))
     with restore_all(model):
-        return observe_costs(model, few, lambda: run_pass(few, take_samples(y, FEW))), count_samples(few)
+        return observe_costs(
+            model, few, lambda: run_pass(few, take_samples(y, FEW))
+        ), count_samples(few)
 
 
-def _count_parameters(model: nn.Module, seen: Observation) -> List[int]:
-    """Return the number of trained values of each call. A weight that is used twice counts for the first call."""
+def _count_parameters(model: nn.Module, seen: Observation) -> list[int]:
+    """Return the number of trained values of each call. A weight that is used twice counts for the
+    first call.
+    """
     counts = [0] * len(seen.calls)
     for name, uses in find_weight_uses(model, seen).items():
         parameter = model.get_parameter(name)
@@ -139,12 +160,18 @@ def _count_parameters(model: nn.Module, seen: Observation) -> List[int]:
 
 
 def measure_units(
-    counted: CountedUnits, model: nn.Module, loss: Loss, x: Any, y: Any, warm_up: int = 2, repeats: int = 5
+    counted: CountedUnits,
+    model: nn.Module,
+    loss: Loss,
+    x: Any,
+    y: Any,
+    warm_up: int = 2,
+    repeats: int = 5,
 ) -> CountedUnits:
     """Return the units with the seconds of their passes of the microbatch `x`, `y` on its device.
 
-    Medians of `repeats` after a `warm_up`. The model is left as it was. On torch 2.0 a backward's time is divided in proportion
-    to the FLOPs of the backwards.
+    Medians of `repeats` after a `warm_up`. The model is left as it was. On torch 2.0 a backward's
+    time is divided in proportion to the FLOPs of the backwards.
     """
     begins = {unit.name: i for i, unit in enumerate(counted.units)}
     seconds = time_passes(
@@ -155,9 +182,15 @@ def measure_units(
         repeats,
         warm_up,
     )
-    passes = [MeasuredPasses(count_samples(x), *times) for times in zip(seconds.forward, seconds.backward)]
-    measured = [replace(unit, measured=(*unit.measured, times)) for unit, times in zip(counted.units, passes)]
+    passes = [
+        MeasuredPasses(count_samples(x), *times) for times in zip(seconds.forward, seconds.backward)
+    ]
+    measured = [
+        replace(unit, measured=(*unit.measured, times))
+        for unit, times in zip(counted.units, passes)
+    ]
     return CountedUnits(
         tuple(measured),
-        f"{counted.how}; seconds measured with {count_samples(x)} samples on {get_first_tensor(x).device.type}",
+        f"{counted.how}; seconds measured with {count_samples(x)} samples on "
+        f"{get_first_tensor(x).device.type}",
     )

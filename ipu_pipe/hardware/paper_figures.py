@@ -1,13 +1,15 @@
-"""The papers' memory figures, computed from the method and the sizes of the stages. Nothing is measured.
+"""The papers' memory figures, computed from the method and the sizes of the stages. Nothing is
+measured.
 
-Symbols: P stages, counted from 1 as i in the papers' formulas and from 0 as s elsewhere; N microbatches per update; |w_i| the
-weights of stage i and W of all; c copies of the weights that the synchronous method holds.
+Symbols: P stages, counted from 1 as i in the papers' formulas and from 0 as s elsewhere; N
+microbatches per update; |w_i| the weights of stage i and W of all; c copies of the weights that the
+synchronous method holds.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Optional, Sequence, Union
+from typing import Any, Sequence, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +20,16 @@ from ipu_pipe.schedule.methods import Method, Timeline
 Sizes = Union[Sequence[float], NDArray[Any]]
 
 
-def compute_pipedream_ratio(weights_per_stage: Sizes, copies: int, accumulate: int, rounded: bool) -> float:
-    """Return PipeDream's weight and optimizer memory, 1 for the synchronous method: (c - 1 + sum_i |w_i| tau_i / W) / c.
+def compute_pipedream_ratio(
+    weights_per_stage: Sizes, copies: int, accumulate: int, rounded: bool
+) -> float:
+    """Return PipeDream's weight and optimizer memory, 1 for the synchronous method: (c - 1 + sum_i
+    |w_i| tau_i / W) / c.
 
-    Stage i keeps tau_i = (2(P-i)+1)/N versions of the weights, `rounded` up as in PipeMare's Table 1, or not as in its Table 2;
-    c = `copies`, not counting T2's accumulator. This is PipeMare's estimate for PipeDream, on its own (dataflow) schedule:
-    versions.count_weight_copies counts those of the schedule in use.
+    Stage i keeps tau_i = (2(P-i)+1)/N versions of the weights, `rounded` up as in PipeMare's Table
+    1, or not as in its Table 2; c = `copies`, not counting T2's accumulator. This is PipeMare's
+    estimate for PipeDream, on its own (dataflow) schedule: versions.count_weight_copies counts
+    those of the schedule in use.
     """
     weights = np.asarray(weights_per_stage, np.float64)
     ages = 2 * np.arange(len(weights) - 1, -1, -1) + 1
@@ -32,18 +38,30 @@ def compute_pipedream_ratio(weights_per_stage: Sizes, copies: int, accumulate: i
 
 
 def compute_worker_footprint(
-    weight_bytes: float, activation_bytes: float, input_bytes: float, depth: int, microbatches: int, recompute: bool
-) -> Dict[str, Optional[float]]:
-    """Return the bytes of weights and activations on the fullest worker, by method (Narayanan et al. 2021, section 3).
+    weight_bytes: float,
+    activation_bytes: float,
+    input_bytes: float,
+    depth: int,
+    microbatches: int,
+    recompute: bool,
+) -> dict[str, float | None]:
+    """Return the bytes of weights and activations on the fullest worker, by method (Narayanan et
+    al. 2021, section 3).
 
-    `depth` d, `microbatches` m per batch. v|W|/d weights, v = 2 versions for PipeDream-2BW and 1 for the others, without
-    gradients and optimizer state, plus the activations of the n microbatches in flight (GPipe m; 2BW and Flush d, Flush at most
-    m): n A_total/d, or with recomputation n A_input + A_total/d for the microbatch being computed. For one microbatch, A_total
-    are the activations of the model and A_input enters one stage. 2BW needs m >= d and is None otherwise.
+    `depth` d, `microbatches` m per batch. v|W|/d weights, v = 2 versions for PipeDream-2BW and 1
+    for the others, without gradients and optimizer state, plus the activations of the n
+    microbatches in flight (GPipe m; 2BW and Flush d, Flush at most m): n A_total/d, or with
+    recomputation n A_input + A_total/d for the microbatch being computed. For one microbatch,
+    A_total are the activations of the model and A_input enters one stage. 2BW needs m >= d and is
+    None otherwise.
     """
 
     def sum_worker(versions: int, in_flight: int) -> float:
-        stored = input_bytes * in_flight + activation_bytes / depth if recompute else activation_bytes / depth * in_flight
+        stored = (
+            input_bytes * in_flight + activation_bytes / depth
+            if recompute
+            else activation_bytes / depth * in_flight
+        )
         return versions * weight_bytes / depth + stored
 
     return {
@@ -54,33 +72,50 @@ def compute_worker_footprint(
 
 
 def compute_paper_figures(
-    *, weight_bytes: Sizes, saved_bytes: Sizes, input_bytes: Sizes, moments: int, t2: int, method: Method, accumulate: int,
-    depth: int, in_flight: Sequence[int], weight_copies: Sequence[int],
-) -> Dict[str, Any]:  # fmt: skip
+    *,
+    weight_bytes: Sizes,
+    saved_bytes: Sizes,
+    input_bytes: Sizes,
+    moments: int,
+    t2: int,
+    method: Method,
+    accumulate: int,
+    depth: int,
+    in_flight: Sequence[int],
+    weight_copies: Sequence[int],
+) -> dict[str, Any]:
     """Return the figures of summary.json's "memory"; those without a meaning are None.
 
-    By stage: `weight_bytes` of one version, `saved_bytes` that one microbatch leaves there, `input_bytes` that enter with it,
-    `in_flight` and `weight_copies` of the schedule. `depth` of the pipeline for the footprint per worker. `moments` of the
-    optimizer; `t2`: the accumulators that it and other rules keep.
+    By stage: `weight_bytes` of one version, `saved_bytes` that one microbatch leaves there,
+    `input_bytes` that enter with it, `in_flight` and `weight_copies` of the schedule. `depth` of
+    the pipeline for the footprint per worker. `moments` of the optimizer; `t2`: the accumulators
+    that it and other rules keep.
 
     - weight_optimizer_copies: the mean over the weights, older live versions included; weight_optimizer_ratio: to the
-      synchronous method's, which holds one version, its gradient and moments and no accumulator: c = 2 for SGD, 3 with momentum,
-      4 with Adam, so that T2's accumulator gives 1.33 and 1.25 (PipeMare, Table 2); weight_optimizer_bytes: on all stages.
+      synchronous method's, which holds one version, its gradient and moments and no accumulator: c
+      = 2 for SGD, 3 with momentum, 4 with Adam, so that T2's accumulator gives 1.33 and 1.25
+      (PipeMare, Table 2); weight_optimizer_bytes: on all stages.
     - pipedream_ratio, pipedream_ratio_rounded: `compute_pipedream_ratio` of these stages, whatever the method.
     - activation_bytes: on all stages; stash_microbatches: by stage. With recomputation: on the dataflow schedule only, whether
-      or not this run recomputes; recompute_ratio_counted: quotient of the two sums of microbatches; recompute_ratio_order: that
-      of their orders P^(3/2) and P^2 (PipeMare, Tables 4 and 5), 0.097 for 107 stages.
+      or not this run recomputes; recompute_ratio_counted: quotient of the two sums of microbatches;
+      recompute_ratio_order: that of their orders P^(3/2) and P^2 (PipeMare, Tables 4 and 5), 0.097
+      for 107 stages.
     - footprint_per_worker: `compute_worker_footprint`, A_input being the greatest of `input_bytes`.
     """
-    weights, saved, entering = (np.asarray(sizes, np.float64) for sizes in (weight_bytes, saved_bytes, input_bytes))
-    microbatches_in_flight, versions, P = np.asarray(in_flight, np.int64), np.asarray(weight_copies, np.int64), len(weights)
+    weights, saved, entering = (
+        np.asarray(sizes, np.float64) for sizes in (weight_bytes, saved_bytes, input_bytes)
+    )
+    microbatches_in_flight = np.asarray(in_flight, np.int64)
+    versions = np.asarray(weight_copies, np.int64)
+    P = len(weights)
     synchronous = 2 + moments
     copies = synchronous + t2 - 1 + versions
     total = (weights * copies).sum()
     ratio, ratio_rounded = (
-        compute_pipedream_ratio(weights, synchronous, accumulate, rounded) if P > 1 else None for rounded in (False, True)
+        compute_pipedream_ratio(weights, synchronous, accumulate, rounded) if P > 1 else None
+        for rounded in (False, True)
     )
-    figures: Dict[str, Any] = {
+    figures: dict[str, Any] = {
         "weight_optimizer_copies": float(total / weights.sum()),
         "weight_optimizer_ratio": float(total / weights.sum()) / synchronous,
         "weight_optimizer_bytes": int(total),
@@ -94,7 +129,9 @@ def compute_paper_figures(
         "recompute_ratio_order": None,
     }
     if method.pipeline is Timeline.DATAFLOW and P > 1:
-        inputs, activations = count_kept_microbatches(in_flight, False, method.segments or 0, method.turn)
+        inputs, activations = count_kept_microbatches(
+            in_flight, False, method.segments or 0, method.turn
+        )
         stored = inputs + activations
         figures.update(
             activation_bytes_with_recompute=int((entering * inputs + saved * activations).sum()),
@@ -104,9 +141,11 @@ def compute_paper_figures(
         )
     sizes = float(weights.sum()), float(saved.sum()), float(entering.max())
     without, with_recompute = (
-        compute_worker_footprint(*sizes, depth, accumulate, recompute) for recompute in (False, True)
+        compute_worker_footprint(*sizes, depth, accumulate, recompute)
+        for recompute in (False, True)
     )
     figures["footprint_per_worker"] = {
-        name: {"with_recompute": with_recompute[name], "without_recompute": without[name]} for name in without
+        name: {"with_recompute": with_recompute[name], "without_recompute": without[name]}
+        for name in without
     }
     return figures

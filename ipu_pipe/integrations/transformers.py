@@ -1,13 +1,16 @@
-"""Hugging Face's Trainer over a pipeline: `PipelineTrainer(model, args, ..., pipeline={"method": ..., "stages": ...})`.
+"""Hugging Face's Trainer over a pipeline:
+`PipelineTrainer(model, args, ..., pipeline={"method": ..., "stages": ...})`.
 
-Trainer's own loop runs. `training_step` gathers the microbatches of an update and gives them to an `ipu_pipe.Pipeline`, which
-steps the optimizer; Trainer steps a view of it, which changes nothing, and its scheduler.
+Trainer's own loop runs. `training_step` gathers the microbatches of an update and gives them to an
+`ipu_pipe.Pipeline`, which steps the optimizer; Trainer steps a view of it, which changes nothing,
+and its scheduler.
 
     Trainer     batch 0  batch 1 ... batch r-1 | clip, step           r <= N = gradient_accumulation_steps, < in the last update
     here        microbatches 0 ... N-1 of an update                   microbatches r ... N-1 count 0
 
-A microbatch's loss is Trainer's own `compute_loss` and thus a share of the update's loss. `LossModel` multiplies it by N
-(by N / r where Trainer divides it by r), and the pipeline averages over N, so that the result is Trainer's sum.
+A microbatch's loss is Trainer's own `compute_loss` and thus a share of the update's loss.
+`LossModel` multiplies it by N (by N / r where Trainer divides it by r), and the pipeline averages
+over N, so that the result is Trainer's sum.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from importlib import metadata
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -35,7 +38,9 @@ from ipu_pipe.update.optimizer import export_state, import_state
 
 
 def _describe_torchvision() -> str:
-    """Return cause and remedy if an installed torchvision cannot be imported, which transformers then does not say; else ''."""
+    """Return cause and remedy if an installed torchvision cannot be imported, which transformers
+    then does not say; else ''.
+    """
     if importlib.util.find_spec("torchvision") is None:
         return ""
     try:
@@ -43,7 +48,8 @@ def _describe_torchvision() -> str:
     except Exception as error:
         version = metadata.version("torchvision")
         return (
-            f"torchvision {version} does not fit torch {torch.__version__} ({error}): pip uninstall torchvision,"
+            f"torchvision {version} does not fit torch {torch.__version__} ({error}): pip "
+            f"uninstall torchvision,"
             " or install both from one index by one command"
         )
     return ""
@@ -63,13 +69,24 @@ except (ImportError, RuntimeError) as error:
     raise ImportError(f"ipu_pipe.integrations.transformers: {reason}") from cause
 
 KEYS = (
-    "method", "method_args", "stages", "stages_per_device", "recompute", "backend", "precision", "clip", "hardware",
+    "method",
+    "method_args",
+    "stages",
+    "stages_per_device",
+    "recompute",
+    "backend",
+    "precision",
+    "clip",
+    "hardware",
     "allow_nonfinite",
-)  # fmt: skip
+)
 PASSES = "a pipeline's microbatches are at many places at once"
 # TrainingArguments -> (supported value, why other values are refused and what to use instead)
-REFUSED: Dict[str, Any] = {
-    "fp16": (False, "unsupported: pipeline={'precision': 'bfloat16_mixed'} trains in mixed precision"),
+REFUSED: dict[str, Any] = {
+    "fp16": (
+        False,
+        "unsupported: pipeline={'precision': 'bfloat16_mixed'} trains in mixed precision",
+    ),
     "bf16": (False, "is a precision of the pipeline: use pipeline={'precision': 'bfloat16_mixed'}"),
     "activation_checkpointing": (False, "is the pipeline's: use pipeline={'recompute': True}"),
     "tf32": (None, "is the pipeline's: use pipeline={'backend': {'tf32': True}}"),
@@ -77,10 +94,14 @@ REFUSED: Dict[str, Any] = {
     "auto_find_batch_size": (False, "a run is planned with one batch size"),
     "neftune_noise_alpha": (
         None,
-        "its noise is not drawn by a seeded module, so stages and recomputation would draw other values",
+        "its noise is not drawn by a seeded module, so stages and recomputation would draw other "
+        "values",
     ),
     "torch_empty_cache_steps": (None, PASSES),
-    "enable_jit_checkpoint": (False, "checkpoints are written where the pipeline is empty: use save_steps"),
+    "enable_jit_checkpoint": (
+        False,
+        "checkpoints are written where the pipeline is empty: use save_steps",
+    ),
     "ignore_data_skip": (False, "the data of an update depend on its number: leave it out"),
     "full_determinism": (False, "is always so for pipelines (backend.deterministic)"),
     "deepspeed": (None, "divides the model itself"),
@@ -92,7 +113,8 @@ REFUSED: Dict[str, Any] = {
 
 IGNORED_LABEL = -100
 LABELS = ("labels", "shift_labels")
-# in a config: a loss that ignores another label than -100, or counts each sample (an empty text, the tokens of a router)
+# in a config: a loss that ignores another label than -100, or counts each sample (an empty text,
+# the tokens of a router)
 COUNTS_ALL = ("ctc_loss_reduction", "semantic_loss_ignore_index", "output_router_logits")
 
 
@@ -105,28 +127,38 @@ class LossModel(nn.Module):
 
     def __init__(self, trainer: PipelineTrainer, model: nn.Module) -> None:
         super().__init__()
-        self.model, self._trainer = model, trainer
+        self.model = model
+        self._trainer = trainer
 
     def forward(
-        self, inputs: Mapping[str, Any], loss_share: torch.Tensor, num_items_in_batch: Optional[torch.Tensor] = None
+        self,
+        inputs: Mapping[str, Any],
+        loss_share: torch.Tensor,
+        num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
         items = None if num_items_in_batch is None else num_items_in_batch[0]
-        loss: torch.Tensor = self._trainer.compute_loss(self.model, dict(inputs), num_items_in_batch=items)
+        loss: torch.Tensor = self._trainer.compute_loss(
+            self.model, dict(inputs), num_items_in_batch=items
+        )
         # in float64, so that the gradient of Trainer's loss is rounded to Trainer's own for every N
         return loss.double() * loss_share[0, 0] / loss_share[0, 1]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing, because Trainer calls this while gradients of microbatches in flight add up; the pipeline clears them."""
+        """Do nothing, because Trainer calls this while gradients of microbatches in flight add up;
+        the pipeline clears them.
+        """
 
 
 class SeededBatches(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """Trainer's training loader, whose draws (of a collator, of a sampler) are seeded by (seed, epoch).
+    """Trainer's training loader, whose draws (of a collator, of a sampler) are seeded by (seed,
+    epoch).
 
     So all ranks and resumed runs read the same batches.
     """
 
     def __init__(self, loader: Any, seed: int) -> None:
-        self._loader, self._seed = loader, seed
+        self._loader = loader
+        self._seed = seed
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -136,7 +168,7 @@ class SeededBatches(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         drawn = RandomStates.from_seed(derive_seed(self._seed, "loader", self.epoch))
         if hasattr(self._loader, "set_epoch"):
             self._loader.set_epoch(self.epoch)
-        iterator: Optional[Iterator[Any]] = None
+        iterator: Iterator[Any] | None = None
         end = object()
         while True:
             with restore_random_states():
@@ -151,7 +183,13 @@ class SeededBatches(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 
 # events after which Trainer reads no flag of the control, or that the first process alone sees
-UNREAD = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step", "on_push_begin")
+UNREAD = (
+    "on_substep_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_prediction_step",
+    "on_push_begin",
+)
 
 
 class SharedCallbacks(CallbackHandler):  # type: ignore[misc]
@@ -171,9 +209,10 @@ class SharedCallbacks(CallbackHandler):  # type: ignore[misc]
 class PipelineTrainer(Trainer):
     """A `transformers.Trainer` whose `train()` is a pipeline's.
 
-    `pipeline` has keys of a config (`KEYS`, docs/trainer.md). `gradient_accumulation_steps` are the microbatches of an update. In
-    one process the emulator trains; under torchrun each process holds its stages, the first one logs, saves and calls the
-    callbacks, and all have the whole model after training. Raise `BadInput`, one line for each argument that is not supported.
+    `pipeline` has keys of a config (`KEYS`, docs/trainer.md). `gradient_accumulation_steps` are the
+    microbatches of an update. In one process the emulator trains; under torchrun each process holds
+    its stages, the first one logs, saves and calls the callbacks, and all have the whole model
+    after training. Raise `BadInput`, one line for each argument that is not supported.
     """
 
     # whether this class joined the process group, which all trainers of a process share
@@ -184,21 +223,28 @@ class PipelineTrainer(Trainer):
     state: Any
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
-        self._pipe: Optional[Pipeline] = None
+        self._pipe: Pipeline | None = None
         self._is_whole = False
         # the batches of the update that Trainer's loop has begun
-        self._gathered: List[Mapping[str, Any]] = []
+        self._gathered: list[Mapping[str, Any]] = []
         # updates whose losses the next line of the log averages
         self._reported = 0
         unknown = [key for key in pipeline if key not in KEYS]
         why = f"is set by TrainingArguments or unsupported: must be one of {', '.join(KEYS)}"
         raise_faults([f"pipeline.{key}: {show(pipeline[key])}: {why}" for key in unknown])
         if not hasattr(Trainer, "_run_epoch"):
-            raise BadInput("transformers: PipelineTrainer needs version 5: pip install 'ipu_pipe[transformers]'")
+            raise BadInput(
+                "transformers: PipelineTrainer needs version 5: pip install "
+                "'ipu_pipe[transformers]'"
+            )
         super().__init__(*args, **kwargs)
         handler = self.callback_handler
         self.callback_handler = SharedCallbacks(
-            handler.callbacks, handler.model, handler.processing_class, handler.optimizer, handler.lr_scheduler
+            handler.callbacks,
+            handler.model,
+            handler.processing_class,
+            handler.optimizer,
+            handler.lr_scheduler,
         )
         device = "cuda" if self.args.device.type == "cuda" else "cpu"
         backend = {"name": "distributed" if is_distributed() else "emulator", "device": device}
@@ -207,12 +253,15 @@ class PipelineTrainer(Trainer):
         self._config = self._configure()
         if self._config.backend.facts.trains_on is not None:
             name = self._config.backend.name
-            raise BadInput(f"pipeline.backend.name: {name}: PipelineTrainer has emulator and distributed")
+            raise BadInput(
+                f"pipeline.backend.name: {name}: PipelineTrainer has emulator and distributed"
+            )
         launch(self._config, {"output_dir": self.args.output_dir})
         PipelineTrainer._has_joined = is_distributed()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator as Trainer does; on processes, for one device: ranks are stages, not replicas.
+        """Make the accelerator as Trainer does; on processes, for one device: ranks are stages, not
+        replicas.
 
         Each rank reads all batches, and the first one writes.
         """
@@ -225,62 +274,104 @@ class PipelineTrainer(Trainer):
             state.distributed_type = DistributedType.NO
         super().create_accelerator_and_postprocess()
 
-    def _list_faults(self) -> List[str]:
+    def _list_faults(self) -> list[str]:
         """List the arguments that a pipeline does not support, a line each."""
-        args, faults = self.args, []
+        args = self.args
+        faults = []
         for name, (supported, why) in REFUSED.items():
             value = getattr(args, name, supported)
             if value != supported and value:
                 faults.append(f"{name}: {show(value)}: {why}")
         if args.n_gpu > 1:
-            faults.append(f"n_gpu: {args.n_gpu}: one process trains on one: use torchrun, or CUDA_VISIBLE_DEVICES=0")
+            faults.append(
+                f"n_gpu: {args.n_gpu}: one process trains on one: use torchrun, or "
+                f"CUDA_VISIBLE_DEVICES=0"
+            )
         if self.train_dataset is not None and not has_length(self.train_dataset):
-            faults.append("train_dataset: has no length: the batches of a pipeline are seeded and counted by epochs")
-        for name in ("training_step", "_prepare_inputs", "compute_loss_context_manager", "autocast_smart_context_manager"):
+            faults.append(
+                "train_dataset: has no length: the batches of a pipeline are seeded and counted by "
+                "epochs"
+            )
+        for name in (
+            "training_step",
+            "_prepare_inputs",
+            "compute_loss_context_manager",
+            "autocast_smart_context_manager",
+        ):
             if getattr(type(self), name) is not getattr(PipelineTrainer, name):
-                faults.append(f"{type(self).__name__}.{name}: no pipeline calls it: override compute_loss")
+                faults.append(
+                    f"{type(self).__name__}.{name}: no pipeline calls it: override compute_loss"
+                )
         for callback in self.callback_handler.callbacks:
             for event in ("on_substep_end", "on_pre_optimizer_step"):
                 if getattr(type(callback), event) is not getattr(TrainerCallback, event):
-                    faults.append(f"callbacks: {type(callback).__name__}.{event}: sees no gradients: {PASSES}")
+                    faults.append(
+                        f"callbacks: {type(callback).__name__}.{event}: sees no gradients: {PASSES}"
+                    )
         return faults
 
     def _configure(self) -> Config:
         """Return the config of the settings in `pipeline`, which names their faults."""
         settings = {**self._settings, "clip": self._read_clip(), "seed": self.args.seed}
         try:
-            return configure(gradient_accumulation=self.args.gradient_accumulation_steps, **settings)
+            return configure(
+                gradient_accumulation=self.args.gradient_accumulation_steps, **settings
+            )
         except BadInput as error:
-            raise BadInput([fault.replace("configure: ", "pipeline.", 1) for fault in error.faults]) from None
+            raise BadInput(
+                [fault.replace("configure: ", "pipeline.", 1) for fault in error.faults]
+            ) from None
 
-    def _read_clip(self) -> Optional[Dict[str, Any]]:
-        """Return the section `clip` of a config, whose norm is `max_grad_norm` unless `pipeline` has one."""
+    def _read_clip(self) -> dict[str, Any] | None:
+        """Return the section `clip` of a config, whose norm is `max_grad_norm` unless `pipeline`
+        has one.
+        """
         clip = {"norm": self.args.max_grad_norm} if self.args.max_grad_norm > 0 else {}
         return {**clip, **(self._settings.get("clip") or {})} or None
 
     # ---- the weights of batches in an update's loss
 
     def gives_shares(self, items: Any) -> bool:
-        """Return whether `compute_loss` gives a microbatch's share of the update's loss, as Trainer's `training_step` asks."""
+        """Return whether `compute_loss` gives a microbatch's share of the update's loss, as
+        Trainer's `training_step` asks.
+        """
         if self.loss_is_scaled_for_ga is not None:
             return bool(self.loss_is_scaled_for_ga)
-        return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
+        return (
+            self.model_accepts_loss_kwargs and items is not None
+        ) or self.compute_loss_func is not None
 
     def can_ignore(self, batch: Mapping[str, Any]) -> bool:
         """Return whether the loss leaves out the samples of a batch whose labels are -100."""
-        labels, config = batch.get("labels"), getattr(self.model, "config", None)
-        if getattr(config, "num_labels", None) == 1 or getattr(config, "problem_type", None) == "regression":
+        labels = batch.get("labels")
+        config = getattr(self.model, "config", None)
+        if (
+            getattr(config, "num_labels", None) == 1
+            or getattr(config, "problem_type", None) == "regression"
+        ):
             # integers are values there, even -100
             return False
         if any(getattr(config, name, False) not in (None, False) for name in COUNTS_ALL):
             return False
-        # The user's own loss, or a loss of other labels, may count the samples that are to be ignored.
-        is_known = self.compute_loss_func is None and type(self).compute_loss is Trainer.compute_loss
+        # The user's own loss, or a loss of other labels, may count the samples that are to be
+        # ignored.
+        is_known = (
+            self.compute_loss_func is None and type(self).compute_loss is Trainer.compute_loss
+        )
         others = {name for name in batch if "label" in name} - set(LABELS)
-        return is_known and not others and isinstance(labels, torch.Tensor) and not labels.is_floating_point()
+        return (
+            is_known
+            and not others
+            and isinstance(labels, torch.Tensor)
+            and not labels.is_floating_point()
+        )
 
-    def _make_microbatches(self, batches: Sequence[Mapping[str, Any]], items: Any) -> List[Dict[str, Any]]:
-        """Return the N microbatches of an update as arguments of `LossModel`; those that Trainer does not have count 0."""
+    def _make_microbatches(
+        self, batches: Sequence[Mapping[str, Any]], items: Any
+    ) -> list[dict[str, Any]]:
+        """Return the N microbatches of an update as arguments of `LossModel`; those that Trainer
+        does not have count 0.
+        """
         count = self.args.gradient_accumulation_steps
         divisor = 1 if self.gives_shares(items) else len(batches)
         microbatches = []
@@ -294,13 +385,17 @@ class PipelineTrainer(Trainer):
             microbatches.append(inputs)
         return microbatches
 
-    def _fill(self, batch: Mapping[str, Any]) -> Dict[str, Any]:
-        """Fill up the last batch of an epoch with samples whose labels are ignored, on processes and where labels can be."""
+    def _fill(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill up the last batch of an epoch with samples whose labels are ignored, on processes
+        and where labels can be.
+        """
         missing = self.args.train_batch_size - count_samples(batch)
         # Trainer, too, takes batches of any size
         if self._config.backend.facts.takes_any_size or missing <= 0 or not self.can_ignore(batch):
             return dict(batch)
-        repeated = map_tensors(lambda t: torch.cat([t, t[-1:].expand(missing, *t.shape[1:])]), batch)
+        repeated = map_tensors(
+            lambda t: torch.cat([t, t[-1:].expand(missing, *t.shape[1:])]), batch
+        )
         for name in set(LABELS) & set(repeated):
             repeated[name][-missing:] = IGNORED_LABEL
         return repeated  # type: ignore[no-any-return]
@@ -308,13 +403,20 @@ class PipelineTrainer(Trainer):
     # ---- training
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search as Trainer does, in one process only, because several processes would draw different trials."""
+        """Search as Trainer does, in one process only, because several processes would draw
+        different trials.
+        """
         if is_distributed():
-            raise BadInput("hyperparameter_search: every process would draw other values: search in one process")
+            raise BadInput(
+                "hyperparameter_search: every process would draw other values: search in one "
+                "process"
+            )
         return super().hyperparameter_search(*args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Train and remove the pipeline afterwards. Return the first process's result on all processes."""
+        """Train and remove the pipeline afterwards. Return the first process's result on all
+        processes.
+        """
         self.callback_handler.is_training = is_distributed()
         self._reported = 0
         try:
@@ -328,13 +430,19 @@ class PipelineTrainer(Trainer):
         self.state, output = run_on_main(lambda: (self.state, output))
         return output
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Optional[str]) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
         """Make the pipeline, and load its checkpoint. Return model and data as Trainer asks."""
         self.create_optimizer()
         self._optimizer = self.optimizer
         if hasattr(self._optimizer, "train"):
-            raise BadInput(f"optim: {type(self._optimizer).__name__}: uses other weights for evaluation: unsupported")
-        # decided once: evaluations and callbacks leave other modes, which Trainer ends by model.train()
+            raise BadInput(
+                f"optim: {type(self._optimizer).__name__}: uses other weights for evaluation: "
+                f"unsupported"
+            )
+        # decided once: evaluations and callbacks leave other modes, which Trainer ends by
+        # model.train()
         enter_training(self.model)
         model = LossModel(self, self.model)
         self._modes = {module: module.training for module in model.modules()}
@@ -345,12 +453,19 @@ class PipelineTrainer(Trainer):
         if resume_from_checkpoint is not None:
             self._pipe.load_state_dict(self._take_loaded_state(model))
         self._batches = SeededBatches(train_dataloader, self.args.seed)
-        return model, torch.utils.data.DataLoader(self._batches, batch_size=None, collate_fn=_pass_on)
+        return model, torch.utils.data.DataLoader(
+            self._batches, batch_size=None, collate_fn=_pass_on
+        )
 
     def _make_pipeline(self, model: nn.Module, batches_per_epoch: int) -> Pipeline:
         """Make the pipeline of the settings in `pipeline`."""
-        config, count = self._config, self.args.gradient_accumulation_steps
-        settings = {key: value for key, value in self._settings.items() if key not in ("clip", "backend", "method_args")}
+        config = self._config
+        count = self.args.gradient_accumulation_steps
+        settings = {
+            key: value
+            for key, value in self._settings.items()
+            if key not in ("clip", "backend", "method_args")
+        }
         if isinstance(settings.get("stages"), list):
             settings["stages"] = [f"model.{name}" for name in settings["stages"]]
         method_args = dict(self._settings.get("method_args") or {})
@@ -369,16 +484,23 @@ class PipelineTrainer(Trainer):
             clip=None if config.clip is None else (config.clip.norm, config.clip.scope),
             seed=self.args.seed,
             backend=config.backend.name,
-            backend_args={key: value for key, value in self._settings["backend"].items() if key != "name"},
+            backend_args={
+                key: value for key, value in self._settings["backend"].items() if key != "name"
+            },
             **{"allow_nonfinite": True, **settings},
         )
         if pipe.microbatches != count:
-            why = f"{config.method} takes {pipe.microbatches} microbatches in an update: must be as many"
+            why = (
+                f"{config.method} takes {pipe.microbatches} microbatches in an update: must be "
+                f"as many"
+            )
             raise BadInput(f"gradient_accumulation_steps: {count}: {why}")
         return pipe
 
-    def _take_loaded_state(self, model: nn.Module) -> Dict[str, Any]:
-        """Move the state that Trainer has loaded into a state of the pipeline, which was empty when it was saved."""
+    def _take_loaded_state(self, model: nn.Module) -> dict[str, Any]:
+        """Move the state that Trainer has loaded into a state of the pipeline, which was empty when
+        it was saved.
+        """
         done = self.state.global_step
         tensors, plain = export_state(self._optimizer, self._names)
         # a process keeps the state of its own stages alone
@@ -400,17 +522,24 @@ class PipelineTrainer(Trainer):
         self._gathered = []
         super()._run_epoch(*args, **kwargs)
 
-    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Gather the batches of an update, and give them to the pipeline. Return the losses of the updates that left it."""
+    def training_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Gather the batches of an update, and give them to the pipeline. Return the losses of the
+        updates that left it.
+        """
         self._gathered.append(inputs)
         if len(self._gathered) < self.current_gradient_accumulation_steps:
             return torch.zeros_like(self._tr_loss)
-        batches, self._gathered = self._gathered, []
+        batches = self._gathered
+        self._gathered = []
         for module, mode in self._modes.items():
             module.training = mode
         assert self._pipe is not None
         microbatches = self._make_microbatches(batches, num_items_in_batch)
-        return self._sum_losses(self._pipe.step(microbatches=[(inputs, None) for inputs in microbatches]))
+        return self._sum_losses(
+            self._pipe.step(microbatches=[(inputs, None) for inputs in microbatches])
+        )
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Do nothing: the pipeline clips."""
@@ -438,15 +567,21 @@ class PipelineTrainer(Trainer):
         return torch.tensor(sum(losses), dtype=self._tr_loss.dtype, device=self._tr_loss.device)
 
     def _add_losses(self, updates: Sequence[Update]) -> None:
-        """Add the losses of updates that left in a drain to the next line of the log, as Trainer adds those of a step."""
+        """Add the losses of updates that left in a drain to the next line of the log, as Trainer
+        adds those of a step.
+        """
         loss = self._sum_losses(updates)
         if self.args.logging_nan_inf_filter and not torch.isfinite(loss):
             loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
         self._tr_loss += loss
 
     def _is_drained_next(self) -> bool:
-        """Return whether the pipeline drains before the next update: for an evaluation or a checkpoint, or at the end."""
-        args, state, control = self.args, self.state, self.control
+        """Return whether the pipeline drains before the next update: for an evaluation or a
+        checkpoint, or at the end.
+        """
+        args = self.args
+        state = self.state
+        control = self.control
         if control.should_evaluate or control.should_save:
             return True
         if control.should_training_stop or state.global_step >= state.max_steps:
@@ -456,7 +591,9 @@ class PipelineTrainer(Trainer):
         return state.epoch == int(state.epoch) and (evaluates or args.save_strategy == "epoch")
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Log, save and evaluate as Trainer does; a line of the log has the mean loss of the updates that left since the last."""
+        """Log, save and evaluate as Trainer does; a line of the log has the mean loss of the
+        updates that left since the last.
+        """
         assert self._pipe is not None
         if self._is_drained_next() and self._pipe.can_drain:
             # so that this line has all losses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -34,21 +34,25 @@ TEST_BATCH = 128
 class EvaluationResult(NamedTuple):
     """The result of an evaluation: loss, and metrics by name; None where there is none."""
 
-    loss: Optional[float] = None
-    metrics: Dict[str, Optional[float]] = {}
+    loss: float | None = None
+    metrics: dict[str, float | None] = {}
 
     @property
-    def accuracy(self) -> Optional[float]:
+    def accuracy(self) -> float | None:
         """Accuracy, or None if not configured."""
         return self.metrics.get("accuracy")
 
-    def to_record(self, prefix: str = "test_") -> Dict[str, Optional[float]]:
-        """Return the values by their names in files: loss and accuracy first, even if accuracy is not configured."""
+    def to_record(self, prefix: str = "test_") -> dict[str, float | None]:
+        """Return the values by their names in files: loss and accuracy first, even if accuracy is
+        not configured.
+        """
         values = {"loss": self.loss, "accuracy": self.accuracy, **self.metrics}
         return {f"{prefix}{name}": value for name, value in values.items()}
 
 
-def collect_by_block(evaluations: Sequence[EvaluationResult], split: str = "test") -> Dict[str, List[Optional[float]]]:
+def collect_by_block(
+    evaluations: Sequence[EvaluationResult], split: str = "test"
+) -> dict[str, list[float | None]]:
     """Return the evaluations of blocks as one list per name."""
     records = [evaluation.to_record(f"block_{split}_") for evaluation in evaluations]
     return {name: [record[name] for record in records] for name in records[0]}
@@ -56,13 +60,15 @@ def collect_by_block(evaluations: Sequence[EvaluationResult], split: str = "test
 
 def load_test_batches(
     setup: Setup, split: str = "test", shard: int = 0, shards: int = 1
-) -> Iterator[Tuple[Any, Any]]:
-    """Yield the test set, or the validation set, in batches on the run's device, up to `evaluate.subset` samples.
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the test set, or the validation set, in batches on the run's device, up to
+    `evaluate.subset` samples.
 
-    With several `shards`, only the batches with `number % shards == shard`; data with `test_shard(batch_size, shard, shards)`
-    reads no others.
+    With several `shards`, only the batches with `number % shards == shard`; data with
+    `test_shard(batch_size, shard, shards)` reads no others.
     """
-    subset, samples = setup.config.evaluate.subset, 0
+    subset = setup.config.evaluate.subset
+    samples = 0
     data: Any = setup.data if split == "test" else setup.validation
     read_shard = getattr(data, "test_shard", None)
     if shards > 1 and read_shard is not None and not subset:
@@ -70,11 +76,15 @@ def load_test_batches(
         return
     batches = data.test_batches(TEST_BATCH)
     if not isinstance(batches, Iterable):
-        raise BadInput(f"data: test_batches: returned {describe_kind(batches)}: must return an iterable of batches")
+        raise BadInput(
+            f"data: test_batches: returned {describe_kind(batches)}: must return an iterable of "
+            f"batches"
+        )
     for number, batch in enumerate(batches):
         x, y = setup.prepare_batch(batch)
         if subset:
-            x, y = take_samples(x, subset - samples), take_samples(y, subset - samples)
+            x = take_samples(x, subset - samples)
+            y = take_samples(y, subset - samples)
         samples += count_samples(x)
         if number % shards == shard:
             yield x, y
@@ -121,9 +131,11 @@ class Tally:
 
 
 def evaluate_sums(metrics: Sequence[Metric], sums: torch.Tensor) -> EvaluationResult:
-    """Return the mean loss and the metrics from the sums of a Tally, which may be added up over processes."""
+    """Return the mean loss and the metrics from the sums of a Tally, which may be added up over
+    processes.
+    """
     loss, weight, *rest = sums.tolist()
-    values: Dict[str, Optional[float]] = {}
+    values: dict[str, float | None] = {}
     for metric in metrics:
         values[metric.name] = metric.compute(rest[: metric.sum_count])
         rest = rest[metric.sum_count :]
@@ -132,7 +144,9 @@ def evaluate_sums(metrics: Sequence[Metric], sums: torch.Tensor) -> EvaluationRe
 
 @contextlib.contextmanager
 def enter_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put a model, which may be divided into blocks, into evaluation mode inside the context, without gradients."""
+    """Put a model, which may be divided into blocks, into evaluation mode inside the context,
+    without gradients.
+    """
     blocks = get_blocks(model)
     # a model in blocks does not contain the user's own, nor its pieces
     models = [model] if blocks is None else [model, blocks.model, *blocks.pieces]
@@ -142,18 +156,18 @@ def enter_evaluation(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def compute_outputs(model: nn.Module, x: Any) -> List[Any]:
+def compute_outputs(model: nn.Module, x: Any) -> list[Any]:
     """Return the output of every block that has a loss of its own, then that of the model."""
     blocks = get_blocks(model)
     return [call_model(model, x)] if blocks is None else blocks.compute_outputs(x)
 
 
-def evaluate(setup: Setup, split: str = "test") -> List[EvaluationResult]:
+def evaluate(setup: Setup, split: str = "test") -> list[EvaluationResult]:
     """Evaluate on the test or validation set, or its configured subset.
 
     Return the result of every block that has a loss of its own, then that of the model's output.
     """
-    tallies: List[Tally] = []
+    tallies: list[Tally] = []
     with enter_evaluation(setup.model):
         for x, y in load_test_batches(setup, split):
             outputs = compute_outputs(setup.model, x)

@@ -1,4 +1,5 @@
-"""Make the objects that a config names (model, data, loss, optimizer, scheduler), and place a method's stages on a model.
+"""Make the objects that a config names (model, data, loss, optimizer, scheduler), and place a
+method's stages on a model.
 
 An import string, `module:name`, names the user's own without registering it.
 """
@@ -11,7 +12,7 @@ import inspect
 import pkgutil
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 from torch import nn
 
@@ -53,37 +54,54 @@ from ipu_pipe.update.rates import SchedulerFactory, scale_for_update_size
 
 def make_model(config: Config) -> nn.Module:
     """Make the config's model, on the CPU in float32."""
-    model = call_entry(resolve_entry(config.model.entry, "model.entry"), config.model.args, "model.args")
+    model = call_entry(
+        resolve_entry(config.model.entry, "model.entry"), config.model.args, "model.args"
+    )
     if not isinstance(model, nn.Module):
-        raise BadInput(f"model.entry: {config.model.entry}: returned a {type(model).__name__}, must return a torch.nn.Module")
+        raise BadInput(
+            f"model.entry: {config.model.entry}: returned a {type(model).__name__}, must return a "
+            f"torch.nn.Module"
+        )
     return model
 
 
 def make_data(config: Config) -> DataSource:
     """Make the config's data source."""
-    name, options = config.data.name, config.data.options()
+    name = config.data.name
+    options = config.data.options()
     if ":" not in name:
         return load_data(name, seed=config.seed, **options)
     source = call_entry(resolve_entry(name, "data.name"), options, "data")
     if not isinstance(source, DataSource):
-        raise BadInput(f"data.name: {name}: returned a {type(source).__name__}, must return an ipu_pipe.data.DataSource")
+        raise BadInput(
+            f"data.name: {name}: returned a {type(source).__name__}, must return an "
+            f"ipu_pipe.data.DataSource"
+        )
     return source
 
 
 def _describe_losses(name: str) -> str:
     """Return what a loss without a colon must be, and the nearest loss of PyTorch."""
     known = ("cross_entropy", OWN)
-    functions = [loss for loss in dir(nn.functional) if loss.endswith("_loss") or loss.startswith("binary_cross_entropy")]
+    functions = [
+        loss
+        for loss in dir(nn.functional)
+        if loss.endswith("_loss") or loss.startswith("binary_cross_entropy")
+    ]
     near = find_nearest(name.rpartition(".")[2], [*known, *functions])
-    hint = f"; did you mean {'torch.nn.functional:' if near in functions else ''}{near}?" if near else ""
+    hint = (
+        f"; did you mean {'torch.nn.functional:' if near in functions else ''}{near}?"
+        if near
+        else ""
+    )
     return f"must be {' or '.join(known)} (the model's own), or an import string module:name{hint}"
 
 
 def make_loss(config: Config, objects: Overrides) -> Loss:
     """Make the loss of a run, over the part of the model's output that `model.output` names.
 
-    A loss or an output that Python gives as a function counts before the config's. A module's class is instantiated. Raise
-    `BadInput` if the loss asks for something that it cannot be given.
+    A loss or an output that Python gives as a function counts before the config's. A module's class
+    is instantiated. Raise `BadInput` if the loss asks for something that it cannot be given.
     """
     take = objects.output if callable(objects.output) else make_take(config)
     chosen: Any = objects.loss if callable(objects.loss) else None
@@ -95,12 +113,16 @@ def make_loss(config: Config, objects: Overrides) -> Loss:
         if ":" not in config.loss:
             raise BadInput(f"loss: {show(config.loss)}: {_describe_losses(config.loss)}")
         chosen = resolve_entry(config.loss, "loss")
-        chosen = call_entry(chosen, {}, "loss") if inspect.isclass(chosen) and issubclass(chosen, nn.Module) else chosen
+        chosen = (
+            call_entry(chosen, {}, "loss")
+            if inspect.isclass(chosen) and issubclass(chosen, nn.Module)
+            else chosen
+        )
     asks = list_requested_fields(chosen)
     return chosen if take is None and not asks else LossOfOutput(chosen, take, asks)
 
 
-def make_loss_weight(config: Config, objects: Overrides, loss: Loss) -> Optional[LossWeight]:
+def make_loss_weight(config: Config, objects: Overrides, loss: Loss) -> LossWeight | None:
     """Make the weight of microbatches in the mean loss of an update; None if all weigh the same."""
     if callable(objects.loss_weight):
         return objects.loss_weight
@@ -114,18 +136,25 @@ def make_loss_weight(config: Config, objects: Overrides, loss: Loss) -> Optional
     return resolve_entry(config.loss_weight, "loss_weight")
 
 
-def make_take(config: Config, of_heads: bool = False) -> Optional[Take]:
-    """Return what `model.output` takes of a model's output: a field, an element, or a function's result; None for all of it.
+def make_take(config: Config, of_heads: bool = False) -> Take | None:
+    """Return what `model.output` takes of a model's output: a field, an element, or a function's
+    result; None for all of it.
 
     `of_heads`: blocks have losses of their own, and their heads give what a function would take.
     """
     output = config.model.output
     is_function = isinstance(output, str) and (output == GIVEN or ":" in output)
     if of_heads and config.loss == OWN:
-        why = "the heads of its blocks give no loss of their own: must be a loss of their outputs, such as cross_entropy"
+        why = (
+            "the heads of its blocks give no loss of their own: must be a loss of their outputs, "
+            "such as cross_entropy"
+        )
         raise BadInput(f"loss: model: {config.method}: {why}")
     if of_heads and is_function:
-        why = f"{config.method} takes the outputs of its blocks' heads: must be the name of a field, or an index"
+        why = (
+            f"{config.method} takes the outputs of its blocks' heads: must be the name of a "
+            f"field, or an index"
+        )
         raise BadInput(f"model.output: {output}: {why}")
     if isinstance(output, str) and ":" in output:
         return resolve_entry(output, "model.output")
@@ -134,7 +163,8 @@ def make_take(config: Config, of_heads: bool = False) -> Optional[Take]:
 
 def make_scheduler(config: Config) -> SchedulerFactory:
     """Return the config's torch.optim.lr_scheduler as a function of an optimizer."""
-    made_by, args = resolve_torch_name(config.lr_schedule.name, "lr_schedule.name"), config.lr_schedule.args or {}
+    made_by = resolve_torch_name(config.lr_schedule.name, "lr_schedule.name")
+    args = config.lr_schedule.args or {}
     # the optimizer is the first argument
     check_arguments(functools.partial(made_by, None), args, "lr_schedule.args")
     return functools.partial(made_by, **args)
@@ -144,8 +174,10 @@ def make_factory(config: Config) -> OptimizerFactory:
     """Return the config's optimizer as a function of parameter groups."""
     chosen = config.optimizer
     if chosen.groups:
-        return make_factory_by_group([_make_factory(one, {}, f"optimizer.groups.{i}") for i, one in enumerate(chosen.groups)])
-    changes: Dict[str, Any] = {}
+        return make_factory_by_group(
+            [_make_factory(one, {}, f"optimizer.groups.{i}") for i, one in enumerate(chosen.groups)]
+        )
+    changes: dict[str, Any] = {}
     if chosen.reference_batch_size and chosen.lr is not None:
         size = config.micro_batch_size * config.gradient_accumulation * config.replicas
         changes["lr"], changes["momentum"] = scale_for_update_size(
@@ -154,7 +186,9 @@ def make_factory(config: Config) -> OptimizerFactory:
     return _make_factory(chosen, changes, "optimizer")
 
 
-def _make_factory(chosen: OptimizerSettings, changes: Mapping[str, Any], key: str) -> OptimizerFactory:
+def _make_factory(
+    chosen: OptimizerSettings, changes: Mapping[str, Any], key: str
+) -> OptimizerFactory:
     settings = {**chosen.settings(), **changes}
     if chosen.is_other:
         return make_factory_of(resolve_torch_name(chosen.name, f"{key}.name"), settings)
@@ -162,7 +196,8 @@ def _make_factory(chosen: OptimizerSettings, changes: Mapping[str, Any], key: st
 
 
 def apply_settings_by_stage(config: Config, groups: Groups, delays: Sequence[float]) -> None:
-    """Write the settings that differ by stage into the parameter groups, of stages with these delays in updates (P,).
+    """Write the settings that differ by stage into the parameter groups, of stages with these
+    delays in updates (P,).
 
     Raise `BadInput` for settings that the optimizer refuses.
     """
@@ -171,12 +206,19 @@ def apply_settings_by_stage(config: Config, groups: Groups, delays: Sequence[flo
         by_stage = spread_settings(member.by_stage, delays, key) if member.by_stage else []
         for stage, settings in enumerate(by_stage):
             try:  # made of nothing, so that the optimizer checks its settings
-                probe = call_factory(_make_factory(member, settings, key), [make_placeholder(stage)]).param_groups[0]
+                probe = call_factory(
+                    _make_factory(member, settings, key), [make_placeholder(stage)]
+                ).param_groups[0]
             except (TypeError, ValueError) as error:
-                raise BadInput(f"{key}.by_stage: {show(settings)}: stage {stage}: {error}") from error
+                raise BadInput(
+                    f"{key}.by_stage: {show(settings)}: stage {stage}: {error}"
+                ) from error
             for name in settings:
                 if name not in probe:
-                    raise BadInput(f"{key}.by_stage.{name}: is not a setting of {member.name}'s parameter groups")
+                    raise BadInput(
+                        f"{key}.by_stage.{name}: is not a setting of {member.name}'s parameter "
+                        f"groups"
+                    )
             for group in groups:
                 if group["member"] == number and group["stage"] == stage:
                     # what a group says already stays: no_decay's has a weight_decay of 0
@@ -191,15 +233,20 @@ def resolve_torch_name(name: str, key: str) -> Callable[..., Any]:
     return resolve_entry(name if ":" in name else ":".join(name.rsplit(".", 1)), key)
 
 
-def resolve_listed(value: Union[str, Entry], key: str) -> Tuple[Callable[..., Any], Mapping[str, Any], str]:
-    """Return the callable that an element of a config's list `key` names, its arguments, and the place to name in a fault."""
+def resolve_listed(
+    value: str | Entry, key: str
+) -> tuple[Callable[..., Any], Mapping[str, Any], str]:
+    """Return the callable that an element of a config's list `key` names, its arguments, and the
+    place to name in a fault.
+    """
     entry, args = (value, {}) if isinstance(value, str) else (value.entry, value.args)
     return resolve_entry(entry, key), args, f"{key}.{entry}"
 
 
-def collect_results(values: Iterable[Any], make: Callable[[Any], Any]) -> List[Any]:
+def collect_results(values: Iterable[Any], make: Callable[[Any], Any]) -> list[Any]:
     """Return what `make` gives for each value. Raise `BadInput` with the faults of all."""
-    results, faults = [], []
+    results = []
+    faults = []
     for value in values:
         try:
             results.append(make(value))
@@ -209,7 +256,7 @@ def collect_results(values: Iterable[Any], make: Callable[[Any], Any]) -> List[A
     return results
 
 
-def resolve_head(config: Config) -> Optional[Heads]:
+def resolve_head(config: Config) -> Heads | None:
     """Return what makes a config's auxiliary heads, None for the usual ones."""
     head = config.method_args.head
     if isinstance(head, str):
@@ -218,11 +265,15 @@ def resolve_head(config: Config) -> Optional[Heads]:
 
 
 def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
-    """Import what `module:attribute` names, from the current folder too. Raise `BadInput`, about `key`, if there is none."""
+    """Import what `module:attribute` names, from the current folder too. Raise `BadInput`, about
+    `key`, if there is none.
+    """
     place = f"{key}: {show(entry)}"
     module_name, colon, attribute = entry.partition(":")
     if not colon or not module_name or not attribute:
-        raise BadInput(f"{place}: must be an import string module:name, such as models.resnet:resnet50")
+        raise BadInput(
+            f"{place}: must be an import string module:name, such as models.resnet:resnet50"
+        )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -232,12 +283,20 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (module_name == missing or module_name.startswith(missing + ".")):
             hint = suggest(missing, _list_modules_beside(missing))
-            raise BadInput(f"{place}: no module {missing} in the current folder or installed{hint}") from None
-        raise BadInput(f"{place}: importing {module_name} fails: {type(error).__name__}: {error}") from error
+            raise BadInput(
+                f"{place}: no module {missing} in the current folder or installed{hint}"
+            ) from None
+        raise BadInput(
+            f"{place}: importing {module_name} fails: {type(error).__name__}: {error}"
+        ) from error
     for name in attribute.split("."):
         if not hasattr(value, name):
-            near = find_nearest(name, [known for known in dir(value) if not known.startswith("_")], 3)
-            raise BadInput(f"{place}: {module_name} has no {name}" + (f", nearest are {near}" if near else ""))
+            near = find_nearest(
+                name, [known for known in dir(value) if not known.startswith("_")], 3
+            )
+            raise BadInput(
+                f"{place}: {module_name} has no {name}" + (f", nearest are {near}" if near else "")
+            )
         value = getattr(value, name)
     if not callable(value):
         raise BadInput(f"{place}: is a {type(value).__name__}, must be callable")
@@ -245,7 +304,7 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
     return function
 
 
-def _list_modules_beside(name: str) -> List[str]:
+def _list_modules_beside(name: str) -> list[str]:
     """Return the modules of the package in which a missing module would be."""
     package_name = name.rpartition(".")[0]
     if not package_name:
@@ -254,7 +313,10 @@ def _list_modules_beside(name: str) -> List[str]:
         package = _import_module(package_name)
     except ImportError:
         return []
-    return [f"{package_name}.{module.name}" for module in pkgutil.iter_modules(getattr(package, "__path__", []))]
+    return [
+        f"{package_name}.{module.name}"
+        for module in pkgutil.iter_modules(getattr(package, "__path__", []))
+    ]
 
 
 def _import_module(name: str) -> Any:
@@ -273,7 +335,9 @@ def _import_module(name: str) -> Any:
 
 
 def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> None:
-    """Raise `BadInput` for all keyword arguments that `function` does not take, or misses; `key` holds them in the config."""
+    """Raise `BadInput` for all keyword arguments that `function` does not take, or misses; `key`
+    holds them in the config.
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     # some built-in callables have no signature; the call itself will fail
@@ -295,7 +359,9 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: 
 
 
 def explain_wrong_call(function: Any, *names: str) -> str:
-    """Return why `function` cannot be called with these positional arguments; "" if it can, or nobody knows before the call."""
+    """Return why `function` cannot be called with these positional arguments; "" if it can, or
+    nobody knows before the call.
+    """
     try:
         inspect.signature(function).bind(*names)
     except TypeError as error:
@@ -307,7 +373,9 @@ def explain_wrong_call(function: Any, *names: str) -> str:
 
 
 def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> Any:
-    """Return `function(**args)`. Raise `BadInput` if it fails; `key` holds its arguments in the config."""
+    """Return `function(**args)`. Raise `BadInput` if it fails; `key` holds its arguments in the
+    config.
+    """
     check_arguments(function, args, key)
     try:
         return function(**args)
@@ -334,29 +402,49 @@ class Placed(NamedTuple):
 
     model: nn.Module
     partition: Partition
-    local_stages: Optional[Sequence[int]] = None
+    local_stages: Sequence[int] | None = None
     placement: Sequence[int] = ()
     note: str = ""
     pieces: Sequence[Piece] = ()
 
 
 def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
-    """Place all stages in this process. `x`: one microbatch of input. Raise `BadInput` if the model has no such stages."""
+    """Place all stages in this process. `x`: one microbatch of input. Raise `BadInput` if the model
+    has no such stages.
+    """
     if method.structure is not None:
         return place_blocks(config, method, model, x)
     return Placed(model, partition(model, x, config.stages, one_stage=method.one_stage_reason))
 
 
 def place_blocks(
-    config: Config, method: Method, model: nn.Module, x: Any, count: Optional[int] = None, local_block: Optional[int] = None
+    config: Config,
+    method: Method,
+    model: nn.Module,
+    x: Any,
+    count: int | None = None,
+    local_block: int | None = None,
 ) -> Placed:
-    """Place blocks with losses of their own. `count`: the required number of blocks; `local_block`: the one of this process."""
+    """Place blocks with losses of their own. `count`: the required number of blocks; `local_block`:
+    the one of this process.
+    """
     assert method.structure is not None
     if isinstance(config.stages, dict) and config.stages.get("by") == "time":
-        why = "times differ from run to run, and blocks are what is trained: must be flops or parameters"
+        why = (
+            "times differ from run to run, and blocks are what is trained: must be flops or "
+            "parameters"
+        )
         raise BadInput(f"stages.by: time: {why}")
     take = make_take(config, of_heads=method.structure.layers is None)
     model, part = make_blocks(
-        model, x, method.structure, config.stages, config.seed, count, resolve_head(config), method.one_stage_reason or "", take
+        model,
+        x,
+        method.structure,
+        config.stages,
+        config.seed,
+        count,
+        resolve_head(config),
+        method.one_stage_reason or "",
+        take,
     )
     return Placed(model, part, None if local_block is None else [local_block])

@@ -1,17 +1,19 @@
-"""The settings of a GPU's arithmetic: equal numbers in every run and full float32, unless the config says otherwise.
+"""The settings of a GPU's arithmetic: equal numbers in every run and full float32, unless the
+config says otherwise.
 
                     torch's default        here                              changed by
     kernels         the fastest today      the same each time                backend.deterministic: false
     convolutions    TF32 (10 bit)          float32 (23 bit)                  backend.tf32: true
     matrix products float32                float32                           backend.tf32: true
 
-They apply to the whole process and are set before anything runs on the GPU; the CPU does not need them.
+They apply to the whole process and are set before anything runs on the GPU; the CPU does not need
+them.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, Optional
+from typing import Any
 
 import torch
 
@@ -23,7 +25,9 @@ REPEATABLE = (":4096:8", ":16:8")
 
 
 def set_numerics(backend: BackendConfig) -> None:
-    """Set the numerics of `backend` if it trains on a GPU; torch warns if an operation has no deterministic kernel."""
+    """Set the numerics of `backend` if it trains on a GPU; torch warns if an operation has no
+    deterministic kernel.
+    """
     if backend.device != "cuda":
         return
     if backend.deterministic and os.environ.get(CUBLAS) not in REPEATABLE:
@@ -40,7 +44,7 @@ def set_numerics(backend: BackendConfig) -> None:
     torch.backends.cudnn.allow_tf32 = backend.tf32
 
 
-def record_numerics(backend: BackendConfig) -> Optional[Dict[str, Any]]:
+def record_numerics(backend: BackendConfig) -> dict[str, Any] | None:
     """Return the present settings for the run's record, None if no GPU trains."""
     if backend.device != "cuda":
         return None

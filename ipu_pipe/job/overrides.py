@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -32,40 +32,51 @@ FREE = ("metrics", "callbacks")
 
 
 class Overrides(NamedTuple):
-    """The objects that Python passes to `ipu_pipe.train`, which describes each; None: the config's entry is used."""
+    """The objects that Python passes to `ipu_pipe.train`, which describes each; None: the config's
+    entry is used.
+    """
 
-    model: Optional[nn.Module] = None
-    data: Optional[DataSource] = None
-    loss: Union[Loss, str, None] = None
+    model: nn.Module | None = None
+    data: DataSource | None = None
+    loss: Loss | str | None = None
     output: Any = None
     optimizer: Any = None
-    lr_scheduler: Optional[SchedulerFactory] = None
-    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None
-    callbacks: Optional[Sequence[Any]] = None
-    loss_weight: Union[LossWeight, str, None] = None
+    lr_scheduler: SchedulerFactory | None = None
+    metrics: None | Sequence[Any] | Mapping[str, Any] = None
+    callbacks: Sequence[Any] | None = None
+    loss_weight: LossWeight | str | None = None
 
     def refuse_missing(self, config: Config) -> None:
-        """Raise `BadInput` for each object that Python must pass and does not: `config` requires it, or its run had it."""
-        described = {key: getattr(config.given, key, None) for key in self._fields if key not in FREE}
-        missing = [key for key, one in described.items() if one is not None and getattr(self, key) is None]
+        """Raise `BadInput` for each object that Python must pass and does not: `config` requires
+        it, or its run had it.
+        """
+        described = {
+            key: getattr(config.given, key, None) for key in self._fields if key not in FREE
+        }
+        missing = [
+            key for key, one in described.items() if one is not None and getattr(self, key) is None
+        ]
         faults = [
-            f"given.{key}: {getattr(described[key], 'name', 'a list')}: the run that wrote this had it from Python, and needs"
+            f"given.{key}: {getattr(described[key], 'name', 'a list')}: the run that wrote this "
+            f"had it from Python, and needs"
             f" it again: ipu_pipe.train(config, out, {', '.join(f'{one}=...' for one in missing)})"
             for key in missing
         ]
         for key, name in (("model", config.model.entry), ("data", config.data.name)):
             if name == GIVEN and described[key] is None and getattr(self, key) is None:
-                faults.append(f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure")
+                faults.append(
+                    f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure"
+                )
         raise_faults(faults)
 
     def describe_in(self, config: Config) -> Config:
         """Return the config with descriptions of the objects instead of their keys.
 
-        A value that a key can have itself (the name of a loss or an output) stays there. The optimizer is described when it is
-        made.
+        A value that a key can have itself (the name of a loss or an output) stays there. The
+        optimizer is described when it is made.
         """
-        descriptions: Dict[str, Any] = {}
-        changes: Dict[str, Any] = {}
+        descriptions: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         if self.model is not None:
             descriptions["model"] = Description(name=qualify(type(self.model)))
             changes["model"] = ModelConfig(entry=GIVEN, output=config.model.output)
@@ -73,9 +84,14 @@ class Overrides(NamedTuple):
             if callable(self.output):
                 descriptions["output"] = describe(self.output)
             output = GIVEN if callable(self.output) else self.output
-            changes["model"] = changes.get("model", config.model).model_copy(update={"output": output})
+            changes["model"] = changes.get("model", config.model).model_copy(
+                update={"output": output}
+            )
         if self.data is not None:
-            descriptions["data"], changes["data"] = Description(name=qualify(type(self.data))), DataConfig(name=GIVEN)
+            descriptions["data"], changes["data"] = (
+                Description(name=qualify(type(self.data))),
+                DataConfig(name=GIVEN),
+            )
         if isinstance(self.loss, str):
             changes["loss"] = self.loss
         elif self.loss is not None:
@@ -86,7 +102,9 @@ class Overrides(NamedTuple):
             descriptions["loss_weight"], changes["loss_weight"] = describe(self.loss_weight), GIVEN
         if self.optimizer is not None:
             descriptions["optimizer"] = None
-            changes["optimizer"] = OptimizerConfig(name=GIVEN, lr=None, no_decay=config.optimizer.no_decay)
+            changes["optimizer"] = OptimizerConfig(
+                name=GIVEN, lr=None, no_decay=config.optimizer.no_decay
+            )
         if self.lr_scheduler is not None:
             descriptions["lr_scheduler"] = describe(self.lr_scheduler)
             changes["lr_schedule"] = LrSchedule(name=GIVEN, interval=config.lr_schedule.interval)
@@ -94,7 +112,9 @@ class Overrides(NamedTuple):
             descriptions["metrics"], changes["metrics"] = _describe_all(self.metrics), [GIVEN]
         if self.callbacks is not None:
             descriptions["callbacks"], changes["callbacks"] = _describe_all(self.callbacks), []
-        return describe_given(config, descriptions).model_copy(update=changes) if changes else config
+        return (
+            describe_given(config, descriptions).model_copy(update=changes) if changes else config
+        )
 
 
 def describe_given(config: Config, descriptions: Mapping[str, Any]) -> Config:
@@ -110,26 +130,36 @@ def qualify(value: Any) -> str:
 
 
 def describe(value: Any) -> Description:
-    """Describe a function, a partial function or an object by its qualified name and its settings (numbers and texts)."""
+    """Describe a function, a partial function or an object by its qualified name and its settings
+    (numbers and texts).
+    """
     if isinstance(value, functools.partial):
         return Description(name=qualify(value.func), settings=_select_plain(value.keywords))
     attributes = {} if hasattr(value, "__qualname__") else getattr(value, "__dict__", {})
-    public = {key: item for key, item in attributes.items() if key != "training" and not key.startswith("_")}
+    public = {
+        key: item
+        for key, item in attributes.items()
+        if key != "training" and not key.startswith("_")
+    }
     return Description(name=qualify(value), settings=_select_plain(public))
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> Description:
-    """Describe an optimizer by its class, its settings, and the different settings of parameter groups.
+    """Describe an optimizer by its class, its settings, and the different settings of parameter
+    groups.
 
-    Settings that are off (None, False) are left out. Each part of an optimizer by group is an entry of `groups`.
+    Settings that are off (None, False) are left out. Each part of an optimizer by group is an entry
+    of `groups`.
     """
     if isinstance(optimizer, OptimizersByGroup):
         parts = [describe_optimizer(part).model_dump() for part in list_parts(optimizer)]
         return Description(name=GROUPS, groups=parts)
     usual = _select_plain(optimizer.defaults)
-    groups: List[Dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        settings = _select_plain({key: value for key, value in group.items() if key not in NOT_SETTINGS})
+        settings = _select_plain(
+            {key: value for key, value in group.items() if key not in NOT_SETTINGS}
+        )
         keys = sorted({*settings, *usual})
         other = {key: settings.get(key) for key in keys if settings.get(key) != usual.get(key)}
         if other and other not in groups:
@@ -137,13 +167,17 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> Description:
     return Description(name=qualify(optimizer), settings=usual, groups=sorted(groups, key=str))
 
 
-def _select_plain(values: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return the numbers, texts and lists among the values, without those that are off (None, False)."""
+def _select_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers, texts and lists among the values, without those that are off (None,
+    False).
+    """
     plain = {}
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
-        if isinstance(value, (tuple, list)) and all(isinstance(one, (bool, int, float, str)) for one in value):
+        if isinstance(value, (tuple, list)) and all(
+            isinstance(one, (bool, int, float, str)) for one in value
+        ):
             value = list(value)
         elif not isinstance(value, (int, float, str)):
             continue
@@ -152,11 +186,16 @@ def _select_plain(values: Mapping[str, Any]) -> Dict[str, Any]:
     return plain
 
 
-def _describe_all(values: Union[Sequence[Any], Mapping[str, Any]]) -> List[Description]:
-    """Describe each value: a text by itself, others by `describe`; the names of a mapping are settings."""
+def _describe_all(values: Sequence[Any] | Mapping[str, Any]) -> list[Description]:
+    """Describe each value: a text by itself, others by `describe`; the names of a mapping are
+    settings.
+    """
     if isinstance(values, Mapping):
         pairs = [(describe(value), name) for name, value in values.items()]
-        return [one.model_copy(update={"settings": {**one.settings, "called": name}}) for one, name in pairs]
-    return [Description(name=value) if isinstance(value, str) else describe(value) for value in values]
-
-
+        return [
+            one.model_copy(update={"settings": {**one.settings, "called": name}})
+            for one, name in pairs
+        ]
+    return [
+        Description(name=value) if isinstance(value, str) else describe(value) for value in values
+    ]

@@ -1,4 +1,6 @@
-"""The job: the validated model, data, stages, schedule and version table of a run. ipu_pipe/pipeline/build.py builds it."""
+"""The job: the validated model, data, stages, schedule and version table of a run.
+ipu_pipe/pipeline/build.py builds it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import contextlib
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -44,24 +46,25 @@ MOST_WEIGHT = 1e30
 
 
 class InitialWeights(NamedTuple):
-    """The weights that a run loaded from `path` (`init_from`): the number `taken`, the names in the file that were `left_out`
-    with the reason, and the model's names that the file lacks (`new`)."""
+    """The weights that a run loaded from `path` (`init_from`): the number `taken`, the names in the
+    file that were `left_out` with the reason, and the model's names that the file lacks (`new`)."""
 
     path: str
     taken: int
-    left_out: Dict[str, str]
-    new: List[str]
+    left_out: dict[str, str]
+    new: list[str]
 
 
 @dataclass
 class Setup:
     """Model, loss and data of a run on its device, as evaluation needs them.
 
-    `precision`: the dtypes of weights, inputs and updates. `requested_fields`: keys of the batch that the loss takes besides
-    labels. `device_kind`: `ipu`, or the type of the training device. `pins_memory`: batches are pinned, so that copying them to a
-    GPU does not wait. `initial_weights`: those of `init_from`. `label_range`: the range of allowed labels, if the loss has one.
-    `came_evaluating`: whether the model came in evaluation mode.
-    `loss_weight`: the weight of a microbatch in the mean loss of an update; None if all weigh the same.
+    `precision`: the dtypes of weights, inputs and updates. `requested_fields`: keys of the batch
+    that the loss takes besides labels. `device_kind`: `ipu`, or the type of the training device.
+    `pins_memory`: batches are pinned, so that copying them to a GPU does not wait.
+    `initial_weights`: those of `init_from`. `label_range`: the range of allowed labels, if the loss
+    has one. `came_evaluating`: whether the model came in evaluation mode. `loss_weight`: the weight
+    of a microbatch in the mean loss of an update; None if all weigh the same.
     """
 
     config: Config
@@ -70,14 +73,14 @@ class Setup:
     data: DataSource
     device: torch.device
     precision: ModelPrecision
-    metrics: Tuple[Metric, ...]
-    requested_fields: Tuple[str, ...]
+    metrics: tuple[Metric, ...]
+    requested_fields: tuple[str, ...]
     device_kind: str
     pins_memory: bool
-    initial_weights: Optional[InitialWeights]
-    label_range: Optional[LabelRange]
+    initial_weights: InitialWeights | None
+    label_range: LabelRange | None
     came_evaluating: bool
-    loss_weight: Optional[LossWeight]
+    loss_weight: LossWeight | None
 
     @property
     def data_name(self) -> str:
@@ -86,7 +89,7 @@ class Setup:
         return class_name if self.config.data.name == GIVEN else self.config.data.name
 
     @property
-    def validation(self) -> Optional[DataSource]:
+    def validation(self) -> DataSource | None:
         """The source whose test set is the validation set; None if there is none."""
         return getattr(self.data, "validation", None)
 
@@ -95,19 +98,26 @@ class Setup:
         """The set that evaluations during a run use: `validation` if there is one, else `test`."""
         return "test" if self.validation is None else "validation"
 
-    def split_batch(self, batch: Any) -> Tuple[Any, Any]:
-        """Return a batch of the data as inputs and labels; a model with its own loss has the labels among its inputs too.
+    def split_batch(self, batch: Any) -> tuple[Any, Any]:
+        """Return a batch of the data as inputs and labels; a model with its own loss has the labels
+        among its inputs too.
 
         Raise `BadInput` if the batch has no such parts.
         """
-        return split_batch(batch, getattr(self.data, "labels", None), isinstance(self.loss, OwnLoss), self.requested_fields)
+        return split_batch(
+            batch,
+            getattr(self.data, "labels", None),
+            isinstance(self.loss, OwnLoss),
+            self.requested_fields,
+        )
 
-    def prepare_batch(self, batch: Any) -> Tuple[Any, Any]:
+    def prepare_batch(self, batch: Any) -> tuple[Any, Any]:
         """Return a batch of the data as inputs and labels on the run's device."""
         return self.move_to_device(*self.split_batch(batch))
 
     def weigh(self, batch: Any, place: str) -> float:
-        """Return the weight of a batch of the data in the mean loss of its update. Raise `RunFault` if it cannot be one.
+        """Return the weight of a batch of the data in the mean loss of its update. Raise `RunFault`
+        if it cannot be one.
 
         `place`: the update and the microbatch, for the fault.
         """
@@ -119,8 +129,10 @@ class Setup:
                 return float(value)
         raise RunFault(f"loss_weight: {place}: {show(value)}: must be a finite number >= 0")
 
-    def move_to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
-        """Return a microbatch on the run's device, inputs in its precision. Raise `BadInput` if it is not made of tensors."""
+    def move_to_device(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """Return a microbatch on the run's device, inputs in its precision. Raise `BadInput` if it
+        is not made of tensors.
+        """
         require_tensors(x, "inputs", by_sample=True)
         labels = y
         if isinstance(y, Labels):
@@ -129,33 +141,47 @@ class Setup:
         if y is not None or not isinstance(self.loss, OwnLoss):
             require_tensors(labels, "labels")
         # the CPU's loss checks labels itself, a GPU's kernel aborts
-        if self.label_range is not None and self.device.type == "cuda" and getattr(labels, "is_cpu", False):
+        if (
+            self.label_range is not None
+            and self.device.type == "cuda"
+            and getattr(labels, "is_cpu", False)
+        ):
             self.label_range.check(labels)
         move = partial(_move, self.device, self.pins_memory)
-        return map_tensors(partial(move, self.precision.inputs), x), map_tensors(partial(move, self.precision.labels), y)
+        return map_tensors(partial(move, self.precision.inputs), x), map_tensors(
+            partial(move, self.precision.labels), y
+        )
 
-    def get_trained(self) -> Dict[str, nn.Parameter]:
-        """Return the tensors that an optimizer updates, the weights or their masters, by the names of the weights."""
+    def get_trained(self) -> dict[str, nn.Parameter]:
+        """Return the tensors that an optimizer updates, the weights or their masters, by the names
+        of the weights.
+        """
         return {name: self.precision.get_trained(p) for name, p in self.model.named_parameters()}
 
 
 @dataclass
 class Job(Setup):
-    """One run, ready to start. Updates are counted from 0 through the whole run; an epoch has `updates_per_epoch` of them.
+    """One run, ready to start. Updates are counted from 0 through the whole run; an epoch has
+    `updates_per_epoch` of them.
 
-    If stages were balanced by measured time, `config` has the names of the modules at which they begin.
+    If stages were balanced by measured time, `config` has the names of the modules at which they
+    begin.
 
-    `partition`: the stages. `table`: the weight versions that each pass reads. `optimizer`: of the stages that this process
-    trains; `full_optimizer`: of all parameters of the model, which is read for its groups and never steps. `base_rate` and
-    `rate(k)`: learning rates before the update rules; `plateau`: the one that follows evaluations. `updates_per_epoch`: None for
-    data without a length. `example`: the first microbatch; `observation`: of a training pass of it. `note`: a message about the
-    stages. `done`: updates before this start, where the pipeline is empty. `used`: the optimizer and the loss, described.
+    `partition`: the stages. `table`: the weight versions that each pass reads. `optimizer`: of the
+    stages that this process trains; `full_optimizer`: of all parameters of the model, which is read
+    for its groups and never steps. `base_rate` and `rate(k)`: learning rates before the update
+    rules; `plateau`: the one that follows evaluations. `updates_per_epoch`: None for data without a
+    length. `example`: the first microbatch; `observation`: of a training pass of it. `note`: a
+    message about the stages. `done`: updates before this start, where the pipeline is empty.
+    `used`: the optimizer and the loss, described.
 
-    `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients. `folder`: the folder of the
-    run, for files of every process. `data_fingerprints`: for record.json. On processes, `pieces`: the model cut into its stages.
-    `placement`: the device of each stage. `open_table`: the versions of the schedule that runs, whose end is open and which has
-    the drains so far; None while the planned `table` runs. `is_open`: a loop of the caller's own gives the batches, so the run's
-    end is not known. `after_update`: as of `Work`, called there.
+    `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients.
+    `folder`: the folder of the run, for files of every process. `data_fingerprints`: for
+    record.json. On processes, `pieces`: the model cut into its stages. `placement`: the device of
+    each stage. `open_table`: the versions of the schedule that runs, whose end is open and which
+    has the drains so far; None while the planned `table` runs. `is_open`: a loop of the caller's
+    own gives the batches, so the run's end is not known. `after_update`: as of `Work`, called
+    there.
     """
 
     partition: Partition
@@ -167,29 +193,33 @@ class Job(Setup):
     rules: UpdateRules
     base_rate: float
     rate: Callable[[int], float]
-    updates_per_epoch: Optional[int]
+    updates_per_epoch: int | None
     updates: int
-    example: Tuple[Any, Any]
+    example: tuple[Any, Any]
     footprint: Footprint
     observation: Observation
     note: str = ""
     done: int = 0
     used: Given = Given()
-    plateau: Optional[torch.optim.lr_scheduler.ReduceLROnPlateau] = None
+    plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
     wants_model: bool = False
     watches_gradients: bool = False
-    folder: Optional[Path] = None
-    data_fingerprints: Optional[Dict[str, Any]] = None
+    folder: Path | None = None
+    data_fingerprints: dict[str, Any] | None = None
     pieces: Sequence[Piece] = ()
-    placement: Tuple[int, ...] = ()
-    open_table: Optional[VersionTable] = None
+    placement: tuple[int, ...] = ()
+    open_table: VersionTable | None = None
     is_open: bool = False
     after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
 
-    def list_trained(self, stage: int) -> Dict[str, nn.Parameter]:
+    def list_trained(self, stage: int) -> dict[str, nn.Parameter]:
         """Return the tensors of a stage that an optimizer updates, by the names of the weights."""
-        weights = {name: self.model.get_parameter(name) for name in self.partition.stages[stage].parameters}
-        return {name: self.precision.get_trained(p) for name, p in weights.items() if p.requires_grad}
+        weights = {
+            name: self.model.get_parameter(name) for name in self.partition.stages[stage].parameters
+        }
+        return {
+            name: self.precision.get_trained(p) for name, p in weights.items() if p.requires_grad
+        }
 
     @property
     def effects(self) -> ForwardEffects:
@@ -203,16 +233,20 @@ class Job(Setup):
 
     @cached_property
     def replica_count(self) -> int:
-        """The number of replicas that take turns in the data: of the pipeline, or local SGD's own."""
+        """The number of replicas that take turns in the data: of the pipeline, or local SGD's
+        own.
+        """
         rounds = self.method.rounds
         return self.config.replicas if rounds is None else rounds.replicas or len(self.partition)
 
-    def count_master_bytes(self) -> List[int]:
+    def count_master_bytes(self) -> list[int]:
         """Return the bytes of each stage's master weights, 0 if it has none."""
         sizes = []
         for stage in self.partition.stages:
             weights = [self.model.get_parameter(name) for name in stage.parameters]
-            masters = [master for p in weights if (master := self.precision.get_trained(p)) is not p]
+            masters = [
+                master for p in weights if (master := self.precision.get_trained(p)) is not p
+            ]
             sizes.append(sum(p.numel() * p.element_size() for p in masters))
         return sizes
 
@@ -222,48 +256,78 @@ class Job(Setup):
         trace = self.config.log.trace
         return range(0) if trace is None else trace.updates(self.config.gradient_accumulation)
 
-    def load_microbatch(self, m: int, replica: int = 0) -> Tuple[Any, Any]:
-        """Return microbatch m of a replica of the pipeline as inputs and labels, on the run's device."""
+    def load_microbatch(self, m: int, replica: int = 0) -> tuple[Any, Any]:
+        """Return microbatch m of a replica of the pipeline as inputs and labels, on the run's
+        device.
+        """
         return self.prepare_batch(self.read_microbatch(m, replica))
 
     def read_microbatch(self, m: int, replica: int = 0) -> Any:
-        """Return microbatch m of a replica as the data source returns it; replicas take turns in an epoch's order."""
+        """Return microbatch m of a replica as the data source returns it; replicas take turns in an
+        epoch's order.
+        """
         accumulate = self.config.gradient_accumulation
-        epoch, index = (0, m) if self.updates_per_epoch is None else divmod(m, self.updates_per_epoch * accumulate)
-        return self.data.train_batch(epoch, index * self.replica_count + replica, self.config.micro_batch_size)
+        epoch, index = (
+            (0, m)
+            if self.updates_per_epoch is None
+            else divmod(m, self.updates_per_epoch * accumulate)
+        )
+        return self.data.train_batch(
+            epoch, index * self.replica_count + replica, self.config.micro_batch_size
+        )
 
     def weigh_microbatch(self, batch: Any, k: int, m: int, replica: int) -> float:
-        """Return the weight of microbatch m of a replica, a batch of the data, in the mean loss of update k."""
+        """Return the weight of microbatch m of a replica, a batch of the data, in the mean loss of
+        update k.
+        """
         owner = f" of replica {replica}" if self.replica_count > 1 else ""
         return self.weigh(batch, f"update {k}, microbatch {m}{owner}")
 
-    def count_epochs(self, done: int) -> Optional[float]:
+    def count_epochs(self, done: int) -> float | None:
         """Return `done` updates in epochs; None if the data has no length."""
         return None if self.updates_per_epoch is None else done / self.updates_per_epoch
 
-    def list_phases(self) -> List[Tuple[str, int, Schedule]]:
-        """Return (method, updates, schedule) of the run's phases: warm-up by GPipe (the schedule of a batch), the method."""
-        warm, stages, accumulate = self.rules.switch, len(self.partition), self.schedule.accumulate
+    def list_phases(self) -> list[tuple[str, int, Schedule]]:
+        """Return (method, updates, schedule) of the run's phases: warm-up by GPipe (the schedule of
+        a batch), the method.
+        """
+        warm = self.rules.switch
+        stages = len(self.partition)
+        accumulate = self.schedule.accumulate
         if not warm:
             return [(self.method.name, self.updates, self.schedule)]
         batch = make_schedule(METHODS["gpipe"], stages, accumulate, accumulate)
         phases = [("gpipe", min(warm, self.updates), batch)]
         if self.updates > warm:
-            drains = [k for k in list_drains(self.config, self.updates, self.updates_per_epoch, self.done) if k > warm]
+            drains = [
+                k
+                for k in list_drains(self.config, self.updates, self.updates_per_epoch, self.done)
+                if k > warm
+            ]
             marks = [(k - warm) * accumulate for k in drains]
-            schedule = make_schedule(self.method, stages, (self.updates - warm) * accumulate, accumulate, marks)
+            schedule = make_schedule(
+                self.method, stages, (self.updates - warm) * accumulate, accumulate, marks
+            )
             phases.append((self.method.name, self.updates - warm, schedule))
         return phases
 
-    def describe_phases(self) -> List[Dict[str, Any]]:
-        """Return the phases with their share of busy slots, including the pipeline's warm-up and drain."""
+    def describe_phases(self) -> list[dict[str, Any]]:
+        """Return the phases with their share of busy slots, including the pipeline's warm-up and
+        drain.
+        """
         return [
-            {"method": name, "updates": updates, "planned_utilization": compute_busy_share(schedule, self.placement)}
+            {
+                "method": name,
+                "updates": updates,
+                "planned_utilization": compute_busy_share(schedule, self.placement),
+            }
             for name, updates, schedule in self.list_phases()
         ]
 
     def compute_planned_utilization(self) -> float:
-        """Return the busy share of slots of the whole run, amortized over the times of its phases (PipeMare, section 4)."""
+        """Return the busy share of slots of the whole run, amortized over the times of its phases
+        (PipeMare, section 4).
+        """
         return amortize_utilization(
             [(phase["updates"], phase["planned_utilization"]) for phase in self.describe_phases()]
         )
@@ -278,37 +342,45 @@ class Job(Setup):
         """The updates from one checkpoint to the next, besides those of evaluations; 0: none."""
         return self.config.checkpoint_every
 
-    def plan_pauses(self, done: int) -> Tuple[bool, bool]:
-        """Return whether to evaluate, and whether to save a checkpoint, when `done` updates are done.
+    def plan_pauses(self, done: int) -> tuple[bool, bool]:
+        """Return whether to evaluate, and whether to save a checkpoint, when `done` updates are
+        done.
 
-        Evaluations come after each `evaluate.every` epochs and at the end, checkpoints after each `checkpoint.every` updates
-        and at each evaluation, so that the best weights can be kept.
+        Evaluations come after each `evaluate.every` epochs and at the end, checkpoints after each
+        `checkpoint.every` updates and at each evaluation, so that the best weights can be kept.
         """
-        evaluation, saving = self.evaluation_interval, self.checkpoint_interval
+        evaluation = self.evaluation_interval
+        saving = self.checkpoint_interval
         evaluates = done == self.updates or (evaluation > 0 and done % evaluation == 0)
-        return evaluates, self.config.checkpoint is not None and (evaluates or (saving > 0 and done % saving == 0))
+        return evaluates, self.config.checkpoint is not None and (
+            evaluates or (saving > 0 and done % saving == 0)
+        )
 
 
-def _move(device: torch.device, pins: bool, dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+def _move(
+    device: torch.device, pins: bool, dtype: torch.dtype, value: torch.Tensor
+) -> torch.Tensor:
     if pins and device.type == "cuda" and value.device.type == "cpu":
         value = value.to(dtype) if value.is_floating_point() else value
         return value.pin_memory().to(device, non_blocking=True)
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
-def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: int) -> List[int]:
-    """Return the updates after which the pipeline drains: evaluations and checkpoints before the end, and `done`, after which the
-    run was resumed, possibly with other intervals."""
-    marks: Set[int] = {done} if 0 < done < updates else set()
+def list_drains(config: Config, updates: int, per_epoch: int | None, done: int) -> list[int]:
+    """Return the updates after which the pipeline drains: evaluations and checkpoints before the
+    end, and `done`, after which the run was resumed, possibly with other intervals."""
+    marks: set[int] = {done} if 0 < done < updates else set()
     for every in (config.evaluate.interval(per_epoch), config.checkpoint_every):
         if every:
             marks.update(range(every, updates, every))
     return sorted(marks)
 
 
-def make_trace_metadata(job: Job) -> Dict[str, Any]:
+def make_trace_metadata(job: Job) -> dict[str, Any]:
     """Return the metadata of a run's trace that depend only on the job."""
-    config, schedule, traced = job.config, job.schedule, job.traced_updates
+    config = job.config
+    schedule = job.schedule
+    traced = job.traced_updates
     planned = job.compute_planned_utilization()
     return {
         "schema": SCHEMA,

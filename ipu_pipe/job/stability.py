@@ -1,8 +1,8 @@
-"""The stages of a job as recurrences of the theory of delayed updates, and the explanation of a loss that diverged."""
+"""The stages of a job as recurrences of the theory of delayed updates, and the explanation of a
+loss that diverged.
+"""
 
 from __future__ import annotations
-
-from typing import List
 
 import numpy as np
 
@@ -23,30 +23,41 @@ from ipu_pipe.update.rules import (
 MOST_REMEDIES = 2
 
 
-def list_inapplicable(job: Job) -> List[str]:
+def list_inapplicable(job: Job) -> list[str]:
     """Return the reasons why the theory does not apply to a job, one line each."""
     faults = []
     kinds = list_kinds(job.full_optimizer)
     if kinds != ["sgd"]:
-        faults.append(f"optimizer.name: {', '.join(kinds)}: the theory covers only SGD: must be sgd")
+        faults.append(
+            f"optimizer.name: {', '.join(kinds)}: the theory covers only SGD: must be sgd"
+        )
     elif any(group.get("maximize") for group in job.full_optimizer.param_groups):
         faults.append("optimizer.maximize: true: the theory covers only descent")
     if job.config.method_args.error_feedback is not None:
         faults.append("method_args.error_feedback: the theory does not cover it: must be null")
     if job.method.structure is not None:
-        faults.append(f"method: {job.method.name}: trains each block by its own loss: no gradient is stale")
+        faults.append(
+            f"method: {job.method.name}: trains each block by its own loss: no gradient is stale"
+        )
     if job.method.delay is not None and job.method.delay.drawn:
-        faults.append("method_args.hogwild: delays are drawn: the theory covers fixed ones: use constant_delay")
+        faults.append(
+            "method_args.hogwild: delays are drawn: the theory covers fixed ones: use "
+            "constant_delay"
+        )
     if job.method.delay is not None and job.method.delay.table is not None:
         faults.append(
-            "method_args.constant_delay: delays differ by microbatch: the theory covers one delay for all: use"
+            "method_args.constant_delay: delays differ by microbatch: the theory covers one delay "
+            "for all: use"
             " a number"
         )
     return faults
 
 
-def derive_recurrence(job: Job, stage: int, forward: int, backward: int, discrepancy: float = 0.0) -> Recurrence:
-    """Return the recurrence of a stage for curvature 1, whose passes read weights `forward` and `backward` updates old.
+def derive_recurrence(
+    job: Job, stage: int, forward: int, backward: int, discrepancy: float = 0.0
+) -> Recurrence:
+    """Return the recurrence of a stage for curvature 1, whose passes read weights `forward` and
+    `backward` updates old.
 
     `discrepancy` is PipeMare's Delta, as a share of the curvature.
     """
@@ -55,9 +66,16 @@ def derive_recurrence(job: Job, stage: int, forward: int, backward: int, discrep
     momentum = float(options["momentum"])
     scale = 1 - options["dampening"] if momentum else 1.0
     a, b = (momentum * scale, 1.0) if options["nesterov"] else (scale, 0.0)
-    factor, horizon, backward_horizon, correction, decay, by_velocity = 1.0, 0.0, 0.0, 0.0, 0.0, False
+    factor = 1.0
+    horizon = 0.0
+    backward_horizon = 0.0
+    correction = 0.0
+    decay = 0.0
+    by_velocity = False
     for rule, values in select_rules(job.config.method_settings(), job.method):
-        setting = Setting(values, stage, float(forward), job.method, job.config.gradient_accumulation)
+        setting = Setting(
+            values, stage, float(forward), job.method, job.config.gradient_accumulation
+        )
         if not rule.acts_on(setting):
             continue
         if rule.key == "gradient_shrinking":
@@ -65,45 +83,71 @@ def derive_recurrence(job: Job, stage: int, forward: int, backward: int, discrep
         elif rule.key == "spike_compensation":
             a, b = compute_spike_coefficients(setting, momentum)
         elif rule.key == "t2":
-            correction, decay = float(forward - backward), compute_discrepancy_decay(setting)
+            correction = float(forward - backward)
+            decay = compute_discrepancy_decay(setting)
         elif rule.key == "weight_prediction":
-            horizon, by_velocity = values["scale"] * forward, values["form"] == "velocity"
+            horizon = values["scale"] * forward
+            by_velocity = values["form"] == "velocity"
         elif rule.key == "spectrain":
-            horizon, by_velocity = compute_spectrain_horizon(setting, True), True
+            horizon = compute_spectrain_horizon(setting, True)
+            by_velocity = True
             backward_horizon = compute_spectrain_horizon(setting, False)
     forward_read = DelayedRead(factor * (1 + discrepancy), forward, horizon, by_velocity)
     if backward == forward or not discrepancy:
         return Recurrence((forward_read._replace(sensitivity=factor),), momentum, a, b)
-    backward_read = DelayedRead(-factor * discrepancy, backward, backward_horizon, by_velocity, correction)
+    backward_read = DelayedRead(
+        -factor * discrepancy, backward, backward_horizon, by_velocity, correction
+    )
     return Recurrence((forward_read, backward_read), momentum, a, b, decay)
 
 
 def explain_divergence(job: Job, update: int) -> str:
-    """Return the theory's explanation of a loss that is not finite at this update, to be appended to the error.
+    """Return the theory's explanation of a loss that is not finite at this update, to be appended
+    to the error.
 
-    It names the stage that tolerates the smallest learning rate, by its delay, that rate, and the rules that would raise it.
-    The run does not know the curvature: rates are in units of 1 / curvature, or relative.
+    It names the stage that tolerates the smallest learning rate, by its delay, that rate, and the
+    rules that would raise it. The run does not know the curvature: rates are in units of 1 /
+    curvature, or relative.
     """
-    lags, rates, used_rules = job.table.greatest_lag(), job.rules.rates(update), job.config.method_settings()
+    lags = job.table.greatest_lag()
+    rates = job.rules.rates(update)
+    used_rules = job.config.method_settings()
     # the stable rate decreases as 1 / (2 lag + 1) (PipeMare, Lemma 1)
     worst = int(np.argmax(rates * (2 * lags + 1)))
-    forward, backward = int(lags[worst]), int(job.table.greatest_backward_lag()[worst])
+    forward = int(lags[worst])
+    backward = int(job.table.greatest_backward_lag()[worst])
     if update < job.rules.switch or not forward or job.method.structure is not None:
         is_supported = job.method.structure is None and job.config.backend.facts.clips_any_optimizer
         can_clip = job.config.clip is None and is_supported
         clip = "; clip: {norm: ...} may help" if can_clip else ""
-        return f"; no stage reads stale weights in this run, so rules against staleness cannot help{clip}"
-    text = f"; stage {worst} tolerates the smallest learning rate (its weights are {forward} update{'s' * (forward > 1)} stale)"
+        return (
+            f"; no stage reads stale weights in this run, so rules against staleness cannot "
+            f"help{clip}"
+        )
+    text = (
+        f"; stage {worst} tolerates the smallest learning rate (its weights are {forward} "
+        f"update{'s' * (forward > 1)} stale)"
+    )
     # the theory does not cover Adam, for example
     if list_inapplicable(job):
-        return text + ("" if "t1" in used_rules else ": method_args: {t1: {}} lowers its rate at the start")
+        return text + (
+            "" if "t1" in used_rules else ": method_args: {t1: {}} lowers its rate at the start"
+        )
     recurrence = derive_recurrence(job, worst, forward, backward)
-    without_delay = find_largest_stable_step(derive_loop_gain(recurrence._replace(reads=(DelayedRead(1.0, 0),))))
+    without_delay = find_largest_stable_step(
+        derive_loop_gain(recurrence._replace(reads=(DelayedRead(1.0, 0),)))
+    )
     (margin,) = compute_margins([StageDynamics(worst, recurrence, float(rates[worst]), 1.0)])
     text += (
-        f": it is stable up to {margin.largest_rate:.3g} / curvature, {margin.largest_rate / without_delay:.2g} times the limit "
+        f": it is stable up to {margin.largest_rate:.3g} / curvature, "
+        f"{margin.largest_rate / without_delay:.2g} times the limit "
         f"without delay, and uses {margin.stage.rate:.3g}"
     )
-    remedies = [remedy for remedy in margin.remedies if remedy.change not in used_rules][:MOST_REMEDIES]
-    text += "".join(f"; with {r.change} it tolerates {r.margin / margin.margin:.3g} times as much" for r in remedies)
+    remedies = [remedy for remedy in margin.remedies if remedy.change not in used_rules][
+        :MOST_REMEDIES
+    ]
+    text += "".join(
+        f"; with {r.change} it tolerates {r.margin / margin.margin:.3g} times as much"
+        for r in remedies
+    )
     return f"{text}; python tools/stability.py CONFIG measures the curvature"

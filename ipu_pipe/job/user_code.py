@@ -14,7 +14,7 @@ import os
 import sysconfig
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, NoReturn, Optional
+from typing import Any, Callable, Iterator, NoReturn
 
 import torch
 from torch import nn
@@ -34,26 +34,34 @@ _STANDARD, _PACKAGES = (
 _INSTALLED = (*_STANDARD, *_PACKAGES)
 
 
-def find_user_frame(error: BaseException) -> Optional[traceback.FrameSummary]:
-    """Return the innermost frame of a traceback that is in neither this library nor torch, preferably in no installed library."""
+def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the innermost frame of a traceback that is in neither this library nor torch,
+    preferably in no installed library.
+    """
     foreign = [frame for frame in _list_frames(error) if not frame.filename.startswith(_OURS)]
     users = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
     return users[-1] if users else foreign[-1] if foreign else None
 
 
-def _list_frames(error: BaseException) -> List[traceback.FrameSummary]:
-    """Return the frames of a traceback without those of Python's own library, which its caller is to blame for."""
+def _list_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of a traceback without those of Python's own library, which its caller is
+    to blame for.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not _is_standard(frame.filename)] or list(frames)
 
 
 def _is_standard(file: str) -> bool:
-    return file.startswith("<frozen") or (file.startswith(_STANDARD) and not file.startswith(_PACKAGES))
+    return file.startswith("<frozen") or (
+        file.startswith(_STANDARD) and not file.startswith(_PACKAGES)
+    )
 
 
 @contextlib.contextmanager
 def attribute_faults(where: Callable[[], str]) -> Iterator[None]:
-    """Attach a `UserFault`, whose line begins with `where`, to an exception of the user's code (see `raise_attributed`)."""
+    """Attach a `UserFault`, whose line begins with `where`, to an exception of the user's code (see
+    `raise_attributed`).
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -66,8 +74,9 @@ def attribute_faults(where: Callable[[], str]) -> Iterator[None]:
 def raise_attributed(error: BaseException, where: str) -> NoReturn:
     """Raise an exception of the user's code, with a `UserFault` at the end of its chain of causes.
 
-    An `exit()` becomes a `RunFault`, because the run would end with exit code 0 and without a summary. The line names the user's
-    file; one that names a file of ours is a bug in ipu_pipe, unless the user's object returned what it must not.
+    An `exit()` becomes a `RunFault`, because the run would end with exit code 0 and without a
+    summary. The line names the user's file; one that names a file of ours is a bug in ipu_pipe,
+    unless the user's object returned what it must not.
     """
     if isinstance(error, SystemExit):
         if is_own_exit(error):
@@ -75,26 +84,37 @@ def raise_attributed(error: BaseException, where: str) -> NoReturn:
         raise RunFault(f"{where}: {describe_exit(error)}") from error
     if not isinstance(error, (BadInput, RunFault)) and find_user_fault(error) is None:
         frame = find_user_frame(error) or _list_frames(error)[-1]
-        line = f"{where}: {summarize(error)[:400]} ({frame.filename}:{frame.lineno}, in {frame.name})"
-        fault = UserFault(line, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        line = (
+            f"{where}: {summarize(error)[:400]} ({frame.filename}:{frame.lineno}, in {frame.name})"
+        )
+        fault = UserFault(
+            line, "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        )
         list(walk_causes(error))[-1].__cause__ = fault
     raise error
 
 
 def is_own_exit(error: SystemExit) -> bool:
-    """Return whether this library itself ended the process, as after a signal, and not the user's code."""
+    """Return whether this library itself ended the process, as after a signal, and not the user's
+    code.
+    """
     return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_OURS[0])
 
 
 def describe_exit(error: SystemExit) -> str:
     """Describe a call of `exit()` in a fault, with the remedy."""
     code = "" if error.code is None else show(error.code)
-    return f"called exit({code}): the run has no summary; a callback ends a run by returning ipu_pipe.Stop(reason)"
+    return (
+        f"called exit({code}): the run has no summary; a callback ends a run by returning "
+        f"ipu_pipe.Stop(reason)"
+    )
 
 
 @contextlib.contextmanager
 def save_traceback(folder: Path) -> Iterator[None]:
-    """Write the traceback of a `UserFault` to `folder/traceback.txt`, if there is such a folder and space."""
+    """Write the traceback of a `UserFault` to `folder/traceback.txt`, if there is such a folder and
+    space.
+    """
     try:
         yield
     except BaseException as error:
@@ -117,7 +137,7 @@ class StageWatch:
     def __init__(self, model: nn.Module, part: Partition) -> None:
         self.stage = 0
         modules = dict(model.named_modules())
-        self._hooks: List[Any] = []
+        self._hooks: list[Any] = []
         for name, stage in part.begins.items():
             if name in modules:
                 self._hooks.append(modules[name].register_forward_pre_hook(self._make_hook(stage)))

@@ -1,12 +1,15 @@
-"""Local-parallel training: blocks of a model that each have a loss of their own (Laskin et al. 2020).
+"""Local-parallel training: blocks of a model that each have a loss of their own (Laskin et al.
+2020).
 
     x -> block 0 -> | detach -> block 1 -> | detach -> block 2 -> output -> loss
               head 0 -> loss         head 1 -> loss
 
-An auxiliary head turns a block's activations into outputs of the model's own form. No gradient crosses a boundary, so every block
-is trained by its own loss alone. Evaluation uses the last block's output, which is the model's.
+An auxiliary head turns a block's activations into outputs of the model's own form. No gradient
+crosses a boundary, so every block is trained by its own loss alone. Evaluation uses the last
+block's output, which is the model's.
 
-With an overlap of 1 block j trains layer j - 1 as well, and the two gradients of a layer are averaged:
+With an overlap of 1 block j trains layer j - 1 as well, and the two gradients of a layer are
+averaged:
 
     block 1:  x1 -> layer 0' -> layer 1 -> head 1        layer 0' is a duplicate of layer 0, kept equal by the averaging
     block 2:  x2 -> layer 1' -> layer 2 -> head 2        x2 is the input of layer 1
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -45,9 +48,9 @@ HEADS = "local_heads"
 class Blocks:
     """The blocks of a model that have losses of their own.
 
-    `begins`: the names of the modules at which the second and later blocks begin. `trains_last`: only the last block trains; the
-    others are frozen and there are no heads. `take` extracts from the model's output what its loss needs; heads return the same
-    form.
+    `begins`: the names of the modules at which the second and later blocks begin. `trains_last`:
+    only the last block trains; the others are frozen and there are no heads. `take` extracts from
+    the model's output what its loss needs; heads return the same form.
     """
 
     def __init__(
@@ -57,8 +60,8 @@ class Blocks:
         x: Any,
         seed: int = 0,
         trains_last: bool = False,
-        head: Optional[Heads] = None,
-        take: Optional[Take] = None,
+        head: Heads | None = None,
+        take: Take | None = None,
     ) -> None:
         self.model = model
         self.pieces = cut_model(model, begins, x)
@@ -69,28 +72,36 @@ class Blocks:
             self.pieces[0].cut.prepare(x, training=False)
         # the number of previous blocks whose duplicates each block trains too
         self.overlap = 0
-        self._duplicates: Optional[Duplicates] = None
+        self._duplicates: Duplicates | None = None
         untrained = self.pieces[:-1] if trains_last else []
         self._frozen = [p for piece in untrained for p in piece.parameters() if p.requires_grad]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
-        self.heads = nn.ModuleDict({} if trains_last else self._make_heads(begins, x, seed, head, take))
+        self.heads = nn.ModuleDict(
+            {} if trains_last else self._make_heads(begins, x, seed, head, take)
+        )
 
     def _make_heads(
-        self, begins: Sequence[str], x: Any, seed: int, head: Optional[Heads], take: Optional[Take]
-    ) -> Dict[str, nn.Module]:
+        self, begins: Sequence[str], x: Any, seed: int, head: Heads | None, take: Take | None
+    ) -> dict[str, nn.Module]:
         model = self.model
         make_default: MakeHead = getattr(model, "local_head", None) or partial(make_head, model)
         output, boundary_values = self._run_pieces(x)
         output = output if take is None else take(output)
         if not isinstance(output, torch.Tensor):
-            raise BadInput(f"model: returns {describe_output(output)}: blocks need one tensor for the loss; set model.output")
-        heads: Dict[str, nn.Module] = {}
+            raise BadInput(
+                f"model: returns {describe_output(output)}: blocks need one tensor for the loss; "
+                f"set model.output"
+            )
+        heads: dict[str, nn.Module] = {}
         device = get_first_tensor(x).device
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(derive_seed(seed, HEADS))
-            activations = [_get_single_activation(value, begin) for begin, value in zip(begins, boundary_values)]
+            activations = [
+                _get_single_activation(value, begin)
+                for begin, value in zip(begins, boundary_values)
+            ]
             for index, (begin, activation) in enumerate(zip(begins, activations)):
                 try:
                     if isinstance(head, AugLocal):
@@ -108,19 +119,22 @@ class Blocks:
                     raise
                 # the user's function may raise anything
                 except Exception as error:
-                    raise BadInput(f"method_args.head: before {begin}: {summarize(error)}") from error
+                    raise BadInput(
+                        f"method_args.head: before {begin}: {summarize(error)}"
+                    ) from error
                 if shape != tuple(output.shape):
                     raise BadInput(
-                        f"method_args.head: before {begin}: returns {shape}, must return {tuple(output.shape)}"
+                        f"method_args.head: before {begin}: returns {shape}, must return "
+                        f"{tuple(output.shape)}"
                     )
                 if overwrites:
                     built.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
                 heads[str(index)] = built
         return heads
 
-    def _run_pieces(self, x: Any) -> Tuple[Any, List[Any]]:
+    def _run_pieces(self, x: Any) -> tuple[Any, list[Any]]:
         """Return the model's output, and the value at each boundary, in evaluation."""
-        values: List[Any] = [x]
+        values: list[Any] = [x]
         model = self.model
         with torch.no_grad(), restore_all(model):
             model.eval()
@@ -128,15 +142,20 @@ class Blocks:
                 values.append(piece(values[-1]))
         return values[-1], values[1:-1]
 
-    def get_head(self, index: int) -> Optional[nn.Module]:
-        """Return the auxiliary head of a block; None for the last block, and if there are no heads."""
+    def get_head(self, index: int) -> nn.Module | None:
+        """Return the auxiliary head of a block; None for the last block, and if there are no
+        heads.
+        """
         return self.heads[str(index)] if str(index) in self.heads else None
 
     def run_detached(self, x: Any) -> BlockOutputs:
-        """Return the outputs of a training forward, in which no gradient passes from block to block."""
-        outputs, inputs = BlockOutputs(), [x]
+        """Return the outputs of a training forward, in which no gradient passes from block to
+        block.
+        """
+        outputs = BlockOutputs()
+        inputs = [x]
         # before each piece
-        random_states: List[torch.Tensor] = []
+        random_states: list[torch.Tensor] = []
         for index, piece in enumerate(self.pieces):
             first = max(0, index - self.overlap)
             value = inputs[first]
@@ -155,8 +174,11 @@ class Blocks:
         return outputs
 
     def compute_outputs(self, x: Any) -> BlockOutputs:
-        """Return the outputs of all blocks in the modules' present mode, without duplicates and detaching (for evaluation)."""
-        outputs, value = BlockOutputs(), x
+        """Return the outputs of all blocks in the modules' present mode, without duplicates and
+        detaching (for evaluation).
+        """
+        outputs = BlockOutputs()
+        value = x
         for index, piece in enumerate(self.pieces):
             value = piece(value)
             head = self.get_head(index)
@@ -167,19 +189,25 @@ class Blocks:
     # ---- overlap
 
     def add_duplicates(self, overlap: int) -> None:
-        """Let each block train `overlap` previous blocks as well, as duplicates with the same weights and separate gradients."""
+        """Let each block train `overlap` previous blocks as well, as duplicates with the same
+        weights and separate gradients.
+        """
         self.overlap = overlap
         # the input is used twice
         self.pieces[0].copies_input = True
         self._duplicates = Duplicates(self.pieces, overlap)
 
     def average_duplicates(self) -> None:
-        """Replace the gradient of each layer by its mean over the blocks that train it; called before an update."""
+        """Replace the gradient of each layer by its mean over the blocks that train it; called
+        before an update.
+        """
         if self._duplicates is not None:
             self._duplicates.average()
 
     def forget_duplicates(self) -> None:
-        """Drop the duplicates: a process that runs one block trains the layers of its own model instead."""
+        """Drop the duplicates: a process that runs one block trains the layers of its own model
+        instead.
+        """
         self._duplicates = None
 
     def unfreeze(self) -> None:
@@ -189,16 +217,20 @@ class Blocks:
 
 
 class BlockedModel(nn.Module):
-    """A model whose blocks are trained by losses of their own. It returns `BlockOutputs` in training, else the model's output.
+    """A model whose blocks are trained by losses of their own. It returns `BlockOutputs` in
+    training, else the model's output.
 
-    Its parameters and buffers are those of the model, under their names, and those of the heads under `local_heads.INDEX`.
+    Its parameters and buffers are those of the model, under their names, and those of the heads
+    under `local_heads.INDEX`.
     """
 
     def __init__(self, blocks: Blocks) -> None:
         super().__init__()
         model = blocks.model
         if hasattr(model, HEADS):
-            raise BadInput(f"model: {HEADS}: this name belongs to the auxiliary heads; rename the module")
+            raise BadInput(
+                f"model: {HEADS}: this name belongs to the auxiliary heads; rename the module"
+            )
         # add_module would refuse names of attributes
         self._modules.update(model._modules)
         # share the dictionaries, do not copy them
@@ -215,7 +247,7 @@ class BlockedModel(nn.Module):
         return self._local_blocks.run_detached(join_arguments(inputs, named))
 
 
-def get_blocks(model: nn.Module) -> Optional[Blocks]:
+def get_blocks(model: nn.Module) -> Blocks | None:
     """Return the blocks of a `BlockedModel`; None for other models."""
     return model._local_blocks if isinstance(model, BlockedModel) else None
 
@@ -235,33 +267,43 @@ def get_activation(value: Any) -> torch.Tensor:
 
 
 def _get_single_activation(value: Any, begin: str) -> torch.Tensor:
-    """Return the activation at a boundary. Raise `BadInput` if a skip connection crosses it as well."""
+    """Return the activation at a boundary. Raise `BadInput` if a skip connection crosses it as
+    well.
+    """
     crossing = [t for t in tree_flatten(value)[0] if t.is_floating_point()]
     if len(crossing) != 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in crossing)
         raise BadInput(
-            f"stages: {begin}: {len(crossing)} activations cross this boundary ({shapes}), expected one: a skip connection "
+            f"stages: {begin}: {len(crossing)} activations cross this boundary ({shapes}), "
+            f"expected one: a skip connection "
             "crosses it; let the block end where only one activation crosses"
         )
     return crossing[0]
 
 
 class Duplicates:
-    """The `overlap` previous pieces that each block trains as well, with the same weights and separate gradients."""
+    """The `overlap` previous pieces that each block trains as well, with the same weights and
+    separate gradients.
+    """
 
     def __init__(self, pieces: Sequence[Piece], overlap: int) -> None:
         self._pieces = pieces
         # for each block: index of a previous piece -> parameter name -> tensor in the same memory
-        self._tensors: List[Dict[int, Dict[str, torch.Tensor]]] = [
+        self._tensors: list[dict[int, dict[str, torch.Tensor]]] = [
             {
-                earlier: {name: p.detach().requires_grad_(p.requires_grad) for name, p in pieces[earlier].named_parameters()}
+                earlier: {
+                    name: p.detach().requires_grad_(p.requires_grad)
+                    for name, p in pieces[earlier].named_parameters()
+                }
                 for earlier in range(max(0, index - overlap), index)
             }
             for index in range(len(pieces))
         ]
 
     def run(self, index: int, earlier: int, value: Any, random_state: torch.Tensor) -> Any:
-        """Run block `index`'s duplicate of piece `earlier` from the `random_state` from which the piece itself drew."""
+        """Run block `index`'s duplicate of piece `earlier` from the `random_state` from which the
+        piece itself drew.
+        """
         piece = self._pieces[earlier]
         # only the layer's own block updates its running statistics
         with restore_buffers(piece), draw_from(random_state):
@@ -272,13 +314,17 @@ class Duplicates:
         for index, piece in enumerate(self._pieces):
             duplicates = [tensors[index] for tensors in self._tensors if index in tensors]
             for name, parameter in piece.named_parameters():
-                parameter.grad = average_gradients([parameter.grad, *(tensors[name].grad for tensors in duplicates)])
+                parameter.grad = average_gradients(
+                    [parameter.grad, *(tensors[name].grad for tensors in duplicates)]
+                )
                 for tensors in duplicates:
                     tensors[name].grad = None
 
 
-def average_gradients(gradients: Sequence[Optional[torch.Tensor]]) -> Optional[torch.Tensor]:
-    """Return the mean of gradients, of a layer in several blocks or replicas, summed in their order; None counts as zero."""
+def average_gradients(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the mean of gradients, of a layer in several blocks or replicas, summed in their
+    order; None counts as zero.
+    """
     present = [g for g in gradients if g is not None]
     if not present or len(gradients) == 1:
         return present[0] if present else None
@@ -288,11 +334,14 @@ def average_gradients(gradients: Sequence[Optional[torch.Tensor]]) -> Optional[t
     return total / len(gradients)
 
 
-def observe_blocks(model: nn.Module, loss: Loss, example: Tuple[Any, Any]) -> Observation:
-    """Observe a training pass of one microbatch of a model with blocks, without the costs of duplicates."""
+def observe_blocks(model: nn.Module, loss: Loss, example: tuple[Any, Any]) -> Observation:
+    """Observe a training pass of one microbatch of a model with blocks, without the costs of
+    duplicates.
+    """
     blocks = get_blocks(model)
     assert blocks is not None
-    overlap, blocks.overlap = blocks.overlap, 0
+    overlap = blocks.overlap
+    blocks.overlap = 0
     with restore_function(get_user_loss(loss)):
         observation = observe_training(model, *example, lambda x, y: loss(call_model(model, x), y))
     blocks.overlap = overlap
@@ -306,7 +355,8 @@ def measure_footprint(model: nn.Module, part: Partition, observation: Observatio
 
     Each block computes its own loss, so only activations cross boundaries.
     """
-    blocks, plain = get_blocks(model), make_footprint(model, part, observation)
+    blocks = get_blocks(model)
+    plain = make_footprint(model, part, observation)
     assert blocks is not None
     saved = plain.saved_bytes
     # each device also holds the previous block's last layer
@@ -317,27 +367,36 @@ def measure_footprint(model: nn.Module, part: Partition, observation: Observatio
 
 
 def verify_losses(
-    model: nn.Module, pieces: Sequence[Piece], loss: Loss, example: Tuple[Any, Any], draws: Mapping[str, int]
+    model: nn.Module,
+    pieces: Sequence[Piece],
+    loss: Loss,
+    example: tuple[Any, Any],
+    draws: Mapping[str, int],
 ) -> None:
-    """Raise `BadInput` if a loss reads more of a cut model than its stage holds, the last one or each block that has a loss.
+    """Raise `BadInput` if a loss reads more of a cut model than its stage holds, the last one or
+    each block that has a loss.
 
-    `pieces`: the stages of a model without blocks; `draws`: the modules that draw random numbers (`ForwardEffects`).
+    `pieces`: the stages of a model without blocks; `draws`: the modules that draw random numbers
+    (`ForwardEffects`).
     """
     blocks = get_blocks(model)
     if blocks is not None:
         pieces = blocks.pieces
     if len(pieces) < 2:
         return
-    stages: List[LossStage] = []
+    stages: list[LossStage] = []
     for piece in pieces:
         head = None if blocks is None else blocks.get_head(piece.stage)
         if head is not None:
-            stages.append(LossStage(piece.stage, [piece, head], partial(_run_with_head, piece, head)))
+            stages.append(
+                LossStage(piece.stage, [piece, head], partial(_run_with_head, piece, head))
+            )
         elif piece is pieces[-1]:
             stages.append(LossStage(piece.stage, [piece], piece))
     place = "on processes the last stage computes it alone"
     remedy = (
-        "put the term into the model's output, or into a layer's backward by an autograd function, or use backend:"
+        "put the term into the model's output, or into a layer's backward by an autograd function, "
+        "or use backend:"
         " {name: emulator}"
     )
     if blocks is not None:
@@ -345,7 +404,11 @@ def verify_losses(
         remedy += " with a method that has no blocks"
     randomness = KeyedRandomness(model, draws, 0, get_first_tensor(example[0]).device)
     try:
-        raise_faults(list_foreign_reads(LossTrial(model, pieces, loss, example, randomness), stages, place, remedy))
+        raise_faults(
+            list_foreign_reads(
+                LossTrial(model, pieces, loss, example, randomness), stages, place, remedy
+            )
+        )
     finally:
         randomness.remove()
 

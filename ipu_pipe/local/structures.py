@@ -1,4 +1,5 @@
-"""The structures of local-parallel training, one for each method: the stages of a model that form each block.
+"""The structures of local-parallel training, one for each method: the stages of a model that form
+each block.
 
 Laskin et al. 2020, Figure 2 and section 4, on a model of stages a b c d:
 
@@ -10,7 +11,7 @@ Laskin et al. 2020, Figure 2 and section 4, on a model of stages a b c d:
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -24,7 +25,8 @@ from ipu_pipe.schedule.methods import Structure
 
 
 class StagedModel(NamedTuple):
-    """A model to be cut into blocks: an input of it, its structure, and the stages that the config names.
+    """A model to be cut into blocks: an input of it, its structure, and the stages that the config
+    names.
 
     `one_stage` is the reason why a weight must be in a single stage.
     """
@@ -38,16 +40,19 @@ class StagedModel(NamedTuple):
     def make_partition(self) -> Partition:
         """Return the stages.
 
-        A count is balanced between any modules if one activation crosses at each boundary, else between top-level modules.
+        A count is balanced between any modules if one activation crosses at each boundary, else
+        between top-level modules.
         """
         part = partition(self.model, self.x, self.stages, one_stage=self.one_stage)
         names = part.begin_names()
         is_a_count = self.stages is not None and not isinstance(self.stages, (list, tuple))
         if not is_a_count or len(self.select_single_crossings(names)) == len(names):
             return part
-        return partition(self.model, self.x, self.stages, between_top=True, one_stage=self.one_stage)
+        return partition(
+            self.model, self.x, self.stages, between_top=True, one_stage=self.one_stage
+        )
 
-    def select_single_crossings(self, names: List[str]) -> List[str]:
+    def select_single_crossings(self, names: list[str]) -> list[str]:
         """Return the names at which exactly one activation crosses."""
         crossings = cut_model(self.model, names, self.x)[0].cut.crossings
         return [
@@ -57,8 +62,10 @@ class StagedModel(NamedTuple):
         ]
 
 
-def _list_begins(staged: StagedModel) -> List[str]:
-    """Return the names at which the second and later blocks begin. Raise `BadInput` if the structure does not fit the model."""
+def _list_begins(staged: StagedModel) -> list[str]:
+    """Return the names at which the second and later blocks begin. Raise `BadInput` if the
+    structure does not fit the model.
+    """
     if staged.structure.blocks:
         return _begin_chunks(staged, staged.structure.blocks)
     if staged.structure.layers:
@@ -66,21 +73,25 @@ def _list_begins(staged: StagedModel) -> List[str]:
     return staged.make_partition().begin_names()
 
 
-def _begin_chunks(staged: StagedModel, chunks: Union[int, Tuple[str, ...]]) -> List[str]:
+def _begin_chunks(staged: StagedModel, chunks: int | tuple[str, ...]) -> list[str]:
     if isinstance(chunks, tuple):
         # raises BadInput for unknown names and a wrong order
         partition(staged.model, staged.x, list(chunks), one_stage=staged.one_stage)
         return list(chunks)
     part = staged.make_partition()
     try:
-        groups = group_stages(staged.model, part, chunks, staged.x, staged.select_single_crossings(part.begin_names()))
+        groups = group_stages(
+            staged.model, part, chunks, staged.x, staged.select_single_crossings(part.begin_names())
+        )
         return list(groups.values())
     except BadInput as error:
         key = f"method_args.blocks: {chunks}:"
-        raise BadInput([fault.replace(f"stages: {len(part)}:", key) for fault in error.faults]) from None
+        raise BadInput(
+            [fault.replace(f"stages: {len(part)}:", key) for fault in error.faults]
+        ) from None
 
 
-def _begin_last_stages(staged: StagedModel, layers: int) -> List[str]:
+def _begin_last_stages(staged: StagedModel, layers: int) -> list[str]:
     part = staged.make_partition()
     begins = part.begin_names()
     if layers > len(part):
@@ -89,17 +100,29 @@ def _begin_last_stages(staged: StagedModel, layers: int) -> List[str]:
 
 
 def make_blocks(
-    model: nn.Module, x: Any, structure: Structure, stages: Any, seed: int = 0, count: Optional[int] = None,
-    head: Optional[Heads] = None, one_stage: str = "", take: Optional[Take] = None,
-) -> Tuple[BlockedModel, Partition]:  # fmt: skip
-    """Return a model in blocks by a method's structure, and the partition in which each block is a stage.
+    model: nn.Module,
+    x: Any,
+    structure: Structure,
+    stages: Any,
+    seed: int = 0,
+    count: int | None = None,
+    head: Heads | None = None,
+    one_stage: str = "",
+    take: Take | None = None,
+) -> tuple[BlockedModel, Partition]:
+    """Return a model in blocks by a method's structure, and the partition in which each block is a
+    stage.
 
-    `stages` are those of the config, `count` is the required number of blocks (processes), `one_stage` as for
-    `model.stages.partition`; `take` extracts from the model's output what its loss needs. Raise `BadInput`.
+    `stages` are those of the config, `count` is the required number of blocks (processes),
+    `one_stage` as for `model.stages.partition`; `take` extracts from the model's output what its
+    loss needs. Raise `BadInput`.
     """
     begins = _list_begins(StagedModel(model, x, structure, stages, one_stage))
     if count is not None and len(begins) + 1 != count:
-        raise BadInput(f"stages: {len(begins) + 1} blocks, which need as many processes per replica, got {count}")
+        raise BadInput(
+            f"stages: {len(begins) + 1} blocks, which need as many processes per replica, got "
+            f"{count}"
+        )
     blocks = Blocks(model, begins, x, seed, structure.layers is not None, head, take)
     blocked = BlockedModel(blocks)
     part = partition(blocked, x, begins if begins else 1, one_stage=one_stage)

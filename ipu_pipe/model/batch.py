@@ -1,13 +1,15 @@
-"""Batches as nests: a tensor, or mappings, tuples and lists of tensors to any depth; and the call of a model with a batch.
+"""Batches as nests: a tensor, or mappings, tuples and lists of tensors to any depth; and the call
+of a model with a batch.
 
-A nest of one tensor is that tensor. A nest may contain None for an argument that the model does not get.
+A nest of one tensor is that tensor. A nest may contain None for an argument that the model does not
+get.
 """
 
 from __future__ import annotations
 
 # not from typing: its isinstance takes ten times as long, and every pass calls it
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -18,12 +20,18 @@ from ipu_pipe.text import describe_kind
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
-    """Return the nest with `change` applied to every tensor. Mappings of any kind become dictionaries."""
+    """Return the nest with `change` applied to every tensor. Mappings of any kind become
+    dictionaries.
+    """
     if isinstance(nest, torch.Tensor):
         return change(nest)
     if isinstance(nest, Mapping):
         return {key: map_tensors(change, value) for key, value in nest.items()}
-    return _map_parts(lambda value: map_tensors(change, value), nest) if isinstance(nest, (tuple, list)) else nest
+    return (
+        _map_parts(lambda value: map_tensors(change, value), nest)
+        if isinstance(nest, (tuple, list))
+        else nest
+    )
 
 
 def sort_keys(nest: Any) -> Any:
@@ -36,12 +44,26 @@ def sort_keys(nest: Any) -> Any:
 def _map_parts(change: Callable[[Any], Any], nest: Any) -> Any:
     """Return a tuple or list with `change` applied to its parts; a named tuple keeps its names."""
     parts = [change(value) for value in nest]
-    return parts if isinstance(nest, list) else type(nest)(*parts) if hasattr(nest, "_fields") else tuple(parts)
+    return (
+        parts
+        if isinstance(nest, list)
+        else type(nest)(*parts)
+        if hasattr(nest, "_fields")
+        else tuple(parts)
+    )
 
 
-def walk_leaves(nest: Any, name: str = "") -> Iterator[Tuple[str, Any]]:
-    """Iterate over (name, leaf) of a nest in order: "" names a single leaf, `key.0.key` a deeper one."""
-    items = nest.items() if isinstance(nest, Mapping) else enumerate(nest) if isinstance(nest, (tuple, list)) else None
+def walk_leaves(nest: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over (name, leaf) of a nest in order: "" names a single leaf, `key.0.key` a deeper
+    one.
+    """
+    items = (
+        nest.items()
+        if isinstance(nest, Mapping)
+        else enumerate(nest)
+        if isinstance(nest, (tuple, list))
+        else None
+    )
     if items is None:
         yield name, nest
         return
@@ -49,32 +71,42 @@ def walk_leaves(nest: Any, name: str = "") -> Iterator[Tuple[str, Any]]:
         yield from walk_leaves(value, f"{name}.{key}" if name else str(key))
 
 
-def list_tensors(nest: Any) -> List[torch.Tensor]:
+def list_tensors(nest: Any) -> list[torch.Tensor]:
     """Return the tensors of a nest, in order."""
     if isinstance(nest, torch.Tensor):
         return [nest]
-    parts = nest if isinstance(nest, (tuple, list)) else nest.values() if isinstance(nest, Mapping) else ()
+    parts = (
+        nest
+        if isinstance(nest, (tuple, list))
+        else nest.values()
+        if isinstance(nest, Mapping)
+        else ()
+    )
     return [tensor for part in parts for tensor in list_tensors(part)]
 
 
 def list_leaves(value: Any) -> Sequence[Any]:
-    """Return the leaves of the result of a model or a function, which may be any nest that PyTorch knows."""
+    """Return the leaves of the result of a model or a function, which may be any nest that PyTorch
+    knows.
+    """
     if isinstance(value, torch.Tensor):
         return (value,)
-    leaves: List[Any] = []
+    leaves: list[Any] = []
     for leaf in tree_flatten(value)[0]:
         # older versions do not know the named tuples of torch.max and the like as nests
         leaves += leaf if isinstance(leaf, tuple) else (leaf,)
     return leaves
 
 
-def flatten_tensors(value: Any) -> List[torch.Tensor]:
+def flatten_tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors in the result of a model or a function."""
     return [leaf for leaf in list_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def get_first_tensor(nest: Any) -> torch.Tensor:
-    """Return the first tensor of a nest, on whose device all tensors are. Raise `BadInput` if it has none."""
+    """Return the first tensor of a nest, on whose device all tensors are. Raise `BadInput` if it
+    has none.
+    """
     if isinstance(nest, torch.Tensor):
         return nest
     tensors = list_tensors(nest)
@@ -120,7 +152,8 @@ def describe_tensors(nest: Any) -> str:
 def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
     """Raise `BadInput` unless a nest consists of tensors and None, with at least one tensor.
 
-    `by_sample`: also require that the first dimension of all tensors is equal. `what`: the name of the nest in messages.
+    `by_sample`: also require that the first dimension of all tensors is equal. `what`: the name of
+    the nest in messages.
     """
     if isinstance(nest, torch.Tensor):
         return
@@ -128,7 +161,8 @@ def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
     for name, value in leaves:
         if not isinstance(value, torch.Tensor):
             raise BadInput(
-                f"data: {what}{name and ': ' + name}: is of type {type(value).__name__}: must be a tensor, or tensors in "
+                f"data: {what}{name and ': ' + name}: is of type {type(value).__name__}: must be a "
+                f"tensor, or tensors in "
                 "mappings, tuples and lists"
             )
     if not leaves:
@@ -137,31 +171,41 @@ def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
     for name, value in leaves if by_sample else ():
         if not value.dim() or not tensor.dim() or len(value) != len(tensor):
             raise BadInput(
-                f"data: {name} has the shape {tuple(value.shape)}, {first} {tuple(tensor.shape)}: the first "
+                f"data: {name} has the shape {tuple(value.shape)}, {first} {tuple(tensor.shape)}: "
+                f"the first "
                 "dimension of each input must be the batch's samples"
             )
 
 
 def check_same_shapes(x: Any, example: Any, m: int) -> None:
     """Raise BadInput if inputs of microbatch m differ in shape or dtype from the example's."""
-    if isinstance(x, torch.Tensor) and isinstance(example, torch.Tensor) and (x.shape, x.dtype) == (example.shape, example.dtype):
+    if (
+        isinstance(x, torch.Tensor)
+        and isinstance(example, torch.Tensor)
+        and (x.shape, x.dtype) == (example.shape, example.dtype)
+    ):
         return
-    wanted, actual = ({name: t for name, t in walk_leaves(nest) if t is not None} for nest in (example, x))
+    wanted, actual = (
+        {name: t for name, t in walk_leaves(nest) if t is not None} for nest in (example, x)
+    )
     for name in {**wanted, **actual}:
-        tensor, first = actual.get(name), wanted.get(name)
+        tensor = actual.get(name)
+        first = wanted.get(name)
         for what in ("shape", "dtype"):
-            a, b = getattr(tensor, what, None), getattr(first, what, None)
+            a = getattr(tensor, what, None)
+            b = getattr(first, what, None)
             if a != b:
                 a, b = (tuple(size) if isinstance(size, torch.Size) else size for size in (a, b))
                 raise BadInput(
-                    f"data: microbatch {m}: inputs{name and ': ' + name}: of {what} {a}, of the first microbatch {b}: stages on"
+                    f"data: microbatch {m}: inputs{name and ': ' + name}: of {what} {a}, of the "
+                    f"first microbatch {b}: stages on"
                     f" processes take one {what}: pad to one length, or use backend.name: emulator"
                 )
 
 
 def call_model(model: nn.Module, x: Any) -> Any:
-    """Call `model` with the input `x`: a mapping is its keyword arguments, a tuple or list its positional ones, anything
-    else its one argument."""
+    """Call `model` with the input `x`: a mapping is its keyword arguments, a tuple or list its
+    positional ones, anything else its one argument."""
     if isinstance(x, Mapping):
         return model(**x)
     if isinstance(x, (tuple, list)):
@@ -169,7 +213,7 @@ def call_model(model: nn.Module, x: Any) -> Any:
     return model(x)
 
 
-def join_arguments(inputs: Tuple[Any, ...], named: Dict[str, Any]) -> Any:
+def join_arguments(inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Return the input for which `call_model` gives a model these arguments."""
     alone = len(inputs) == 1 and not named and not isinstance(inputs[0], (Mapping, tuple, list))
     return inputs[0] if alone else named or inputs

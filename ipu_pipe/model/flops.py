@@ -1,14 +1,16 @@
-"""FLOPs of operations by the formulas of PyTorch's counter: matrix products, convolutions and attention, forward and backward.
+"""FLOPs of operations by the formulas of PyTorch's counter: matrix products, convolutions and
+attention, forward and backward.
 
-A multiplication and an addition count as two. torch 2.0 has no counter. There formulas of layers are used (`count_by_formula`),
-which leave out attention and functional calls, count 2 per output for other modules with weights, and count a backward as twice
-its forward. `HOW` tells which of the two counted.
+A multiplication and an addition count as two. torch 2.0 has no counter. There formulas of layers
+are used (`count_by_formula`), which leave out attention and functional calls, count 2 per output
+for other modules with weights, and count a backward as twice its forward. `HOW` tells which of the
+two counted.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 from torch import nn
@@ -21,28 +23,33 @@ except ImportError:  # torch 2.0
 HOW = (
     "counted by PyTorch"
     if FlopCounterMode is not None
-    else f"by formulas of linear and convolution layers (torch {torch.__version__} has no counter): attention and functional "
+    else f"by formulas of linear and convolution layers (torch {torch.__version__} has no "
+    f"counter): attention and functional "
     "calls are left out, a backward counts twice its forward"
 )
-# FLOPs of a backward per FLOP of its forward if they are not counted: the gradients of inputs and of weights
+# FLOPs of a backward per FLOP of its forward if they are not counted: the gradients of inputs and
+# of weights
 BACKWARD = 2.0
 
 Formula = Callable[..., Any]
 
 
-def get_formulas() -> Dict[Any, Formula]:
-    """Return operation -> formula of its FLOPs from its arguments and `out_val`, its result; empty if this PyTorch has no
-    counter."""
+def get_formulas() -> dict[Any, Formula]:
+    """Return operation -> formula of its FLOPs from its arguments and `out_val`, its result; empty
+    if this PyTorch has no counter."""
     if FlopCounterMode is None:
         return {}
-    return dict(FlopCounterMode(display=False, custom_mapping=_list_missing_formulas()).flop_registry)
+    return dict(
+        FlopCounterMode(display=False, custom_mapping=_list_missing_formulas()).flop_registry
+    )
 
 
-def _list_missing_formulas() -> Dict[Any, Formula]:
-    """Return the formulas of CPU operations that the counter lacks, and of the gradient of a grouped convolution's weights,
-    which it counts too high."""
-    attention, recurrent = "_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer"
-    by_name: Dict[str, Formula] = {
+def _list_missing_formulas() -> dict[Any, Formula]:
+    """Return the formulas of CPU operations that the counter lacks, and of the gradient of a
+    grouped convolution's weights, which it counts too high."""
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    recurrent = "mkldnn_rnn_layer"
+    by_name: dict[str, Formula] = {
         attention: _count_attention,
         f"{attention}_backward": _count_attention_backward,
         "convolution_backward": _count_convolution_backward,
@@ -52,41 +59,65 @@ def _list_missing_formulas() -> Dict[Any, Formula]:
     for formula in by_name.values():
         # the counter passes tensors, not shapes, to formulas with this mark
         vars(formula)["_get_raw"] = True
-    by_operation = {getattr(torch.ops.aten, name, None): formula for name, formula in by_name.items()}
-    return {operation: formula for operation, formula in by_operation.items() if operation is not None}
+    by_operation = {
+        getattr(torch.ops.aten, name, None): formula for name, formula in by_name.items()
+    }
+    return {
+        operation: formula for operation, formula in by_operation.items() if operation is not None
+    }
 
 
 def _count_attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
-    """Count the products with keys and values of query (b, h, n, d), key (b, h, m, d), value (b, h, m, e)."""
+    """Count the products with keys and values of query (b, h, n, d), key (b, h, m, d), value (b, h,
+    m, e).
+    """
     batch, heads, length, width = query.shape
     return int(2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1]))
 
 
-def _count_attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
+def _count_attention_backward(
+    gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any
+) -> int:
     """Count two products for each of the forward's, and the product with keys once more."""
     batch, heads, length, width = query.shape
     return int(2 * batch * heads * length * key.shape[-2] * (3 * width + 2 * value.shape[-1]))
 
 
-def _count_convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **options: Any) -> int:
-    """Count the forward's products once for the input's gradient and once for the weight's, as the mask asks for them."""
-    transposed, mask = rest[4], options.get("output_mask", rest[-1])
-    return int(2 * (x if transposed else gradient).numel() * weight[0].numel() * (bool(mask[0]) + bool(mask[1])))
+def _count_convolution_backward(
+    gradient: Any, x: Any, weight: Any, *rest: Any, **options: Any
+) -> int:
+    """Count the forward's products once for the input's gradient and once for the weight's, as the
+    mask asks for them.
+    """
+    transposed = rest[4]
+    mask = options.get("output_mask", rest[-1])
+    return int(
+        2
+        * (x if transposed else gradient).numel()
+        * weight[0].numel()
+        * (bool(mask[0]) + bool(mask[1]))
+    )
 
 
-def _count_recurrent(x: Any, input_weight: Any, state_weight: Any, *rest: Any, **options: Any) -> int:
+def _count_recurrent(
+    x: Any, input_weight: Any, state_weight: Any, *rest: Any, **options: Any
+) -> int:
     """Count one layer of an LSTM: x (n, b, i), weights of the input and of the previous state."""
     return int(2 * x.shape[0] * x.shape[1] * (input_weight.numel() + state_weight.numel()))
 
 
-def _count_recurrent_backward(x: Any, input_weight: Any, state_weight: Any, *rest: Any, **options: Any) -> int:
+def _count_recurrent_backward(
+    x: Any, input_weight: Any, state_weight: Any, *rest: Any, **options: Any
+) -> int:
     """Count two products for each of the forward's."""
     return 2 * _count_recurrent(x, input_weight, state_weight)
 
 
 @contextlib.contextmanager
 def separate_attention() -> Iterator[None]:
-    """Turn off the fused attention of layers in evaluation without gradients, which the counter does not see."""
+    """Turn off the fused attention of layers in evaluation without gradients, which the counter
+    does not see.
+    """
     switches = getattr(torch.backends, "mha", None)
     if switches is None:
         # modules do not take their fast path when gradients are enabled

@@ -1,5 +1,5 @@
-"""Losses: the part of a model's output and the fields of a batch that they take, losses that models compute themselves, losses
-of blocks, and the labels that a loss allows and that a model gets right.
+"""Losses: the part of a model's output and the fields of a batch that they take, losses that models
+compute themselves, losses of blocks, and the labels that a loss allows and that a model gets right.
 
 output -> take -> scores -> loss(scores, y)          model.output: logits, an index, or a function
 output -> its loss                                   loss: model
@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, List, Mapping, NamedTuple
 
 import torch
 from torch import nn
@@ -29,19 +29,28 @@ Loss = Callable[[Any, Any], torch.Tensor]
 LossWeight = Callable[[Any], Any]
 Take = Callable[[Any], Any]
 # fields of an output, as Hugging Face names them
-LOSS, SCORES = "loss", "logits"
+LOSS = "loss"
+SCORES = "logits"
 # the default ignored label of torch's cross-entropy
 IGNORED = -100
 
 
 class LossOfOutput:
-    """The loss `plain` of the part of a model's output that `take` selects (None: the whole output).
+    """The loss `plain` of the part of a model's output that `take` selects (None: the whole
+    output).
 
     `asks`: the fields of the batch that the loss gets as keyword arguments.
     """
 
-    def __init__(self, plain: Callable[..., torch.Tensor], take: Optional[Take], asks: Tuple[str, ...] = ()) -> None:
-        self.plain, self.take, self.asks = plain, take, asks
+    def __init__(
+        self,
+        plain: Callable[..., torch.Tensor],
+        take: Take | None,
+        asks: tuple[str, ...] = (),
+    ) -> None:
+        self.plain = plain
+        self.take = take
+        self.asks = asks
 
     def __call__(self, output: Any, y: Any) -> torch.Tensor:
         """Return the loss of a model's output and labels."""
@@ -50,33 +59,43 @@ class LossOfOutput:
 
 
 class OwnLoss:
-    """The loss that a model computes itself: the output if it is one number, its field `loss`, or the one number in a tuple.
+    """The loss that a model computes itself: the output if it is one number, its field `loss`, or
+    the one number in a tuple.
 
     `take`: selects the scores for the accuracy, the field `logits` by default.
     """
 
-    def __init__(self, take: Optional[Take] = None) -> None:
+    def __init__(self, take: Take | None = None) -> None:
         self.take: Take = take or _get_scores
 
     def __call__(self, output: Any, y: Any) -> torch.Tensor:
         """Return the loss in a model's output; the model has seen the labels."""
         loss_field = _get_field(output, LOSS)
         values = (
-            [loss_field] if loss_field is not None else list(output) if isinstance(output, (tuple, list)) else [output]
+            [loss_field]
+            if loss_field is not None
+            else list(output)
+            if isinstance(output, (tuple, list))
+            else [output]
         )
-        losses = [value for value in values if isinstance(value, torch.Tensor) and value.numel() == 1]
+        losses = [
+            value for value in values if isinstance(value, torch.Tensor) and value.numel() == 1
+        ]
         if len(losses) != 1:
             raise BadInput(
-                f"loss: model: the model returns {describe_output(output)}: must be one number, have it as field {LOSS}, or "
+                f"loss: model: the model returns {describe_output(output)}: must be one number, "
+                f"have it as field {LOSS}, or "
                 "be a tuple with one number in it: does the model get the labels?"
             )
         return losses[0]
 
 
 class TakePart:
-    """Select the field or element `key` of a model's output; return a tensor (an auxiliary head's output) unchanged."""
+    """Select the field or element `key` of a model's output; return a tensor (an auxiliary head's
+    output) unchanged.
+    """
 
-    def __init__(self, key: Union[int, str]) -> None:
+    def __init__(self, key: int | str) -> None:
         self.key = key
 
     def __call__(self, output: Any) -> Any:
@@ -101,22 +120,33 @@ class SumOfLosses:
 
     def __call__(self, output: Any, y: Any) -> torch.Tensor:
         losses = compute_losses(self, output, y)
-        return losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum()
+        return (
+            losses[0]
+            if len(losses) == 1
+            else torch.stack([loss.reshape(()) for loss in losses]).sum()
+        )
 
 
 def get_block_loss(loss: Loss) -> Loss:
-    """Return the loss of one output: that of each block, if the blocks of a model have losses of their own."""
+    """Return the loss of one output: that of each block, if the blocks of a model have losses of
+    their own.
+    """
     return loss.loss if isinstance(loss, SumOfLosses) else loss
 
 
-def compute_losses(loss: Loss, output: Any, y: Any) -> List[torch.Tensor]:
+def compute_losses(loss: Loss, output: Any, y: Any) -> list[torch.Tensor]:
     """Return one loss for each block that has its own, the model's own last."""
     block_loss = get_block_loss(loss)
-    return [call_loss(block_loss, one, y) for one in (output if isinstance(output, BlockOutputs) else [output])]
+    return [
+        call_loss(block_loss, one, y)
+        for one in (output if isinstance(output, BlockOutputs) else [output])
+    ]
 
 
 def call_loss(loss: Loss, output: Any, y: Any) -> torch.Tensor:
-    """Return the loss of one output. Raise `BadInput` if the user's function returns something else than for the first batch."""
+    """Return the loss of one output. Raise `BadInput` if the user's function returns something else
+    than for the first batch.
+    """
     value: Any = loss(output, y)
     if not isinstance(value, torch.Tensor):
         raise BadInput(f"loss: returned {describe_kind(value)}: must return one number, a tensor")
@@ -136,8 +166,9 @@ class _Zero(torch.autograd.Function):
         return tuple(torch.zeros_like(value) for value in ctx.saved_tensors)
 
 
-def compute_zero_losses(loss: Loss, output: Any) -> List[torch.Tensor]:
-    """Return a loss of 0 for each block that has its own, without calling the loss, which may be NaN.
+def compute_zero_losses(loss: Loss, output: Any) -> list[torch.Tensor]:
+    """Return a loss of 0 for each block that has its own, without calling the loss, which may be
+    NaN.
 
     The gradients are exactly 0, of the same parameters that a loss of the whole output trains.
     """
@@ -152,9 +183,15 @@ def compute_zero_losses(loss: Loss, output: Any) -> List[torch.Tensor]:
 
 
 def take_scores(loss: Loss, output: Any) -> Any:
-    """Return the part of a model's output, or of a block's, from which loss and accuracy are computed."""
+    """Return the part of a model's output, or of a block's, from which loss and accuracy are
+    computed.
+    """
     loss = get_block_loss(loss)
-    return loss.take(output) if isinstance(loss, (LossOfOutput, OwnLoss)) and loss.take is not None else output
+    return (
+        loss.take(output)
+        if isinstance(loss, (LossOfOutput, OwnLoss)) and loss.take is not None
+        else output
+    )
 
 
 def get_plain_loss(loss: Loss) -> Loss:
@@ -164,29 +201,39 @@ def get_plain_loss(loss: Loss) -> Loss:
 
 def takes_whole_output(loss: Loss) -> bool:
     """Tell whether the loss takes the whole output."""
-    return not isinstance(loss, OwnLoss) and (not isinstance(loss, LossOfOutput) or loss.take is None)
+    return not isinstance(loss, OwnLoss) and (
+        not isinstance(loss, LossOfOutput) or loss.take is None
+    )
 
 
 def _get_scores(output: Any) -> Any:
     return _get_field(output, SCORES)
 
 
-def _get_field(output: Any, key: Union[int, str]) -> Any:
+def _get_field(output: Any, key: int | str) -> Any:
     """Return a field or element of an output; None if there is none."""
     if isinstance(key, int):
         elements = list(output.values()) if isinstance(output, Mapping) else output
-        return elements[key] if isinstance(elements, (tuple, list)) and -len(elements) <= key < len(elements) else None
+        return (
+            elements[key]
+            if isinstance(elements, (tuple, list)) and -len(elements) <= key < len(elements)
+            else None
+        )
     return output.get(key) if isinstance(output, Mapping) else getattr(output, key, None)
 
 
-def list_fields(output: Any) -> List[Union[int, str]]:
+def list_fields(output: Any) -> list[int | str]:
     """List the names or indices that can be selected from an output; none for a tensor."""
     if isinstance(output, Mapping):
         return [key for key in output if isinstance(key, str)]
     if isinstance(output, (tuple, list)):
         return [*getattr(output, "_fields", range(len(output)))]
     attributes = getattr(output, "__dict__", {})
-    return [] if isinstance(output, torch.Tensor) else [key for key, value in attributes.items() if value is not None]
+    return (
+        []
+        if isinstance(output, torch.Tensor)
+        else [key for key, value in attributes.items() if value is not None]
+    )
 
 
 def describe_output(output: Any) -> str:
@@ -203,10 +250,12 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class Labels(NamedTuple):
-    """The labels together with the fields `asked` that the loss takes; a nest that replaces plain labels."""
+    """The labels together with the fields `asked` that the loss takes; a nest that replaces plain
+    labels.
+    """
 
     labels: Any
-    asked: Dict[str, Any]
+    asked: dict[str, Any]
 
 
 def get_labels(y: Any) -> Any:
@@ -214,15 +263,24 @@ def get_labels(y: Any) -> Any:
     return y.labels if isinstance(y, Labels) else y
 
 
-def count_right(output: Any, y: Any, among: int = 1) -> Optional[torch.Tensor]:
-    """Return (right, counted): labels among the `among` greatest outputs, and labels that are not -100.
+def count_right(output: Any, y: Any, among: int = 1) -> torch.Tensor | None:
+    """Return (right, counted): labels among the `among` greatest outputs, and labels that are not
+    -100.
 
     None unless outputs are (b, classes, ...) and labels integers (b, ...).
     """
     y = get_labels(y)
-    if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
+    if (
+        not isinstance(output, torch.Tensor)
+        or not isinstance(y, torch.Tensor)
+        or y.is_floating_point()
+    ):
         return None
-    if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0] or output.shape[2:] != y.shape[1:]:
+    if (
+        output.dim() != y.dim() + 1
+        or output.shape[0] != y.shape[0]
+        or output.shape[2:] != y.shape[1:]
+    ):
         return None
     if among == 1:
         right = output.detach().argmax(dim=1) == y
@@ -240,23 +298,34 @@ class CountTokens:
 
     def __call__(self, labels: Any) -> int:
         """Return the number of labels. Raise `BadInput` unless they are one tensor of integers."""
-        if isinstance(labels, torch.Tensor) and not (labels.is_floating_point() or labels.is_complex()):
+        if isinstance(labels, torch.Tensor) and not (
+            labels.is_floating_point() or labels.is_complex()
+        ):
             return int((labels != self.ignored).sum())
-        described = f"of {labels.dtype}" if isinstance(labels, torch.Tensor) else describe_tensors(labels) or "missing"
+        described = (
+            f"of {labels.dtype}"
+            if isinstance(labels, torch.Tensor)
+            else describe_tensors(labels) or "missing"
+        )
         raise BadInput(
-            f"loss_weight: tokens: the labels are {described}: must be one tensor of class numbers; use a function of the "
+            f"loss_weight: tokens: the labels are {described}: must be one tensor of class "
+            f"numbers; use a function of the "
             "labels (module:name)"
         )
 
 
 def make_token_count(loss: Any) -> CountTokens:
-    """Return the count of the labels that `loss` does not ignore: its `ignore_index`, -100 if it has none.
+    """Return the count of the labels that `loss` does not ignore: its `ignore_index`, -100 if it
+    has none.
 
     Raise `BadInput` for a sum over the labels, which weighs microbatches already.
     """
     settings = loss.keywords if isinstance(loss, partial) else getattr(loss, "__dict__", {})
     if settings.get("reduction", "mean") == "sum":
-        raise BadInput("loss_weight: tokens: the loss is a sum over the labels: must be their mean (reduction: mean)")
+        raise BadInput(
+            "loss_weight: tokens: the loss is a sum over the labels: must be their mean "
+            "(reduction: mean)"
+        )
     ignored = settings.get("ignore_index")
     return CountTokens(ignored if isinstance(ignored, int) else IGNORED)
 
@@ -283,27 +352,36 @@ class LabelRange:
         wrong = counted[(counted < 0) | (counted >= self.classes)]
         if wrong.numel():
             raise BadInput(
-                f"data: label {int(wrong[0])}: the model gives {self.classes} classes: must be from 0 to {self.classes - 1}"
+                f"data: label {int(wrong[0])}: the model gives {self.classes} classes: must be "
+                f"from 0 to {self.classes - 1}"
             )
 
 
-def find_label_range(loss: Any, output: Any, y: Any) -> Optional[LabelRange]:
-    """Return the labels that a mean cross-entropy of `output` (b, classes, ...) with integers `y` (b, ...) allows.
+def find_label_range(loss: Any, output: Any, y: Any) -> LabelRange | None:
+    """Return the labels that a mean cross-entropy of `output` (b, classes, ...) with integers `y`
+    (b, ...) allows.
 
-    Return None for other losses. A GPU's kernel that meets another label aborts far from its cause, so the host looks first.
+    Return None for other losses. A GPU's kernel that meets another label aborts far from its cause,
+    so the host looks first.
     """
     is_module = isinstance(loss, nn.CrossEntropyLoss)
     if not is_module and loss is not nn.functional.cross_entropy:
         return None
-    if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
+    if (
+        not isinstance(output, torch.Tensor)
+        or not isinstance(y, torch.Tensor)
+        or y.is_floating_point()
+    ):
         return None
     if output.dim() < 2 or output.dim() != y.dim() + 1:
         return None
     return LabelRange(output.shape[1], loss.ignore_index if is_module else IGNORED)
 
 
-def list_requested_fields(loss: Any) -> Tuple[str, ...]:
-    """Return a loss's keyword-only parameters without a default. Raise `BadInput` if it needs other arguments besides two."""
+def list_requested_fields(loss: Any) -> tuple[str, ...]:
+    """Return a loss's keyword-only parameters without a default. Raise `BadInput` if it needs other
+    arguments besides two.
+    """
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     # a callable that is not written in Python has no signature
@@ -313,14 +391,19 @@ def list_requested_fields(loss: Any) -> Tuple[str, ...]:
     further = [p.name for p in needed if p.kind in _POSITIONAL][2:]
     if further:
         raise BadInput(
-            f"loss: takes {', '.join(further)} besides outputs and labels: use a field of the batch by name, as in "
-            f"loss(output, y, *, {further[0]}), or the whole batch, as in loss(output, y, *, {WHOLE_BATCH})"
+            f"loss: takes {', '.join(further)} besides outputs and labels: use a field of the "
+            f"batch by name, as in "
+            f"loss(output, y, *, {further[0]}), or the whole batch, as in loss(output, y, *, "
+            f"{WHOLE_BATCH})"
         )
     return tuple(p.name for p in needed if p.kind is p.KEYWORD_ONLY)
 
 
-def split_requested_fields(batch: Any, x: Any, y: Any, names: Tuple[str, ...]) -> Tuple[Any, Labels]:
-    """Return inputs and labels of a batch with inputs `x` and labels `y`, for a loss that takes the fields `names`.
+def split_requested_fields(
+    batch: Any, x: Any, y: Any, names: tuple[str, ...]
+) -> tuple[Any, Labels]:
+    """Return inputs and labels of a batch with inputs `x` and labels `y`, for a loss that takes the
+    fields `names`.
 
     Raise `BadInput` if a field is missing.
     """
@@ -329,7 +412,8 @@ def split_requested_fields(batch: Any, x: Any, y: Any, names: Tuple[str, ...]) -
     if lacking:
         there = f"has {', '.join(map(str, fields))}" if fields else "has no fields by name"
         raise BadInput(
-            f"loss: takes {', '.join(lacking)} of the batch, which besides labels {there}: must be among these, or {WHOLE_BATCH} "
+            f"loss: takes {', '.join(lacking)} of the batch, which besides labels {there}: must be "
+            f"among these, or {WHOLE_BATCH} "
             "for the whole batch"
         )
     rest = {name: value for name, value in fields.items() if name not in names} if fields else x

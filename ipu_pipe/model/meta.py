@@ -1,14 +1,14 @@
 """Run a model on PyTorch's meta device, which has shapes and no values.
 
-Such a run takes milliseconds and no memory, whatever the size of the model. It gives the order of execution, the FLOPs, the
-tensors saved for the backward and the tensors that cross boundaries, as on the CPU. A forward that reads values raises here,
-and the caller runs it on real tensors instead.
+Such a run takes milliseconds and no memory, whatever the size of the model. It gives the order of
+execution, the FLOPs, the tensors saved for the backward and the tensors that cross boundaries, as
+on the CPU. A forward that reads values raises here, and the caller runs it on real tensors instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, Tuple
+from typing import Any, Iterator
 
 import torch
 from torch import nn
@@ -20,8 +20,8 @@ from ipu_pipe.model.watching import FunctionWatch, OperationWatch
 
 
 def can_run_on_meta(model: nn.Module, x: Any) -> bool:
-    """Tell whether a forward of `x` may run on the meta device: not on a GPU and not with recurrent layers, whose kernels save
-    other tensors."""
+    """Tell whether a forward of `x` may run on the meta device: not on a GPU and not with recurrent
+    layers, whose kernels save other tensors."""
     devices = {t.device.type for t in [*list_tensors(x), *model.parameters(), *model.buffers()]}
     return devices == {"meta"} or (
         devices == {"cpu"} and not any(isinstance(module, nn.RNNBase) for module in model.modules())
@@ -41,7 +41,9 @@ def to_meta(value: Any) -> Any:
 
 @contextlib.contextmanager
 def compute_on_meta() -> Iterator[None]:
-    """Run computations with meta tensors on the meta device, with the operations that the CPU would choose."""
+    """Run computations with meta tensors on the meta device, with the operations that the CPU would
+    choose.
+    """
     with FunctionWatch(_call_as_cpu), OperationWatch(_run_on_meta):
         yield
 
@@ -55,8 +57,10 @@ def build_on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def move_to_meta(model: nn.Module) -> Iterator[None]:
-    """Move the model's parameters and buffers to the meta device inside the context; restore the model and its attributes."""
-    twins: Dict[int, torch.Tensor] = {}
+    """Move the model's parameters and buffers to the meta device inside the context; restore the
+    model and its attributes.
+    """
+    twins: dict[int, torch.Tensor] = {}
 
     def get_meta_twin(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
@@ -69,15 +73,23 @@ def move_to_meta(model: nn.Module) -> Iterator[None]:
 
     with restore_attributes(model):
         for module in model.modules():
-            tables: Tuple[Dict[str, Any], ...] = (module._parameters, module._buffers)
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
-                table.update({name: get_meta_twin(tensor) for name, tensor in table.items() if tensor is not None})
+                table.update(
+                    {
+                        name: get_meta_twin(tensor)
+                        for name, tensor in table.items()
+                        if tensor is not None
+                    }
+                )
         with compute_on_meta():
             yield
 
 
 def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation; if only some of its arguments are meta tensors, move the others to the meta device first."""
+    """Run an operation; if only some of its arguments are meta tensors, move the others to the meta
+    device first.
+    """
     if len({tensor.is_meta for tensor in list_tensors((*args, *kwargs.values()))}) > 1:
         args, kwargs = to_meta((args, kwargs))
     return func(*args, **kwargs)
@@ -89,7 +101,8 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 def _call_as_cpu(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function; for attention take the CPU's fused kernel.
 
-    On the meta device PyTorch would use plain operations for attention, which save other tensors for the backward.
+    On the meta device PyTorch would use plain operations for attention, which save other tensors
+    for the backward.
     """
     if _is_autocast():
         raise RuntimeError("autocast on the meta device differs from autocast on the CPU")
@@ -113,12 +126,22 @@ FLASH_KERNEL = 1
 
 
 def _run_attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: Any = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    """Run attention by the fused kernel if the CPU would choose it for tensors of these shapes, else by plain operations."""
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Run attention by the fused kernel if the CPU would choose it for tensors of these shapes,
+    else by plain operations.
+    """
     plain = nn.functional.scaled_dot_product_attention
-    keywords = dict({} if scale is None else {"scale": scale}, **({"enable_gqa": True} if enable_gqa else {}))
+    keywords = dict(
+        {} if scale is None else {"scale": scale}, **({"enable_gqa": True} if enable_gqa else {})
+    )
 
     def make_empty_on_cpu(tensor: Any) -> Any:
         if tensor is None:

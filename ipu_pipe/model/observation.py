@@ -1,15 +1,18 @@
-"""Observe a model's passes before training, operation by operation: order of modules, FLOPs, saved and crossing bytes, effects.
+"""Observe a model's passes before training, operation by operation: order of modules, FLOPs, saved
+and crossing bytes, effects.
 
-A *call* is a module's first run. Everything until the next module's first run counts for the call: the FLOPs of the forward and
-(by the autograd nodes made there) of the backward, the tensors saved for the backward, and the tensors made. So one pass gives
-the costs of every way to cut the calls into stages:
+A *call* is a module's first run. Everything until the next module's first run counts for the call:
+the FLOPs of the forward and (by the autograd nodes made there) of the backward, the tensors saved
+for the backward, and the tensors made. So one pass gives the costs of every way to cut the calls
+into stages:
 
     calls      conv1    norm1    relu     conv2     ...
     live            c1       n1       r1             bytes that cross if a stage ends here: tensors that are made before and
                                                      read after, including the model's input
 
-A training forward also shows its effects on the model (`ForwardEffects`), and the weights of which it saves derived values.
-All functions here leave weights, buffers, gradients, modes and random states as they were.
+A training forward also shows its effects on the model (`ForwardEffects`), and the weights of which
+it saves derived values. All functions here leave weights, buffers, gradients, modes and random
+states as they were.
 """
 
 from __future__ import annotations
@@ -18,14 +21,26 @@ import bisect
 import contextlib
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, get_first_tensor, list_tensors
-from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, count_by_formula, get_formulas, separate_attention
+from ipu_pipe.model.batch import (
+    call_model,
+    clone_tensors,
+    count_bytes,
+    get_first_tensor,
+    list_tensors,
+)
+from ipu_pipe.model.flops import (
+    BACKWARD,
+    FlopCounterMode,
+    count_by_formula,
+    get_formulas,
+    separate_attention,
+)
 from ipu_pipe.model.meta import move_to_meta
 from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.randomness import list_generators
@@ -37,9 +52,9 @@ from ipu_pipe.model.watching import OperationWatch
 class ModuleCall:
     """A module's first run, with the costs from there to the next module's first run.
 
-    `computes`: the module computes something itself, because none of its children runs or it owns parameters. `is_leaf`: none of
-    its children runs. `moved`: the bytes that operations without FLOPs read and write. `saved`: storage kept for the backward
-    (not weights) -> its bytes.
+    `computes`: the module computes something itself, because none of its children runs or it owns
+    parameters. `is_leaf`: none of its children runs. `moved`: the bytes that operations without
+    FLOPs read and write. `saved`: storage kept for the backward (not weights) -> its bytes.
     """
 
     name: str
@@ -50,18 +65,20 @@ class ModuleCall:
     backward_flops: float = 0.0
     moved: float = 0.0
     backward_moved: float = 0.0
-    saved: Dict[int, int] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)
 
 
 class ForwardEffects(NamedTuple):
     """The side effects of a training forward.
 
-    draws: module whose own forward draws random numbers (dropout and the like) -> number of its runs
-    buffers: names of the buffers that it changes, except BatchNorm's, which a training forward does not read
+    draws: module whose own forward draws random numbers (dropout and the like) -> number of its
+    runs
+    buffers: names of the buffers that it changes, except BatchNorm's, which a training forward does
+    not read
     weights: names of the weights that it writes (max_norm of an embedding)
     """
 
-    draws: Dict[str, int] = {}
+    draws: dict[str, int] = {}
     buffers: Sequence[str] = ()
     weights: Sequence[str] = ()
 
@@ -70,18 +87,20 @@ class ForwardEffects(NamedTuple):
 class Observation:
     """The result of observing one pass.
 
-    `runs`: names of all runs of modules in order, with repetitions. `live[k]`: bytes that cross if a stage begins with call k.
-    `backward`: whether the backward could run. `derived`: names of parameters from which the forward derives a tensor, without
-    the input, that it saves for the backward. A backward that reads newer weights finds them in the parameters' own storage,
-    but a tensor derived from a weight alone (`w * 1`, weight norm, InstanceNorm's repeated scale, autocast's low-precision
-    copy) keeps the old values, and the method would silently be another one.
+    `runs`: names of all runs of modules in order, with repetitions. `live[k]`: bytes that cross if
+    a stage begins with call k. `backward`: whether the backward could run. `derived`: names of
+    parameters from which the forward derives a tensor, without the input, that it saves for the
+    backward. A backward that reads newer weights finds them in the parameters' own storage, but a
+    tensor derived from a weight alone (`w * 1`, weight norm, InstanceNorm's repeated scale,
+    autocast's low-precision copy) keeps the old values, and the method would silently be another
+    one.
     """
 
-    calls: List[ModuleCall] = field(default_factory=list)
-    runs: List[str] = field(default_factory=list)
-    live: List[int] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
     backward: bool = False
-    derived: List[str] = field(default_factory=list)
+    derived: list[str] = field(default_factory=list)
     effects: ForwardEffects = ForwardEffects()
 
 
@@ -90,8 +109,11 @@ def count_saved_bytes(calls: Sequence[ModuleCall]) -> int:
     return sum({storage: size for call in calls for storage, size in call.saved.items()}.values())
 
 
-def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any], counted: bool = True) -> Observation:
-    """Observe `forward`, a pass on the model's input `x` that returns a loss or outputs, and its backward.
+def observe_costs(
+    model: nn.Module, x: Any, forward: Callable[[], Any], counted: bool = True
+) -> Observation:
+    """Observe `forward`, a pass on the model's input `x` that returns a loss or outputs, and its
+    backward.
 
     Without `counted` observe only the order of modules.
     """
@@ -102,16 +124,27 @@ def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any], counted:
         return observation
     counter = _Counter(model, x, observation.calls)
     with separate_attention(), torch.enable_grad():
-        with _watch_calls(model, observation, counter.running, counter.begin), OperationWatch(counter.run):
+        with _watch_calls(model, observation, counter.running, counter.begin), OperationWatch(
+            counter.run
+        ):
             with torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
-                results = [t for t in tree_flatten(forward())[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-        observation.live = list(itertools.accumulate(counter.live_changes))[: len(observation.calls)]
-        observation.derived = [name for name, _ in model.named_parameters() if name in counter.derived]
+                results = [
+                    t
+                    for t in tree_flatten(forward())[0]
+                    if isinstance(t, torch.Tensor) and t.requires_grad
+                ]
+        observation.live = list(itertools.accumulate(counter.live_changes))[
+            : len(observation.calls)
+        ]
+        observation.derived = [
+            name for name, _ in model.named_parameters() if name in counter.derived
+        ]
         counter.is_forward = False
         trained = [p for p in model.parameters() if p.requires_grad]
         try:
             if results and trained:
-                # PyTorch makes the gradient of one number itself, without importing its symbolic algebra
+                # PyTorch makes the gradient of one number itself, without importing its symbolic
+                # algebra
                 gradients = [None if t.numel() == 1 else torch.ones_like(t) for t in results]
                 with OperationWatch(counter.run):
                     torch.autograd.grad(results, trained, gradients, allow_unused=True)
@@ -126,8 +159,12 @@ def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any], counted:
     return observation
 
 
-def observe_training(model: nn.Module, x: Any, y: Any, run: Callable[[Any, Any], Any]) -> Observation:
-    """Observe a training pass of one microbatch, its backward and its effects. `run(x, y)` returns the loss."""
+def observe_training(
+    model: nn.Module, x: Any, y: Any, run: Callable[[Any, Any], Any]
+) -> Observation:
+    """Observe a training pass of one microbatch, its backward and its effects. `run(x, y)` returns
+    the loss.
+    """
     if get_first_tensor(x).is_meta:
         with move_to_meta(model):
             return observe_costs(model, x, lambda: run(x, y))
@@ -147,14 +184,20 @@ def observe_effects(model: nn.Module, x: Any) -> ForwardEffects:
 
 
 @contextlib.contextmanager
-def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[[], ForwardEffects]]:
+def _watch_effects(
+    model: nn.Module, device: torch.device
+) -> Iterator[Callable[[], ForwardEffects]]:
     """Watch the forward inside the context; the yielded function returns its effects."""
     names = {id(module): name for name, module in model.named_modules()}
-    norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
-    drawn: Set[str] = set()
-    runs: Dict[str, int] = {}
+    norms = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+    }
+    drawn: set[str] = set()
+    runs: dict[str, int] = {}
     generators = list_generators(device)
-    states: List[List[torch.Tensor]] = []
+    states: list[list[torch.Tensor]] = []
 
     def begin_module(module: nn.Module, inputs: Any) -> None:
         # do not count the second forward of activation checkpointing
@@ -164,18 +207,28 @@ def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[
 
     def end_module(module: nn.Module, inputs: Any, output: Any) -> None:
         start = states.pop()
-        if not all(torch.equal(a, generator.get_state()) for a, generator in zip(start, generators)):
+        if not all(
+            torch.equal(a, generator.get_state()) for a, generator in zip(start, generators)
+        ):
             drawn.add(names[id(module)])
             # a module around this one counts as drawing only if its own forward draws
             for generator, state in zip(generators, start):
                 generator.set_state(state)
 
-    buffers = {name: t.clone() for name, t in model.named_buffers() if name.rpartition(".")[0] not in norms}
-    weights = [(name, p, p.detach().clone()) for name, p in model.named_parameters() if not p.is_meta]
+    buffers = {
+        name: t.clone() for name, t in model.named_buffers() if name.rpartition(".")[0] not in norms
+    }
+    weights = [
+        (name, p, p.detach().clone()) for name, p in model.named_parameters() if not p.is_meta
+    ]
 
     def read() -> ForwardEffects:
         now = dict(model.named_buffers())
-        changed = [name for name, value in buffers.items() if name in now and not has_equal_values(now[name], value)]
+        changed = [
+            name
+            for name, value in buffers.items()
+            if name in now and not has_equal_values(now[name], value)
+        ]
         written = [name for name, p, value in weights if not has_equal_values(p, value)]
         return ForwardEffects({name: runs[name] for name in sorted(drawn)}, changed, written)
 
@@ -187,20 +240,26 @@ def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[
 
 
 def has_equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two tensors have one shape and the same values, where NaN equals NaN. Meta tensors count as equal."""
+    """Tell whether two tensors have one shape and the same values, where NaN equals NaN. Meta
+    tensors count as equal.
+    """
     return a.is_meta or a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 @contextlib.contextmanager
 def _watch_calls(
-    model: nn.Module, observation: Observation, running: List[nn.Module], on_call: Callable[[], None] = lambda: None
+    model: nn.Module,
+    observation: Observation,
+    running: list[nn.Module],
+    on_call: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Add the calls inside the context to `observation`; `running` lists the running modules, the innermost last.
+    """Add the calls inside the context to `observation`; `running` lists the running modules, the
+    innermost last.
 
     `on_call` is called at the beginning of each call.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    call_by_name: Dict[str, ModuleCall] = {}
+    call_by_name: dict[str, ModuleCall] = {}
 
     def begin_module(module: nn.Module, inputs: Any, keywords: Any) -> None:
         name = names[id(module)]
@@ -215,7 +274,9 @@ def _watch_calls(
     def end_module(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
         running.pop()
         if FlopCounterMode is None:
-            call_by_name[names[id(module)]].flops += count_by_formula(module, [*inputs, *keywords.values()], output)
+            call_by_name[names[id(module)]].flops += count_by_formula(
+                module, [*inputs, *keywords.values()], output
+            )
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
@@ -228,8 +289,10 @@ def _watch_calls(
         call.computes = call.computes or call.is_leaf
 
 
-def list_ancestors(name: str) -> List[str]:
-    """Return the names of the modules around a module, the model's own ("") and the outermost first."""
+def list_ancestors(name: str) -> list[str]:
+    """Return the names of the modules around a module, the model's own ("") and the outermost
+    first.
+    """
     parts = name.split(".") if name else []
     return [".".join(parts[:n]) for n in range(len(parts))]
 
@@ -242,50 +305,66 @@ def get_storage(tensor: torch.Tensor) -> int:
 def _count_storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's whole storage."""
     dense = tensor.layout is torch.strided
-    return int(tensor.untyped_storage().nbytes()) if dense else tensor.numel() * tensor.element_size()
+    return (
+        int(tensor.untyped_storage().nbytes()) if dense else tensor.numel() * tensor.element_size()
+    )
 
 
-def _make_view_key(tensor: torch.Tensor) -> Tuple[Any, ...]:
+def _make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that two tensors share if they are the same view of one storage."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
-    return (get_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (
+        get_storage(tensor),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 TAKES_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 def _count_moved_bytes(operation: Any, arguments: Any, result: Any) -> float:
-    """Return the bytes that an operation reads and writes, each tensor once; 0 for views and allocations."""
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns)
+    """Return the bytes that an operation reads and writes, each tensor once; 0 for views and
+    allocations.
+    """
+    is_view = any(
+        r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns
+    )
     if is_view or operation.overloadpacket.__name__ in TAKES_MEMORY:
         return 0.0
     # an expanded tensor has more elements than its storage
-    return float(sum(min(_count_storage_bytes(t), count_bytes(t)) for t in list_tensors((*arguments, result))))
+    return float(
+        sum(
+            min(_count_storage_bytes(t), count_bytes(t)) for t in list_tensors((*arguments, result))
+        )
+    )
 
 
 class _Counter:
     """Count the operations of a forward and its backward, and track the storages of the forward."""
 
-    def __init__(self, model: nn.Module, x: Any, calls: List[ModuleCall]) -> None:
+    def __init__(self, model: nn.Module, x: Any, calls: list[ModuleCall]) -> None:
         self.calls = calls
-        self.running: List[nn.Module] = []
+        self.running: list[nn.Module] = []
         self.is_forward = True
         # the differences of `Observation.live`
         self.live_changes = [0]
         # parameters of which the forward saves derived values
-        self.derived: Set[str] = set()
+        self.derived: set[str] = set()
         # storage numbers are not reused while these tensors are referenced
-        self._alive: List[torch.Tensor] = list_tensors(x)
+        self._alive: list[torch.Tensor] = list_tensors(x)
         self._formulas = get_formulas()
         # the number of the first autograd node of each call
-        self._first_nodes: List[int] = []
+        self._first_nodes: list[int] = []
         # the call that makes a tensor, and the last call so far that reads it
-        self._making_call: Dict[Any, int] = {_make_view_key(t): 0 for t in self._alive}
-        self._last_read: Dict[Any, int] = {}
+        self._making_call: dict[Any, int] = {_make_view_key(t): 0 for t in self._alive}
+        self._last_read: dict[Any, int] = {}
         self._weight_storages = {get_storage(t) for t in [*model.parameters(), *model.buffers()]}
         # storage -> the parameters from which alone its values are derived
-        self._source_weights: Dict[int, FrozenSet[str]] = {
+        self._source_weights: dict[int, frozenset[str]] = {
             get_storage(p): frozenset([name]) for name, p in model.named_parameters()
         }
         # storages that depend on the input
@@ -298,7 +377,9 @@ class _Counter:
             self._first_nodes.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that is saved for the backward; weights and buffers are in memory anyway."""
+        """Count a tensor that is saved for the backward; weights and buffers are in memory
+        anyway.
+        """
         storage = get_storage(tensor)
         if self.calls and storage not in self._weight_storages:
             self.calls[-1].saved[storage] = _count_storage_bytes(tensor)
@@ -324,11 +405,17 @@ class _Counter:
         if self.calls and self._formulas:
             call = self.calls[-1] if self.is_forward else self.calls[self._find_call_of_node()]
             flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
-            moved = _count_moved_bytes(func, (*args, *kwargs.values()), result) if formula is None else 0.0
+            moved = (
+                _count_moved_bytes(func, (*args, *kwargs.values()), result)
+                if formula is None
+                else 0.0
+            )
             if self.is_forward:
-                call.flops, call.moved = call.flops + flops, call.moved + moved
+                call.flops = call.flops + flops
+                call.moved = call.moved + moved
             else:
-                call.backward_flops, call.backward_moved = call.backward_flops + flops, call.backward_moved + moved
+                call.backward_flops = call.backward_flops + flops
+                call.backward_moved = call.backward_moved + moved
         if self.is_forward:
             self._track_results(func.overloadpacket.__name__, inputs, result)
         return result
@@ -358,10 +445,15 @@ class _Counter:
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.running)
         # these functions read only the shape
         reads_only_shape = "like" in name or "new_" in name
-        of_input = is_recurrent or (not reads_only_shape and not storages.isdisjoint(self._input_storages))
-        weights = frozenset().union(*(self._source_weights.get(storage, ()) for storage in storages))
+        of_input = is_recurrent or (
+            not reads_only_shape and not storages.isdisjoint(self._input_storages)
+        )
+        weights = frozenset().union(
+            *(self._source_weights.get(storage, ()) for storage in storages)
+        )
         for tensor in list_tensors(result):
-            key, storage = _make_view_key(tensor), get_storage(tensor)
+            key = _make_view_key(tensor)
+            storage = get_storage(tensor)
             self._making_call[key] = max(0, len(self.calls) - 1)
             self._last_read.pop(key, None)
             self._alive.append(tensor)
@@ -369,18 +461,24 @@ class _Counter:
                 self._input_storages.add(storage)
                 if storage not in self._weight_storages:
                     self._source_weights.pop(storage, None)
-            elif weights and storage not in self._input_storages and storage not in self._weight_storages:
+            elif (
+                weights
+                and storage not in self._input_storages
+                and storage not in self._weight_storages
+            ):
                 self._source_weights[storage] = weights
 
 
 def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> Observation:
     """Observe the order in which all modules run; `counted`: with their costs.
 
-    One forward runs in evaluation mode, which has no random depth. If modules did not run there, a second forward runs in
-    training mode, and counts if it runs more modules (auxiliary heads).
+    One forward runs in evaluation mode, which has no random depth. If modules did not run there, a
+    second forward runs in training mode, and counts if it runs more modules (auxiliary heads).
     """
     observation = _observe(model, example, False, counted)
-    can_run = {name for name, m in model.named_modules() if type(m).forward is not nn.Module.forward}
+    can_run = {
+        name for name, m in model.named_modules() if type(m).forward is not nn.Module.forward
+    }
     if can_run - set(observation.runs):
         more = _observe(model, example, True, False)
         if set(more.runs) - set(observation.runs):
@@ -395,7 +493,9 @@ def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> O
     """
 
     x = clone_tensors(example)
-    with restore_all(model), move_to_meta(model) if get_first_tensor(x).is_meta else contextlib.nullcontext():
+    with restore_all(model), move_to_meta(model) if get_first_tensor(
+        x
+    ).is_meta else contextlib.nullcontext():
         set_mode(model, training)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
@@ -404,7 +504,9 @@ def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> O
 
 
 def find_running_ancestor(name: str, running: Mapping[str, int]) -> str:
-    """Return the nearest module around `name`, or `name` itself, among the `running` modules: it computes with its parameters."""
+    """Return the nearest module around `name`, or `name` itself, among the `running` modules: it
+    computes with its parameters.
+    """
     while name not in running:
         name = name.rpartition(".")[0]
     return name
@@ -418,8 +520,8 @@ def join_name(module: str, name: str) -> str:
 class WeightUse(NamedTuple):
     """A use of a weight.
 
-    `call`: the index of the call at that time; `first`: the call of its module's first run, which differs if the module runs
-    again; `name`: the weight's name in that module.
+    `call`: the index of the call at that time; `first`: the call of its module's first run, which
+    differs if the module runs again; `name`: the weight's name in that module.
     """
 
     call: int
@@ -427,17 +529,17 @@ class WeightUse(NamedTuple):
     name: str
 
 
-def find_weight_uses(model: nn.Module, observation: Observation) -> Dict[str, List[WeightUse]]:
+def find_weight_uses(model: nn.Module, observation: Observation) -> dict[str, list[WeightUse]]:
     """Return the uses of every parameter.
 
-    A parameter is used by the nearest running module around it, at each of its runs, and by other modules that hold the same
-    parameter, if no module runs inside them.
+    A parameter is used by the nearest running module around it, at each of its runs, and by other
+    modules that hold the same parameter, if no module runs inside them.
     """
     order = {call.name: i for i, call in enumerate(observation.calls)}
     names = {id(p): name for name, p in model.named_parameters()}
-    uses: Dict[str, List[WeightUse]] = {name: [] for name in names.values()}
-    owned: Dict[str, List[Tuple[str, str]]] = {}  # running module -> (weight, its name there)
-    known: Set[int] = set()
+    uses: dict[str, list[WeightUse]] = {name: [] for name in names.values()}
+    owned: dict[str, list[tuple[str, str]]] = {}  # running module -> (weight, its name there)
+    known: set[int] = set()
     for module, owner in model.named_modules(remove_duplicate=False):
         user = find_running_ancestor(module, order)
         if id(owner) in known and not observation.calls[order[user]].is_leaf:
@@ -448,7 +550,7 @@ def find_weight_uses(model: nn.Module, observation: Observation) -> Dict[str, Li
             if id(owner) not in known:
                 owned.setdefault(user, []).append((weight, name))
         known.add(id(owner))
-    ran: Set[str] = set()
+    ran: set[str] = set()
     reached = 0
     for module in observation.runs:
         reached = max(reached, order[module])
@@ -458,14 +560,23 @@ def find_weight_uses(model: nn.Module, observation: Observation) -> Dict[str, Li
     return uses
 
 
-def group_weights(model: nn.Module, calls: List[ModuleCall]) -> List[Tuple[ModuleCall, List[str]]]:
-    """Return (running module, parameter names) of each weight in the order of execution; a bias joins the weight before it."""
+def group_weights(
+    model: nn.Module,
+    calls: list[ModuleCall],
+) -> list[tuple[ModuleCall, list[str]]]:
+    """Return (running module, parameter names) of each weight in the order of execution; a bias
+    joins the weight before it.
+    """
     order = {call.name: i for i, call in enumerate(calls)}
-    owned: List[List[List[str]]] = [[] for _ in calls]
+    owned: list[list[list[str]]] = [[] for _ in calls]
     for module, owner in model.named_modules():
         for name, _ in owner.named_parameters(module, recurse=False):
             groups = owned[order[find_running_ancestor(module, order)]]
-            if groups and "bias" in name.rpartition(".")[2] and groups[-1][0].rpartition(".")[0] == module:
+            if (
+                groups
+                and "bias" in name.rpartition(".")[2]
+                and groups[-1][0].rpartition(".")[0] == module
+            ):
                 groups[-1].append(name)
             else:
                 groups.append([name])

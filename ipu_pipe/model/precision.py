@@ -4,7 +4,8 @@
     bfloat16_mixed               weights stay float32; the model's forward and the loss run under autocast
     bfloat16_masters             weights are bfloat16, with float32 masters (`Masters`)
 
-Autocast surrounds the model's own `forward` and the loss, whoever calls them, and no backward. Losses are float32.
+Autocast surrounds the model's own `forward` and the loss, whoever calls them, and no backward.
+Losses are float32.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Tuple
 
 import torch
 from torch import nn
@@ -26,10 +27,13 @@ def _name_dtype(dtype: torch.dtype) -> str:
 
 
 class LossInFloat32:
-    """The loss `plain` as a float32 number: under autocast of `device`, or of the outputs in float32 if `device` is None."""
+    """The loss `plain` as a float32 number: under autocast of `device`, or of the outputs in
+    float32 if `device` is None.
+    """
 
-    def __init__(self, plain: Callable[..., torch.Tensor], device: Optional[str]) -> None:
-        self.plain, self._device = plain, device
+    def __init__(self, plain: Callable[..., torch.Tensor], device: str | None) -> None:
+        self.plain = plain
+        self._device = device
 
     def __call__(self, output: Any, y: Any, **asked: Any) -> torch.Tensor:
         if self._device is None:
@@ -48,22 +52,32 @@ def get_uncast_loss(loss: Any) -> Any:
 
 
 def get_user_loss(loss: Loss) -> Any:
-    """Return the loss as its author wrote it, without the parts that this library puts around it."""
+    """Return the loss as its author wrote it, without the parts that this library puts around
+    it.
+    """
     return get_uncast_loss(get_plain_loss(get_block_loss(loss)))
 
 
 class ModelPrecision:
     """A model in the precision of a run: the constructor converts it, `give_back` restores it.
 
-    `row`: a key of hardware.precision.PRECISIONS; `inputs`: the dtype of the model's inputs; `labels`: the dtype of labels that
-    are not integers; `is_given`: the model is the caller's, whose dtypes are restored at the end.
+    `row`: a key of hardware.precision.PRECISIONS; `inputs`: the dtype of the model's inputs;
+    `labels`: the dtype of labels that are not integers; `is_given`: the model is the caller's,
+    whose dtypes are restored at the end.
     """
 
-    def __init__(self, model: nn.Module, row: str, dtype: torch.dtype, device: torch.device, is_given: bool) -> None:
+    def __init__(
+        self, model: nn.Module, row: str, dtype: torch.dtype, device: torch.device, is_given: bool
+    ) -> None:
         """Convert the model; `dtype`: the dtype of the weights."""
-        self.row, self.is_given, self._model, self._dtype = row, is_given, model, dtype
+        self.row = row
+        self.is_given = is_given
+        self._model = model
+        self._dtype = dtype
         # the dtypes that a caller's model has now
-        modules, parameters = (list(model.modules()), list(model.parameters())) if is_given else ([], [])
+        modules, parameters = (
+            (list(model.modules()), list(model.parameters())) if is_given else ([], [])
+        )
         self._given_types = [(p, p.dtype) for p in parameters if p.is_floating_point()]
         self._given_buffers = [
             (module, name, buffer.dtype)
@@ -73,10 +87,12 @@ class ModelPrecision:
         ]
         # and their values, which a conversion to fewer bits loses, until the run is built
         self._given_values = [(p, p.data) for p in parameters]
-        self._given_buffer_values = [(module, name, module._buffers[name]) for module, name, _ in self._given_buffers]
-        self.masters: Optional[Masters] = None
+        self._given_buffer_values = [
+            (module, name, module._buffers[name]) for module, name, _ in self._given_buffers
+        ]
+        self.masters: Masters | None = None
         self.inputs = self.labels = dtype
-        self._autocast: Optional[str] = None
+        self._autocast: str | None = None
         try:
             if row == "bfloat16_masters":
                 self.labels = torch.float32
@@ -99,31 +115,41 @@ class ModelPrecision:
         return LossInFloat32(loss, self._autocast)
 
     def put_masters_in_place(self, loads: bool = False) -> ContextManager[None]:
-        """Put the masters, if there are any, into the model inside the context, to save them, or with `loads` to replace them."""
-        return self.masters.put_in_place(loads) if self.masters is not None else contextlib.nullcontext()
+        """Put the masters, if there are any, into the model inside the context, to save them, or
+        with `loads` to replace them.
+        """
+        return (
+            self.masters.put_in_place(loads)
+            if self.masters is not None
+            else contextlib.nullcontext()
+        )
 
     def get_trained(self, weight: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that the optimizer updates for this weight: its master, or the weight itself."""
+        """Return the parameter that the optimizer updates for this weight: its master, or the
+        weight itself.
+        """
         return self.masters.get(weight) if self.masters is not None else weight
 
     @property
-    def record(self) -> Dict[str, Optional[str]]:
+    def record(self) -> dict[str, str | None]:
         """The dtypes that passes read and compute in, and the dtype of the masters."""
         masters = "float32" if self.masters is not None else None
         computes = "bfloat16" if self._autocast is not None else None
         return {"weights": _name_dtype(self._dtype), "autocast": computes, "masters": masters}
 
-    def list_other_dtypes(self) -> List[str]:
+    def list_other_dtypes(self) -> list[str]:
         """Return the dtypes of the caller's model in which it does not train."""
         kinds = {kind for _, kind in self._given_types} - {self._dtype}
         return sorted(map(_name_dtype, kinds)) if self.row != "bfloat16_masters" else []
 
     def forget_given_values(self) -> None:
         """Forget the values that the caller's model came with: from now on it is trained."""
-        self._given_values, self._given_buffer_values = [], []
+        self._given_values = []
+        self._given_buffer_values = []
 
     def give_back(self, keep: bool = False) -> None:
-        """Restore the model's dtypes and forward, with the trained weights, or those that it came with if the run was not built.
+        """Restore the model's dtypes and forward, with the trained weights, or those that it came
+        with if the run was not built.
 
         `keep`: leave the dtypes of training.
         """
@@ -148,10 +174,16 @@ LOW = torch.bfloat16
 
 
 def _convert(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a model to a device and a dtype. Complex buffers stay complex, which `nn.Module.to` would make real."""
+    """Move a model to a device and a dtype. Complex buffers stay complex, which `nn.Module.to`
+    would make real.
+    """
     complex_dtype = torch.complex128 if dtype is torch.float64 else torch.complex64
-    buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
-    complex_buffers = [(module, name, b) for module, name, b in buffers if b is not None and b.is_complex()]
+    buffers = [
+        (module, name, b) for module in model.modules() for name, b in module._buffers.items()
+    ]
+    complex_buffers = [
+        (module, name, b) for module, name, b in buffers if b is not None and b.is_complex()
+    ]
     for module, name, _ in complex_buffers:
         module._buffers[name] = None
     try:
@@ -162,13 +194,19 @@ def _convert(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None
 
 
 class Masters:
-    """The float32 copies of a model's weights, which the constructor rounds to bfloat16 in the model."""
+    """The float32 copies of a model's weights, which the constructor rounds to bfloat16 in the
+    model.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        norms = [module.float() for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        norms = [
+            module.float()
+            for module in model.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
         norm_tensors = {id(t) for norm in norms for t in [*norm.parameters(), *norm.buffers()]}
         model.to(device)
-        self._masters: Dict[nn.Parameter, nn.Parameter] = {}
+        self._masters: dict[nn.Parameter, nn.Parameter] = {}
         for weight in model.parameters():
             if weight.is_floating_point() and id(weight) not in norm_tensors:
                 self._masters[weight] = nn.Parameter(weight.detach().float(), weight.requires_grad)
@@ -183,14 +221,20 @@ class Masters:
         """Return the master of a weight; the weight itself if it has none."""
         return self._masters.get(weight, weight)
 
-    def list_pairs(self, masters: Iterable[nn.Parameter]) -> List[Tuple[nn.Parameter, nn.Parameter]]:
-        """Return (weight, master) for each of `masters` that is not itself a weight of the model."""
+    def list_pairs(
+        self, masters: Iterable[nn.Parameter]
+    ) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return (weight, master) for each of `masters` that is not itself a weight of the
+        model.
+        """
         weights = {id(master): weight for weight, master in self._masters.items()}
         return [(weights[id(master)], master) for master in masters if id(master) in weights]
 
     @contextlib.contextmanager
     def put_in_place(self, loads: bool = False) -> Iterator[None]:
-        """Put the masters into the model inside the context, and the rounded weights afterwards, newly rounded with `loads`."""
+        """Put the masters into the model inside the context, and the rounded weights afterwards,
+        newly rounded with `loads`.
+        """
         rounded_weights = [weight.data for weight in self._masters]
         try:
             for weight, master in self._masters.items():
@@ -257,7 +301,9 @@ def cast_forward(model: nn.Module, device: str) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with enter_model_autocast(self):
             return (
-                own_forward(*args, **kwargs) if own_forward is not None else type(self).forward(self, *args, **kwargs)
+                own_forward(*args, **kwargs)
+                if own_forward is not None
+                else type(self).forward(self, *args, **kwargs)
             )
 
     forward.own = own_forward  # type: ignore[attr-defined]

@@ -1,8 +1,10 @@
-"""Restore a model's state: contexts that undo at their end what a forward or a backward changed, and `load_state`.
+"""Restore a model's state: contexts that undo at their end what a forward or a backward changed,
+and `load_state`.
 
-Modes, buffers, attributes and weights each have a context; `restore_all` restores all of them, gradients and random states too.
-`restore_function` restores what a user's function (a loss) keeps between calls.
-The library uses them for every trial run: shape inference, cost measurement, the verification of pieces, warm-ups.
+Modes, buffers, attributes and weights each have a context; `restore_all` restores all of them,
+gradients and random states too. `restore_function` restores what a user's function (a loss) keeps
+between calls. The library uses them for every trial run: shape inference, cost measurement, the
+verification of pieces, warm-ups.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -46,8 +48,8 @@ def restore_modes(*models: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restore_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore every buffer: its values, and the tensor itself if a forward has bound another one to its name
-    (`self.count = self.count + 1`)."""
+    """Restore every buffer: its values, and the tensor itself if a forward has bound another one to
+    its name (`self.count = self.count + 1`)."""
     buffers = [
         (module, name, tensor, None if tensor is None else tensor.detach().clone())
         for module in model.modules()
@@ -65,15 +67,17 @@ def restore_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restore_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of modules and the contents of their containers (tables of parameters and buffers, caches), where a
-    forward may keep tensors or counters."""
+    """Restore the attributes of modules and the contents of their containers (tables of parameters
+    and buffers, caches), where a forward may keep tensors or counters."""
     with _restore_objects(list(model.modules())):
         yield
 
 
 @contextlib.contextmanager
 def _restore_objects(objects: Sequence[Any], others: Sequence[Any] = ()) -> Iterator[None]:
-    """Restore the attributes of objects, and the contents of the containers among these attributes and among `others`."""
+    """Restore the attributes of objects, and the contents of the containers among these attributes
+    and among `others`.
+    """
     tables = [vars(one) for one in objects]
     values = [*tables, *(value for table in tables for value in table.values()), *others]
     names = ("dict", "list", "set", "OrderedDict")
@@ -85,17 +89,24 @@ def _restore_objects(objects: Sequence[Any], others: Sequence[Any] = ()) -> Iter
             # another thread may be reading one that no forward has changed
             if _list_ids(container) != _list_ids(content):
                 container.clear()
-                container.update(content) if isinstance(container, (dict, set)) else container.extend(content)
+                container.update(content) if isinstance(
+                    container, (dict, set)
+                ) else container.extend(content)
 
 
-def _list_ids(container: Any) -> List[int]:
-    values = [part for item in container.items() for part in item] if isinstance(container, dict) else container
+def _list_ids(container: Any) -> list[int]:
+    values = (
+        [part for item in container.items() for part in item]
+        if isinstance(container, dict)
+        else container
+    )
     return [id(value) for value in values]
 
 
 def load_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy `tensors`, one for each name of the model's state dict, into `model`."""
-    # the model's own state dict has the modules' versions, without which torchvision's MNASNet refuses to load
+    # the model's own state dict has the modules' versions, without which torchvision's MNASNet
+    # refuses to load
     state = model.state_dict()
     state.update(tensors)
     model.load_state_dict(state)
@@ -115,7 +126,9 @@ def restore_weights(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restore_all(model: nn.Module) -> Iterator[None]:
-    """Restore weights, buffers, gradients, attributes, modes and random states: all that a forward and a backward can change."""
+    """Restore weights, buffers, gradients, attributes, modes and random states: all that a forward
+    and a backward can change.
+    """
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
     cuda = [t.device for t in parameters[:1] if t.is_cuda]
@@ -140,14 +153,25 @@ MOST_NUMBERS = 1 << 20
 def restore_function(function: Any) -> Iterator[None]:
     """Restore what a user's function keeps between calls, such as counters and running statistics.
 
-    It may keep them in its object, module or defaults, and in variables outside of it (of an enclosing function, or global).
+    It may keep them in its object, module or defaults, and in variables outside of it (of an
+    enclosing function, or global).
     """
-    variables: List[Tuple[Any, str, Any]] = []
+    variables: list[tuple[Any, str, Any]] = []
     values = _list_shared_values(function, variables)
     modules = [value for value in values if isinstance(value, nn.Module)]
-    objects = [value for value in values if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)]
-    generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
-    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
+    objects = [
+        value
+        for value in values
+        if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
+    ]
+    generators = [
+        (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
+    ]
+    tensors = [
+        value
+        for value in values
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+    ]
     copies = [(t, t.detach().clone()) for t in tensors if t.numel() <= MOST_NUMBERS]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_restore_objects(objects, values))
@@ -170,14 +194,16 @@ def restore_function(function: Any) -> Iterator[None]:
                 generator.set_state(state)
 
 
-def _list_shared_values(function: Any, variables: List[Tuple[Any, str, Any]]) -> List[Any]:
-    """List the functions, objects, containers and tensors in which a function may keep values; add its outer variables, each as
-    (cell or dictionary of globals, name, value), to `variables`."""
-    values_by_id: Dict[int, Any] = {}
+def _list_shared_values(function: Any, variables: list[tuple[Any, str, Any]]) -> list[Any]:
+    """List the functions, objects, containers and tensors in which a function may keep values; add
+    its outer variables, each as (cell or dictionary of globals, name, value), to `variables`."""
+    values_by_id: dict[int, Any] = {}
     waiting = [function]
     while waiting:
         value = waiting.pop()
-        has_no_state = isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, str, int, float))
+        has_no_state = isinstance(
+            value, (type, types.ModuleType, types.BuiltinFunctionType, str, int, float)
+        )
         if has_no_state or id(value) in values_by_id:
             continue
         values_by_id[id(value)] = value
@@ -185,7 +211,9 @@ def _list_shared_values(function: Any, variables: List[Tuple[Any, str, Any]]) ->
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.MethodType):
             waiting += [value.__self__, value.__func__]
-        elif isinstance(value, types.FunctionType) and not str(value.__module__).startswith("torch."):
+        elif isinstance(value, types.FunctionType) and not str(value.__module__).startswith(
+            "torch."
+        ):
             outer = list(_walk_outer_variables(value))
             variables += outer
             waiting += [content for _, _, content in outer]
@@ -196,8 +224,10 @@ def _list_shared_values(function: Any, variables: List[Tuple[Any, str, Any]]) ->
     return [value for value in values_by_id.values() if not isinstance(value, wrappers)]
 
 
-def _walk_outer_variables(function: types.FunctionType) -> Iterator[Tuple[Any, str, Any]]:
-    """Yield (cell or dictionary of globals, name, value) of a function's outer variables, but not functions of other modules."""
+def _walk_outer_variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
+    """Yield (cell or dictionary of globals, name, value) of a function's outer variables, but not
+    functions of other modules.
+    """
     for cell in function.__closure__ or ():
         # a variable that is assigned later has an empty cell
         with contextlib.suppress(ValueError):

@@ -1,6 +1,7 @@
 """Measure the seconds of the parts of a model's passes, on the model's device.
 
-A hook marks the beginning of a part in the forward; hooks on autograd nodes mark it in the backward.
+A hook marks the beginning of a part in the forward; hooks on autograd nodes mark it in the
+backward.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import math
 import statistics
 import time
-from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -19,23 +20,26 @@ from ipu_pipe.model.restoring import restore_all
 
 
 class PassSeconds(NamedTuple):
-    """The seconds of each part of a microbatch, forward and backward: medians of `repeats` passes."""
+    """The seconds of each part of a microbatch, forward and backward: medians of `repeats`
+    passes.
+    """
 
-    forward: List[float]
-    backward: List[float]
+    forward: list[float]
+    backward: list[float]
     repeats: int
 
 
 class StageSeconds(NamedTuple):
-    """The seconds of each stage's passes of a microbatch and of its part of an update, measured one after another on this
-    machine.
+    """The seconds of each stage's passes of a microbatch and of its part of an update, measured one
+    after another on this machine.
 
-    `how` describes the measurement. If nothing was measured, `forward` is empty and `how` gives the reason.
+    `how` describes the measurement. If nothing was measured, `forward` is empty and `how` gives the
+    reason.
     """
 
-    forward: Tuple[float, ...]
-    backward: Tuple[float, ...]
-    update: Tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    update: tuple[float, ...]
     how: str
 
 
@@ -51,19 +55,22 @@ def time_passes(
     warm_up: int = 0,
     enough: float = math.inf,
 ) -> PassSeconds:
-    """Time forwards, `losses()`, and their backwards: `repeats` after `warm_up` passes, stopping after `enough` seconds.
+    """Time forwards, `losses()`, and their backwards: `repeats` after `warm_up` passes, stopping
+    after `enough` seconds.
 
-    The model is left as it was. begins: module -> the part that begins when it first runs. Parts run in order; the loss belongs
-    to the last part. backward_flops: FLOPs of each part, by which the backward's time is divided if PyTorch does not number its
-    autograd nodes (2.0).
+    The model is left as it was. begins: module -> the part that begins when it first runs. Parts
+    run in order; the loss belongs to the last part. backward_flops: FLOPs of each part, by which
+    the backward's time is divided if PyTorch does not number its autograd nodes (2.0).
     """
     on_gpu = any(p.is_cuda for p in model.parameters())
-    runs: List[Tuple[List[float], List[float]]] = []
+    runs: list[tuple[list[float], list[float]]] = []
     began = time.perf_counter()
     with restore_all(model):
         while len(runs) < warm_up + repeats and (not runs or time.perf_counter() - began < enough):
             runs.append(_time_pass(model, losses, begins, backward_flops, on_gpu))
-    forward, backward = ([statistics.median(parts) for parts in zip(*way)] for way in zip(*runs[warm_up:]))
+    forward, backward = (
+        [statistics.median(parts) for parts in zip(*way)] for way in zip(*runs[warm_up:])
+    )
     return PassSeconds(forward, backward, len(runs) - warm_up)
 
 
@@ -73,12 +80,12 @@ def _time_pass(
     begins: Mapping[str, int],
     backward_flops: Sequence[float],
     on_gpu: bool,
-) -> Tuple[List[float], List[float]]:
+) -> tuple[list[float], list[float]]:
     parts = len(backward_flops)
     clock = _Clock(parts, on_gpu)
     next_node = getattr(torch._C._autograd, "_get_sequence_nr", None)
     # (the first autograd node of a part, the part)
-    nodes: List[Tuple[int, int]] = [(-1, 0)]
+    nodes: list[tuple[int, int]] = [(-1, 0)]
 
     def enter(part: int) -> None:
         if part > nodes[-1][1]:
@@ -95,7 +102,9 @@ def _time_pass(
     if next_node is not None:
         numbers = [number for number, _ in nodes]
         _hook_nodes(
-            [value.grad_fn for value in values], clock, lambda node: nodes[bisect.bisect_right(numbers, node) - 1][1]
+            [value.grad_fn for value in values],
+            clock,
+            lambda node: nodes[bisect.bisect_right(numbers, node) - 1][1],
         )
     start = time.perf_counter()
     clock.enter(parts - 1)
@@ -109,12 +118,14 @@ def _time_pass(
 
 
 def _hook_nodes(roots: Sequence[Any], clock: _Clock, part_of: Callable[[int], int]) -> None:
-    """Make the clock count each computing autograd node of the graph of `roots` for the node's part.
+    """Make the clock count each computing autograd node of the graph of `roots` for the node's
+    part.
 
-    The time of a node begins at the end of the previous one, so hooks on tensors count for their node. Adding up gradients counts
-    for the node that made them.
+    The time of a node begins at the end of the previous one, so hooks on tensors count for their
+    node. Adding up gradients counts for the node that made them.
     """
-    todo, seen = list(roots), set(roots)
+    todo = list(roots)
+    seen = set(roots)
     while todo:
         node = todo.pop()
         # a node without next functions only accumulates the gradient of a leaf
@@ -122,7 +133,9 @@ def _hook_nodes(roots: Sequence[Any], clock: _Clock, part_of: Callable[[int], in
             part = part_of(node._sequence_nr())
             node.register_prehook(lambda gradients, part=part: clock.set_part(part))
             node.register_hook(lambda given, gradients: clock.count())
-        others = [other for other, _ in node.next_functions if other is not None and other not in seen]
+        others = [
+            other for other, _ in node.next_functions if other is not None and other not in seen
+        ]
         seen.update(others)
         todo += others
 
@@ -131,7 +144,10 @@ class _Clock:
     """A clock for parts that run one at a time; `waits`: wait for the GPU before reading it."""
 
     def __init__(self, parts: int, waits: bool) -> None:
-        self._seconds, self._part, self._since, self._waits = [0.0] * parts, 0, 0.0, waits
+        self._seconds = [0.0] * parts
+        self._part = 0
+        self._since = 0.0
+        self._waits = waits
 
     def enter(self, part: int) -> None:
         """Count time for this part from now on."""
@@ -149,10 +165,12 @@ class _Clock:
         self._stop()
         self._since = time.perf_counter()
 
-    def leave(self) -> List[float]:
+    def leave(self) -> list[float]:
         """Return the seconds of all parts and start again from zero."""
         self._stop()
-        seconds, self._seconds, self._since = self._seconds, [0.0] * len(self._seconds), 0.0
+        seconds = self._seconds
+        self._seconds = [0.0] * len(self._seconds)
+        self._since = 0.0
         return seconds
 
     def _stop(self) -> None:

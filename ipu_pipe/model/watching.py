@@ -1,4 +1,6 @@
-"""Watch the operations of a forward or backward: at the dispatcher's level, or as Python calls torch's functions."""
+"""Watch the operations of a forward or backward: at the dispatcher's level, or as Python calls
+torch's functions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ Handler = Callable[[Any, Any, Any], Any]
 
 
 class OperationWatch(TorchDispatchMode):
-    """Route every operation (ATen) inside the context, including those of backwards, through `run(operation, args, kwargs)`.
+    """Route every operation (ATen) inside the context, including those of backwards, through
+    `run(operation, args, kwargs)`.
 
     `run` must call it.
     """
@@ -25,7 +28,8 @@ class OperationWatch(TorchDispatchMode):
 
 
 class FunctionWatch(TorchFunctionMode):
-    """Route every call of a torch function from Python inside the context through `run(function, args, kwargs)`.
+    """Route every call of a torch function from Python inside the context through
+    `run(function, args, kwargs)`.
 
     `run` must call it. Functions that a torch function calls itself are not seen.
     """

@@ -1,13 +1,13 @@
 """The pipeline as one object: `Pipeline(model, loss, optimizer, method).step(x, y)`, in any loop.
 
-    pipeline    the object, and the updates that a step returns: `Pipeline`, `Update`
-    build       makes a model, its stages, schedule and rules from a config and objects: `build`
-    checks      the settings that cannot be combined, and models that cannot be trained
-    flow        the batches on their way: which were given, which have left: `Flow`
-    cuts        where each batch ends in the schedule
-    batches     divides a batch into microbatches, and hands them to the backend
-    optimizer   the caller's optimizer, shared with the one that steps: `OptimizerHandle`
-    arguments   the arguments that a config words otherwise
-    wording     a config's keys in messages, as the caller's arguments
-    trace       the page of what the devices did
+pipeline    the object, and the updates that a step returns: `Pipeline`, `Update`
+build       makes a model, its stages, schedule and rules from a config and objects: `build`
+checks      the settings that cannot be combined, and models that cannot be trained
+flow        the batches on their way: which were given, which have left: `Flow`
+cuts        where each batch ends in the schedule
+batches     divides a batch into microbatches, and hands them to the backend
+optimizer   the caller's optimizer, shared with the one that steps: `OptimizerHandle`
+arguments   the arguments that a config words otherwise
+wording     a config's keys in messages, as the caller's arguments
+trace       the page of what the devices did
 """

@@ -1,9 +1,11 @@
-"""Arguments of `Pipeline` that a config words otherwise: the device, the deadline, the process group, settings of heads."""
+"""Arguments of `Pipeline` that a config words otherwise: the device, the deadline, the process
+group, settings of heads.
+"""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any, Dict, Mapping, Optional, Union
+from typing import Any, Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,11 +22,13 @@ DEADLINE = 300.0
 def make_backend_section(
     model: nn.Module,
     name: str,
-    device: Union[str, torch.device, None],
+    device: str | torch.device | None,
     deadline: float,
-    backend_args: Optional[Mapping[str, Any]],
-) -> Dict[str, Any]:
-    """Return the config's section of the backend. Raise `BadInput` if `backend_args` contradicts another argument."""
+    backend_args: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the config's section of the backend. Raise `BadInput` if `backend_args` contradicts
+    another argument.
+    """
     section = {"name": name, **(backend_args or {})}
     if device is not None:
         kind = torch.device(device).type if _is_device(device) else str(device)
@@ -38,8 +42,10 @@ def make_backend_section(
     return section
 
 
-def make_clip_section(clip: Any) -> Optional[Dict[str, Any]]:
-    """Return the config's section of clipping. Raise `BadInput` unless `clip` is a pair, or None for no clipping."""
+def make_clip_section(clip: Any) -> dict[str, Any] | None:
+    """Return the config's section of clipping. Raise `BadInput` unless `clip` is a pair, or None
+    for no clipping.
+    """
     if clip is None:
         return None
     if not isinstance(clip, (tuple, list)) or len(clip) != 2:
@@ -47,7 +53,7 @@ def make_clip_section(clip: Any) -> Optional[Dict[str, Any]]:
     return {"norm": clip[0], "scope": clip[1]}
 
 
-def _is_device(device: Union[str, torch.device]) -> bool:
+def _is_device(device: str | torch.device) -> bool:
     try:
         torch.device(device)
     except (RuntimeError, TypeError):
@@ -57,7 +63,10 @@ def _is_device(device: Union[str, torch.device]) -> bool:
 
 def _refuse_conflict(section: Mapping[str, Any], key: str, value: Any) -> None:
     if section.get(key, value) != value:
-        why = f"backend_args has {show(section[key])}: must be one of them: leave it out of backend_args"
+        why = (
+            f"backend_args has {show(section[key])}: must be one of them: leave it out of "
+            f"backend_args"
+        )
         raise BadInput(f"{key}: {show(value)}: {why}")
 
 
@@ -66,11 +75,14 @@ def _find_device(model: nn.Module) -> str:
     tensors = [*model.parameters(), *model.buffers()]
     kinds = sorted({tensor.device.type for tensor in tensors if not tensor.is_meta})
     if len(kinds) > 1:
-        raise BadInput(f"device: None: the model is on {' and '.join(kinds)}: move all of it to one, or give device")
+        raise BadInput(
+            f"device: None: the model is on {' and '.join(kinds)}: move all of it to one, or give "
+            f"device"
+        )
     return kinds[0] if kinds else "cpu"
 
 
-def require_current_gpu(model: nn.Module, device: Union[str, torch.device, None]) -> None:
+def require_current_gpu(model: nn.Module, device: str | torch.device | None) -> None:
     """Raise `BadInput` if another GPU is meant than the current one, on which a pipeline trains.
 
     `device`: the argument; None: where the model is.
@@ -80,38 +92,59 @@ def require_current_gpu(model: nn.Module, device: Union[str, torch.device, None]
     if indices and torch.cuda.is_available() and indices != {torch.cuda.current_device()}:
         index = min(indices - {torch.cuda.current_device()})
         why = f"the current one is cuda:{torch.cuda.current_device()}"
-        raise BadInput(f"device: cuda:{index}: {why}: call torch.cuda.set_device({index}) first, and move the model there")
+        raise BadInput(
+            f"device: cuda:{index}: {why}: call torch.cuda.set_device({index}) first, and move the "
+            f"model there"
+        )
 
 
 def check_process_group(group: Any, backend: BackendConfig) -> None:
-    """Raise `BadInput` if `group` is not one of all ranks in their order; None is the default group."""
+    """Raise `BadInput` if `group` is not one of all ranks in their order; None is the default
+    group.
+    """
     if group is None:
         return
     if not backend.facts.uses_processes:
-        raise BadInput(f"process_group: backend {backend.name} has no processes: leave it out, or use backend='distributed'")
+        raise BadInput(
+            f"process_group: backend {backend.name} has no processes: leave it out, or use "
+            f"backend='distributed'"
+        )
     if not isinstance(group, dist.ProcessGroup):
         is_outside = group == dist.GroupMember.NON_GROUP_MEMBER
         what = "a group without this rank" if is_outside else describe_kind(group)
-        raise BadInput(f"process_group: {what}: must be a torch.distributed.ProcessGroup of all ranks, or None")
-    ranks, world = dist.get_process_group_ranks(group), dist.get_world_size()
+        raise BadInput(
+            f"process_group: {what}: must be a torch.distributed.ProcessGroup of all ranks, or None"
+        )
+    ranks = dist.get_process_group_ranks(group)
+    world = dist.get_world_size()
     if ranks != list(range(world)):
-        why = "stages are placed on all ranks, in their order: must be a group of all of them, or None"
+        why = (
+            "stages are placed on all ranks, in their order: must be a group of all of them, or "
+            "None"
+        )
         raise BadInput(f"process_group: ranks {list_some(ranks, 8)} of {world}: {why}")
 
 
 def check_heads(heads: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise `BadInput` if `heads` are not settings of the optimizer."""
     if not isinstance(heads, Mapping):
-        raise BadInput(f"heads: {show(heads)}: must be a mapping of the optimizer's settings, such as {{'lr': 0.1}}")
+        raise BadInput(
+            f"heads: {show(heads)}: must be a mapping of the optimizer's settings, such as {{'lr': "
+            f"0.1}}"
+        )
     allowed = ", ".join(optimizer.defaults)
     kind = type(optimizer)
     unknown = [key for key in heads if key not in optimizer.defaults]
-    raise_faults([f"heads: {show(key)}: must be a setting of {kind.__name__}: {allowed}" for key in unknown])
+    raise_faults(
+        [f"heads: {show(key)}: must be a setting of {kind.__name__}: {allowed}" for key in unknown]
+    )
     # the constructors of PyTorch's own optimizers check values, and have no effect
     if not kind.__module__.startswith("torch.optim."):
         return
     accepted = inspect.signature(kind.__init__).parameters
-    settings = {key: value for key, value in {**optimizer.defaults, **heads}.items() if key in accepted}
+    settings = {
+        key: value for key, value in {**optimizer.defaults, **heads}.items() if key in accepted
+    }
     try:
         kind([nn.Parameter(torch.zeros(1, 1))], **settings)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,8 +1,10 @@
-"""The batches of a caller's loop: divide one into microbatches, and hand them to a backend, which asks for them by number."""
+"""The batches of a caller's loop: divide one into microbatches, and hand them to a backend, which
+asks for them by number.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.model.batch import clone_tensors, count_samples, list_tensors, map_tensors
@@ -16,50 +18,68 @@ class Microbatch(NamedTuple):
     y: Any
 
 
-def divide_batch(x: Any, y: Any, count: int) -> List[Microbatch]:
-    """Divide inputs and labels into `count` microbatches of equally many samples, in order, as views.
+def divide_batch(x: Any, y: Any, count: int) -> list[Microbatch]:
+    """Divide inputs and labels into `count` microbatches of equally many samples, in order, as
+    views.
 
-    `x`, `y`: tensors, or tensors in mappings, tuples and lists, with the samples as their first dimension; or None.
-    Raise `ValueError` if the samples do not divide, or differ between tensors.
+    `x`, `y`: tensors, or tensors in mappings, tuples and lists, with the samples as their first
+    dimension; or None. Raise `ValueError` if the samples do not divide, or differ between tensors.
     """
     tensors = [*list_tensors(x), *list_tensors(y)]
     if not tensors:
-        raise ValueError("step: x and y hold no tensors: must be tensors, or mappings, tuples and lists of them")
+        raise ValueError(
+            "step: x and y hold no tensors: must be tensors, or mappings, tuples and lists of them"
+        )
     sizes = {len(tensor) for tensor in tensors if tensor.dim()}
     if len(sizes) > 1:
-        raise ValueError(f"step: tensors of {' and '.join(map(str, sorted(sizes)))} samples: must have equally many")
+        raise ValueError(
+            f"step: tensors of {' and '.join(map(str, sorted(sizes)))} samples: must have equally "
+            f"many"
+        )
     samples = sizes.pop() if sizes else 0
     if not samples or samples % count:
         raise ValueError(
-            f"step: a batch of {samples} samples does not divide into {count} microbatches: must be a multiple of"
+            f"step: a batch of {samples} samples does not divide into {count} microbatches: must "
+            f"be a multiple of"
             f" {count} (DataLoader(..., drop_last=True) leaves out a smaller last batch)"
         )
     size = samples // count
 
     def take(nest: Any, i: int) -> Any:
-        return map_tensors(lambda tensor: tensor[i * size : (i + 1) * size] if tensor.dim() else tensor, nest)
+        return map_tensors(
+            lambda tensor: tensor[i * size : (i + 1) * size] if tensor.dim() else tensor, nest
+        )
 
     return [Microbatch(take(x, i), take(y, i)) for i in range(count)]
 
 
-def take_pairs(pairs: Iterable[Any], count: int) -> List[Microbatch]:
-    """Return `count` microbatches of pairs (x, y). Raise `ValueError` if they are not as many, or one is not a pair."""
+def take_pairs(pairs: Iterable[Any], count: int) -> list[Microbatch]:
+    """Return `count` microbatches of pairs (x, y). Raise `ValueError` if they are not as many, or
+    one is not a pair.
+    """
     batch = list(pairs)
     if len(batch) != count:
         raise ValueError(f"step: {len(batch)} microbatches: must be {count}")
-    wrong = [i for i, pair in enumerate(batch) if not isinstance(pair, (tuple, list)) or len(pair) != 2]
+    wrong = [
+        i for i, pair in enumerate(batch) if not isinstance(pair, (tuple, list)) or len(pair) != 2
+    ]
     if wrong:
-        raise ValueError(f"step: microbatch {wrong[0]}: {describe_kind(batch[wrong[0]])}: must be a pair (x, y)")
+        raise ValueError(
+            f"step: microbatch {wrong[0]}: {describe_kind(batch[wrong[0]])}: must be a pair (x, y)"
+        )
     return [Microbatch(*pair) for pair in batch]
 
 
 def require_samples(batch: Sequence[Microbatch], samples: int) -> None:
-    """Raise `ValueError` if a microbatch has another number of samples than those of the first step."""
+    """Raise `ValueError` if a microbatch has another number of samples than those of the first
+    step.
+    """
     for i, microbatch in enumerate(batch):
         part = microbatch.y if microbatch.x is None else microbatch.x
         if part is not None and count_samples(part) != samples:
             raise ValueError(
-                f"step: microbatch {i} has {count_samples(part)} samples, those of the first step {samples}: processes take one"
+                f"step: microbatch {i} has {count_samples(part)} samples, those of the first step "
+                f"{samples}: processes take one"
                 " size (DataLoader(..., drop_last=True) leaves out a smaller last batch)"
             )
 
@@ -67,18 +87,18 @@ def require_samples(batch: Sequence[Microbatch], samples: int) -> None:
 class GivenBatches:
     """A data source of the microbatches that a caller's loop has given and no stage has read yet.
 
-    `example`: a microbatch whose parts stand in for those that this process does not have. `passes_whole`: the model
-    computes its own loss, so that a microbatch is its input alone.
+    `example`: a microbatch whose parts stand in for those that this process does not have.
+    `passes_whole`: the model computes its own loss, so that a microbatch is its input alone.
     """
 
     def __init__(self, example: Microbatch, passes_whole: bool) -> None:
         # the caller may use the memory of a batch again
         self._example = Microbatch(clone_tensors(example.x), clone_tensors(example.y))
         self._passes_whole = passes_whole
-        self._given: Dict[int, Microbatch] = {}
+        self._given: dict[int, Microbatch] = {}
         self._test_batches: Iterable[Any] = ()
 
-    def give(self, microbatches: Dict[int, Microbatch]) -> None:
+    def give(self, microbatches: dict[int, Microbatch]) -> None:
         """Add microbatches by their number."""
         self._given.update(microbatches)
 
@@ -105,12 +125,18 @@ class GivenBatches:
         return iter(self._test_batches)
 
     def compute_checksum(self, batch: Any) -> int:
-        """Return a checksum of a microbatch's labels, of all of it if they are inside, 0 if this process has none of its own."""
-        labels, stand_in = (batch, self._example.x) if self._passes_whole else (batch[1], self._example.y)
+        """Return a checksum of a microbatch's labels, of all of it if they are inside, 0 if this
+        process has none of its own.
+        """
+        labels, stand_in = (
+            (batch, self._example.x) if self._passes_whole else (batch[1], self._example.y)
+        )
         return 0 if labels is stand_in else compute_checksum(labels)
 
 
-def interleave_replicas(microbatches: Sequence[Microbatch], replicas: int) -> List[Microbatch]:
-    """Order the microbatches of `replicas` parts of a batch, one part after another, as the replicas take turns."""
+def interleave_replicas(microbatches: Sequence[Microbatch], replicas: int) -> list[Microbatch]:
+    """Order the microbatches of `replicas` parts of a batch, one part after another, as the
+    replicas take turns.
+    """
     per_replica = len(microbatches) // replicas
     return [microbatches[r * per_replica + i] for i in range(per_replica) for r in range(replicas)]

@@ -1,4 +1,6 @@
-"""Build a job from a config: model, data, stages, schedule and version table of a run, all checked before anything trains."""
+"""Build a job from a config: model, data, stages, schedule and version table of a run, all checked
+before anything trains.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import numbers
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -79,9 +81,9 @@ from ipu_pipe.update.rates import (
 
 def set_up(
     config: Config,
-    model: Optional[nn.Module] = None,
-    data: Optional[DataSource] = None,
-    loss: Union[Loss, str, None] = None,
+    model: nn.Module | None = None,
+    data: DataSource | None = None,
+    loss: Loss | str | None = None,
     *,
     done: int = 0,
     by_shape: bool = False,
@@ -89,9 +91,9 @@ def set_up(
 ) -> Setup:
     """Make the model, loss, data and metrics that `config` describes, ready to run.
 
-    `model`, `data`, `loss` and `others` (fields of `Overrides`) replace the config's entries. `done`: the updates of the
-    checkpoint from which the run resumes. `by_shape`: model and microbatches are on the meta device (see
-    `ipu_pipe.run.planning`).
+    `model`, `data`, `loss` and `others` (fields of `Overrides`) replace the config's entries.
+    `done`: the updates of the checkpoint from which the run resumes. `by_shape`: model and
+    microbatches are on the meta device (see `ipu_pipe.run.planning`).
     """
     objects = Overrides(model, data, loss, **others)
     objects.refuse_missing(config)
@@ -131,40 +133,64 @@ def set_up(
     precision_row = resolve_precision(config.precision, method)
     came_evaluating = enter_training(model)
     # convert the model last, so that an earlier failure leaves the caller's model as it was
-    precision = ModelPrecision(model, precision_row, DTYPES[precision_row], device, objects.model is not None)
+    precision = ModelPrecision(
+        model, precision_row, DTYPES[precision_row], device, objects.model is not None
+    )
     return Setup(
-        config, model, precision.convert_loss(loss_of_output), data, device, precision, metrics,
-        getattr(loss_of_output, "asks", ()), facts.trains_on or config.backend.device, facts.emulates, initial_weights,
-        label_range=None, came_evaluating=came_evaluating, loss_weight=make_loss_weight(config, objects, loss_of_output),
-    )  # fmt: skip
+        config,
+        model,
+        precision.convert_loss(loss_of_output),
+        data,
+        device,
+        precision,
+        metrics,
+        getattr(loss_of_output, "asks", ()),
+        facts.trains_on or config.backend.device,
+        facts.emulates,
+        initial_weights,
+        label_range=None,
+        came_evaluating=came_evaluating,
+        loss_weight=make_loss_weight(config, objects, loss_of_output),
+    )
 
 
 def _check_data(data: DataSource) -> None:
-    """Raise `BadInput` if a method of the data source cannot be called as a run calls it, or counts no microbatches."""
+    """Raise `BadInput` if a method of the data source cannot be called as a run calls it, or counts
+    no microbatches.
+    """
     arguments = {
         "train_batch": ("epoch", "index", "batch_size"),
         "test_batches": ("batch_size",),
         "train_batches_per_epoch": ("batch_size",),
     }
-    reasons = {name: explain_wrong_call(getattr(data, name), *names) for name, names in arguments.items()}
-    raise_faults([f"data: {type(data).__name__}.{name}: {why}" for name, why in reasons.items() if why])
+    reasons = {
+        name: explain_wrong_call(getattr(data, name), *names) for name, names in arguments.items()
+    }
+    raise_faults(
+        [f"data: {type(data).__name__}.{name}: {why}" for name, why in reasons.items() if why]
+    )
 
 
 def choose_batch_size(config: Config, data: DataSource) -> int:
-    """Return the samples of a microbatch: the config's, or those of a loader's batches if the config does not set them."""
+    """Return the samples of a microbatch: the config's, or those of a loader's batches if the
+    config does not set them.
+    """
     if "micro_batch_size" in config.model_fields_set or not isinstance(data, LoaderData):
         return config.micro_batch_size
     return data.read_batch_size() or config.micro_batch_size
 
 
-def _load_initial_weights(model: nn.Module, config: Config, heads_too: bool = True) -> Optional[InitialWeights]:
+def _load_initial_weights(
+    model: nn.Module, config: Config, heads_too: bool = True
+) -> InitialWeights | None:
     """Load the weights of `init_from` into the model. Raise `BadInput` if they do not fit.
 
     Return which of them were loaded if not all need to fit (`strict: false`), else None.
     """
     init_from = config.init_from
     assert init_from is not None
-    state, tensors = model.state_dict(), None
+    state = model.state_dict()
+    tensors = None
     try:
         path = find_newest(Path(init_from.path))
         tensors = read_weights(path)
@@ -172,32 +198,46 @@ def _load_initial_weights(model: nn.Module, config: Config, heads_too: bool = Tr
     except BadInput as error:
         faults = [f"init_from: {fault}" for fault in error.faults]
         if tensors is not None:
-            fits = any(name in state and state[name].shape == value.shape for name, value in tensors.items())
-            faults[-1] += "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
+            fits = any(
+                name in state and state[name].shape == value.shape
+                for name, value in tensors.items()
+            )
+            faults[-1] += (
+                "; init_from: {path: ..., strict: false} takes what fits"
+                if fits
+                else "; nothing in it fits"
+            )
         raise BadInput(faults) from None
-    return None if init_from.strict else InitialWeights(str(path), len(state) - len(new), left_out, new)
+    return (
+        None
+        if init_from.strict
+        else InitialWeights(str(path), len(state) - len(new), left_out, new)
+    )
 
 
 def build(
     config: Config,
-    model: Optional[nn.Module] = None,
-    data: Optional[DataSource] = None,
-    loss: Union[Loss, str, None] = None,
+    model: nn.Module | None = None,
+    data: DataSource | None = None,
+    loss: Loss | str | None = None,
     *,
     done: int = 0,
     by_shape: bool = False,
     **others: Any,
 ) -> Job:
-    """Build the job that `config` describes; `model`, `data`, `loss` and `others` replace the config's entries as in `set_up`.
+    """Build the job that `config` describes; `model`, `data`, `loss` and `others` replace the
+    config's entries as in `set_up`.
 
-    `done`, `by_shape`: as in `set_up`. Raise `BadInput` if anything does not fit. Exceptions of the user's own code pass
-    unchanged.
+    `done`, `by_shape`: as in `set_up`. Raise `BadInput` if anything does not fit. Exceptions of the
+    user's own code pass unchanged.
     """
     objects = Overrides(model, data, loss, **others)
     with attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
         if model is not None:
             undo.callback(record_modes(model))
-        setup = set_up(objects.describe_in(config), done=done, by_shape=by_shape, **objects._asdict())
+        setup = set_up(
+            objects.describe_in(config), done=done, by_shape=by_shape, **objects._asdict()
+        )
         undo.callback(setup.precision.give_back)
         job = assemble(resolve(setup, objects, done), objects, done)
         # only a run that is refused leaves the model as it was
@@ -206,10 +246,11 @@ def build(
 
 
 class OpenRun(NamedTuple):
-    """A run whose batches a loop of the caller's own gives one by one, so that its end and its rates are not known ahead.
+    """A run whose batches a loop of the caller's own gives one by one, so that its end and its
+    rates are not known ahead.
 
-    `warmup`: the updates of the synchronous warm-up. `choose_member`: the caller's parameter group of each parameter.
-    `settings`: as of `UpdateRules`. `after_update`: as of `Job`.
+    `warmup`: the updates of the synchronous warm-up. `choose_member`: the caller's parameter group
+    of each parameter. `settings`: as of `UpdateRules`. `after_update`: as of `Job`.
     """
 
     warmup: int
@@ -220,21 +261,23 @@ class OpenRun(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """A run whose config is complete: `setup` has the model in its stages, and the config with what was left open.
+    """A run whose config is complete: `setup` has the model in its stages, and the config with what
+    was left open.
 
-    `placed`: the stages, and which of them are here. `example`: the first microbatch; `observation`: of a training pass of it.
-    `per_epoch`, `updates`: the updates of an epoch (None if the data has no length) and of the run. `switch`: the updates of the
-    synchronous warm-up. `table`: the schedule and the weight versions that its passes read. `optimizer`: of the stages that this
-    process trains; `full_optimizer`: of all.
+    `placed`: the stages, and which of them are here. `example`: the first microbatch;
+    `observation`: of a training pass of it. `per_epoch`, `updates`: the updates of an epoch (None
+    if the data has no length) and of the run. `switch`: the updates of the synchronous warm-up.
+    `table`: the schedule and the weight versions that its passes read. `optimizer`: of the stages
+    that this process trains; `full_optimizer`: of all.
     """
 
     setup: Setup
     method: Method
     placed: Placed
-    example: Tuple[Any, Any]
+    example: tuple[Any, Any]
     observation: Observation
     footprint: Footprint
-    per_epoch: Optional[int]
+    per_epoch: int | None
     updates: int
     switch: int
     table: VersionTable
@@ -242,14 +285,17 @@ class Resolved(NamedTuple):
     full_optimizer: torch.optim.Optimizer
 
 
-def resolve(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional[OpenRun] = None) -> Resolved:
+def resolve(
+    setup: Setup, objects: Overrides, done: int = 0, open_run: OpenRun | None = None
+) -> Resolved:
     """Divide the model into its stages, and complete the config: no config is replaced after this.
 
     `open_run`: None for a run that is planned ahead.
     """
     per_epoch, updates = (None, OPEN) if open_run is not None else _count_updates(setup)
     setup, placed, example, observation, footprint = _divide(setup)
-    stage_count, method = len(placed.partition), _resolve_method(setup.config)
+    stage_count = len(placed.partition)
+    method = _resolve_method(setup.config)
     # one replica per stage by default
     if method.rounds is not None and method.rounds.replicas is None:
         setup = replace(setup, config=setup.config.with_method_args(replicas=stage_count))
@@ -265,24 +311,41 @@ def resolve(setup: Setup, objects: Overrides, done: int = 0, open_run: Optional[
     if open_run is not None:
         switch = open_run.warmup
     # replicas with weights of their own take turns in one schedule
-    accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
+    accumulate = (
+        config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
+    )
     try:
         if open_run is not None:
             schedule = open_schedule(method, stage_count, accumulate, (), switch)
         else:
             drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
             microbatches = updates * accumulate
-            schedule = make_schedule(method, stage_count, microbatches, accumulate, drains, switch * accumulate)
+            schedule = make_schedule(
+                method, stage_count, microbatches, accumulate, drains, switch * accumulate
+            )
     # schedules call the config's gradient_accumulation `accumulate`
     except BadInput as error:
-        raise BadInput([re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]) from None
+        raise BadInput(
+            [re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]
+        ) from None
     table = VersionTable(schedule, method, config.seed)
     optimizer, full_optimizer = _make_optimizers(setup, objects, placed, table, open_run)
     if objects.optimizer is not None:
         described = describe_given(config, {"optimizer": describe_optimizer(full_optimizer)})
         setup = replace(setup, config=described)
     return Resolved(
-        setup, method, placed, example, observation, footprint, per_epoch, updates, switch, table, optimizer, full_optimizer
+        setup,
+        method,
+        placed,
+        example,
+        observation,
+        footprint,
+        per_epoch,
+        updates,
+        switch,
+        table,
+        optimizer,
+        full_optimizer,
     )
 
 
@@ -290,13 +353,14 @@ def _resolve_method(config: Config) -> Method:
     return resolve_method(config.method, config.method_settings())
 
 
-def _divide(setup: Setup) -> Tuple[Setup, Placed, Tuple[Any, Any], Observation, Footprint]:
+def _divide(setup: Setup) -> tuple[Setup, Placed, tuple[Any, Any], Observation, Footprint]:
     """Divide the model into its stages, after a training pass of the first microbatch.
 
-    Return the setup with that model, its loss and the config of the stages; the stages; the microbatch and the observation of
-    the pass; and the stages' costs.
+    Return the setup with that model, its loss and the config of the stages; the stages; the
+    microbatch and the observation of the pass; and the stages' costs.
     """
-    config, loss = setup.config, setup.loss
+    config = setup.config
+    loss = setup.loss
     method = _resolve_method(config)
     first_batch = setup.data.train_batch(0, 0, config.micro_batch_size)
     inputs, labels = setup.split_batch(first_batch)
@@ -306,12 +370,17 @@ def _divide(setup: Setup) -> Tuple[Setup, Placed, Tuple[Any, Any], Observation, 
     example = clone_tensors(setup.move_to_device(inputs, labels))
     observation = check_model(setup, example, labels)
     if config.leaves_stages_to_planner:
-        processes = read_launch().world // config.replicas if config.backend.facts.uses_processes else None
+        processes = (
+            read_launch().world // config.replicas if config.backend.facts.uses_processes else None
+        )
         # only on the main process, because each process would measure its own machine
-        begins = run_on_main(lambda: choose_stages(config, method, setup.model, loss, example, processes))
+        begins = run_on_main(
+            lambda: choose_stages(config, method, setup.model, loss, example, processes)
+        )
         config = config.model_copy(update={"stages": begins or 1})
     placed = get_backend(config).place(config, method, setup.model, example[0])
-    model, partition = placed.model, placed.partition
+    model = placed.model
+    partition = placed.partition
     if method.structure is None:
         footprint = make_footprint(model, partition, observation)
     else:
@@ -326,72 +395,139 @@ def _divide(setup: Setup) -> Tuple[Setup, Placed, Tuple[Any, Any], Observation, 
         footprint = measure_footprint(model, partition, observation)
     if placed.pieces or method.structure is not None:
         verify_losses(model, placed.pieces, loss, example, observation.effects.draws)
-    if isinstance(config.stages, dict) and config.stages.get("by") == "time" and partition.begins and not partition.spread:
+    if (
+        isinstance(config.stages, dict)
+        and config.stages.get("by") == "time"
+        and partition.begins
+        and not partition.spread
+    ):
         config = config.model_copy(update={"stages": list(partition.begins)})
-    return replace(setup, config=config, model=model, loss=loss), placed, example, observation, footprint
+    return (
+        replace(setup, config=config, model=model, loss=loss),
+        placed,
+        example,
+        observation,
+        footprint,
+    )
 
 
 def _make_optimizers(
-    setup: Setup, objects: Overrides, placed: Placed, table: VersionTable, open_run: Optional[OpenRun]
-) -> Tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Make the optimizer of the stages of this process, and that of all stages, which may be the same."""
+    setup: Setup, objects: Overrides, placed: Placed, table: VersionTable, open_run: OpenRun | None
+) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Make the optimizer of the stages of this process, and that of all stages, which may be the
+    same.
+    """
     config = setup.config
-    members, choose_member = [Member(one.match, one.ndim) for one in config.optimizer.groups] or [Member()], None
+    members = [Member(one.match, one.ndim) for one in config.optimizer.groups] or [Member()]
+    choose_member = None
     if open_run is not None:
-        members, choose_member = [Member()] * open_run.members, open_run.choose_member
-    groups = make_groups(setup.model, placed.partition, config.optimizer.no_decay, members, choose_member)
+        members = [Member()] * open_run.members
+        choose_member = open_run.choose_member
+    groups = make_groups(
+        setup.model, placed.partition, config.optimizer.no_decay, members, choose_member
+    )
     groups = replace_parameters(groups, setup.precision.get_trained)
     apply_settings_by_stage(config, groups, table.rule_lag().tolist())
     local_groups = _select_local_groups(groups, placed)
-    factory = make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
+    factory = (
+        make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
+    )
     optimizer = call_factory(factory, local_groups)
     return optimizer, optimizer if local_groups is groups else factory(groups)
 
 
-def assemble(resolved: Resolved, objects: Overrides, done: int = 0, open_run: Optional[OpenRun] = None) -> Job:
-    """Build the job from what is resolved, with learning rates and update rules. Raise `BadInput` if they conflict."""
-    setup, method, full_optimizer, per_epoch = resolved.setup, resolved.method, resolved.full_optimizer, resolved.per_epoch
-    config, updates, schedule = setup.config, resolved.updates, resolved.table.schedule
+def assemble(
+    resolved: Resolved, objects: Overrides, done: int = 0, open_run: OpenRun | None = None
+) -> Job:
+    """Build the job from what is resolved, with learning rates and update rules. Raise `BadInput`
+    if they conflict.
+    """
+    setup = resolved.setup
+    method = resolved.method
+    full_optimizer = resolved.full_optimizer
+    per_epoch = resolved.per_epoch
+    config = setup.config
+    updates = resolved.updates
+    schedule = resolved.table.schedule
     args = config.method_settings()
     is_open_ended = "t1" in args and args["t1"]["anneal_updates"] is None
     if open_run is None:
         rates = _make_rates(config, objects, full_optimizer, updates, per_epoch)
     else:
-        first_group, settings = full_optimizer.param_groups[0], open_run.settings
+        first_group = full_optimizer.param_groups[0]
+        settings = open_run.settings
         rates = _Rates(0.0, lambda k: float(settings(k, first_group)["lr"]), None, settings)
         if is_open_ended:
-            raise BadInput("method_args.t1.anneal_updates: null: the run's end is not known: must be a number of updates")
+            raise BadInput(
+                "method_args.t1.anneal_updates: null: the run's end is not known: must be a number "
+                "of updates"
+            )
     # the learning-rate schedule gives T1's K by default
     if is_open_ended:
         lr_schedule = config.lr_schedule
-        first = round(min(lr_schedule.milestones) * per_epoch) if lr_schedule.milestones and per_epoch else None
-        anneal = choose_anneal_updates(first, lr_schedule.warmup_steps, lr_schedule.total_steps or updates)
+        first = (
+            round(min(lr_schedule.milestones) * per_epoch)
+            if lr_schedule.milestones and per_epoch
+            else None
+        )
+        anneal = choose_anneal_updates(
+            first, lr_schedule.warmup_steps, lr_schedule.total_steps or updates
+        )
         args = {**args, "t1": {"anneal_updates": anneal}}
     rules = UpdateRules(
-        args, method, resolved.table.rule_lag(), config.gradient_accumulation, resolved.optimizer, rates.rate,
-        resolved.switch, setup.precision.masters, rates.base, None if config.ema is None else config.ema.decay, rates.settings,
-    )  # fmt: skip
+        args,
+        method,
+        resolved.table.rule_lag(),
+        config.gradient_accumulation,
+        resolved.optimizer,
+        rates.rate,
+        resolved.switch,
+        setup.precision.masters,
+        rates.base,
+        None if config.ema is None else config.ema.decay,
+        rates.settings,
+    )
     uncast_loss = get_uncast_loss(get_plain_loss(setup.loss))
     loss_used = Description(name=OWN) if isinstance(uncast_loss, OwnLoss) else describe(uncast_loss)
     placed = resolved.placed
     job = Job(
-        **vars(setup), partition=placed.partition, method=method, schedule=schedule, table=resolved.table,
-        full_optimizer=full_optimizer, optimizer=resolved.optimizer, rules=rules, base_rate=rates.base, rate=rates.rate,
-        plateau=rates.plateau, updates_per_epoch=per_epoch, updates=updates, example=resolved.example,
-        footprint=resolved.footprint, observation=resolved.observation, note=placed.note, done=done,
-        used=Given(optimizer=describe_optimizer(full_optimizer), loss=loss_used), pieces=placed.pieces,
+        **vars(setup),
+        partition=placed.partition,
+        method=method,
+        schedule=schedule,
+        table=resolved.table,
+        full_optimizer=full_optimizer,
+        optimizer=resolved.optimizer,
+        rules=rules,
+        base_rate=rates.base,
+        rate=rates.rate,
+        plateau=rates.plateau,
+        updates_per_epoch=per_epoch,
+        updates=updates,
+        example=resolved.example,
+        footprint=resolved.footprint,
+        observation=resolved.observation,
+        note=placed.note,
+        done=done,
+        used=Given(optimizer=describe_optimizer(full_optimizer), loss=loss_used),
+        pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,
-    )  # fmt: skip
+    )
     if open_run is not None:
-        job.is_open, job.after_update = True, open_run.after_update
-    raise_faults(find_faults(job, () if objects.optimizer is not None else config.optimizer_faults()))
+        job.is_open = True
+        job.after_update = open_run.after_update
+    raise_faults(
+        find_faults(job, () if objects.optimizer is not None else config.optimizer_faults())
+    )
     job.note = job.note or get_backend(config).describe(job)
     job.precision.forget_given_values()
     return job
 
 
 def _select_local_groups(groups: Groups, placed: Placed) -> Groups:
-    """Return the parameter groups of the stages of this process; `groups` itself if all stages are here."""
+    """Return the parameter groups of the stages of this process; `groups` itself if all stages are
+    here.
+    """
     if placed.local_stages is None:
         return groups
     local_groups = [group for stage in placed.local_stages for group in select_stage(groups, stage)]
@@ -407,21 +543,29 @@ def _select_local_groups(groups: Groups, placed: Placed) -> Groups:
 class _Rates(NamedTuple):
     """The learning rates of a run before its update rules.
 
-    `base`: the rate of which all others are shares; `rate(k)`: of update k; `plateau`: follows evaluations;
-    `settings`: of each update and parameter group, if the groups' rates do not stay in proportion.
+    `base`: the rate of which all others are shares; `rate(k)`: of update k; `plateau`: follows
+    evaluations; `settings`: of each update and parameter group, if the groups' rates do not stay in
+    proportion.
     """
 
     base: float
     rate: Callable[[int], float]
-    plateau: Optional[torch.optim.lr_scheduler.ReduceLROnPlateau] = None
-    settings: Optional[GroupSettings] = None
+    plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
+    settings: GroupSettings | None = None
 
 
 def _make_rates(
-    config: Config, objects: Overrides, optimizer: torch.optim.Optimizer, updates: int, per_epoch: Optional[int]
+    config: Config,
+    objects: Overrides,
+    optimizer: torch.optim.Optimizer,
+    updates: int,
+    per_epoch: int | None,
 ) -> _Rates:
-    """Make the learning rates that `lr_schedule` describes, from the rates of the optimizer's groups."""
-    settings, per_call = config.lr_schedule, config.updates_per_call
+    """Make the learning rates that `lr_schedule` describes, from the rates of the optimizer's
+    groups.
+    """
+    settings = config.lr_schedule
+    per_call = config.updates_per_call
     # it must not be 0, because all rates are shares of it
     base = next((float(group["lr"]) for group in optimizer.param_groups if group["lr"]), 0.0)
     if settings.name == "plateau":
@@ -435,7 +579,9 @@ def _make_rates(
         raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
     every = per_epoch if settings.interval == "epoch" and per_epoch else 1
     make_torch_scheduler = objects.lr_scheduler or make_scheduler(config)
-    scheduled = simulate_scheduler(make_torch_scheduler, optimizer, base, updates, every, len(config.optimizer.members))
+    scheduled = simulate_scheduler(
+        make_torch_scheduler, optimizer, base, updates, every, len(config.optimizer.members)
+    )
     played = [scheduled[k - k % per_call] for k in range(updates)]
     differ = any(len(set(rates)) > 1 for rates in played)
 
@@ -443,45 +589,62 @@ def _make_rates(
         # randomized methods may update one stage more often than the run has steps
         return {"lr": played[min(k, updates - 1)][group["member"]]}
 
-    return _Rates(base, lambda k: played[min(k, updates - 1)][0], None, get_settings if differ else None)
+    return _Rates(
+        base, lambda k: played[min(k, updates - 1)][0], None, get_settings if differ else None
+    )
 
 
-def _count_updates(setup: Setup) -> Tuple[Optional[int], int]:
-    """Return (updates of an epoch or None, updates of the run); a batch has `gradient_accumulation` microbatches a replica.
+def _count_updates(setup: Setup) -> tuple[int | None, int]:
+    """Return (updates of an epoch or None, updates of the run); a batch has `gradient_accumulation`
+    microbatches a replica.
 
-    Raise `BadInput` if an epoch does not fill a batch, if settings count in epochs but the data have no length, or if the run has
-    too many updates or stops to be planned.
+    Raise `BadInput` if an epoch does not fill a batch, if settings count in epochs but the data
+    have no length, or if the run has too many updates or stops to be planned.
     """
-    config, rounds = setup.config, _resolve_method(setup.config).rounds
+    config = setup.config
+    rounds = _resolve_method(setup.config).rounds
     replicas = config.replicas if rounds is None else rounds.replicas or 1
-    microbatches, evaluation = setup.data.train_batches_per_epoch(config.micro_batch_size), config.evaluate
+    microbatches = setup.data.train_batches_per_epoch(config.micro_batch_size)
+    evaluation = config.evaluate
     if microbatches is not None and not isinstance(microbatches, numbers.Integral):
         why = "must be the microbatches of an epoch, or None"
-        raise BadInput(f"data: train_batches_per_epoch: returned {describe_kind(microbatches)}: {why}")
-    milestones, total = config.lr_schedule.milestones, config.lr_schedule.total_steps
-    per_epoch = None if microbatches is None else microbatches // (config.gradient_accumulation * replicas)
+        raise BadInput(
+            f"data: train_batches_per_epoch: returned {describe_kind(microbatches)}: {why}"
+        )
+    milestones = config.lr_schedule.milestones
+    total = config.lr_schedule.total_steps
+    per_epoch = (
+        None if microbatches is None else microbatches // (config.gradient_accumulation * replicas)
+    )
     if per_epoch is None:
         warmup = config.method_args.warmup
-        counts_epochs: Dict[str, Any] = {
+        counts_epochs: dict[str, Any] = {
             "steps: null: must be the updates of the run": config.steps is None,
             f"lr_schedule.milestones: {milestones}: must be none (linear and cosine go by updates)": milestones,
-            f"evaluate.every: {evaluation.every}: must be 1 or 0, after the last update, or with evaluate.steps, in updates":
-                evaluation.every not in (0, 1) and evaluation.steps is None,
+            f"evaluate.every: {evaluation.every}: must be 1 or 0, after the last update, or with "
+            f"evaluate.steps, in updates": evaluation.every not in (0, 1)
+            and evaluation.steps is None,
             f"method_args.warmup: {warmup and warmup.epochs} epochs: must be none": warmup,
-            f"method: {config.method}: draws delays by the epoch: must be another": METHODS[config.method].history,
-        }  # fmt: skip
+            f"method: {config.method}: draws delays by the epoch: must be another": METHODS[
+                config.method
+            ].history,
+        }
         why = "the training data has no length, so that it has no epochs"
         raise_faults({f"{fault}: {why}": is_so for fault, is_so in counts_epochs.items()})
     elif per_epoch < 1:
         raise BadInput(
-            f"data: {microbatches} microbatches an epoch do not fill one batch of gradient_accumulation "
-            f"{config.gradient_accumulation} x replicas {replicas}: lower them, micro_batch_size, or take more data"
+            f"data: {microbatches} microbatches an epoch do not fill one batch of "
+            f"gradient_accumulation "
+            f"{config.gradient_accumulation} x replicas {replicas}: lower them, micro_batch_size, "
+            f"or take more data"
         )
     updates = config.steps if config.steps is not None else config.epochs * (per_epoch or 0)
     planned = "a run is planned before it starts"
-    faults: Dict[str, Any] = {
-        f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: {planned}": updates > MOST_UPDATES,
-        f"lr_schedule.total_steps: {total}: must be at least the {updates} updates of the run": total and total < updates,
+    faults: dict[str, Any] = {
+        f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: {planned}": updates
+        > MOST_UPDATES,
+        f"lr_schedule.total_steps: {total}: must be at least the {updates} updates of the run": total
+        and total < updates,
     }
     intervals = (
         ("checkpoint", config.checkpoint_every, config.checkpoint_every),
@@ -489,6 +652,9 @@ def _count_updates(setup: Setup) -> Tuple[Optional[int], int]:
     )
     for key, value, every in intervals:
         stops = updates // every if every else 0
-        faults[f"{key}.every: {value}: {stops} times in {updates} updates, at most {MOST_STOPS}: {planned}"] = stops > MOST_STOPS
+        faults[
+            f"{key}.every: {value}: {stops} times in {updates} updates, at most {MOST_STOPS}: "
+            f"{planned}"
+        ] = stops > MOST_STOPS
     raise_faults(faults)
     return per_epoch, updates

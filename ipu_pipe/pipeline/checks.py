@@ -1,9 +1,11 @@
-"""Checks before training: run one pass to check that model, loss, data and metrics fit, and find conflicting settings."""
+"""Checks before training: run one pass to check that model, loss, data and metrics fit, and find
+conflicting settings.
+"""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -41,151 +43,232 @@ from ipu_pipe.update import rules
 from ipu_pipe.update.clipping import explain_stage_scope
 
 
-def find_faults(job: Job, optimizer_faults: Sequence[str]) -> List[str]:
-    """List all reasons to refuse the job. `optimizer_faults`: of the config's own optimizer, with its file."""
-    args, groups = job.config.method_settings(), job.full_optimizer.param_groups
+def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
+    """List all reasons to refuse the job. `optimizer_faults`: of the config's own optimizer, with
+    its file.
+    """
+    args = job.config.method_settings()
+    groups = job.full_optimizer.param_groups
     kinds = [update.get_kind(job.full_optimizer, group) for group in groups]
-    rule_faults = [f for kind, group in zip(kinds, groups) for f in rules.list_conflicts(args, job.method, kind, group)]
-    conflicts = {**_find_conflicts(job), **(_find_block_conflicts(job) if job.method.structure is not None else {})}
+    rule_faults = [
+        f
+        for kind, group in zip(kinds, groups)
+        for f in rules.list_conflicts(args, job.method, kind, group)
+    ]
+    conflicts = {
+        **_find_conflicts(job),
+        **(_find_block_conflicts(job) if job.method.structure is not None else {}),
+    }
     faults = [*get_backend(job.config).list_faults(job)]
     faults += list_shortages(job) if job.config.hardware is not None else []
     faults += [fault for fault, applies in conflicts.items() if applies]
     # prefer the line that names the file of the key
-    faults += [next((line for line in optimizer_faults if line.endswith(fault)), fault) for fault in rule_faults]
+    faults += [
+        next((line for line in optimizer_faults if line.endswith(fault)), fault)
+        for fault in rule_faults
+    ]
     return list(dict.fromkeys(faults))
 
 
-def _find_conflicts(job: Job) -> Dict[str, Any]:
-    """Return the conflicts of settings with each other or with the model: fault -> whether it applies."""
-    config, method, args = job.config, job.method, job.config.method_settings()
-    replicas, accumulation, scope = config.replicas, config.gradient_accumulation, config.clip and config.clip.scope
+def _find_conflicts(job: Job) -> dict[str, Any]:
+    """Return the conflicts of settings with each other or with the model: fault -> whether it
+    applies.
+    """
+    config = job.config
+    method = job.method
+    args = job.config.method_settings()
+    replicas = config.replicas
+    accumulation = config.gradient_accumulation
+    scope = config.clip and config.clip.scope
     by_stage = explain_stage_scope(config.clip.norm, len(job.partition)) if config.clip else ""
     alone = f"{method.name} updates single stages" if method.history is not None else ""
     if method.rounds is not None:
         alone = f"{method.name} has replicas that step by themselves (method_args.replicas)"
-    # each copy of a layer would have its own such buffers, but a checkpoint has only those of the first copy
-    has_copies = replicas > 1 or method.rounds is not None or (method.structure and method.structure.overlap)
-    stops = [] if job.is_open else [*list_drains(config, job.updates, job.updates_per_epoch, job.done), job.updates]
+    # each copy of a layer would have its own such buffers, but a checkpoint has only those of the
+    # first copy
+    has_copies = (
+        replicas > 1 or method.rounds is not None or (method.structure and method.structure.overlap)
+    )
+    stops = (
+        []
+        if job.is_open
+        else [*list_drains(config, job.updates, job.updates_per_epoch, job.done), job.updates]
+    )
     outer = method.rounds is not None and method.rounds.outer is not None
-    interval = method.rounds.interval(len(job.partition)) if method.rounds is not None and outer else 1
+    interval = (
+        method.rounds.interval(len(job.partition)) if method.rounds is not None and outer else 1
+    )
     unsynchronized = next((k for k in stops if k % interval), None)
-    unapplied = next(((every, k) for every in args.get("block_accumulation", ()) for k in stops if k % every), (0, 0))
+    unapplied = next(
+        ((every, k) for every in args.get("block_accumulation", ()) for k in stops if k % every),
+        (0, 0),
+    )
     sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
     backend = config.backend.facts
-    faults: Dict[str, Any] = {
-        f"checkpoint.format: sharded: needs torch 2.4 or later, this is {torch.__version__}: must be single":
-            sharded and read_torch_version() < (2, 4),
-        f"lr_schedule.name: plateau: {backend.why_rates_are_fixed}: use another backend or schedule":
-            job.plateau and backend.why_rates_are_fixed,
-        "lr_schedule.name: plateau: follows evaluations, and this run has no interval: set evaluate.every or evaluate.steps":
-            job.plateau and not job.evaluation_interval,
-        f"ema: {backend.why_weights_are_hidden}, which average none: use another backend, or null":
-            config.ema and backend.why_weights_are_hidden,
-        f"ema: {method.name}: its stages, replicas or duplicates of layers step by themselves: must be null":
-            config.ema and (method.history or method.rounds or (method.structure and method.structure.overlap)),
-        "ema: not with weights of several stages on processes, where each has a copy: use the emulator, or untie them":
-            config.ema and job.partition.list_tied(job.model) and backend.uses_processes,
-        "model.compile: true: only backend: {name: distributed} compiles the modules of its stages: must be false":
-            config.model.compile and not backend.compiles_modules,
+    faults: dict[str, Any] = {
+        f"checkpoint.format: sharded: needs torch 2.4 or later, this is {torch.__version__}: must "
+        f"be single": sharded and read_torch_version() < (2, 4),
+        f"lr_schedule.name: plateau: {backend.why_rates_are_fixed}: use another backend or "
+        f"schedule": job.plateau and backend.why_rates_are_fixed,
+        "lr_schedule.name: plateau: follows evaluations, and this run has no interval: set "
+        "evaluate.every or evaluate.steps": job.plateau and not job.evaluation_interval,
+        f"ema: {backend.why_weights_are_hidden}, which average none: use another backend, or null": config.ema
+        and backend.why_weights_are_hidden,
+        f"ema: {method.name}: its stages, replicas or duplicates of layers step by themselves: "
+        f"must be null": config.ema
+        and (method.history or method.rounds or (method.structure and method.structure.overlap)),
+        "ema: not with weights of several stages on processes, where each has a copy: use the "
+        "emulator, or untie them": config.ema
+        and job.partition.list_tied(job.model)
+        and backend.uses_processes,
+        "model.compile: true: only backend: {name: distributed} compiles the modules of its "
+        "stages: must be false": config.model.compile and not backend.compiles_modules,
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
         f"gradient_accumulation: {accumulation}: {alone}: must be 1": alone and accumulation > 1,
-        "method_args.delay_compensation: cannot be combined with loss_weight: it uses the gradient of a "
+        "method_args.delay_compensation: cannot be combined with loss_weight: it uses the gradient "
+        "of a "
         "microbatch's own loss, and "
-        "earlier stages do not know its weight: must be null":
-            job.loss_weight and job.rules.compensates and job.schedule.accumulate * replicas > 1,
+        "earlier stages do not know its weight: must be null": job.loss_weight
+        and job.rules.compensates
+        and job.schedule.accumulate * replicas > 1,
         f"clip.scope: {scope}: {alone}: use {by_stage}": alone and scope not in (None, "stage"),
-        "clip.scope: delayed_global: cannot be combined with method_args.warmup, whose norms are not delayed: "
-        f"use {by_stage}":
-            scope == "delayed_global" and "warmup" in args,
-        f"model: {list_some(job.effects.buffers)}: buffers that training changes and reads: with replicas, or layers that two "
-        "blocks hold, each copy would need its own: leave them out": has_copies and job.effects.buffers,
-        f"replicas: {replicas}: each would have its own mean square, but a checkpoint has only one: must be 1, or "
-        "method_args.delay_compensation.adaptive: false":
-            replicas > 1 and args.get("delay_compensation", {}).get("adaptive"),
-        f"method_args.outer: an evaluation, a checkpoint or the end comes after {unsynchronized} steps, it must come after a "
-        f"multiple of {interval}, when replicas synchronize (evaluate.steps, evaluate.every, checkpoint.every, steps)":
-            unsynchronized is not None,
-        f"method_args.block_accumulation: {unapplied[0]}: an evaluation or checkpoint comes after {unapplied[1]} updates, it "
-        "must come after a multiple, when no gathered gradient is left (evaluate.every, checkpoint.every, steps)": unapplied[0],
-    }  # fmt: skip
+        "clip.scope: delayed_global: cannot be combined with method_args.warmup, whose norms are "
+        "not delayed: "
+        f"use {by_stage}": scope == "delayed_global" and "warmup" in args,
+        f"model: {list_some(job.effects.buffers)}: buffers that training changes and reads: with "
+        f"replicas, or layers that two "
+        "blocks hold, each copy would need its own: leave them out": has_copies
+        and job.effects.buffers,
+        f"replicas: {replicas}: each would have its own mean square, but a checkpoint has only "
+        f"one: must be 1, or "
+        "method_args.delay_compensation.adaptive: false": replicas > 1
+        and args.get("delay_compensation", {}).get("adaptive"),
+        f"method_args.outer: an evaluation, a checkpoint or the end comes after {unsynchronized} "
+        f"steps, it must come after a "
+        f"multiple of {interval}, when replicas synchronize (evaluate.steps, evaluate.every, "
+        f"checkpoint.every, steps)": unsynchronized is not None,
+        f"method_args.block_accumulation: {unapplied[0]}: an evaluation or checkpoint comes after "
+        f"{unapplied[1]} updates, it "
+        "must come after a multiple, when no gathered gradient is left (evaluate.every, "
+        "checkpoint.every, steps)": unapplied[0],
+    }
     for key in ("block_rates", "block_accumulation", "head"):
         value = args.get(key)
-        blocks = f"must be one for each of {len(job.partition)} blocks" if method.structure else f"{method.name} has no blocks"
+        blocks = (
+            f"must be one for each of {len(job.partition)} blocks"
+            if method.structure
+            else f"{method.name} has no blocks"
+        )
         wrong = not method.structure or (key != "head" and len(value or ()) != len(job.partition))
         faults[f"method_args.{key}: {show(value)}: {blocks}"] = value is not None and wrong
     return faults
 
 
-def _find_block_conflicts(job: Job) -> Dict[str, Any]:
+def _find_block_conflicts(job: Job) -> dict[str, Any]:
     """Return the settings that local methods do not support: fault -> whether it applies."""
-    config, clip, structure = job.config, job.config.clip, job.method.structure
+    config = job.config
+    clip = job.config.clip
+    structure = job.method.structure
     by_stage = explain_stage_scope(clip.norm, len(job.partition)) if clip else ""
-    gathers, overlaps = bool(config.method_args.block_accumulation), structure is not None and structure.overlap
+    gathers = bool(config.method_args.block_accumulation)
+    overlaps = structure is not None and structure.overlap
     return {
-        f"clip.scope: {clip and clip.scope}: a block knows only its own gradients: use {by_stage}":
-            clip and clip.scope != "stage",
-        f"replicas: {config.replicas}: not with method_args.block_accumulation: use gradient_accumulation":
-            gathers and config.replicas > 1,
-        "clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not clipped": overlaps and clip,
-        "method_args.block_accumulation: not with local_overlapping, whose blocks share gradients at each update":
-            overlaps and gathers,
-        f"replicas: {config.replicas}: not with local_overlapping, whose layers have duplicates already":
-            overlaps and config.replicas > 1,
-    }  # fmt: skip
+        f"clip.scope: {clip and clip.scope}: a block knows only its own gradients: use {by_stage}": clip
+        and clip.scope != "stage",
+        f"replicas: {config.replicas}: not with method_args.block_accumulation: use "
+        f"gradient_accumulation": gathers and config.replicas > 1,
+        "clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not "
+        "clipped": overlaps and clip,
+        "method_args.block_accumulation: not with local_overlapping, whose blocks share gradients "
+        "at each update": overlaps and gathers,
+        f"replicas: {config.replicas}: not with local_overlapping, whose layers have duplicates "
+        f"already": overlaps and config.replicas > 1,
+    }
 
 
 # classes that wrap a module: their names, hooks and order of execution are not the model's own
 WRAPPERS = {
-    "OptimizedModule": "torch.compile", "DataParallel": "DataParallel", "DistributedDataParallel": "DistributedDataParallel",
-    "FullyShardedDataParallel": "FullyShardedDataParallel", "FSDPModule": "fully_shard", "ScriptModule": "torch.jit",
-    "PoplarExecutor": "a PopTorch executor", "DeepSpeedEngine": "DeepSpeed",
-}  # fmt: skip
+    "OptimizedModule": "torch.compile",
+    "DataParallel": "DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+    "ScriptModule": "torch.jit",
+    "PoplarExecutor": "a PopTorch executor",
+    "DeepSpeedEngine": "DeepSpeed",
+}
 
 
 def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
-    """Raise `BadInput` for modules and tensors of model and loss that stages, checkpoints or optimizers do not support."""
+    """Raise `BadInput` for modules and tensors of model and loss that stages, checkpoints or
+    optimizers do not support.
+    """
     sparse = []
     for name, module in model.named_modules():
         place = f"model: {name}" if name else "model"
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
-            why = "is lazy: its weights have no shape yet: state its sizes, or run a batch through the model first"
+            why = (
+                "is lazy: its weights have no shape yet: state its sizes, or run a batch through "
+                "the model first"
+            )
             raise BadInput(f"{place}: {why}")
-        kinds = [WRAPPERS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in WRAPPERS]
+        kinds = [
+            WRAPPERS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in WRAPPERS
+        ]
         # module.compile() does not change the class
         if getattr(module, "_compiled_call_impl", None) is not None:
             kinds.append("torch.compile")
         if kinds:
-            why = f"is wrapped by {kinds[0]}: give the model itself, which the backend divides over its devices"
+            why = (
+                f"is wrapped by {kinds[0]}: give the model itself, which the backend divides "
+                f"over its devices"
+            )
             raise BadInput(f"{place}: {why}")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             sparse.append(name)
     state = model.state_dict()
     if not isinstance(state, Mapping):
-        raise BadInput(f"model: state_dict: returned {describe_kind(state)}: must return names to tensors")
+        raise BadInput(
+            f"model: state_dict: returned {describe_kind(state)}: must return names to tensors"
+        )
     trained = set(model.parameters())
     of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     untrained = [name for name, p in of_loss if p.requires_grad and p not in trained]
     names_by_fault = {
-        "complex: parameters must be real": [name for name, p in model.named_parameters() if p.dtype.is_complex],
+        "complex: parameters must be real": [
+            name for name, p in model.named_parameters() if p.dtype.is_complex
+        ],
         "is not a dense tensor: checkpoints support only dense tensors": [
-            name for name, t in state.items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
+            name
+            for name, t in state.items()
+            if not isinstance(t, torch.Tensor) or t.layout != torch.strided
         ],
         "gradients must be dense: sparse=False gives the same numbers": sparse,
-        "on a GPU cuDNN draws a recurrent layer's dropout from a private state, which no seed reaches: use dropout=0 with "
-        "nn.Dropout between layers of num_layers=1, or backend.device: cpu": find_unkeyed_draws(model, device),
+        "on a GPU cuDNN draws a recurrent layer's dropout from a private state, which no seed "
+        "reaches: use dropout=0 with "
+        "nn.Dropout between layers of num_layers=1, or backend.device: cpu": find_unkeyed_draws(
+            model, device
+        ),
     }
-    faults = [f"model: {list_some(names)}: {fault}" for fault, names in names_by_fault.items() if names]
+    faults = [
+        f"model: {list_some(names)}: {fault}" for fault, names in names_by_fault.items() if names
+    ]
     if untrained:
-        why = "no optimizer would train the loss's own parameters: put them into the model, or requires_grad_(False)"
+        why = (
+            "no optimizer would train the loss's own parameters: put them into the model, or "
+            "requires_grad_(False)"
+        )
         faults.append(f"loss: {type(loss).__name__}: {list_some(untrained)}: {why}")
     raise_faults(faults)
 
 
-def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observation:
-    """Run a training pass of a microbatch, and the metrics on a batch of the test set; return the observation of the pass.
+def check_model(setup: Setup, example: tuple[Any, Any], labels: Any) -> Observation:
+    """Run a training pass of a microbatch, and the metrics on a batch of the test set; return the
+    observation of the pass.
 
-    Raise `BadInput` if the model does not fit the data, the loss or the metrics, or cannot learn. `labels`: the example's labels
-    on the CPU, with values even if the example is on the meta device. The labels that the loss allows go to `setup.label_range`.
+    Raise `BadInput` if the model does not fit the data, the loss or the metrics, or cannot learn.
+    `labels`: the example's labels on the CPU, with values even if the example is on the meta
+    device. The labels that the loss allows go to `setup.label_range`.
     """
     model, loss, (x, y) = setup.model, setup.loss, example
     output: Any = None
@@ -196,7 +279,9 @@ def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observat
         nonlocal output, taken, value
         output = call_model(model, x)
         taken = take_scores(loss, output)
-        setup.label_range = find_label_range(get_uncast_loss(get_plain_loss(loss)), taken, get_labels(y))
+        setup.label_range = find_label_range(
+            get_uncast_loss(get_plain_loss(loss)), taken, get_labels(y)
+        )
         if setup.label_range is not None:
             setup.label_range.check(get_labels(labels))
         value = loss(output, y)
@@ -212,45 +297,67 @@ def check_model(setup: Setup, example: Tuple[Any, Any], labels: Any) -> Observat
         raise
     # the user's model may raise anything
     except Exception as error:
-        raise BadInput(_explain_failure(loss, example, output, taken, value, summarize(error))) from error
+        raise BadInput(
+            _explain_failure(loss, example, output, taken, value, summarize(error))
+        ) from error
     take = loss.take if isinstance(loss, (LossOfOutput, OwnLoss)) else None
     if isinstance(output, torch.Tensor) and isinstance(take, TakePart):
         raise BadInput(
-            f"model.output: {take.key}: the model returns {describe_output(output)}, which has no parts: leave it out"
+            f"model.output: {take.key}: the model returns {describe_output(output)}, which has no "
+            f"parts: leave it out"
         )
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise BadInput("loss: must return one number, the mean over the microbatch")
     buffers = dict(model.named_buffers())
     changed = [name for name in seen.effects.buffers if buffers[name].is_complex()]
     if changed:
-        why = "complex, and training changes it: keep its real and its imaginary part in a buffer each"
+        why = (
+            "complex, and training changes it: keep its real and its imaginary part in a buffer "
+            "each"
+        )
         raise BadInput(f"model: {list_some(changed)}: {why}")
     if not value.requires_grad:
-        raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
+        raise BadInput(
+            "loss: depends on no parameter of the model that needs a gradient: nothing to train"
+        )
     _try_metrics(setup)
     return seen
 
 
-def _explain_failure(loss: Loss, example: Tuple[Any, Any], output: Any, taken: Any, value: Any, error: str) -> str:
-    """Return the fault of a training pass that ended by an `error` of the user's code; what it did not reach is None."""
+def _explain_failure(
+    loss: Loss, example: tuple[Any, Any], output: Any, taken: Any, value: Any, error: str
+) -> str:
+    """Return the fault of a training pass that ended by an `error` of the user's code; what it did
+    not reach is None.
+    """
     (x, y), fields = example, list_fields(output)
     if fields and takes_whole_output(loss):
         likely = SCORES if SCORES in fields else fields[0]
         return (
-            f"model: returns {describe_output(output)}, but the loss takes one of these ({error}): set which one,"
+            f"model: returns {describe_output(output)}, but the loss takes one of these ({error}): "
+            f"set which one,"
             f" as in model.output: {likely}, or use loss: model if the output has its own loss"
         )
     if output is not None and value is None:
         returned = describe_output(output)
         if taken is None and isinstance(loss, LossOfOutput):
             return f"model.output: it fails on the model's output, {returned}: {error}"
-        return f"loss: it fails on the model's output, {returned} and labels {describe_tensors(get_labels(y))}: {error}"
-    labelled = ", which loss: model calls with the labels too" if isinstance(get_plain_loss(loss), OwnLoss) else ""
+        return (
+            f"loss: it fails on the model's output, {returned} and labels "
+            f"{describe_tensors(get_labels(y))}: {error}"
+        )
+    labelled = (
+        ", which loss: model calls with the labels too"
+        if isinstance(get_plain_loss(loss), OwnLoss)
+        else ""
+    )
     return f"model: it fails on a microbatch of shape {describe_tensors(x)}{labelled}: {error}"
 
 
 def _try_metrics(setup: Setup) -> None:
-    """Run the metrics on a batch of the test set before anything is written. Raise `BadInput` if one fails."""
+    """Run the metrics on a batch of the test set before anything is written. Raise `BadInput` if
+    one fails.
+    """
     metrics = [metric for metric in setup.metrics if metric not in DEFAULT]
     if not metrics or setup.device.type == "meta":
         return
@@ -258,7 +365,8 @@ def _try_metrics(setup: Setup) -> None:
     with torch.random.fork_rng(devices=devices), torch.no_grad(), restore_all(setup.model):
         setup.model.eval()
         for x, labels in itertools.islice(load_test_batches(setup), 1):
-            scores, y = take_scores(setup.loss, call_model(setup.model, x)), get_labels(labels)
+            scores = take_scores(setup.loss, call_model(setup.model, x))
+            y = get_labels(labels)
             for metric in metrics:
                 try:
                     metric.make_sums().add(scores, y, count_samples(x))
@@ -267,4 +375,6 @@ def _try_metrics(setup: Setup) -> None:
                 # the user's metric may raise anything
                 except Exception as error:
                     kinds = f"{describe_output(scores)} and labels {describe_tensors(y)}"
-                    raise BadInput(f"metrics: {metric.name}: fails on {kinds}: {summarize(error)}") from error
+                    raise BadInput(
+                        f"metrics: {metric.name}: fails on {kinds}: {summarize(error)}"
+                    ) from error

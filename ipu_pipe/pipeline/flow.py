@@ -1,4 +1,5 @@
-"""The batches of a run on their way through its pipeline, one by one: `Pipeline` and `train` give them by the same `Flow`.
+"""The batches of a run on their way through its pipeline, one by one: `Pipeline` and `train` give
+them by the same `Flow`.
 
     give    the next batch enters, and every process runs exactly the actions before the batch after it enters
     take    the results of the updates that have left the pipeline by then
@@ -9,7 +10,7 @@ Nobody knows the end of the run: the schedule is open, and a drain is added to i
 
 from __future__ import annotations
 
-from typing import Iterator, List, Tuple
+from typing import Iterator
 
 from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.table import make_engine
@@ -22,9 +23,10 @@ from ipu_pipe.schedule.versions import VersionTable
 class Flow:
     """Give the batches of a job to an engine, and take the results of the updates that leave.
 
-    `given`: the number of batches given, of which the first ones were given before this start; `left`: the updates whose
-    results were taken; `drains`: the updates after which the pipeline ran empty. `is_planned`: of a run of `train`, which takes
-    the result of an update as soon as an engine has made it, not when it would leave the pipeline.
+    `given`: the number of batches given, of which the first ones were given before this start;
+    `left`: the updates whose results were taken; `drains`: the updates after which the pipeline ran
+    empty. `is_planned`: of a run of `train`, which takes the result of an update as soon as an
+    engine has made it, not when it would leave the pipeline.
     """
 
     def __init__(self, job: Job, given: int = 0, is_planned: bool = False) -> None:
@@ -41,8 +43,10 @@ class Flow:
         self.given = k + 1
         self.engine.give(k, self._cuts.find(k + 1))
 
-    def take(self) -> Iterator[Tuple[int, StepResult]]:
-        """Yield the number and the result of each update that has left the pipeline since the last call."""
+    def take(self) -> Iterator[tuple[int, StepResult]]:
+        """Yield the number and the result of each update that has left the pipeline since the last
+        call.
+        """
         takes_at_once = self._is_planned and self.engine.makes_updates_at_once
         yield from self._take_before(self.given if takes_at_once else self._count_left(self.given))
 
@@ -51,11 +55,12 @@ class Flow:
         if self.engine.is_empty_after_calls:
             return batches
         if self._is_planned and self._job.method.structure is not None:
-            # the first of blocks with losses of their own is as many updates ahead of the last as there are blocks
+            # the first of blocks with losses of their own is as many updates ahead of the last as
+            # there are blocks
             return max(batches - len(self._job.partition), 0)
         return self._cuts.count_left(batches)
 
-    def _take_before(self, end: int) -> Iterator[Tuple[int, StepResult]]:
+    def _take_before(self, end: int) -> Iterator[tuple[int, StepResult]]:
         for k in range(self.left, end):
             result = self.engine.take(k)
             self.left = k + 1
@@ -66,24 +71,29 @@ class Flow:
         """Whether no batch was given since the pipeline ran empty."""
         return not self.given or self.drains[-1:] == [self.given]
 
-    def drain(self) -> List[Tuple[int, StepResult]]:
-        """Run the pipeline empty, unless it is. Return the numbers and results of the updates that had not been taken."""
+    def drain(self) -> list[tuple[int, StepResult]]:
+        """Run the pipeline empty, unless it is. Return the numbers and results of the updates that
+        had not been taken.
+        """
         if self.is_empty:
             return []
         self.drains.append(self.given)
-        # the engine finishes the row that it has begun; the new schedule says that a round of replicas may end here
+        # the engine finishes the row that it has begun; the new schedule says that a round of
+        # replicas may end here
         self._open()
         self.engine.finish(self.given)
         updates = list(self._take_before(self.given))
         self.engine.reopen(self.given)
         return updates
 
-    def finish(self) -> Iterator[Tuple[int, StepResult]]:
-        """Run the pipeline empty for the last time, within a round of replicas. Yield the updates that had not been taken."""
+    def finish(self) -> Iterator[tuple[int, StepResult]]:
+        """Run the pipeline empty for the last time, within a round of replicas. Yield the updates
+        that had not been taken.
+        """
         self.engine.finish(self.given)
         yield from self._take_before(self.given)
 
-    def restart(self, given: int, drains: List[int]) -> None:
+    def restart(self, given: int, drains: list[int]) -> None:
         """Go on with another batch, from an empty pipeline and a state that was loaded."""
         self.given = self.left = given
         self.drains = drains
@@ -91,7 +101,8 @@ class Flow:
         self.engine.reopen(given, is_loaded=True)
 
     def find_end(self, k: int) -> int:
-        """Return the number of batches given when update k leaves, after which a run ends that is asked to end by it.
+        """Return the number of batches given when update k leaves, after which a run ends that is
+        asked to end by it.
 
         The round of replicas with weights of their own ends too.
         """
@@ -108,9 +119,12 @@ class Flow:
     def _open(self) -> None:
         """Give the job the versions of a schedule with the drains so far and an open end."""
         job = self._job
-        # randomized methods draw from the epochs of a planned run, and pass nothing from stage to stage
+        # randomized methods draw from the epochs of a planned run, and pass nothing from stage to
+        # stage
         if job.method.history is None or job.is_open:
             accumulate = job.schedule.accumulate
-            schedule = open_schedule(job.method, len(job.partition), accumulate, self.drains, job.rules.switch)
+            schedule = open_schedule(
+                job.method, len(job.partition), accumulate, self.drains, job.rules.switch
+            )
             job.open_table = VersionTable(schedule, job.method, job.config.seed)
         self._cuts = Cuts(job)

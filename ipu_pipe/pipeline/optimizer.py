@@ -1,10 +1,12 @@
-"""The caller's optimizer in a pipeline: it stays the handle for settings and state, and another one like it steps.
+"""The caller's optimizer in a pipeline: it stays the handle for settings and state, and another one
+like it steps.
 
     the caller's    group 0: lr 0.1    group 1: lr 0.01, no weight decay          its schedulers change these
     steps           stage 0, of 0      stage 0, of 1      stage 1, of 0 ...       gets the settings of its batch
 
-A stage makes update k when later batches have entered the pipeline already. So the settings of all groups are copied when a batch
-is given, and belong to that batch's update on every stage, however late.
+A stage makes update k when later batches have entered the pipeline already. So the settings of all
+groups are copied when a batch is given, and belong to that batch's update on every stage, however
+late.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import collections
 import copy
 import weakref
 from collections.abc import MutableMapping
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Callable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -28,15 +30,17 @@ NOT_SETTINGS = ("params", "initial_lr")
 
 
 class SharedState(MutableMapping):  # type: ignore[type-arg]
-    """The state of the optimizer that steps: of the caller's parameters in the caller's optimizer, of others apart.
+    """The state of the optimizer that steps: of the caller's parameters in the caller's optimizer,
+    of others apart.
 
-    Others are the auxiliary heads and master copies that a method or precision adds; the caller's `state_dict` leaves them out.
+    Others are the auxiliary heads and master copies that a method or precision adds; the caller's
+    `state_dict` leaves them out.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._own = {p for group in optimizer.param_groups for p in group["params"]}
-        self._added: Dict[Any, Dict[str, Any]] = collections.defaultdict(dict)
+        self._added: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
 
     def _find(self, parameter: Any) -> Any:
         # `load_state_dict` of the caller's optimizer makes a new dictionary
@@ -63,7 +67,9 @@ class SharedState(MutableMapping):  # type: ignore[type-arg]
 
 
 class OptimizerView(torch.optim.Optimizer):
-    """The caller's optimizer for a framework that steps it: the same groups, settings and state, but `step` changes nothing."""
+    """The caller's optimizer for a framework that steps it: the same groups, settings and state,
+    but `step` changes nothing.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # not the base class's: groups, state and hooks are those of the caller's
@@ -74,46 +80,64 @@ class OptimizerView(torch.optim.Optimizer):
         return getattr(self.__dict__["optimizer"], name)
 
     def step(self, closure: Any = None) -> Any:
-        """Return the closure's result. The pipeline has made the step, or makes it when the batch's backwards are done."""
+        """Return the closure's result. The pipeline has made the step, or makes it when the batch's
+        backwards are done.
+        """
         return None if closure is None else closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the pipeline clears gradients."""
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state of the caller's optimizer."""
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the caller's optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
-    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the caller's optimizer, which the pipeline refuses."""
         self.optimizer.add_param_group(param_group)
 
 
 class OptimizerHandle:
-    """The caller's optimizer: `copy_for(groups)` makes the one that steps, `record(k)` copies the settings for update k.
+    """The caller's optimizer: `copy_for(groups)` makes the one that steps, `record(k)` copies the
+    settings for update k.
 
-    `heads`: the settings in which the group of auxiliary heads differs from the first group; None: they are in the first group.
-    Raise `BadInput` for an optimizer that cannot step so, has parameters that are not the model's, or is in another handle.
+    `heads`: the settings in which the group of auxiliary heads differs from the first group; None:
+    they are in the first group. Raise `BadInput` for an optimizer that cannot step so, has
+    parameters that are not the model's, or is in another handle.
     """
 
     # optimizer -> its handle, until the handle is released
-    _in_use: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[OptimizerHandle]] = weakref.WeakKeyDictionary()
+    _in_use: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[OptimizerHandle]] = (
+        weakref.WeakKeyDictionary()
+    )
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, heads: Optional[Mapping[str, Any]] = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        heads: Mapping[str, Any] | None = None,
     ) -> None:
         wrapped = getattr(optimizer, "optimizer", None)
         if isinstance(wrapped, torch.optim.Optimizer):
-            why = f"wraps {describe_kind(wrapped)}: give that one, and let the wrapper's framework not prepare it"
+            why = (
+                f"wraps {describe_kind(wrapped)}: give that one, and let the wrapper's framework "
+                f"not prepare it"
+            )
             raise BadInput(f"optimizer: {describe_kind(optimizer)}: {why}")
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise BadInput(f"optimizer: {describe_kind(optimizer)}: must be a torch.optim.Optimizer over the model's parameters")
+            raise BadInput(
+                f"optimizer: {describe_kind(optimizer)}: must be a torch.optim.Optimizer over the "
+                f"model's parameters"
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise BadInput("optimizer: LBFGS: evaluates the loss several times in a step, which a pipeline cannot: use another")
+            raise BadInput(
+                "optimizer: LBFGS: evaluates the loss several times in a step, which a pipeline "
+                "cannot: use another"
+            )
         if heads is not None:
             check_heads(heads, optimizer)
         trained = {id(p) for p in model.parameters()}
@@ -121,23 +145,35 @@ class OptimizerHandle:
         strange = sum(id(p) not in trained for p in parameters)
         if strange:
             why = "make it from those of the model that the pipeline gets"
-            raise BadInput(f"optimizer: {strange} of its {len(parameters)} parameters are not the model's: {why}")
+            raise BadInput(
+                f"optimizer: {strange} of its {len(parameters)} parameters are not the model's: "
+                f"{why}"
+            )
         earlier = self._in_use.get(optimizer)
         if earlier is not None and earlier() is not None:
-            raise BadInput("optimizer: another Pipeline steps it: close() that one first, or make a new optimizer")
+            raise BadInput(
+                "optimizer: another Pipeline steps it: close() that one first, or make a new "
+                "optimizer"
+            )
         self._in_use[optimizer] = weakref.ref(self)
-        self.optimizer, self._heads = optimizer, heads
-        self._member_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._settings: Dict[int, List[Dict[str, Any]]] = {}
+        self.optimizer = optimizer
+        self._heads = heads
+        self._member_of = {
+            id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
+        self._settings: dict[int, list[dict[str, Any]]] = {}
         self._is_stepping = False
         # the optimizer's `step` that has been called so that schedulers have seen it
-        self._counted_step: Optional[Callable[..., Any]] = None
-        # registered on the caller's handle alone: the optimizer that steps has the caller's other hooks
+        self._counted_step: Callable[..., Any] | None = None
+        # registered on the caller's handle alone: the optimizer that steps has the caller's other
+        # hooks
         self._hook = optimizer.register_step_pre_hook(self._refuse_step)
 
     @property
     def group_count(self) -> int:
-        """The number of parameter groups: the caller's, and one for heads that have settings of their own."""
+        """The number of parameter groups: the caller's, and one for heads that have settings of
+        their own.
+        """
         return len(self.optimizer.param_groups) + int(self._heads is not None)
 
     @property
@@ -145,12 +181,14 @@ class OptimizerHandle:
         """The number of the group of auxiliary heads."""
         return 0 if self._heads is None else len(self.optimizer.param_groups)
 
-    def find_member(self, parameter: nn.Parameter) -> Optional[int]:
+    def find_member(self, parameter: nn.Parameter) -> int | None:
         """Return the number of the caller's group of a parameter, None if it is in none."""
         return self._member_of.get(id(parameter))
 
     def copy_for(self, groups: Groups) -> torch.optim.Optimizer:
-        """Return an optimizer like the caller's over other groups, each with a `member`, with the same hooks and state."""
+        """Return an optimizer like the caller's over other groups, each with a `member`, with the
+        same hooks and state.
+        """
         optimizer = self.optimizer
         inner = object.__new__(type(optimizer))
         inner.__dict__.update(optimizer.__dict__)
@@ -161,7 +199,7 @@ class OptimizerHandle:
         inner.state = SharedState(optimizer)  # type: ignore[assignment]
         return inner
 
-    def _copy_all_settings(self) -> List[Dict[str, Any]]:
+    def _copy_all_settings(self) -> list[dict[str, Any]]:
         """Return the present settings of each group."""
         settings = [self._copy_settings(group) for group in self.optimizer.param_groups]
         if self._heads is not None:
@@ -169,34 +207,53 @@ class OptimizerHandle:
         return settings
 
     @staticmethod
-    def _copy_settings(group: Mapping[str, Any]) -> Dict[str, Any]:
+    def _copy_settings(group: Mapping[str, Any]) -> dict[str, Any]:
         return {key: copy.copy(value) for key, value in group.items() if key not in NOT_SETTINGS}
 
     # ---- settings
 
-    def export_settings(self) -> Dict[str, Any]:
-        """Return the kind of the caller's optimizer and the settings of its groups, as its own `state_dict` has them."""
+    def export_settings(self) -> dict[str, Any]:
+        """Return the kind of the caller's optimizer and the settings of its groups, as its own
+        `state_dict` has them.
+        """
         groups = copy.deepcopy(self.optimizer.state_dict()["param_groups"])
         return {"kind": type(self.optimizer).__name__, "groups": groups}
 
     def check_settings(self, saved: Mapping[str, Any]) -> None:
         """Raise `BadInput` if settings of `export_settings` are another optimizer's."""
-        kind, groups = type(self.optimizer).__name__, self.optimizer.param_groups
+        kind = type(self.optimizer).__name__
+        groups = self.optimizer.param_groups
         if saved["kind"] != kind:
-            raise BadInput(f"load_state_dict: state of {saved['kind']}: this pipeline's optimizer is {kind}")
+            raise BadInput(
+                f"load_state_dict: state of {saved['kind']}: this pipeline's optimizer is {kind}"
+            )
         if len(saved["groups"]) != len(groups):
             count = len(saved["groups"])
-            raise BadInput(f"load_state_dict: {count} parameter groups: this pipeline's optimizer has {len(groups)}")
+            raise BadInput(
+                f"load_state_dict: {count} parameter groups: this pipeline's optimizer has "
+                f"{len(groups)}"
+            )
 
     def import_settings(self, saved: Mapping[str, Any]) -> None:
-        """Give the caller's groups the settings that were saved, as the optimizer's own `load_state_dict` does."""
+        """Give the caller's groups the settings that were saved, as the optimizer's own
+        `load_state_dict` does.
+        """
         for group, settings in zip(self.optimizer.param_groups, saved["groups"]):
-            group.update({key: copy.copy(value) for key, value in settings.items() if key != "params"})
+            group.update(
+                {key: copy.copy(value) for key, value in settings.items() if key != "params"}
+            )
 
     def require_parameters(self) -> None:
-        """Raise `RuntimeError` if the caller has added a group, or changed the parameters of one."""
-        if [id(p) for group in self.optimizer.param_groups for p in group["params"]] != list(self._member_of):
-            raise RuntimeError("step: the optimizer has other parameters than when the pipeline was made: make a new pipeline")
+        """Raise `RuntimeError` if the caller has added a group, or changed the parameters of
+        one.
+        """
+        if [id(p) for group in self.optimizer.param_groups for p in group["params"]] != list(
+            self._member_of
+        ):
+            raise RuntimeError(
+                "step: the optimizer has other parameters than when the pipeline was made: make a "
+                "new pipeline"
+            )
 
     def record(self, k: int) -> None:
         """Copy the settings of all groups as those of update k."""
@@ -204,8 +261,10 @@ class OptimizerHandle:
 
     def get_settings(self, k: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the settings of one of the inner optimizer's groups for update k."""
-        # randomized methods count a stage's own updates, which may be more or fewer than the batches that were given
-        oldest, newest = min(self._settings), max(self._settings)
+        # randomized methods count a stage's own updates, which may be more or fewer than the
+        # batches that were given
+        oldest = min(self._settings)
+        newest = max(self._settings)
         return self._settings[min(max(k, oldest), newest)][group["member"]]
 
     def forget_before(self, k: int) -> None:
@@ -223,11 +282,13 @@ class OptimizerHandle:
     def _refuse_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is self.optimizer and not self._is_stepping:
             raise RuntimeError(
-                "optimizer.step(): the pipeline steps this optimizer, each stage in its turn: call pipe.step(x, y) alone"
+                "optimizer.step(): the pipeline steps this optimizer, each stage in its turn: call "
+                "pipe.step(x, y) alone"
             )
 
     def count_as_stepped(self) -> None:
-        """Let the caller's learning-rate schedulers see a step of the caller's optimizer, which changes nothing, once.
+        """Let the caller's learning-rate schedulers see a step of the caller's optimizer, which
+        changes nothing, once.
 
         The first scheduler puts a function in the place of `step`, and warns if it was not called.
         """

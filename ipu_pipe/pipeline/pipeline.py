@@ -1,13 +1,13 @@
 """`Pipeline`: train a model under any method from a loop of the caller's own, one batch a step.
 
-    step k      gives batch k, then every process runs exactly the actions of slots before stage 0's first forward of batch k + 1
-    the cut     is consistent: what an action needs has an earlier slot, so no process waits for another's next step
-    results     leave with the step at whose cut all stages have made their update, the same step on every backend
+step k      gives batch k, then every process runs exactly the actions of slots before stage 0's first forward of batch k + 1
+the cut     is consistent: what an action needs has an earlier slot, so no process waits for another's next step
+results     leave with the step at whose cut all stages have made their update, the same step on every backend
 
-    slot     0   1   2   3   4   5   6   7   8   9       pipedream, 3 stages
-    stage 0  F0  F1  F2  .   .   B0* F3  B1* F4  B2*     | step 0 | step 1 | step 2 ......... | step 3 . | step 4
-    stage 1  .   F0  F1  F2  B0* .   B1* F3  B2* F4      update 0 is made by all stages in slot 5: step 2 returns it
-    stage 2  .   .   F0  B0* F1  B1* F2  B2* F3  B3*
+slot     0   1   2   3   4   5   6   7   8   9       pipedream, 3 stages
+stage 0  F0  F1  F2  .   .   B0* F3  B1* F4  B2*     | step 0 | step 1 | step 2 ......... | step 3 . | step 4
+stage 1  .   F0  F1  F2  B0* .   B1* F3  B2* F4      update 0 is made by all stages in slot 5: step 2 returns it
+stage 2  .   .   F0  B0* F1  B1* F2  B2* F3  B3*
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import warnings
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -84,13 +84,14 @@ class Update:
     index:    its number, from 0.
     loss:     the mean over its microbatches and replicas; None if all have the weight 0.
     accuracy: the same mean; None where labels have no accuracy.
-    blocks:   (loss, accuracy) of each block with a loss of its own, the whole model last; empty if there is one loss.
+    blocks:   (loss, accuracy) of each block with a loss of its own, the whole model last; empty if
+              there is one loss.
     """
 
     index: int
-    loss: Optional[float]
-    accuracy: Optional[float] = None
-    blocks: Tuple[Tuple[Optional[float], Optional[float]], ...] = ()
+    loss: float | None
+    accuracy: float | None = None
+    blocks: tuple[tuple[float | None, float | None], ...] = ()
 
     def __repr__(self) -> str:
         """Return the fields that have a value, in short."""
@@ -106,7 +107,8 @@ class Update:
 class UpdateNumber(int):
     """The number of an update, from 0, for a function of `Pipeline.on_update`.
 
-    averaged: whether replicas with weights of their own (LocalSGD) have been averaged; False after the step of one of them.
+    averaged: whether replicas with weights of their own (LocalSGD) have been averaged; False after
+    the step of one of them.
     """
 
     averaged = False
@@ -115,8 +117,8 @@ class UpdateNumber(int):
 class Pipeline:
     """Train `model` in place under a pipeline or local-parallel method, one batch a `step`.
 
-        pipe = ipu_pipe.Pipeline(model, loss, optimizer, method="pipemare", stages=8, microbatches=4)
-        for x, y in loader:
+        pipe = ipu_pipe.Pipeline(model, loss, optimizer, method="pipemare", stages=8,
+        microbatches=4) for x, y in loader:
             for update in pipe.step(x, y):      # the updates that left the pipeline in this call, in order
                 print(update.index, update.loss)
             scheduler.step()
@@ -125,105 +127,128 @@ class Pipeline:
 
     What is trained
 
-    model:      trained in place, in its own dtype, by the modes that its modules have (in training mode if it comes in evaluation
-                mode as a whole).
-    loss:       `loss(output, y) -> ()`, the mean over a microbatch; None: the model returns its own loss.
-    loss_weight: the weight of a microbatch in its update's mean loss: "tokens" (labels that are not ignored), or a function of
-                the labels; by default all count the same.
-    optimizer:  over the model's parameters, in any groups; parameters in no group are not changed. It stays the handle for
-                learning rates and other settings, which are copied at each `step` for that batch's update, on every stage. The
+    model:      trained in place, in its own dtype, by the modes that its modules have (in training
+                mode if it comes in evaluation mode as a whole).
+    loss:       `loss(output, y) -> ()`, the mean over a microbatch; None: the model returns its own
+                loss.
+    loss_weight: the weight of a microbatch in its update's mean loss: "tokens" (labels that are not
+                ignored), or a function of the labels; by default all count the same.
+    optimizer:  over the model's parameters, in any groups; parameters in no group are not changed.
+                It stays the handle for learning rates and other settings, which are copied at each
+                `step` for that batch's update, on every stage. The
                 pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual.
-    heads:      settings in which the auxiliary heads of a local method differ from the optimizer's first group, such as
-                {"lr": 0.1}; these stay as they are when a scheduler changes the group.
-    clip:       (norm, scope), such as (1.0, "stage"); scope "stage", "global" (methods that flush) or "delayed_global".
-    precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own dtype.
+    heads:      settings in which the auxiliary heads of a local method differ from the optimizer's
+                first group, such as {"lr": 0.1}; these stay as they are when a scheduler changes
+                the group.
+    clip:       (norm, scope), such as (1.0, "stage"); scope "stage", "global" (methods that flush)
+                or "delayed_global".
+    precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own
+                dtype.
     seed:       of dropout and of the methods that draw.
     allow_nonfinite: go on after a loss that is not finite; otherwise `step` raises `Divergence`.
 
     How: the method
 
-    method:     such as "gpipe", "pipedream_2bw", "pipemare" or "local_greedy"; `list(ipu_pipe.METHODS)` has all names.
-    method_args: its rules and changes, as in a config: {"t1": {"anneal_updates": 1000}, "t2": {"decay": 0.5}} are PipeMare's
-                rates by delay and its correction, {"stash": True} keeps weight versions, and so on.
-    stages:     where the model is cut: a count, "finest", the names of the modules at which the second and later stages begin
-                (["1", "2", "3"] for four), or a mapping as in a config; by default where `ipu_pipe.begin_stage` marks it.
-    microbatches: the microbatches N of an update; by default the number of stages for methods that flush and PipeDream-2BW,
-                else 1.
+    method:     such as "gpipe", "pipedream_2bw", "pipemare" or "local_greedy";
+                `list(ipu_pipe.METHODS)` has all names.
+    method_args: its rules and changes, as in a config: {"t1": {"anneal_updates": 1000}, "t2":
+                {"decay": 0.5}} are PipeMare's rates by delay and its correction, {"stash": True}
+                keeps weight versions, and so on.
+    stages:     where the model is cut: a count, "finest", the names of the modules at which the
+                second and later stages begin (["1", "2", "3"] for four), or a mapping as in a
+                config; by default where `ipu_pipe.begin_stage` marks it.
+    microbatches: the microbatches N of an update; by default the number of stages for methods that
+                flush and PipeDream-2BW, else 1.
     warmup:     updates at the start that run as in GPipe (PipeMare, W).
     recompute:  whether backwards recompute the activations of their stage from its input.
-    replicas:   R copies of the pipeline, which average gradients. On processes each rank passes its own replica's batch, as under
-                DistributedDataParallel (`DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica)`); the emulator takes
-                the R batches in one, one after another.
+    replicas:   R copies of the pipeline, which average gradients. On processes each rank passes its
+                own replica's batch, as under DistributedDataParallel
+                (`DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica)`); the emulator
+                takes the R batches in one, one after another.
 
     Where: the devices
 
-    backend:    "emulator" (one process); "distributed" (one process per device: the pipeline joins torchrun's processes, or takes
-                a process group of the caller's; fewer processes than stages hold neighbouring ones, but local methods need one
-                for each); "poptorch" (Graphcore IPUs, where a step makes `updates_per_call` updates; not run on hardware).
-                `backend_args`: further keys of a config's backend, such as `threads` and `ipu`.
-    device:     "cpu" or "cuda"; by default where the model is. With "cuda" it is the current GPU, to which the model is moved.
+    backend:    "emulator" (one process); "distributed" (one process per device: the pipeline joins
+                torchrun's processes, or takes a process group of the caller's; fewer processes than
+                stages hold neighbouring ones, but local methods need one for each); "poptorch"
+                (Graphcore IPUs, where a step makes `updates_per_call` updates; not run on
+                hardware). `backend_args`: further keys of a config's backend, such as `threads` and
+                `ipu`.
+    device:     "cpu" or "cuda"; by default where the model is. With "cuda" it is the current GPU,
+                to which the model is moved.
     stages_per_device: for methods with virtual stages; by default the method's own number.
-    reduction:  how processes average the gradients of replicas: "exact", the emulator's bits, or "fast", beside the backward.
-    process_group: of torch.distributed, with all ranks in order, which is the default. Stages are placed on the ranks.
-    deadline:   the seconds that a rank waits for another. A rank whose own code between two calls takes longer ends the pipeline
-                on all ranks, with a line that names the call which it has not made.
-    hardware:   the devices for which `stages` are planned ("auto", or a mapping by "hardware"), as in a config.
+    reduction:  how processes average the gradients of replicas: "exact", the emulator's bits, or
+                "fast", beside the backward.
+    process_group: of torch.distributed, with all ranks in order, which is the default. Stages are
+    placed on the ranks.
+    deadline:   the seconds that a rank waits for another. A rank whose own code between two calls
+                takes longer ends the pipeline on all ranks, with a line that names the call which
+                it has not made.
+    hardware:   the devices for which `stages` are planned ("auto", or a mapping by "hardware"), as
+                in a config.
 
     What is seen
 
-    trace:      the updates whose events `trace()` writes, a range; True: about the first 512 microbatches.
-    example:    a microbatch (x, y) for a process that is given no inputs or labels, and to evaluate or predict before the first
-                step; else the first step's first one serves.
+    trace:      the updates whose events `trace()` writes, a range; True: about the first 512
+                microbatches.
+    example:    a microbatch (x, y) for a process that is given no inputs or labels, and to evaluate
+                or predict before the first step; else the first step's first one serves.
 
-    On processes all ranks make the object with equal arguments and call the same methods in the same order. A rank needs x if
-    `takes_inputs` and y if `takes_labels`, and may pass None for the other. Collectives of the caller between calls are allowed.
+    On processes all ranks make the object with equal arguments and call the same methods in the
+    same order. A rank needs x if `takes_inputs` and y if `takes_labels`, and may pass None for the
+    other. Collectives of the caller between calls are allowed.
 
-    Raise `BadInput` if the arguments or the model do not fit, at the latest in the first `step`. An error inside a call breaks
-    the object on all ranks: every later call but `close` raises `RunFault`.
+    Raise `BadInput` if the arguments or the model do not fit, at the latest in the first `step`. An
+    error inside a call breaks the object on all ranks: every later call but `close` raises
+    `RunFault`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        loss: Union[Callable[[Any, Any], torch.Tensor], None],
+        loss: Callable[[Any, Any], torch.Tensor] | None,
         optimizer: torch.optim.Optimizer,
         method: str = "gpipe",
         *,
-        loss_weight: Union[Callable[[Any], float], str, None] = None,
+        loss_weight: Callable[[Any], float] | str | None = None,
         stages: Any = None,
-        stages_per_device: Optional[int] = None,
-        microbatches: Optional[int] = None,
-        method_args: Optional[Mapping[str, Any]] = None,
+        stages_per_device: int | None = None,
+        microbatches: int | None = None,
+        method_args: Mapping[str, Any] | None = None,
         warmup: int = 0,
-        clip: Optional[Tuple[float, str]] = None,
-        precision: Optional[str] = None,
+        clip: tuple[float, str] | None = None,
+        precision: str | None = None,
         recompute: bool = False,
         replicas: int = 1,
         reduction: str = "exact",
         seed: int = 0,
-        heads: Optional[Mapping[str, Any]] = None,
+        heads: Mapping[str, Any] | None = None,
         backend: str = "emulator",
-        device: Union[str, torch.device, None] = None,
+        device: str | torch.device | None = None,
         process_group: Any = None,
         deadline: float = DEADLINE,
-        backend_args: Optional[Mapping[str, Any]] = None,
+        backend_args: Mapping[str, Any] | None = None,
         hardware: Any = None,
         allow_nonfinite: bool = False,
-        trace: Union[range, bool, None] = None,
-        example: Optional[Tuple[Any, Any]] = None,
+        trace: range | bool | None = None,
+        example: tuple[Any, Any] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise BadInput(f"model: {type(model).__name__}: must be a torch.nn.Module")
         if loss is not None and not callable(loss):
-            raise BadInput(f"loss: {type(loss).__name__}: must be a function of outputs and labels, or None for the model's own")
-        self.model, self._loss = model, loss
+            raise BadInput(
+                f"loss: {type(loss).__name__}: must be a function of outputs and labels, or None "
+                f"for the model's own"
+            )
+        self.model = model
+        self._loss = loss
         stage_count = _count_stages(model, stages)
         args = {key: value for key, value in (method_args or {}).items() if value is not None}
         if "warmup" in args:
             raise BadInput("method_args.warmup: use the argument warmup, a number of updates")
         if warmup:
             args["warmup"] = {"epochs": warmup}
-        keys: Dict[str, Any] = {
+        keys: dict[str, Any] = {
             "method": method,
             "method_args": args,
             "stages": stages,
@@ -252,45 +277,57 @@ class Pipeline:
             self._config = configure(gradient_accumulation=microbatches, **keys)
             self._method = resolve_method(self._config.method, self._config.method_settings())
             if heads is not None and self._method.structure is None:
-                raise BadInput(f"heads: {heads}: method {method} adds no auxiliary heads: leave it out")
+                raise BadInput(
+                    f"heads: {heads}: method {method} adds no auxiliary heads: leave it out"
+                )
             launch(self._config, {"warmup": warmup, "heads": heads})
             check_process_group(process_group, self._config.backend)
             require_current_gpu(model, device)
         if self._method.history is not None and self._method.history.order == "schedule":
-            raise BadInput('method_args.order: schedule: takes batches in another order than a loop gives them: use "random"')
-        self._warmup, self._example = warmup, example
+            raise BadInput(
+                'method_args.order: schedule: takes batches in another order than a loop gives them: use "random"'
+            )
+        self._warmup = warmup
+        self._example = example
         self._loss_weight = loss_weight
         self._stage_count = stage_count
         self._handle = OptimizerHandle(optimizer, model, heads)
         # a pipeline that was never built may be dropped without `close`
         weakref.finalize(self, self._handle.release).atexit = False
         self._view = OptimizerView(optimizer)
-        self._job: Optional[Job] = None
-        self._flow: Optional[Flow] = None
+        self._job: Job | None = None
+        self._flow: Flow | None = None
         # updates that left in a drain that `evaluate` and the like have made
-        self._pending: List[Update] = []
-        self._callbacks: List[Callable[[UpdateNumber, int, List[nn.Parameter]], None]] = []
+        self._pending: list[Update] = []
+        self._callbacks: list[Callable[[UpdateNumber, int, list[nn.Parameter]], None]] = []
         self._is_broken = self._is_closed = False
-        self._loaded: Optional[Mapping[str, Any]] = None
+        self._loaded: Mapping[str, Any] | None = None
         # the modules' modes in training, from the first step on
-        self._modes: Dict[nn.Module, bool] = {}
+        self._modes: dict[nn.Module, bool] = {}
         # of the events that this process records, until they are written
-        self._events_folder: Optional[tempfile.TemporaryDirectory[str]] = None
+        self._events_folder: tempfile.TemporaryDirectory[str] | None = None
         self._calls = CallRecord(is_shared=self._config.backend.facts.uses_processes)
 
     # ---- the loop
 
     def step(
-        self, x: Any = None, y: Any = None, *, microbatches: Optional[Iterable[Tuple[Any, Any]]] = None
-    ) -> List[Update]:
-        """Give one update's batch to the pipeline. Return the updates that left it in this call, in order, maybe none.
+        self,
+        x: Any = None,
+        y: Any = None,
+        *,
+        microbatches: Iterable[tuple[Any, Any]] | None = None,
+    ) -> list[Update]:
+        """Give one update's batch to the pipeline. Return the updates that left it in this call, in
+        order, maybe none.
 
-        x, y: tensors, or tensors in mappings, tuples and lists, of N x B samples, which are divided into N microbatches in order;
-        or `microbatches`, N pairs (x, y). B is that of the first step on processes and IPUs. On IPUs a step takes the batches of
-        `updates_per_call` updates in one, one after another, and makes them all with the settings of now.
+        x, y: tensors, or tensors in mappings, tuples and lists, of N x B samples, which are divided
+        into N microbatches in order; or `microbatches`, N pairs (x, y). B is that of the first step
+        on processes and IPUs. On IPUs a step takes the batches of `updates_per_call` updates in
+        one, one after another, and makes them all with the settings of now.
 
-        Raise `ValueError` if the batch does not divide, `RuntimeError` under `no_grad` or autocast, `Divergence` if the loss of
-        an update that leaves is not finite, and the exceptions of the model and the loss.
+        Raise `ValueError` if the batch does not divide, `RuntimeError` under `no_grad` or autocast,
+        `Divergence` if the loss of an update that leaves is not finite, and the exceptions of the
+        model and the loss.
         """
         self._require_usable("step")
         if not torch.is_grad_enabled():
@@ -298,7 +335,10 @@ class Pipeline:
         _refuse_autocast("step")
         changed = find_changed_mode(self.model, self._modes) if self._modes else None
         if changed:
-            raise RuntimeError(f"step: {changed}: its mode (train, eval) is another one than in earlier steps: set it back")
+            raise RuntimeError(
+                f"step: {changed}: its mode (train, eval) is another one than in earlier steps: "
+                f"set it back"
+            )
         self._handle.require_parameters()
         batch = self._divide(x, y, microbatches)
         with self._break_on_error("step"):
@@ -314,20 +354,25 @@ class Pipeline:
                 flow.give()
             return self._report(job, flow.take())
 
-    def drain(self) -> List[Update]:
-        """Run the pipeline empty. Return the updates that left it and were not returned yet; the next step fills it again.
+    def drain(self) -> list[Update]:
+        """Run the pipeline empty. Return the updates that left it and were not returned yet; the
+        next step fills it again.
 
-        A drain is a part of the method's mathematics: the passes after it read weights that are less stale. Calling it again
-        changes nothing. Raise `ValueError` where the method cannot drain (`can_drain`).
+        A drain is a part of the method's mathematics: the passes after it read weights that are
+        less stale. Calling it again changes nothing. Raise `ValueError` where the method cannot
+        drain (`can_drain`).
         """
         self._require_usable("drain")
         self._drain("drain")
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         return pending
 
     @property
     def can_drain(self) -> bool:
-        """Whether the pipeline may drain now: not within a round of an outer optimizer or of accumulating blocks."""
+        """Whether the pipeline may drain now: not within a round of an outer optimizer or of
+        accumulating blocks.
+        """
         return self._find_undrainable() is None
 
     @property
@@ -337,7 +382,9 @@ class Pipeline:
 
     @property
     def updates(self) -> int:
-        """The number of updates whose batches were given; those of a state that was loaded count."""
+        """The number of updates whose batches were given; those of a state that was loaded
+        count.
+        """
         if self._loaded is not None:
             return int(self._loaded["updates"])
         return self._flow.given if self._flow is not None else 0
@@ -356,12 +403,16 @@ class Pipeline:
 
     @property
     def microbatches(self) -> int:
-        """The microbatches of a step in this process: N of an update, or one for each replica or stage that takes its own."""
+        """The microbatches of a step in this process: N of an update, or one for each replica or
+        stage that takes its own.
+        """
         return self._microbatches_per_step
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer for a framework that steps it, or counts its steps: its `step` changes nothing."""
+        """The optimizer for a framework that steps it, or counts its steps: its `step` changes
+        nothing.
+        """
         return self._view
 
     # ---- the place of this process
@@ -373,7 +424,9 @@ class Pipeline:
 
     @property
     def replica(self) -> int:
-        """The replica of this process, as `rank` of a DistributedSampler; 0 on the emulator, which has all."""
+        """The replica of this process, as `rank` of a DistributedSampler; 0 on the emulator, which
+        has all.
+        """
         return 0 if not are_joined() else _get_rank() // (_get_world() // self.replicas)
 
     @property
@@ -383,15 +436,20 @@ class Pipeline:
 
     @property
     def takes_inputs(self) -> bool:
-        """Whether this process needs the inputs of a batch. Before the first step known for one process only."""
+        """Whether this process needs the inputs of a batch. Before the first step known for one
+        process only.
+        """
         return self._hold_stage(lambda job, stages: 0 in stages)
 
     @property
     def takes_labels(self) -> bool:
-        """Whether this process needs the labels of a batch. Before the first step known for one process only."""
+        """Whether this process needs the labels of a batch. Before the first step known for one
+        process only.
+        """
 
         def needs_labels(job: Job, stages: Sequence[int]) -> bool:
-            blocks, last = get_blocks(job.model), len(job.partition) - 1
+            blocks = get_blocks(job.model)
+            last = len(job.partition) - 1
             heads = [] if blocks is None else [s for s in stages if blocks.get_head(s) is not None]
             return last in stages or bool(heads)
 
@@ -400,74 +458,102 @@ class Pipeline:
     def _hold_stage(self, test: Callable[[Job, Sequence[int]], bool]) -> bool:
         if self._job is None or not are_joined():
             return True
-        here = [s for s, device in enumerate(self._job.placement) if device == self.rank_in_pipeline]
+        here = [
+            s for s, device in enumerate(self._job.placement) if device == self.rank_in_pipeline
+        ]
         return test(self._job, here)
 
     # ---- evaluation and prediction
 
-    def evaluate(self, batches: Iterable[Any], metrics: Any = None) -> Dict[str, Optional[float]]:
+    def evaluate(self, batches: Iterable[Any], metrics: Any = None) -> dict[str, float | None]:
         """Drain, and return the mean loss and the metrics over `batches`, pairs (x, y) of any size.
 
-        metrics: a list of names ("accuracy", and others of a config), functions `f(output, y)` and objects with `update` and
-        `compute` (as in torchmetrics), or a mapping from names to them; None: the loss alone. All ranks pass the same batches
-        and get the same values. A batch counts by its samples. The modules' modes are restored.
+        metrics: a list of names ("accuracy", and others of a config), functions `f(output, y)` and
+        objects with `update` and `compute` (as in torchmetrics), or a mapping from names to them;
+        None: the loss alone. All ranks pass the same batches and get the same values. A batch
+        counts by its samples. The modules' modes are restored.
         """
         job, engine = self._pause("evaluate", batches)
         metric_list = [] if metrics is None else metrics
         with self._break_on_error("evaluate"):
             job.metrics = make_metrics(metric_list)
-            self._data.set_test_batches(batches if isinstance(batches, (list, tuple)) else iter(batches))
+            self._data.set_test_batches(
+                batches if isinstance(batches, (list, tuple)) else iter(batches)
+            )
             result = engine.evaluate()[-1]
         return {"loss": result.loss, **result.metrics}
 
     def predict(self, x: Any) -> Any:
-        """Drain, and return the model's output for inputs `x` in evaluation mode, on every rank, without gradients."""
+        """Drain, and return the model's output for inputs `x` in evaluation mode, on every rank,
+        without gradients.
+        """
         job, engine = self._pause("predict", None)
         with self._break_on_error("predict"):
-            inputs, _ = job.move_to_device(x, None) if self._loss is None else (_move_inputs(job, x), None)
+            inputs, _ = (
+                job.move_to_device(x, None) if self._loss is None else (_move_inputs(job, x), None)
+            )
             return engine.predict(inputs)
 
     @contextlib.contextmanager
-    def whole_model(self, *, everywhere: bool = False) -> Iterator[Optional[nn.Module]]:
-        """Drain, and give rank 0 the whole model with the newest weights inside the context; all ranks enter it.
+    def whole_model(self, *, everywhere: bool = False) -> Iterator[nn.Module | None]:
+        """Drain, and give rank 0 the whole model with the newest weights inside the context; all
+        ranks enter it.
 
             with pipe.whole_model() as model:
                 if model is not None:
                     torch.save(model.state_dict(), "weights.pt")
 
-        Other ranks get None, and the model with `everywhere=True`, with the running statistics (BatchNorm) of their replica in
-        their own stages. The modules' modes are restored.
+        Other ranks get None, and the model with `everywhere=True`, with the running statistics
+        (BatchNorm) of their replica in their own stages. The modules' modes are restored.
         """
         job, engine = self._pause("whole_model", None)
         with self._break_on_error("whole_model"):
-            with engine.hold_whole_model(everywhere), job.precision.put_masters_in_place(), restore_modes(self.model):
+            with engine.hold_whole_model(
+                everywhere
+            ), job.precision.put_masters_in_place(), restore_modes(self.model):
                 yield self.model if everywhere or engine.is_main else None
 
     # ---- state
 
-    def state_dict(self, *, drain: bool = True, sharded: bool = False) -> Dict[str, Any]:
-        """Drain, and return what `load_state_dict` needs to continue bit for bit; all ranks call it, rank 0 gets the state.
+    def state_dict(self, *, drain: bool = True, sharded: bool = False) -> dict[str, Any]:
+        """Drain, and return what `load_state_dict` needs to continue bit for bit; all ranks call
+        it, rank 0 gets the state.
 
-        sharded: each rank gets the part of its own stages instead, which its rank can load with the same ranks and stages.
+        sharded: each rank gets the part of its own stages instead, which its rank can load with the
+        same ranks and stages.
 
-        It has the weights and buffers, the optimizer's state by parameter name (heads, outer optimizers and replicas' weights
-        too) and its groups' settings, and the position. Schedulers, loaders and torch's generators are the caller's. Other ranks
-        get {} of a whole state. The drain changes what follows: a run equals its resumed copy if it took a state there too.
-        Raise `RunFault` with `drain=False` if an update is in flight.
+        It has the weights and buffers, the optimizer's state by parameter name (heads, outer
+        optimizers and replicas' weights too) and its groups' settings, and the position.
+        Schedulers, loaders and torch's generators are the caller's. Other ranks get {} of a whole
+        state. The drain changes what follows: a run equals its resumed copy if it took a state
+        there too. Raise `RunFault` with `drain=False` if an update is in flight.
         """
         self._require_usable("state_dict")
         if not drain and self.in_flight:
-            raise RunFault(f"state_dict: {self.in_flight} updates are in flight: call drain() first")
+            raise RunFault(
+                f"state_dict: {self.in_flight} updates are in flight: call drain() first"
+            )
         self._drain("state_dict")
         flow = self._flow
         if flow is None:
-            raise RunFault("state_dict: no step was made yet: save the states of the model and the optimizer themselves")
+            raise RunFault(
+                "state_dict: no step was made yet: save the states of the model and the optimizer "
+                "themselves"
+            )
         with self._break_on_error("state_dict"):
-            state = flow.engine.collect_part(every_replica=True) if sharded else flow.engine.collect_state()
+            state = (
+                flow.engine.collect_part(every_replica=True)
+                if sharded
+                else flow.engine.collect_state()
+            )
         if state is None:
             return {}
         clone = torch.Tensor.clone
-        layout = {"layout": self._describe_layout(self._require_job())} if sharded and are_joined() else {}
+        layout = (
+            {"layout": self._describe_layout(self._require_job())}
+            if sharded and are_joined()
+            else {}
+        )
         return {
             **layout,
             "format": FORMAT,
@@ -481,31 +567,43 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, on any backend and number of ranks; every rank passes the whole state.
+        """Continue where `state_dict` was taken, on any backend and number of ranks; every rank
+        passes the whole state.
 
-        Instead every rank may pass its own part (`state_dict(sharded=True)`), with the same ranks and stages. The optimizer's
-        groups get the settings that they had, as in its own `load_state_dict`: load a scheduler's state too. Updates in flight
-        are finished first, and their results dropped. Before the first step `evaluate` needs the pipeline's `example`.
+        Instead every rank may pass its own part (`state_dict(sharded=True)`), with the same ranks
+        and stages. The optimizer's groups get the settings that they had, as in its own
+        `load_state_dict`: load a scheduler's state too. Updates in flight are finished first, and
+        their results dropped. Before the first step `evaluate` needs the pipeline's `example`.
         """
         self._require_usable("load_state_dict")
         wanted = ("format", "method", "model", "optimizer", "plain", "updates", "drains")
         missing = [key for key in wanted if not isinstance(state, Mapping) or key not in state]
         if missing:
             source = "Pipeline.state_dict on rank 0, or with sharded=True"
-            raise BadInput(f"load_state_dict: lacks {', '.join(missing)}: must be a result of {source}")
+            raise BadInput(
+                f"load_state_dict: lacks {', '.join(missing)}: must be a result of {source}"
+            )
         if state["format"] != FORMAT:
-            raise BadInput(f"load_state_dict: format {state['format']}: this version reads {FORMAT}")
+            raise BadInput(
+                f"load_state_dict: format {state['format']}: this version reads {FORMAT}"
+            )
         is_poptorchs = any(f"/{POPTORCH_PREFIX}:" in key for key in state["optimizer"])
         if is_poptorchs and not self._config.backend.facts.loads_poptorch_state:
-            raise BadInput('load_state_dict: the optimizer state is PopTorch\'s: only backend="poptorch" can load it')
+            raise BadInput(
+                'load_state_dict: the optimizer state is PopTorch\'s: only backend="poptorch" can load it'
+            )
         if state["method"] != self._config.method:
-            raise BadInput(f"load_state_dict: state of method {state['method']}: this pipeline has {self._config.method}")
+            raise BadInput(
+                f"load_state_dict: state of method {state['method']}: this pipeline has "
+                f"{self._config.method}"
+            )
         # states of earlier versions have no settings
         settings = state.get("settings")
         if settings is not None:
             self._handle.check_settings(settings)
         self._drain("load_state_dict")
-        self._loaded, self._pending = state, []
+        self._loaded = state
+        self._pending = []
         if settings is not None:
             self._handle.import_settings(settings)
         if self._flow is None and "layout" in state:
@@ -520,12 +618,13 @@ class Pipeline:
 
     # ---- what others see
 
-    def on_update(self, call: Callable[[UpdateNumber, int, List[nn.Parameter]], None]) -> None:
-        """Call `call(update, stage, parameters)` in the stage's process after each of its updates, with its trained parameters.
+    def on_update(self, call: Callable[[UpdateNumber, int, list[nn.Parameter]], None]) -> None:
+        """Call `call(update, stage, parameters)` in the stage's process after each of its updates,
+        with its trained parameters.
 
-        update: its number, from 0. The parameters have the new weights, and are read only. Replicas of LocalSGD call it after
-        the step of each, with its weights, and once more after their average, where `update.averaged` is True. PopTorch refuses
-        it.
+        update: its number, from 0. The parameters have the new weights, and are read only. Replicas
+        of LocalSGD call it after the step of each, with its weights, and once more after their
+        average, where `update.averaged` is True. PopTorch refuses it.
         """
         why = self._config.backend.facts.why_weights_are_hidden
         if why:
@@ -534,7 +633,9 @@ class Pipeline:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the batches given so far, with the drains, or of the first updates if there are fewer."""
+        """The schedule of the batches given so far, with the drains, or of the first updates if
+        there are fewer.
+        """
         table = self._plan_job("schedule").table
         return replace(table.schedule, read_versions=table.window)
 
@@ -543,29 +644,39 @@ class Pipeline:
         """The weight version that each pass of `schedule` reads."""
         return self._plan_job("versions").table
 
-    def trace(self, path: Union[str, Path, None] = None) -> Optional[PipelineTrace]:
-        """Write the events of the updates `trace` of the pipeline so far, and a page that shows them; all ranks call it.
+    def trace(self, path: str | Path | None = None) -> PipelineTrace | None:
+        """Write the events of the updates `trace` of the pipeline so far, and a page that shows
+        them; all ranks call it.
 
-        path: a folder for `trace.json.gz` and `trace.html`; by default a new temporary one. Return on rank 0 what a notebook
-        shows as the page, None on other ranks. On processes the events are measured. The emulator has no device with a clock:
-        there the clock plays the schedule with each stage's passes measured now. Training does not change by it.
+        path: a folder for `trace.json.gz` and `trace.html`; by default a new temporary one. Return
+        on rank 0 what a notebook shows as the page, None on other ranks. On processes the events
+        are measured. The emulator has no device with a clock: there the clock plays the schedule
+        with each stage's passes measured now. Training does not change by it.
         """
         self._require_usable("trace")
         job = self._plan_job("trace", exactly=True)
         traced = job.traced_updates
         if not traced:
-            raise BadInput("trace: no update was recorded: make the pipeline with trace=True, or a range of updates")
+            raise BadInput(
+                "trace: no update was recorded: make the pipeline with trace=True, or a range of "
+                "updates"
+            )
         if traced.start >= self.updates:
-            raise BadInput(f"trace: update {traced.start} is the first that is recorded: {self.updates} were made so far")
+            raise BadInput(
+                f"trace: update {traced.start} is the first that is recorded: {self.updates} were "
+                f"made so far"
+            )
         folder = Path(tempfile.mkdtemp(prefix="ipu_pipe-") if path is None else path)
         with self._break_on_error("trace"):
             return write_trace(replace(job, folder=folder), self._require_flow().engine, folder)
 
-    def memory(self) -> Dict[str, Any]:
-        """Return the planned bytes of each stage and device, and measured peaks; all ranks call it, others than 0 get {}.
+    def memory(self) -> dict[str, Any]:
+        """Return the planned bytes of each stage and device, and measured peaks; all ranks call it,
+        others than 0 get {}.
 
-        "stages": weight copies, delays, microbatches in flight, and bytes of weights, gradients, optimizer and activations.
-        "devices": the same by device. "peak_memory": the measured peak of each device by category, in bytes.
+        "stages": weight copies, delays, microbatches in flight, and bytes of weights, gradients,
+        optimizer and activations. "devices": the same by device. "peak_memory": the measured peak
+        of each device by category, in bytes.
         """
         self._require_usable("memory")
         job = self._plan_job("memory")
@@ -580,15 +691,17 @@ class Pipeline:
 
     # ---- the end
 
-    def close(self) -> List[Update]:
-        """Drain, and leave the model as an ordinary one with the newest weights on every rank. Return the last updates.
+    def close(self) -> list[Update]:
+        """Drain, and leave the model as an ordinary one with the newest weights on every rank.
+        Return the last updates.
 
-        Within a round of an outer optimizer or of accumulating blocks (`can_drain`) the batches in flight are finished and the
-        round is not, with a warning. After an error end without waiting for other ranks. Calling it again changes nothing.
+        Within a round of an outer optimizer or of accumulating blocks (`can_drain`) the batches in
+        flight are finished and the round is not, with a warning. After an error end without waiting
+        for other ranks. Calling it again changes nothing.
         """
         if self._is_closed:
             return []
-        updates: List[Update] = []
+        updates: list[Update] = []
         if not self._is_broken:
             updates = self.drain() if self.can_drain else self._end_within_round()
             self._is_closed = True
@@ -599,7 +712,9 @@ class Pipeline:
         return updates
 
     def abort(self) -> None:
-        """End at once, without waiting for other ranks; the model has the weights of this moment."""
+        """End at once, without waiting for other ranks; the model has the weights of this
+        moment.
+        """
         if not self._is_closed:
             self._is_broken = True
             self._end()
@@ -626,7 +741,7 @@ class Pipeline:
 
     # ---- inside: building
 
-    def _build(self, first: Microbatch) -> Tuple[Job, Flow]:
+    def _build(self, first: Microbatch) -> tuple[Job, Flow]:
         """Build the job and its flow from the first microbatch, once."""
         if self._job is not None and self._flow is not None:
             return self._job, self._flow
@@ -634,7 +749,10 @@ class Pipeline:
         x = example.x if first.x is None else first.x
         y = example.y if first.y is None else first.y
         if x is None or (y is None and self._loss is not None):
-            raise BadInput("step: this rank gets no inputs or labels: give an example=(x, y), a microbatch, to the pipeline")
+            raise BadInput(
+                "step: this rank gets no inputs or labels: give an example=(x, y), a microbatch, "
+                "to the pipeline"
+            )
         self._data = GivenBatches(Microbatch(x, y), passes_whole=self._loss is None)
         objects = Overrides(
             model=self.model,
@@ -651,7 +769,9 @@ class Pipeline:
             settings=self._handle.get_settings,
             after_update=self._call_back,
         )
-        with name_arguments(), attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
+        with name_arguments(), attribute_faults(
+            lambda: "before training"
+        ), contextlib.ExitStack() as undo:
             # arguments that do not fit leave the model and the optimizer as they were
             undo.callback(self._handle.release)
             undo.callback(record_modes(self.model))
@@ -674,24 +794,43 @@ class Pipeline:
             self._load(self._job, self._flow)
         return self._job, self._flow
 
-    def _choose_member(self, name: str, parameter: nn.Parameter) -> Optional[int]:
-        """Return the caller's group of a parameter, or the one of auxiliary heads, which the method adds."""
-        return self._handle.heads_member if name.startswith(HEADS) else self._handle.find_member(parameter)
+    def _choose_member(self, name: str, parameter: nn.Parameter) -> int | None:
+        """Return the caller's group of a parameter, or the one of auxiliary heads, which the method
+        adds.
+        """
+        return (
+            self._handle.heads_member
+            if name.startswith(HEADS)
+            else self._handle.find_member(parameter)
+        )
 
-    def _describe_layout(self, job: Job) -> Dict[str, Any]:
-        """Return the place of this rank and of all stages, by which its part of a state is known."""
+    def _describe_layout(self, job: Job) -> dict[str, Any]:
+        """Return the place of this rank and of all stages, by which its part of a state is
+        known.
+        """
         stages = list(job.partition.begin_names())
-        return {"rank": _get_rank(), "ranks": _get_world(), "stages": stages, "placement": list(job.placement)}
+        return {
+            "rank": _get_rank(),
+            "ranks": _get_world(),
+            "stages": stages,
+            "placement": list(job.placement),
+        }
 
     def _load(self, job: Job, flow: Flow) -> None:
         """Put the state that was loaded into the model, the optimizer and the position."""
-        state, self._loaded = self._loaded, None
+        state = self._loaded
+        self._loaded = None
         assert state is not None
         is_part = "layout" in state
         layout = self._describe_layout(job) if are_joined() else None
         if is_part and state["layout"] != layout:
-            why = "a part fits its own rank with the same ranks and stages: load that, or a whole state"
-            raise BadInput(f"load_state_dict: layout {state['layout']}: this rank has {layout}: {why}")
+            why = (
+                "a part fits its own rank with the same ranks and stages: load that, or a whole "
+                "state"
+            )
+            raise BadInput(
+                f"load_state_dict: layout {state['layout']}: this rank has {layout}: {why}"
+            )
 
         def load() -> None:
             with job.precision.put_masters_in_place(loads=True):
@@ -711,8 +850,12 @@ class Pipeline:
 
     # ---- inside: batches
 
-    def _divide(self, x: Any, y: Any, microbatches: Optional[Iterable[Tuple[Any, Any]]]) -> List[Microbatch]:
-        """Return the microbatches of a step. Raise `ValueError` if they are not as many as the update has."""
+    def _divide(
+        self, x: Any, y: Any, microbatches: Iterable[tuple[Any, Any]] | None
+    ) -> list[Microbatch]:
+        """Return the microbatches of a step. Raise `ValueError` if they are not as many as the
+        update has.
+        """
         count = self._microbatches_per_step
         if microbatches is None:
             is_empty = x is None and y is None
@@ -730,16 +873,23 @@ class Pipeline:
             self._require_size(batch)
         return batch
 
-    def _require_size(self, batch: List[Microbatch]) -> None:
-        """Raise `ValueError` if a microbatch has another number of samples than the program is compiled for."""
+    def _require_size(self, batch: list[Microbatch]) -> None:
+        """Raise `ValueError` if a microbatch has another number of samples than the program is
+        compiled for.
+        """
         sizes = [count_samples(microbatch.x) for microbatch in batch]
         compiled = sizes[0] if self._job is None else self._job.config.micro_batch_size
         wrong = [size for size in sizes if size != compiled]
         if wrong:
-            raise ValueError(f"step: a microbatch of {wrong[0]} samples: must have {compiled}, for which PopTorch compiles")
+            raise ValueError(
+                f"step: a microbatch of {wrong[0]} samples: must have {compiled}, for which "
+                f"PopTorch compiles"
+            )
 
-    def _require_parts(self, batch: List[Microbatch]) -> None:
-        """Raise `ValueError` if a microbatch lacks what this process needs of it; no example may stand in for that."""
+    def _require_parts(self, batch: list[Microbatch]) -> None:
+        """Raise `ValueError` if a microbatch lacks what this process needs of it; no example may
+        stand in for that.
+        """
         has_own_loss = self._loss is None
         needed = {
             "x": self.takes_inputs or (has_own_loss and self.takes_labels),
@@ -747,11 +897,15 @@ class Pipeline:
         }
         for name, is_needed in needed.items():
             if is_needed and any(getattr(microbatch, name) is None for microbatch in batch):
-                raise ValueError(f"step: {name} is None: this process needs it (pipe.takes_inputs, pipe.takes_labels)")
+                raise ValueError(
+                    f"step: {name} is None: this process needs it (pipe.takes_inputs, "
+                    f"pipe.takes_labels)"
+                )
 
     @property
     def _microbatches_per_step(self) -> int:
-        method, config = self._method, self._config
+        method = self._method
+        config = self._config
         if method.rounds is not None:
             return method.rounds.replicas or self._require_stage_count()
         if method.history is not None:
@@ -760,28 +914,38 @@ class Pipeline:
         return config.gradient_accumulation * here * self.updates_per_call
 
     def _require_stage_count(self) -> int:
-        """Return the number of stages. Raise `BadInput` if it is needed before the model is divided."""
+        """Return the number of stages. Raise `BadInput` if it is needed before the model is
+        divided.
+        """
         if self._stage_count is None:
             why = f"{self._method.name} takes as many microbatches: must be a count or names"
             raise BadInput(f"stages: {self._config.stages}: {why}")
         return self._stage_count
 
-    def _number(self, batch: List[Microbatch], k: int) -> Dict[int, Microbatch]:
-        """Return the microbatches of batch k that this process reads, by the number under which it reads them."""
+    def _number(self, batch: list[Microbatch], k: int) -> dict[int, Microbatch]:
+        """Return the microbatches of batch k that this process reads, by the number under which it
+        reads them.
+        """
         if not (self.takes_inputs or self.takes_labels):
             return {}
-        job, first = self._require_job(), k * len(batch)
+        job = self._require_job()
+        first = k * len(batch)
         if self._config.backend.facts.uses_processes and self.replicas > 1:
-            return {(first + i) * self.replicas + self.replica: part for i, part in enumerate(batch)}
+            return {
+                (first + i) * self.replicas + self.replica: part for i, part in enumerate(batch)
+            }
         if job.method.rounds is None and self.replicas > 1:
             batch = interleave_replicas(batch, self.replicas)
         return dict(enumerate(batch, first))
 
     # ---- inside: results
 
-    def _report(self, job: Job, results: Iterable[Tuple[int, StepResult]]) -> List[Update]:
-        """Return the pending updates and those that leave now. Raise `Divergence` if a loss is not finite."""
-        updates, self._pending = self._pending, []
+    def _report(self, job: Job, results: Iterable[tuple[int, StepResult]]) -> list[Update]:
+        """Return the pending updates and those that leave now. Raise `Divergence` if a loss is not
+        finite.
+        """
+        updates = self._pending
+        self._pending = []
         for k, result in results:
             self._refuse_nonfinite(job, k, result)
             updates.append(Update(k, result.loss, result.accuracy, result.blocks))
@@ -793,25 +957,30 @@ class Pipeline:
         wrong = [loss for loss in losses if loss is not None and not math.isfinite(loss)]
         if wrong and not self._config.allow_nonfinite:
             reason = f"update {k} of method {job.method.name}: the training loss is {wrong[0]}"
-            advice = "a smaller learning rate or a warm-up of it may help (allow_nonfinite=True continues)"
+            advice = (
+                "a smaller learning rate or a warm-up of it may help (allow_nonfinite=True "
+                "continues)"
+            )
             raise Divergence(reason, f"{advice}{explain_divergence(job, k)}")
 
     # ---- inside: drains
 
     def _drain(self, call: str) -> None:
         """Run the pipeline empty, and keep its updates as pending."""
-        job, flow = self._job, self._flow
+        job = self._job
+        flow = self._flow
         if job is None or flow is None or flow.is_empty:
             return
         undrainable = self._find_undrainable()
         if undrainable is not None:
             raise ValueError(f"{call}: {undrainable}")
         _refuse_autocast(call)
-        # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has backwards to run
+        # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has
+        # backwards to run
         with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
             self._pending = self._report(job, flow.drain())
 
-    def _end_within_round(self) -> List[Update]:
+    def _end_within_round(self) -> list[Update]:
         """Run the pipeline empty within a round, which does not end. Return the updates."""
         assert self._job is not None and self._flow is not None
         warnings.warn(f"close: {self._find_undrainable()}: closes without that step", stacklevel=4)
@@ -819,21 +988,26 @@ class Pipeline:
             return self._report(self._job, self._flow.finish())
 
     def _plan_job(self, call: str, exactly: bool = False) -> Job:
-        """Return the job with a schedule that ends after the batches given so far; unless `exactly`, where it is steady."""
+        """Return the job with a schedule that ends after the batches given so far; unless
+        `exactly`, where it is steady.
+        """
         job = self._require_built(call)
-        N, P = job.schedule.accumulate, len(job.partition)
+        N = job.schedule.accumulate
+        P = len(job.partition)
         updates = self.updates if exactly else max(self.updates, -(-3 * P // N) + 1)
         drains = [k * N for k in self._require_flow().drains]
         schedule = make_schedule(job.method, P, updates * N, N, drains, self._warmup * N)
         table = VersionTable(schedule, job.method, self._config.seed)
         return replace(job, schedule=schedule, table=table, updates=updates)
 
-    def _find_undrainable(self) -> Optional[str]:
+    def _find_undrainable(self) -> str | None:
         """Return why the method cannot drain now, and when it can; None if it can."""
-        method, args = self._method, self._config.method_settings()
+        method = self._method
+        args = self._config.method_settings()
         if not self.updates:
             return None
-        every, what = 1, ""
+        every = 1
+        what = ""
         if method.rounds is not None and method.rounds.outer is not None:
             every = method.rounds.interval(self._require_stage_count())
             what = "replicas synchronize by an outer optimizer"
@@ -844,9 +1018,12 @@ class Pipeline:
         if self.updates % every == 0:
             return None
         following = -(-self.updates // every) * every
-        return f"{what}: after {self.updates} updates the pipeline cannot drain, the next time is after {following}"
+        return (
+            f"{what}: after {self.updates} updates the pipeline cannot drain, the next time is "
+            f"after {following}"
+        )
 
-    def _pause(self, call: str, batches: Any) -> Tuple[Job, Engine]:
+    def _pause(self, call: str, batches: Any) -> tuple[Job, Engine]:
         """Drain for a call between two steps, and return what it works with."""
         self._require_usable(call)
         if self._example is not None:
@@ -863,7 +1040,10 @@ class Pipeline:
         if self._is_closed:
             raise RunFault(f"{call}: the pipeline is closed")
         if self._is_broken:
-            raise RunFault(f"{call}: an earlier call has failed, so weights and messages are unfinished: make a new pipeline")
+            raise RunFault(
+                f"{call}: an earlier call has failed, so weights and messages are unfinished: make "
+                f"a new pipeline"
+            )
 
     def _require_built(self, call: str) -> Job:
         if self._job is None:
@@ -881,14 +1061,18 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _break_on_error(self, call: str) -> Iterator[None]:
-        """Break the object if an exception leaves the context. Name the call that a lost rank has not made."""
+        """Break the object if an exception leaves the context. Name the call that a lost rank has
+        not made.
+        """
         try:
             with self._calls.enter(f"step {self.updates}" if call == "step" else call):
                 yield
         except BaseException as error:
             self._is_broken = True
             if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):
-                raise RunFault(f"{error}; {self._calls.explain(error.__cause__.ranks)}") from error.__cause__
+                raise RunFault(
+                    f"{error}; {self._calls.explain(error.__cause__.ranks)}"
+                ) from error.__cause__
             raise
 
     def _call_back(self, update: int, stages: Sequence[int], averaged: bool) -> None:
@@ -903,11 +1087,11 @@ class Pipeline:
                 call(number, stage, parameters)
 
 
-def _format_number(value: Optional[float]) -> str:
+def _format_number(value: float | None) -> str:
     return "None" if value is None else f"{value:.6g}"
 
 
-def _count_stages(model: nn.Module, stages: Any) -> Optional[int]:
+def _count_stages(model: nn.Module, stages: Any) -> int | None:
     """Return the number of stages if the arguments tell it, else None."""
     if stages is None:
         marked = [m for m in model.modules() if getattr(m, "begins_stage", False)]
@@ -919,8 +1103,10 @@ def _count_stages(model: nn.Module, stages: Any) -> Optional[int]:
     return stages.get("count") if isinstance(stages, Mapping) else None
 
 
-def _choose_microbatches(name: str, args: Mapping[str, Any], stage_count: Optional[int]) -> int:
-    """Return the default N of a method. Raise `BadInput` if it is the number of stages, which is not known yet."""
+def _choose_microbatches(name: str, args: Mapping[str, Any], stage_count: int | None) -> int:
+    """Return the default N of a method. Raise `BadInput` if it is the number of stages, which is
+    not known yet.
+    """
     method = resolve_method(name, args)
     if method.rounds is not None or method.history is not None:
         return 1
@@ -933,7 +1119,9 @@ def _choose_microbatches(name: str, args: Mapping[str, Any], stage_count: Option
 
 
 def _find_precision(model: nn.Module) -> str:
-    """Return the precision of the model's own dtype: that of all its floating-point parameters, else float32."""
+    """Return the precision of the model's own dtype: that of all its floating-point parameters,
+    else float32.
+    """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return PRECISIONS.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
 
@@ -944,17 +1132,24 @@ def _move_inputs(job: Job, x: Any) -> Any:
     return map_tensors(lambda t: t.to(job.device, dtype if t.is_floating_point() else t.dtype), x)
 
 
-def _select_model_state(state: Mapping[str, Any]) -> Dict[str, torch.Tensor]:
+def _select_model_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state["model"].items() if not name.startswith(HEADS)}
 
 
 def _refuse_autocast(call: str) -> None:
     """Raise `RuntimeError` where passes would run in another precision than the pipeline's."""
-    # a device is an argument from torch 2.4 on; processes of earlier versions have no CUDA to cast for
+    # a device is an argument from torch 2.4 on; processes of earlier versions have no CUDA to cast
+    # for
     takes_device = read_torch_version() >= (2, 4)
-    is_cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) if takes_device else torch.is_autocast_cpu_enabled()
+    is_cast = (
+        any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        if takes_device
+        else torch.is_autocast_cpu_enabled()
+    )
     if is_cast:
-        raise RuntimeError(f'{call}: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead')
+        raise RuntimeError(
+            f'{call}: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead'
+        )
 
 
 def _get_rank() -> int:

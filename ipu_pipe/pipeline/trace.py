@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, Dict, Optional, Union
+from typing import Any
 
 from ipu_pipe.backends.interface import Engine
 from ipu_pipe.errors import BadInput
@@ -24,8 +24,8 @@ HEIGHT = 720
 class PipelineTrace:
     """A trace that was written.
 
-    `file`: the events, which `ipu_pipe analyze` reads; `page`: a self-contained page, which a notebook shows; `analysis`: the
-    figures, as `ipu_pipe.analyze_run` returns them.
+    `file`: the events, which `ipu_pipe analyze` reads; `page`: a self-contained page, which a
+    notebook shows; `analysis`: the figures, as `ipu_pipe.analyze_run` returns them.
     """
 
     file: Path
@@ -40,27 +40,32 @@ class PipelineTrace:
         return f'<iframe title="trace" srcdoc="{page}" style="width:100%;height:{HEIGHT}px;border:0"></iframe>'
 
 
-def make_trace_section(trace: Union[range, bool, None]) -> Optional[Dict[str, Any]]:
+def make_trace_section(trace: range | bool | None) -> dict[str, Any] | None:
     """Return the section `log.trace` of a config for the updates to record; None for none."""
     if trace is None or trace is False:
         return None
     if trace is True:
         return {}
     if not isinstance(trace, range) or not trace or trace.start < 0 or trace.step < 1:
-        raise BadInput(f"trace: {trace!r}: must be True, or a range of updates such as range(10, 20)")
+        raise BadInput(
+            f"trace: {trace!r}: must be True, or a range of updates such as range(10, 20)"
+        )
     return {"begin": trace.start, "end": trace.stop, "every": trace.step}
 
 
-def write_trace(job: Job, engine: Engine, folder: Path) -> Optional[PipelineTrace]:
-    """Write the recorded events and their page into a folder, on the main process; return None on others.
+def write_trace(job: Job, engine: Engine, folder: Path) -> PipelineTrace | None:
+    """Write the recorded events and their page into a folder, on the main process; return None on
+    others.
 
-    `job`: with the schedule of the updates so far. On the emulator, which has no clock of each device, the clock plays the
-    schedule with the measured times of the stages' passes.
+    `job`: with the schedule of the updates so far. On the emulator, which has no clock of each
+    device, the clock plays the schedule with the measured times of the stages' passes.
     """
-    measured, seconds = engine.report(), engine.profile()
+    measured = engine.report()
+    seconds = engine.profile()
     if measured is None:
         return None
-    file, page = folder / "trace.json.gz", folder / "trace.html"
+    file = folder / "trace.json.gz"
+    page = folder / "trace.html"
     folder.mkdir(parents=True, exist_ok=True)
     if measured.events is None:
         write_modelled_trace(job, folder, choose_stage_costs(job, seconds, Position()))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Iterator, Tuple
+from typing import Iterator
 
 from ipu_pipe.errors import BadInput
 
 # (pattern, replacement), applied one after another
-ARGUMENTS: Tuple[Tuple[str, str], ...] = (
+ARGUMENTS: tuple[tuple[str, str], ...] = (
     (r"^configure: ", ""),
     (r" tools/train\.py CONFIG --set backend\.name=distributed", " your script"),
     (r"^backend\.name: ", "backend: "),
@@ -22,7 +22,10 @@ ARGUMENTS: Tuple[Tuple[str, str], ...] = (
     (r"\bgradient_accumulation\b", "microbatches"),
     (r"\bmethod_args(\.|: )warmup\b", "warmup"),
     (r"method_args: \{stash: true\}", 'method_args={"stash": True}'),
-    (r"method_args: \{recompute: \{segments: \.\.\.\}\}", 'method_args={"recompute": {"segments": ...}}'),
+    (
+        r"method_args: \{recompute: \{segments: \.\.\.\}\}",
+        'method_args={"recompute": {"segments": ...}}',
+    ),
     (r"^clip\.(scope|norm): ", "clip: "),
     (r"\bscope: stage with norm: ([\d.e+-]+)", r'clip=(\1, "stage")'),
     (r"\bscope: (global|delayed_global)\b", r'scope "\1"'),
@@ -31,15 +34,24 @@ ARGUMENTS: Tuple[Tuple[str, str], ...] = (
     (r"; set model\.output", "; let the model return that"),
     (r"^loss: model: ", "loss: None: "),
     (r"\bloss: model\b", "loss=None"),
-    (r"\bor an import string module:name of a function of the labels", "or a function of the labels"),
-    (r"\bneeds to know the devices: hardware: a name or file, or processes", 'needs backend="distributed"'),
-    (r"\bneeds to know the devices: hardware: a name or file", "chooses by a hardware description, which a config has"),
+    (
+        r"\bor an import string module:name of a function of the labels",
+        "or a function of the labels",
+    ),
+    (
+        r"\bneeds to know the devices: hardware: a name or file, or processes",
+        'needs backend="distributed"',
+    ),
+    (
+        r"\bneeds to know the devices: hardware: a name or file",
+        "chooses by a hardware description, which a config has",
+    ),
     (r"\bmust be null\b", "must be None"),
     (r"\bmust be true\b", "must be True"),
     (r"\bmust be false\b", "must be False"),
     (r": true\b", ": True"),
     (r": false\b", ": False"),
-)  # fmt: skip
+)
 
 
 def reword(fault: str) -> str:
@@ -51,7 +63,9 @@ def reword(fault: str) -> str:
 
 @contextlib.contextmanager
 def name_arguments() -> Iterator[None]:
-    """Name the arguments of `Pipeline` in the faults of a `BadInput` that leaves the context, instead of the keys of a config."""
+    """Name the arguments of `Pipeline` in the faults of a `BadInput` that leaves the context,
+    instead of the keys of a config.
+    """
     try:
         yield
     except BadInput as error:

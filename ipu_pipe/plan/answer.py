@@ -1,9 +1,11 @@
-"""Format the answer of the planner as text, as JSON, and as a config that trains its best configuration."""
+"""Format the answer of the planner as text, as JSON, and as a config that trains its best
+configuration.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, parse_yaml
@@ -23,17 +25,17 @@ from ipu_pipe.text import format_bytes
 MOST_LISTED_DEVICES = 64
 
 
-def list_begins(problem: Problem, prediction: Prediction) -> List[str]:
+def list_begins(problem: Problem, prediction: Prediction) -> list[str]:
     """Return the modules at which stages 1 and on begin, as a config's `stages` may name them."""
     return [problem.units[start].name for start in prediction.starts[1:]]
 
 
-def _name_schedule(candidate: Candidate) -> Optional[str]:
+def _name_schedule(candidate: Candidate) -> str | None:
     """Return the schedule as `method_args` name it; None for the method's own."""
     return None if candidate.schedule is None else candidate.schedule.value
 
 
-def convert_to_json(answer: Answer) -> Dict[str, Any]:
+def convert_to_json(answer: Answer) -> dict[str, Any]:
     """Return the answer for programs."""
     return {
         "hardware": answer.problem.hardware.name,
@@ -66,10 +68,14 @@ def convert_to_json(answer: Answer) -> Dict[str, Any]:
 
 
 def format_answer(answer: Answer) -> str:
-    """Return the answer for people: a table of the configurations, then the best one's stages, devices and reasons."""
-    problem, hardware = answer.problem, answer.problem.hardware
+    """Return the answer for people: a table of the configurations, then the best one's stages,
+    devices and reasons.
+    """
+    problem = answer.problem
+    hardware = answer.problem.hardware
     lines = [
-        f"{answer.devices} devices of {hardware.name}, {format_bytes(problem.memory_bytes)} usable on each; "
+        f"{answer.devices} devices of {hardware.name}, {format_bytes(problem.memory_bytes)} usable "
+        f"on each; "
         f"precision {problem.precision}; all figures are predicted",
         "",
     ]
@@ -78,10 +84,16 @@ def format_answer(answer: Answer) -> str:
     if answer.plans:
         lines += [*_format_table(answer), "", *_format_best(problem, *answer.plans[0]), ""]
     else:
-        lines += [f"no configuration fits; the smallest change that makes one fit: {answer.smallest_change}", ""]
+        lines += [
+            f"no configuration fits; the smallest change that makes one fit: "
+            f"{answer.smallest_change}",
+            "",
+        ]
     lines += [f"{count} other configurations: {reason}" for reason, count in answer.refused.items()]
     unconfirmed = [
-        line for line, (_, figure) in zip(hardware.format_figures(), hardware.list_figures()) if not figure.confirmed
+        line
+        for line, (_, figure) in zip(hardware.format_figures(), hardware.list_figures())
+        if not figure.confirmed
     ]
     if unconfirmed:
         lines += [
@@ -92,27 +104,33 @@ def format_answer(answer: Answer) -> str:
     return "\n".join(lines)
 
 
-def _format_table(answer: Answer) -> List[str]:
+def _format_table(answer: Answer) -> list[str]:
     lines = [
         "    samples/s  method                  depth x width  microbatch x accumulation  recompute"
         "  busy  fullest device   its activations  bottleneck"
     ]
     for rank, (prediction, bottleneck) in enumerate(answer.plans, 1):
-        candidate, fullest = prediction.candidate, max(prediction.memory, key=lambda memory: memory.total)
-        name = candidate.method + (f" v={candidate.stages_per_device}" if candidate.stages_per_device > 1 else "")
+        candidate = prediction.candidate
+        fullest = max(prediction.memory, key=lambda memory: memory.total)
+        name = candidate.method + (
+            f" v={candidate.stages_per_device}" if candidate.stages_per_device > 1 else ""
+        )
         name += f" {_name_schedule(candidate)}" if candidate.schedule is not None else ""
         lines.append(
-            f"{rank:2d} {prediction.samples_per_second:10.4g}  {name:22s} {candidate.depth:6d} x {candidate.width:<5d}"
+            f"{rank:2d} {prediction.samples_per_second:10.4g}  {name:22s} {candidate.depth:6d} x "
+            f"{candidate.width:<5d}"
             f" {candidate.micro_batch_size:11d} x {candidate.gradient_accumulation:<12d}"
-            f" {'yes' if candidate.recompute else 'no':>9s} {prediction.utilization:6.0%} {format_bytes(fullest.total):>15s}"
+            f" {'yes' if candidate.recompute else 'no':>9s} {prediction.utilization:6.0%} "
+            f"{format_bytes(fullest.total):>15s}"
             f" {format_bytes(fullest.activations):>18s}"
             f"  {bottleneck.kind} ({bottleneck.share:.0%})"
         )
     return lines
 
 
-def _format_best(problem: Problem, prediction: Prediction, bottleneck: Bottleneck) -> List[str]:
-    work, total = prediction.work, sum(prediction.work)
+def _format_best(problem: Problem, prediction: Prediction, bottleneck: Bottleneck) -> list[str]:
+    work = prediction.work
+    total = sum(prediction.work)
     lines = [
         "stages of the best configuration",
         "stage  begins with                      share of the work     memory     activations"
@@ -127,14 +145,27 @@ def _format_best(problem: Problem, prediction: Prediction, bottleneck: Bottlenec
         )
     lines += ["", f"bottleneck: {bottleneck}"]
     devices = prediction.candidate.devices
-    if prediction.candidate.width > 1 and prediction.candidate.depth > 1 and devices <= MOST_LISTED_DEVICES:
-        lines += ["", "devices of each replica, in the order of its stages (neighbours have adjacent numbers):"]
-        lines += [f"  replica {r}: {' '.join(map(str, row))}" for r, row in enumerate(prediction.layout.list_devices())]
+    if (
+        prediction.candidate.width > 1
+        and prediction.candidate.depth > 1
+        and devices <= MOST_LISTED_DEVICES
+    ):
+        lines += [
+            "",
+            "devices of each replica, in the order of its stages (neighbours have adjacent "
+            "numbers):",
+        ]
+        lines += [
+            f"  replica {r}: {' '.join(map(str, row))}"
+            for r, row in enumerate(prediction.layout.list_devices())
+        ]
     return lines
 
 
-def format_config_cut(job: Job) -> List[str]:
-    """Return lines for `--dry-run`: predicted figures of the job's stages on the config's hardware; none without hardware."""
+def format_config_cut(job: Job) -> list[str]:
+    """Return lines for `--dry-run`: predicted figures of the job's stages on the config's hardware;
+    none without hardware.
+    """
     if job.config.hardware is None:
         return []
     name = job.config.hardware if isinstance(job.config.hardware, str) else "the given hardware"
@@ -142,7 +173,8 @@ def format_config_cut(job: Job) -> List[str]:
         problem, prediction, bottleneck = predict_config_cut(job)
     except BadInput as error:
         return [*(f"not predicted on {name}: {fault}" for fault in error.faults), ""]
-    limit, costs = problem.memory_bytes, prediction.costs
+    limit = problem.memory_bytes
+    costs = prediction.costs
     lines = [
         f"predicted on {problem.hardware.name}, not measured",
         "stage  forward (ms)  backward (ms)     memory   share of usable",
@@ -151,10 +183,12 @@ def format_config_cut(job: Job) -> List[str]:
         memory = prediction.memory[device]
         share = f"{memory.total / limit:17.1%}{'  does not fit' if memory.total > limit else ''}"
         lines.append(
-            f"{s:5d} {1e3 * costs.forward[s]:13.4g} {1e3 * costs.backward[s]:14.4g} {format_bytes(memory.total):>10s} {share}"
+            f"{s:5d} {1e3 * costs.forward[s]:13.4g} {1e3 * costs.backward[s]:14.4g} "
+            f"{format_bytes(memory.total):>10s} {share}"
         )
     lines += [
-        f"predicted {prediction.samples_per_second:.4g} samples/s, devices busy {prediction.utilization:.0%} of the time, "
+        f"predicted {prediction.samples_per_second:.4g} samples/s, devices busy "
+        f"{prediction.utilization:.0%} of the time, "
         f"{format_bytes(int(limit))} usable on each",
         f"predicted bottleneck: {bottleneck}",
         "",
@@ -166,20 +200,28 @@ def _move_off_chip(backend: Any) -> Any:
     """Return the backend with the optimizer's state in streaming memory."""
     locations = backend.ipu.tensor_locations
     optimizer = locations.optimizer.model_copy(update={"on_chip": False})
-    ipu = backend.ipu.model_copy(update={"tensor_locations": locations.model_copy(update={"optimizer": optimizer})})
+    ipu = backend.ipu.model_copy(
+        update={"tensor_locations": locations.model_copy(update={"optimizer": optimizer})}
+    )
     return backend.model_copy(update={"ipu": ipu})
 
 
-def make_planned_config(config: Config, problem: Problem, prediction: Prediction, hardware: Any) -> str:
-    """Return the YAML text of `config` changed to the predicted configuration; `hardware`: as the user named it.
+def make_planned_config(
+    config: Config, problem: Problem, prediction: Prediction, hardware: Any
+) -> str:
+    """Return the YAML text of `config` changed to the predicted configuration; `hardware`: as the
+    user named it.
 
-    `method_args` are kept if the method stays the same. Raise `BadInput` if the result is not a valid config.
+    `method_args` are kept if the method stays the same. Raise `BadInput` if the result is not a
+    valid config.
     """
     candidate = prediction.candidate
     changes = {
         "method": candidate.method,
         "stages": list_begins(problem, prediction) or 1,
-        "stages_per_device": None if candidate.method_row.order is None else candidate.stages_per_device,
+        "stages_per_device": None
+        if candidate.method_row.order is None
+        else candidate.stages_per_device,
         "micro_batch_size": candidate.micro_batch_size,
         "gradient_accumulation": candidate.gradient_accumulation,
         "replicas": candidate.width,
@@ -191,12 +233,16 @@ def make_planned_config(config: Config, problem: Problem, prediction: Prediction
         # the name alone would have fewer devices
         changes["hardware"] = problem.hardware.model_dump(mode="json", exclude_none=True)
     # the plan is of whole backwards
-    method_args = config.method_args.model_copy(update=dict.fromkeys(("split_backward", "activation_limit")))
+    method_args = config.method_args.model_copy(
+        update=dict.fromkeys(("split_backward", "activation_limit"))
+    )
     local = METHODS[candidate.method].structure is not None
     if candidate.method != config.method:
         method_args = MethodArgs(head=config.method_args.head if local else None)
     if candidate.method == "local_chunked":
-        method_args = method_args.model_copy(update={"blocks": list_begins(problem, prediction) or 1})
+        method_args = method_args.model_copy(
+            update={"blocks": list_begins(problem, prediction) or 1}
+        )
     changes["method_args"] = method_args.model_copy(update={"schedule": _name_schedule(candidate)})
     if problem.streamed and config.backend.ipu is not None:
         changes["backend"] = _move_off_chip(config.backend)
@@ -205,5 +251,7 @@ def make_planned_config(config: Config, problem: Problem, prediction: Prediction
         # check the config before anything is written
         configure(**parse_yaml(text, "--write"))
     except BadInput as error:
-        raise BadInput([re.sub("^configure: ", "--write: ", fault) for fault in error.faults]) from None
+        raise BadInput(
+            [re.sub("^configure: ", "--write: ", fault) for fault in error.faults]
+        ) from None
     return text

@@ -1,14 +1,16 @@
-"""Predict the time of a batch of any number of microbatches: simulate it by the clock, extrapolate, and bound it from below.
+"""Predict the time of a batch of any number of microbatches: simulate it by the clock, extrapolate,
+and bound it from below.
 
-A batch is an update. Long ones are not simulated to their end: in the steady state each further microbatch takes equally long,
-so the time of a batch is that of a short one plus a multiple of the steady time per microbatch.
-If transfers wait for one another on a shared link, the times can seem steady too early; an error of 0.03 % has been seen.
+A batch is an update. Long ones are not simulated to their end: in the steady state each further
+microbatch takes equally long, so the time of a batch is that of a short one plus a multiple of the
+steady time per microbatch. If transfers wait for one another on a shared link, the times can seem
+steady too early; an error of 0.03 % has been seen.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Callable, NamedTuple, Sequence
 
 import numpy as np
 
@@ -37,29 +39,34 @@ class BatchTime(NamedTuple):
     """The seconds of a batch, and the seconds of it in which each link is busy."""
 
     seconds: float
-    link_busy: Dict[str, float]
+    link_busy: dict[str, float]
 
 
 class BatchTimes:
-    """The times of batches of any number of microbatches on a pipeline of `stages` stages in the steady state.
+    """The times of batches of any number of microbatches on a pipeline of `stages` stages in the
+    steady state.
 
-    Each number of microbatches is simulated once, and pass by pass only if transfers contend for a link.
+    Each number of microbatches is simulated once, and pass by pass only if transfers contend for a
+    link.
     """
 
     def __init__(self, method: Method, stages: int, costs: Costs) -> None:
-        self.method, self.stages, self.costs = method, stages, costs
+        self.method = method
+        self.stages = stages
+        self.costs = costs
         loads = sum_loads(np.add(costs.forward, costs.backward), method)
         self._devices = len(loads)
         self._slowest = max([*loads, *sum_link_times(self._list_flows(1, ())).values()])
-        self._known: Dict[int, BatchTime] = {}
-        self._uncontended: Dict[int, UncontendedTimes] = {}
+        self._known: dict[int, BatchTime] = {}
+        self._uncontended: dict[int, UncontendedTimes] = {}
 
     def compute(self, accumulate: int) -> BatchTime:
         """Return the time of N = `accumulate` microbatches.
 
-        Batches of three lengths are simulated. If the time per microbatch is the same between the first two and the last two, and
-        not less than on the slowest stage and the busiest link, the steady state is reached and N is on that line. Otherwise
-        longer batches are simulated, at last N itself.
+        Batches of three lengths are simulated. If the time per microbatch is the same between the
+        first two and the last two, and not less than on the slowest stage and the busiest link, the
+        steady state is reached and N is on that line. Otherwise longer batches are simulated, at
+        last N itself.
         """
         return self._extrapolate(accumulate, self._simulate)
 
@@ -74,25 +81,32 @@ class BatchTimes:
         return self._extrapolate(accumulate, simulate).seconds
 
     def _extrapolate(self, accumulate: int, simulate: Callable[[int], BatchTime]) -> BatchTime:
-        """Return the time of N microbatches from the times that `simulate` returns for fewer, or for N itself."""
+        """Return the time of N microbatches from the times that `simulate` returns for fewer, or
+        for N itself.
+        """
         step = max(self._devices, 4)
         # use whole rounds
         if self.method.order is not None:
             step += -step % self._devices
-        # without a drain, batches shorter than the pipeline's fill have another steady state; DualPipeV has none for short
-        # batches
+        # without a drain, batches shorter than the pipeline's fill have another steady state;
+        # DualPipeV has none for short # batches
         shortest = step if self.method.flushes and self.method.order is None else 2 * step
         while accumulate > shortest + 2 * step:
             first, second, third = (simulate(shortest + i * step) for i in range(3))
-            slope, before = third.seconds - second.seconds, second.seconds - first.seconds
-            if abs(slope - before) <= STEADY * slope and slope >= (1 - STEADY) * step * self._slowest:
+            slope = third.seconds - second.seconds
+            before = second.seconds - first.seconds
+            if (
+                abs(slope - before) <= STEADY * slope
+                and slope >= (1 - STEADY) * step * self._slowest
+            ):
                 further_steps = (accumulate - shortest) / step - 2
                 link_busy = {
                     link: busy + further_steps * (busy - second.link_busy.get(link, 0.0))
                     for link, busy in third.link_busy.items()
                 }
                 return BatchTime(third.seconds + further_steps * slope, link_busy)
-            shortest, step = 2 * shortest, 2 * step
+            shortest = 2 * shortest
+            step = 2 * step
         return simulate(accumulate)
 
     def _simulate(self, accumulate: int) -> BatchTime:
@@ -106,15 +120,19 @@ class BatchTimes:
         if has_contention:
             ends = time_first_updates(self._make_schedule(accumulate), self.costs, ends.shape[1])
         return BatchTime(
-            self._find_seconds(accumulate, ends), sum_link_times(self._list_flows(accumulate, self.costs.reduce))
+            self._find_seconds(accumulate, ends),
+            sum_link_times(self._list_flows(accumulate, self.costs.reduce)),
         )
 
     def _simulate_lockstep(self, accumulate: int) -> BatchTime:
         schedule = self._make_schedule(accumulate)
-        times, batches = clock(schedule, self.costs), schedule.update_count
+        times = clock(schedule, self.costs)
+        batches = schedule.update_count
         link_busy = {link: busy / batches for link, busy in times.link_busy.items()}
         updates = 1 if self.method.flushes else 2 * _count_filling(self.stages, accumulate)
-        return BatchTime(self._find_seconds(accumulate, times.end[Kind.UPDATE][:, :updates]), link_busy)
+        return BatchTime(
+            self._find_seconds(accumulate, times.end[Kind.UPDATE][:, :updates]), link_busy
+        )
 
     def _time_uncontended(self, accumulate: int) -> UncontendedTimes:
         if accumulate not in self._uncontended:
@@ -123,7 +141,9 @@ class BatchTimes:
             self._uncontended[accumulate] = time_uncontended(schedule, self.costs, updates)
         return self._uncontended[accumulate]
 
-    def _list_flows(self, accumulate: int, reduce: Sequence[Transfer]) -> List[Tuple[int, Transfer]]:
+    def _list_flows(
+        self, accumulate: int, reduce: Sequence[Transfer]
+    ) -> list[tuple[int, Transfer]]:
         """Return (how many in a batch, transfer) in the order in which they first come."""
         back = () if self.method.structure is not None else tuple(self.costs.back)[::-1]
         return [(accumulate, transfer) for transfer in (*self.costs.onward, *back)] + [
@@ -132,10 +152,14 @@ class BatchTimes:
 
     def _make_schedule(self, accumulate: int) -> Schedule:
         batches = 1 if self.method.flushes else 3 * _count_filling(self.stages, accumulate)
-        return _make_schedule(self.method, self.stages, batches * accumulate, accumulate, self.costs.lockstep)
+        return _make_schedule(
+            self.method, self.stages, batches * accumulate, accumulate, self.costs.lockstep
+        )
 
     def _find_seconds(self, accumulate: int, ends: FloatArray) -> float:
-        """Return the seconds of a batch in the steady state from the ends of the first updates of each stage."""
+        """Return the seconds of a batch in the steady state from the ends of the first updates of
+        each stage.
+        """
         last = ends.max(axis=0)
         if self.method.flushes:
             return float(last[0])
@@ -145,55 +169,78 @@ class BatchTimes:
 
 def sum_loads(work: FloatArray, method: Method) -> FloatArray:
     """Return the sum of the `work` of each device's stages."""
-    return work if method.order is None else np.bincount(method.order.place(len(work)), work).astype(np.float64)
+    return (
+        work
+        if method.order is None
+        else np.bincount(method.order.place(len(work)), work).astype(np.float64)
+    )
 
 
 def _count_filling(stages: int, accumulate: int) -> int:
-    """Return how many batches fill the pipeline; as many more are timed in the steady state, and as many drain it."""
+    """Return how many batches fill the pipeline; as many more are timed in the steady state, and as
+    many drain it.
+    """
     return -(-2 * stages // accumulate)
 
 
 @lru_cache(maxsize=512)
-def _make_schedule(method: Method, stages: int, microbatches: int, accumulate: int, lockstep: bool) -> Schedule:
-    return (make_lockstep_schedule if lockstep else make_schedule)(method, stages, microbatches, accumulate)
+def _make_schedule(
+    method: Method, stages: int, microbatches: int, accumulate: int, lockstep: bool
+) -> Schedule:
+    return (make_lockstep_schedule if lockstep else make_schedule)(
+        method, stages, microbatches, accumulate
+    )
 
 
 # ---- lower bounds for the search, before anything is simulated
 
 
 def bound_seconds_of_any_cut(candidate: Candidate, work: float) -> float:
-    """Return a lower bound of the seconds of a batch for any cut if a microbatch takes `work` on all stages together.
+    """Return a lower bound of the seconds of a batch for any cut if a microbatch takes `work` on
+    all stages together.
 
-    `work`: seconds. At best all stages are busy all the time. If the pipeline drains, stage s begins after a forward of the
-    previous stages, which end a backward later: T >= w_0 + ... + w_(s-1) + N w_s for every s. This is least if all these bounds
-    are equal, with w_s = w_0 (1 - 1/N)^s. Methods with generated orders may fill these waits: for them only `work` N / P is a
+    `work`: seconds. At best all stages are busy all the time. If the pipeline drains, stage s
+    begins after a forward of the previous stages, which end a backward later: T >= w_0 + ... +
+    w_(s-1) + N w_s for every s. This is least if all these bounds are equal, with w_s = w_0 (1 -
+    1/N)^s. Methods with generated orders may fill these waits: for them only `work` N / P is a
     bound.
     """
-    depth, count = candidate.depth, candidate.gradient_accumulation
+    depth = candidate.depth
+    count = candidate.gradient_accumulation
     if candidate.method_row.flushes and candidate.method_row.order is None:
         return work / (1 - (1 - 1 / count) ** depth)
     return work * count / depth
 
 
-def bound_by_costs(candidate: Candidate, costs: Costs, in_flight: IntArray, local: bool, whole_work: float) -> float:
+def bound_by_costs(
+    candidate: Candidate, costs: Costs, in_flight: IntArray, local: bool, whole_work: float
+) -> float:
     """Return a lower bound of the seconds of a batch with stages of these `costs`.
 
-    No stage and no link is busy for longer than the batch, and no stage has more than `in_flight` (P,) microbatches at once,
-    each of which returns after the passes of all later stages (Little's law). `local`: blocks wait for no later stage.
-    `whole_work`: seconds of a microbatch on all stages together, for any cut.
+    No stage and no link is busy for longer than the batch, and no stage has more than `in_flight`
+    (P,) microbatches at once, each of which returns after the passes of all later stages (Little's
+    law). `local`: blocks wait for no later stage. `whole_work`: seconds of a microbatch on all
+    stages together, for any cut.
     """
-    count, flushes = candidate.gradient_accumulation, candidate.method_row.flushes
+    count = candidate.gradient_accumulation
+    flushes = candidate.method_row.flushes
     work: FloatArray = np.add(costs.forward, costs.backward)
     reduce = costs.reduce or (Transfer(),) * len(work)
     back = () if local else costs.back
-    flows = [(count, transfer) for transfer in (*costs.onward, *back)] + [(1, transfer) for transfer in reduce]
-    updates = [update + transfer.seconds + transfer.latency for update, transfer in zip(costs.update, reduce)]
+    flows = [(count, transfer) for transfer in (*costs.onward, *back)] + [
+        (1, transfer) for transfer in reduce
+    ]
+    updates = [
+        update + transfer.seconds + transfer.latency
+        for update, transfer in zip(costs.update, reduce)
+    ]
     busy: FloatArray = sum_loads(count * work + updates, candidate.method_row)
     bounds = [float(busy.max()) + count * costs.enter, *sum_link_times(flows).values()]
     if local or candidate.method_row.order is not None:
         return max(bound_seconds_of_any_cut(candidate, whole_work), *bounds)
     crossing = [
-        one.seconds + one.latency + other.seconds + other.latency for one, other in zip(costs.onward, costs.back)
+        one.seconds + one.latency + other.seconds + other.latency
+        for one, other in zip(costs.onward, costs.back)
     ]
     round_trip = np.cumsum((work + np.array([*crossing, 0.0]))[::-1])[::-1]
     bounds.append(count * float((round_trip / in_flight).max()))

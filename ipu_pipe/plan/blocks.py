@@ -1,11 +1,12 @@
-"""Count the costs of blocks with losses of their own: those of auxiliary heads, minus gradients that are not computed.
+"""Count the costs of blocks with losses of their own: those of auxiliary heads, minus gradients
+that are not computed.
 
     units       a   b | c   d | e          three blocks, each on its own device
     added             head    head         a head at the end of each block but the last
     spared              c       e          no gradient of a block's input, which is detached
 
-Source: Laskin et al. 2020, section 3. The costs are counted on the meta device, in one pass for all places where a block may
-begin.
+Source: Laskin et al. 2020, section 3. The costs are counted on the meta device, in one pass for all
+places where a block may begin.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Sequence
 
 import torch
 from torch import nn
@@ -31,38 +32,52 @@ from ipu_pipe.model.observation import ModuleCall, observe_costs
 class BlockUnits:
     """The costs of units in blocks with losses of their own.
 
-    `heads[i]`: the cost of the head if a block ends with unit i (n - 1 of them, because the last block has no head).
-    `first[i]`: the cost of unit i if a block begins with it, so that its backward computes no gradient of its input.
+    `heads[i]`: the cost of the head if a block ends with unit i (n - 1 of them, because the last
+    block has no head). `first[i]`: the cost of unit i if a block begins with it, so that its
+    backward computes no gradient of its input.
     """
 
-    heads: Tuple[Unit, ...]
-    first: Tuple[Unit, ...]
+    heads: tuple[Unit, ...]
+    first: tuple[Unit, ...]
 
 
 def count_blocks(
-    model: nn.Module, x: Any, units: Sequence[Unit], head: Optional[Heads] = None, take: Optional[Take] = None
+    model: nn.Module,
+    x: Any,
+    units: Sequence[Unit],
+    head: Heads | None = None,
+    take: Take | None = None,
 ) -> BlockUnits:
     """Count the blocks of a model whose `units` were counted with `x`; figures are for a sample.
 
-    `head` makes the heads, by default the model's `local_head` or the usual head for the activations' shape, for the part of
-    the output that `take` selects. Raise `BadInput` if a block cannot begin at every unit (a skip connection crosses), or
-    without a head.
+    `head` makes the heads, by default the model's `local_head` or the usual head for the
+    activations' shape, for the part of the output that `take` selects. Raise `BadInput` if a block
+    cannot begin at every unit (a skip connection crosses), or without a head.
     """
     if isinstance(head, AugLocal):
-        raise BadInput("method_args.head: depth: its layers depend on where all blocks begin: name the stages")
+        raise BadInput(
+            "method_args.head: depth: its layers depend on where all blocks begin: name the stages"
+        )
     make = head or getattr(model, "local_head", None) or functools.partial(make_head, model)
     try:
         with move_to_meta(model):
             whole = _BlockAtEveryUnit(model, [unit.name for unit in units[1:]])
             with torch.no_grad():
                 call_model(whole, to_meta(x))
-            # more bytes than this cross if there is another activation than the one that is detached
-            most = [value.numel() * value.element_size() / count_samples(x) * (1 + 1e-9) for value in whole.ends]
-            raise_faults([
-                f"method: blocks with their own losses cannot begin at {unit.name}: a skip connection crosses there"
-                for unit, before, size in zip(units[1:], units, most)
-                if before.output_bytes > size
-            ])  # fmt: skip
+            # more bytes than this cross if there is another activation than the one that is
+            # detached
+            most = [
+                value.numel() * value.element_size() / count_samples(x) * (1 + 1e-9)
+                for value in whole.ends
+            ]
+            raise_faults(
+                [
+                    f"method: blocks with their own losses cannot begin at {unit.name}: a skip "
+                    f"connection crosses there"
+                    for unit, before, size in zip(units[1:], units, most)
+                    if before.output_bytes > size
+                ]
+            )
             output = whole.output if take is None else take(whole.output)
             for value in whole.ends:
                 whole.heads.append(make(value, output).to("meta"))
@@ -72,7 +87,9 @@ def count_blocks(
         raise
     # the user's code may raise anything
     except Exception as error:
-        raise BadInput(f"model: its blocks cannot be counted by shape: {summarize(error)}") from error
+        raise BadInput(
+            f"model: its blocks cannot be counted by shape: {summarize(error)}"
+        ) from error
     calls_of_units, calls_of_heads = _split_calls(observed.calls, [unit.name for unit in units])
     first = tuple(
         replace(
@@ -83,21 +100,32 @@ def count_blocks(
         for unit, calls in zip(units, calls_of_units)
     )
     heads = tuple(
-        _make_head_unit(unit, head_module, calls, {storage for call in unit_calls for storage in call.saved}, count_samples(x))
-        for unit, head_module, calls, unit_calls in zip(units, whole.heads, calls_of_heads, calls_of_units)
+        _make_head_unit(
+            unit,
+            head_module,
+            calls,
+            {storage for call in unit_calls for storage in call.saved},
+            count_samples(x),
+        )
+        for unit, head_module, calls, unit_calls in zip(
+            units, whole.heads, calls_of_heads, calls_of_units
+        )
     )
     return BlockUnits(heads, first)
 
 
 class _BlockAtEveryUnit(nn.Module):
-    """A model with a block at every unit: it detaches the input of every module of `begins` and runs it through a head."""
+    """A model with a block at every unit: it detaches the input of every module of `begins` and
+    runs it through a head.
+    """
 
     def __init__(self, model: nn.Module, begins: Sequence[str]) -> None:
         super().__init__()
-        self.model, self.heads = model, nn.ModuleList()
+        self.model = model
+        self.heads = nn.ModuleList()
         self.begins = list(begins)
         # activations at the end of each unit but the last
-        self.ends: List[torch.Tensor] = []
+        self.ends: list[torch.Tensor] = []
         self.output: Any = None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -106,7 +134,9 @@ class _BlockAtEveryUnit(nn.Module):
 
         def enter(module: nn.Module, inputs: Any) -> Any:
             self.ends.append(next(t for t in list_tensors(inputs) if t.is_floating_point()))
-            return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in inputs)
+            return tuple(
+                value.detach() if isinstance(value, torch.Tensor) else value for value in inputs
+            )
 
         with contextlib.ExitStack() as hooks:
             for name in self.begins:
@@ -117,11 +147,13 @@ class _BlockAtEveryUnit(nn.Module):
 
 def _split_calls(
     calls: Sequence[ModuleCall], names: Sequence[str]
-) -> Tuple[List[List[ModuleCall]], List[List[ModuleCall]]]:
+) -> tuple[list[list[ModuleCall]], list[list[ModuleCall]]]:
     """Return the calls of each unit, and of each head."""
-    unit_of_module: Dict[str, int] = {f"model.{name}" if name else "model": i for i, name in enumerate(names)}
-    of_units: List[List[ModuleCall]] = [[] for _ in names]
-    of_heads: List[List[ModuleCall]] = [[] for _ in names[1:]]
+    unit_of_module: dict[str, int] = {
+        f"model.{name}" if name else "model": i for i, name in enumerate(names)
+    }
+    of_units: list[list[ModuleCall]] = [[] for _ in names]
+    of_heads: list[list[ModuleCall]] = [[] for _ in names[1:]]
     part = of_units[0]
     for call in calls:
         path = call.name.split(".")
@@ -133,9 +165,18 @@ def _split_calls(
     return of_units, of_heads
 
 
-def _make_head_unit(unit: Unit, head: nn.Module, calls: Sequence[ModuleCall], saved_by_unit: Any, samples: int) -> Unit:
-    """Return the head after a unit as a unit, without the storages `saved_by_unit`, which are saved for the backward anyway."""
-    saved = {storage: size for call in calls for storage, size in call.saved.items() if storage not in saved_by_unit}
+def _make_head_unit(
+    unit: Unit, head: nn.Module, calls: Sequence[ModuleCall], saved_by_unit: Any, samples: int
+) -> Unit:
+    """Return the head after a unit as a unit, without the storages `saved_by_unit`, which are saved
+    for the backward anyway.
+    """
+    saved = {
+        storage: size
+        for call in calls
+        for storage, size in call.saved.items()
+        if storage not in saved_by_unit
+    }
     return Unit(
         f"head after {unit.name}",
         sum(call.flops for call in calls) / samples,

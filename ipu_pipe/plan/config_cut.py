@@ -1,12 +1,14 @@
-"""Cut a config's model by the planner (`stages: auto` and `{count: P, by: hardware}`), and predict a config's own cut.
+"""Cut a config's model by the planner (`stages: auto` and `{count: P, by: hardware}`), and predict
+a config's own cut.
 
-All figures are predicted, for the config's method, microbatch, accumulation, replicas and recomputation.
+All figures are predicted, for the config's method, microbatch, accumulation, replicas and
+recomputation.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 from torch import nn
@@ -36,13 +38,19 @@ from ipu_pipe.update.optimizer import count_moments
 
 
 def make_problem(
-    config: Config, units: Sequence[Unit], entering: float, hardware: Hardware, *, memory: Optional[float] = None,
-    precision: Optional[str] = None,
-) -> Problem:  # fmt: skip
+    config: Config,
+    units: Sequence[Unit],
+    entering: float,
+    hardware: Hardware,
+    *,
+    memory: float | None = None,
+    precision: str | None = None,
+) -> Problem:
     """Return the planning problem of a config's model.
 
-    `entering`: bytes of a sample that enter the first unit. `memory`: usable bytes of a device, instead of the hardware's.
-    `precision`: instead of the config's. Raise `BadInput` if the hardware has no rate for the precision.
+    `entering`: bytes of a sample that enter the first unit. `memory`: usable bytes of a device,
+    instead of the hardware's. `precision`: instead of the config's. Raise `BadInput` if the
+    hardware has no rate for the precision.
     """
     precision = precision or config.precision
     # raises `BadInput` without a rate
@@ -53,30 +61,47 @@ def make_problem(
     ipu = config.backend.ipu
     off_chip = ipu is not None and ipu.tensor_locations.optimizer.on_chip is False
     streamed = off_chip and hardware.device.streaming_bytes is not None
-    return Problem(tuple(units), entering * scale, hardware, usable, precision, moments, streamed=streamed)
+    return Problem(
+        tuple(units), entering * scale, hardware, usable, precision, moments, streamed=streamed
+    )
 
 
 def make_candidate(config: Config, depth: int) -> Candidate:
     """Return the config as a candidate on `depth` devices."""
-    row, schedule = METHODS[config.method], config.method_args.schedule
+    row = METHODS[config.method]
+    schedule = config.method_args.schedule
     default = 1 if row.order is None else row.order.stages_per_device
     return Candidate(
-        config.method, depth, config.replicas, config.micro_batch_size, config.gradient_accumulation, config.recompute,
-        config.stages_per_device or default, None if schedule in (None, row.pipeline.value) else Timeline(schedule),
-    )  # fmt: skip
+        config.method,
+        depth,
+        config.replicas,
+        config.micro_batch_size,
+        config.gradient_accumulation,
+        config.recompute,
+        config.stages_per_device or default,
+        None if schedule in (None, row.pipeline.value) else Timeline(schedule),
+    )
 
 
 def choose_stages(
-    config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any],
-    processes: Optional[int] = None,
-) -> List[str]:  # fmt: skip
-    """Return the modules at which stages 1 and later begin, for a config whose `stages` leave them to the planner.
+    config: Config,
+    method: Method,
+    model: nn.Module,
+    loss: Loss,
+    example: tuple[Any, Any],
+    processes: int | None = None,
+) -> list[str]:
+    """Return the modules at which stages 1 and later begin, for a config whose `stages` leave them
+    to the planner.
 
-    The number of stages is `processes` (of each replica; None: not on processes), or `count`, or else the number with the
-    greatest predicted throughput that the hardware has devices for. The cut balances the hardware's times within its memory, or
-    FLOPs if the config names no hardware. Raise `BadInput` if no cut is possible.
+    The number of stages is `processes` (of each replica; None: not on processes), or `count`, or
+    else the number with the greatest predicted throughput that the hardware has devices for. The
+    cut balances the hardware's times within its memory, or FLOPs if the config names no hardware.
+    Raise `BadInput` if no cut is possible.
     """
-    stages_text = "auto" if config.stages == "auto" else f"{{count: {config.stages['count']}, by: hardware}}"
+    stages_text = (
+        "auto" if config.stages == "auto" else f"{{count: {config.stages['count']}, by: hardware}}"
+    )
     unplanned = _explain_unplanned(method, config.hardware)
     if method.structure is not None and isinstance(method.structure.blocks, tuple):
         unplanned = "method_args.blocks names the blocks, each of which is a stage"
@@ -88,7 +113,8 @@ def choose_stages(
         count = config.stages["count"]
     if count is not None and count % stages_per_device:
         raise BadInput(
-            f"stages: {stages_text}: must be a multiple of the {stages_per_device} stages on each device of {method.name}"
+            f"stages: {stages_text}: must be a multiple of the {stages_per_device} stages on each "
+            f"device of {method.name}"
         )
     if count is None and method.structure is not None and method.structure.blocks is not None:
         assert isinstance(method.structure.blocks, int)
@@ -100,24 +126,32 @@ def choose_stages(
         most = len(group_weights(model, observe_execution(model, take_samples(x, FEW)).calls))
         raise_faults([explain_too_many(count, most)] if count > most else [])
     blocks = _count_blocks(config, method, model, x, units)
-    starts: Optional[Sequence[int]]
+    starts: Sequence[int] | None
     if config.hardware is None:
         starts = _cut_by_flops(units, count, blocks)
         if starts is None:
             raise BadInput(
-                f"stages: {stages_text}: {count} stages: the model has {len(units)} places where a stage may begin"
+                f"stages: {stages_text}: {count} stages: the model has {len(units)} places where a "
+                f"stage may begin"
             )
     else:
         starts = _cut_by_times(config, method, units, blocks, x, stages_text, count)
     return [units[start].name for start in starts[1:]]
 
 
-def _explain_unplanned(method: Method, hardware: Any) -> Optional[str]:
-    """Return why the planner cannot cut or predict a method's stages on `hardware` (as in a config), None if it can."""
-    structure, row = method.structure, METHODS[method.name]
+def _explain_unplanned(method: Method, hardware: Any) -> str | None:
+    """Return why the planner cannot cut or predict a method's stages on `hardware` (as in a
+    config), None if it can.
+    """
+    structure = method.structure
+    row = METHODS[method.name]
     if method.order is not None and (not method.flushes or method.pipeline is Timeline.ROWS):
         return f"{method.name} is not planned by device"
-    if method.order is not None and hardware is not None and read_hardware(hardware, "hardware").lockstep:
+    if (
+        method.order is not None
+        and hardware is not None
+        and read_hardware(hardware, "hardware").lockstep
+    ):
         return f"devices in lock-step do not run {method.name}"
     order = method.order
     # any number of stages on a device can be planned
@@ -128,26 +162,36 @@ def _explain_unplanned(method: Method, hardware: Any) -> Optional[str]:
     if structure is None:
         return None
     if structure.overlap or structure.layers:
-        return f"the planner knows pipelines of one loss and a block a stage, not the blocks of {method.name}"
+        return (
+            f"the planner knows pipelines of one loss and a block a stage, not the blocks of "
+            f"{method.name}"
+        )
     return None
 
 
 def _count_blocks(
     config: Config, method: Method, model: nn.Module, x: Any, units: Sequence[Unit]
-) -> Optional[BlockUnits]:
-    """Return the additional costs of blocks with their own losses and the config's heads, None if the method has no blocks."""
+) -> BlockUnits | None:
+    """Return the additional costs of blocks with their own losses and the config's heads, None if
+    the method has no blocks.
+    """
     if method.structure is None:
         return None
     return count_blocks(model, take_samples(x, FEW), units, resolve_head(config))
 
 
-def _cut_by_flops(units: Sequence[Unit], count: Optional[int], blocks: Optional[BlockUnits]) -> Optional[List[int]]:
+def _cut_by_flops(
+    units: Sequence[Unit], count: int | None, blocks: BlockUnits | None
+) -> list[int] | None:
     assert count is not None
     work = [_sum_flops(unit) for unit in units]
-    heads, spared = np.zeros(len(units) + 1), np.zeros(len(units) + 1)
+    heads = np.zeros(len(units) + 1)
+    spared = np.zeros(len(units) + 1)
     if blocks is not None:
         heads[1:-1] = [_sum_flops(head) for head in blocks.heads]
-        spared[1:-1] = [_sum_flops(unit) - _sum_flops(first) for unit, first in zip(units[1:], blocks.first[1:])]
+        spared[1:-1] = [
+            _sum_flops(unit) - _sum_flops(first) for unit, first in zip(units[1:], blocks.first[1:])
+        ]
     sums = np.concatenate([[0.0], np.cumsum(work)])
 
     def price(first: IntArray, end: IntArray) -> StagePrices:
@@ -162,34 +206,57 @@ def _sum_flops(unit: Unit) -> float:
 
 
 def _cut_by_times(
-    config: Config, method: Method, units: Sequence[Unit], blocks: Optional[BlockUnits], x: Any, stages_text: str,
-    count: Optional[int],
-) -> Sequence[int]:  # fmt: skip
+    config: Config,
+    method: Method,
+    units: Sequence[Unit],
+    blocks: BlockUnits | None,
+    x: Any,
+    stages_text: str,
+    count: int | None,
+) -> Sequence[int]:
     assert config.hardware is not None
-    hardware, width = read_hardware(config.hardware, "hardware"), config.replicas
+    hardware = read_hardware(config.hardware, "hardware")
+    width = config.replicas
     if count is None and width > hardware.devices:
-        raise BadInput(f"replicas: {width}: stages: {stages_text}: hardware {hardware.name} has {hardware.devices} devices")
+        raise BadInput(
+            f"replicas: {width}: stages: {stages_text}: hardware {hardware.name} has "
+            f"{hardware.devices} devices"
+        )
     problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
     stages_per_device = 1 if method.order is None else method.order.stages_per_device
     if count is not None and count <= len(units):
         shortage = _explain_shortage(config, hardware, count, stages_per_device)
         raise_faults([shortage] if shortage is not None else [])
-    depths: Sequence[int] = range(1, min(hardware.devices // width, len(units) // stages_per_device) + 1)
-    runnable = [depth for depth in depths if count is None and _can_run(config, method, depth * stages_per_device)]
+    depths: Sequence[int] = range(
+        1, min(hardware.devices // width, len(units) // stages_per_device) + 1
+    )
+    runnable = [
+        depth
+        for depth in depths
+        if count is None and _can_run(config, method, depth * stages_per_device)
+    ]
     if count is not None:
         depths = runnable = [count // stages_per_device]
     candidates = [make_candidate(config, depth) for depth in runnable]
     if not candidates and depths:
         # raise the method's own reason if it refuses every number of stages
-        make_schedule(method, max(depths) * stages_per_device, config.gradient_accumulation, config.gradient_accumulation)
+        make_schedule(
+            method,
+            max(depths) * stages_per_device,
+            config.gradient_accumulation,
+            config.gradient_accumulation,
+        )
     best = search(problem, candidates, 1).best
     if best:
         return best[0].starts
     least = find_least_memory(problem, candidates)
     if least is None:
-        raise BadInput(f"stages: {stages_text}: the model has {len(units)} places where a stage may begin")
+        raise BadInput(
+            f"stages: {stages_text}: the model has {len(units)} places where a stage may begin"
+        )
     raise BadInput(
-        f"stages: {stages_text}: no cut fits hardware {hardware.name}, {format_bytes(int(problem.memory_bytes))} usable on each"
+        f"stages: {stages_text}: no cut fits hardware {hardware.name}, "
+        f"{format_bytes(int(problem.memory_bytes))} usable on each"
         f" device: {least[1].depth} stages need {format_bytes(int(least[0]))} (predicted)"
     )
 
@@ -215,20 +282,27 @@ class ConfigCut(NamedTuple):
     bottleneck: Bottleneck
 
 
-def _explain_shortage(config: Config, hardware: Hardware, stages: int, stages_per_device: int) -> Optional[str]:
-    """Return the fault of a config whose stages and replicas need more devices than the hardware has; None if they fit."""
+def _explain_shortage(
+    config: Config, hardware: Hardware, stages: int, stages_per_device: int
+) -> str | None:
+    """Return the fault of a config whose stages and replicas need more devices than the hardware
+    has; None if they fit.
+    """
     on_device = f", {stages_per_device} on a device," if stages_per_device > 1 else ""
     how = f"stages {stages}{on_device} x replicas {config.replicas}"
     return hardware.explain_shortage(stages // stages_per_device * config.replicas, how)
 
 
-def _explain_unpredicted(job: Job) -> Optional[str]:
+def _explain_unpredicted(job: Job) -> str | None:
     """Return why the stages of a job cannot be predicted on any hardware; None if they can."""
     unplanned = _explain_unplanned(job.method, job.config.hardware)
     if unplanned is not None:
         return f"method: {unplanned}"
     if job.partition.spread:
-        return "stages: single weights are spread over them: the planner predicts stages of whole modules"
+        return (
+            "stages: single weights are spread over them: the planner predicts stages of whole "
+            "modules"
+        )
     ipu = job.config.backend.ipu
     devices = set(job.placement) if ipu is None or ipu.ipus is None else set(ipu.ipus)
     if len(devices) < len(job.partition) // _count_stages_per_device(job.method):
@@ -240,19 +314,23 @@ def _count_stages_per_device(method: Method) -> int:
     return 1 if method.order is None else method.order.stages_per_device
 
 
-def list_shortages(job: Job) -> List[str]:
-    """Return the fault of a job, whose config names hardware, that would be predicted on more devices than this has; [] without a
-    prediction."""
+def list_shortages(job: Job) -> list[str]:
+    """Return the fault of a job, whose config names hardware, that would be predicted on more
+    devices than this has; [] without a prediction."""
     assert job.config.hardware is not None
     if _explain_unpredicted(job) is not None:
         return []
     hardware = read_hardware(job.config.hardware, "hardware")
-    shortage = _explain_shortage(job.config, hardware, len(job.partition), _count_stages_per_device(job.method))
+    shortage = _explain_shortage(
+        job.config, hardware, len(job.partition), _count_stages_per_device(job.method)
+    )
     return [] if shortage is None else [shortage]
 
 
 def predict_config_cut(job: Job) -> ConfigCut:
-    """Predict the stages of a job whose config names hardware. Raise `BadInput` if that is not possible."""
+    """Predict the stages of a job whose config names hardware. Raise `BadInput` if that is not
+    possible.
+    """
     config, (x, y) = job.config, job.example
     assert config.hardware is not None
     unpredicted = _explain_unpredicted(job)
@@ -267,12 +345,16 @@ def predict_config_cut(job: Job) -> ConfigCut:
     blocks = _count_blocks(config, job.method, model, x, units)
     problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
     names = [unit.name for unit in units]
-    prediction = predict_fastest(problem, make_candidate(config, depth), [0, *map(names.index, begins)])
+    prediction = predict_fastest(
+        problem, make_candidate(config, depth), [0, *map(names.index, begins)]
+    )
     return ConfigCut(problem, prediction, find_bottleneck(problem, prediction))
 
 
-def predict_rate(job: Job) -> Optional[Tuple[str, float]]:
-    """Return the hardware's name and the predicted samples per second; None without hardware or without a prediction."""
+def predict_rate(job: Job) -> tuple[str, float] | None:
+    """Return the hardware's name and the predicted samples per second; None without hardware or
+    without a prediction.
+    """
     if job.config.hardware is None:
         return None
     try:

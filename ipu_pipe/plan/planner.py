@@ -1,11 +1,13 @@
-"""Find the best configurations for a model's units, hardware and limits, and the bottleneck of each."""
+"""Find the best configurations for a model's units, hardware and limits, and the bottleneck of
+each.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.unit_costs import count_state_bytes
@@ -19,16 +21,23 @@ from ipu_pipe.plan.candidates import (
     list_layouts,
     make_transfers,
 )
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, UnitSums, predict_cut, remove_transfers
+from ipu_pipe.plan.prediction import (
+    Costing,
+    Prediction,
+    Problem,
+    UnitSums,
+    predict_cut,
+    remove_transfers,
+)
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import format_bytes, show
 
 # ---- the bottleneck of a configuration: its share of the time, and the changes that would lift it
 #
-# The time of a batch consists of the devices' average compute, and of waits: for a stage that is slower than the average
-# (imbalance), for filling, draining and updating (bubble), and for messages (link). The time of recomputation counts as a
-# bottleneck of memory.
+# The time of a batch consists of the devices' average compute, and of waits: for a stage that is
+# slower than the average # (imbalance), for filling, draining and updating (bubble), and for
+# messages (link). The time of recomputation counts as a # bottleneck of memory.
 
 STREAMED = "backend.ipu.tensor_locations.optimizer.on_chip: false"
 # a smaller share of the time is not a bottleneck
@@ -38,8 +47,8 @@ SMALL = 0.02
 class Bottleneck(NamedTuple):
     """A bottleneck of a configuration.
 
-    `kind`: memory, link, bubble, imbalance or compute; `share`: its share of the time; `what`: its description; `lifts`: the
-    changes that would reduce it.
+    `kind`: memory, link, bubble, imbalance or compute; `share`: its share of the time; `what`: its
+    description; `lifts`: the changes that would reduce it.
     """
 
     kind: str
@@ -52,15 +61,24 @@ class Bottleneck(NamedTuple):
 
 
 def find_bottleneck(problem: Problem, prediction: Prediction) -> Bottleneck:
-    """Return the greatest bottleneck of a configuration, with the share of time of streamed optimizer state."""
+    """Return the greatest bottleneck of a configuration, with the share of time of streamed
+    optimizer state.
+    """
     greatest = max(_list_bottlenecks(problem, prediction), key=lambda bottleneck: bottleneck.share)
     if greatest.share < SMALL:
-        greatest = Bottleneck("compute", prediction.utilization, f"devices are busy {prediction.utilization:.0%} of the time",
-                           "only faster devices or more of them would raise the throughput")  # fmt: skip
+        greatest = Bottleneck(
+            "compute",
+            prediction.utilization,
+            f"devices are busy {prediction.utilization:.0%} of the time",
+            "only faster devices or more of them would raise the throughput",
+        )
     if not problem.streamed:
         return greatest
     share = _sum_streaming_seconds(problem, prediction) / prediction.seconds
-    words = f"{greatest.what}; optimizer state in streaming memory, whose traffic takes {share:.0%} of the time"
+    words = (
+        f"{greatest.what}; optimizer state in streaming memory, whose traffic takes "
+        f"{share:.0%} of the time"
+    )
     return greatest._replace(what=words)
 
 
@@ -68,17 +86,27 @@ def _sum_streaming_seconds(problem: Problem, prediction: Prediction) -> float:
     """Return the most seconds of an update that streaming takes on a stage."""
     on_chip = replace(problem, streamed=False)
     edges = [*prediction.starts, len(problem.units)]
-    extra_seconds = [problem.get_update_seconds(unit) - on_chip.get_update_seconds(unit) for unit in problem.units]
+    extra_seconds = [
+        problem.get_update_seconds(unit) - on_chip.get_update_seconds(unit)
+        for unit in problem.units
+    ]
     return max(sum(extra_seconds[a:b]) for a, b in zip(edges, edges[1:]))
 
 
-def _list_bottlenecks(problem: Problem, prediction: Prediction) -> List[Bottleneck]:
+def _list_bottlenecks(problem: Problem, prediction: Prediction) -> list[Bottleneck]:
     """Return all bottlenecks of a configuration, unordered."""
-    candidate, loads, seconds = prediction.candidate, prediction.loads, prediction.seconds
-    count, mean, greatest = candidate.gradient_accumulation, sum(loads) / candidate.depth, max(loads)
+    candidate = prediction.candidate
+    loads = prediction.loads
+    seconds = prediction.seconds
+    count = candidate.gradient_accumulation
+    mean = sum(loads) / candidate.depth
+    greatest = max(loads)
     without_transfers = remove_transfers(prediction.costs)
-    compute_seconds = BatchTimes(candidate.method_row, candidate.stages, without_transfers).compute(count).seconds
-    slowest, kind = loads.index(greatest), "stage" if candidate.stages_per_device == 1 else "device"
+    compute_seconds = (
+        BatchTimes(candidate.method_row, candidate.stages, without_transfers).compute(count).seconds
+    )
+    slowest = loads.index(greatest)
+    kind = "stage" if candidate.stages_per_device == 1 else "device"
     name = problem.units[prediction.starts[slowest]].name or "the model's beginning"
     idle = max(compute_seconds - count * greatest, 0.0) / seconds
     bottlenecks = [
@@ -88,7 +116,8 @@ def _list_bottlenecks(problem: Problem, prediction: Prediction) -> List[Bottlene
             f"{kind} {slowest} (from {name}) computes {greatest / mean - 1:.0%} more than the mean",
             "boundaries inside its modules, or another number of stages, would balance the load",
         ),
-        # a model on one device has no pipeline to fill or drain; besides passes it only updates its weights
+        # a model on one device has no pipeline to fill or drain; besides passes it only updates its
+        # weights
         Bottleneck(
             "compute",
             idle,
@@ -100,7 +129,8 @@ def _list_bottlenecks(problem: Problem, prediction: Prediction) -> List[Bottlene
             "bubble",
             idle,
             f"{idle:.0%} of the time goes to filling and draining the pipeline and to updates",
-            "more microbatches per update (a larger batch), fewer stages or a method that does not flush would reduce this"
+            "more microbatches per update (a larger batch), fewer stages or a method that does not "
+            "flush would reduce this"
             if candidate.method_row.flushes
             else "more microbatches per update would reduce this",
         ),
@@ -110,17 +140,28 @@ def _list_bottlenecks(problem: Problem, prediction: Prediction) -> List[Bottlene
         reduces = any(link in transfer.links for transfer in prediction.costs.reduce)
         what = "all-reduces of gradients" if reduces else "activations and their gradients"
         what = "samples" if link == HOST else what
-        waited, busy = (seconds - compute_seconds) / seconds, min(prediction.link_busy[link] / seconds, 1.0)
+        waited = (seconds - compute_seconds) / seconds
+        busy = min(prediction.link_busy[link] / seconds, 1.0)
         # most of the waiting time is latency
         is_latency = busy < waited / 2
         words = f"{waited:.0%} of the time is spent waiting for messages, "
         if is_latency:
-            words += f"mostly because of their latency; {link} is busy only {busy:.2%} of the time, with {what}"
+            words += (
+                f"mostly because of their latency; {link} is busy only {busy:.2%} of the "
+                f"time, with {what}"
+            )
         else:
             words += f"and {link} is busy {busy:.0%} of the time, with {what}"
         faster = "links with lower latency" if is_latency else "a faster link"
-        fewer = "or a larger micro_batch_size (fewer messages)" if is_latency else "or boundaries that fewer bytes cross"
-        lifts = f"{faster}, {'or more microbatches per update' if reduces else fewer}, would reduce this"
+        fewer = (
+            "or a larger micro_batch_size (fewer messages)"
+            if is_latency
+            else "or boundaries that fewer bytes cross"
+        )
+        lifts = (
+            f"{faster}, {'or more microbatches per update' if reduces else fewer}, would "
+            f"reduce this"
+        )
         bottlenecks.append(Bottleneck("link", waited, words, lifts))
     if candidate.recompute and not _fits_without_recomputing(problem, prediction):
         fullest = max(range(candidate.depth), key=lambda s: prediction.memory[s].total)
@@ -152,11 +193,14 @@ def _fits_without_recomputing(problem: Problem, prediction: Prediction) -> bool:
 #     [4] simulated with messages that never wait for one another      tighter
 #     [5] simulated by the clock                          the prediction
 #
-# The candidate with the greatest bound takes the next step. So the first candidate that has taken all steps is the best one, the
-# next one is the second best, and so on.
+# The candidate with the greatest bound takes the next step. So the first candidate that has taken
+# all steps is the best one, the # next one is the second best, and so on.
 
 NO_ROOM = "a stage needs more memory than a device has, however the model is cut"
-ALIKE = "the same methods and stages with another microbatch, accumulation or schedule, not faster or out of memory"
+ALIKE = (
+    "the same methods and stages with another microbatch, accumulation or schedule, not faster "
+    "or out of memory"
+)
 SLOWER = "slower than those shown, by a lower bound of their time"
 # slack so that a bound equal to the time does not reorder ties
 ROUNDING = 1e-9
@@ -165,8 +209,8 @@ ROUNDING = 1e-9
 class SearchResult(NamedTuple):
     """The best predictions, best first, and how many candidates are not among them, by reason."""
 
-    best: List[Prediction]
-    refused: Dict[str, int]
+    best: list[Prediction]
+    refused: dict[str, int]
 
 
 class _Costings:
@@ -174,9 +218,9 @@ class _Costings:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._sums: Dict[Tuple[int, str], UnitSums] = {}
-        self._transfers: Dict[ReplicaLayout, BoundaryTransfers] = {}
-        self._work: Dict[Tuple[int, bool, bool, str], List[float]] = {}
+        self._sums: dict[tuple[int, str], UnitSums] = {}
+        self._transfers: dict[ReplicaLayout, BoundaryTransfers] = {}
+        self._work: dict[tuple[int, bool, bool, str], list[float]] = {}
 
     def make(self, candidate: Candidate, layout: ReplicaLayout) -> Costing:
         """Return the costing of a candidate."""
@@ -188,10 +232,15 @@ class _Costings:
             self._transfers[layout] = make_transfers(self._problem.hardware, layout)
         return Costing(problem, candidate, layout, self._sums[key], self._transfers[layout])
 
-    def get_work(self, candidate: Candidate) -> List[float]:
+    def get_work(self, candidate: Candidate) -> list[float]:
         """Return the seconds of each unit for a microbatch."""
         precision = self._problem.adapt_to(candidate.method).precision
-        key = candidate.micro_batch_size, candidate.recompute, METHODS[candidate.method].structure is None, precision
+        key = (
+            candidate.micro_batch_size,
+            candidate.recompute,
+            METHODS[candidate.method].structure is None,
+            precision,
+        )
         if key not in self._work:
             layout = list_layouts(candidate.depth, candidate.width, candidate.placement)[0]
             self._work[key] = self.make(candidate, layout).work.tolist()
@@ -202,22 +251,28 @@ _Steps = Iterator[Tuple[float, Optional[Prediction]]]
 
 
 def search(problem: Problem, candidates: Sequence[Candidate], count: int) -> SearchResult:
-    """Return the `count` candidates with the greatest predicted throughput, each with its best cut and layout.
+    """Return the `count` candidates with the greatest predicted throughput, each with its best cut
+    and layout.
 
-    If candidates differ only in microbatch, accumulation and schedule, only the best is listed. The search is exact: candidates
-    that are not cut or not simulated cannot be better.
+    If candidates differ only in microbatch, accumulation and schedule, only the best is listed. The
+    search is exact: candidates that are not cut or not simulated cannot be better.
     """
-    listed_shapes: Set[Tuple[Any, ...]] = set()
+    listed_shapes: set[tuple[Any, ...]] = set()
     costings = _Costings(problem)
     # ordered by least seconds per sample, then by the order of the candidates and of their layouts
-    waiting: List[Tuple[float, int, int, _Steps, Optional[Prediction]]] = []
+    waiting: list[tuple[float, int, int, _Steps, Prediction | None]] = []
     for order, candidate in enumerate(candidates):
-        bound = bound_seconds_of_any_cut(candidate, sum(costings.get_work(candidate))) / candidate.global_batch_size
-        for layout_order, layout in enumerate(list_layouts(candidate.depth, candidate.width, candidate.placement)):
+        bound = (
+            bound_seconds_of_any_cut(candidate, sum(costings.get_work(candidate)))
+            / candidate.global_batch_size
+        )
+        for layout_order, layout in enumerate(
+            list_layouts(candidate.depth, candidate.width, candidate.placement)
+        ):
             waiting.append((bound, order, layout_order, _bound(candidate, layout, costings), None))
     heapq.heapify(waiting)
-    best: List[Prediction] = []
-    no_room: Set[Candidate] = set()
+    best: list[Prediction] = []
+    no_room: set[Candidate] = set()
     while waiting and len(best) < count:
         bound, order, layout_order, steps, prediction = heapq.heappop(waiting)
         candidate = candidates[order]
@@ -237,12 +292,18 @@ def search(problem: Problem, candidates: Sequence[Candidate], count: int) -> Sea
             heapq.heappush(waiting, (bound, order, layout_order, steps, prediction))
     alike = sum(candidate.shape in listed_shapes for candidate in candidates) - len(best)
     without_room = sum(candidate.shape not in listed_shapes for candidate in no_room)
-    refused = {NO_ROOM: without_room, ALIKE: alike, SLOWER: len(candidates) - len(best) - alike - without_room}
+    refused = {
+        NO_ROOM: without_room,
+        ALIKE: alike,
+        SLOWER: len(candidates) - len(best) - alike - without_room,
+    }
     return SearchResult(best, {reason: number for reason, number in refused.items() if number})
 
 
 def _bound(candidate: Candidate, layout: ReplicaLayout, costings: _Costings) -> _Steps:
-    """Yield tighter and tighter lower bounds of the seconds of a batch, and at last its prediction; stop early if no cut fits."""
+    """Yield tighter and tighter lower bounds of the seconds of a batch, and at last its prediction;
+    stop early if no cut fits.
+    """
     costing = costings.make(candidate, layout)
     work = costings.get_work(candidate)
     slowest = bound_slowest(work, candidate.stages)
@@ -257,15 +318,22 @@ def _bound(candidate: Candidate, layout: ReplicaLayout, costings: _Costings) -> 
         return
     batch_times = costing.make_batch_times(starts)
     yield costing.bound_seconds(batch_times.costs), None  # [3]
-    yield (1 - ROUNDING) * batch_times.compute_uncontended_seconds(candidate.gradient_accumulation), None  # [4]
+    yield (
+        (1 - ROUNDING) * batch_times.compute_uncontended_seconds(candidate.gradient_accumulation),
+        None,
+    )  # [4]
     prediction = predict_cut(costing, starts, batch_times)
     yield prediction.seconds, prediction  # [5]
 
 
-def find_least_memory(problem: Problem, candidates: Iterable[Candidate]) -> Optional[Tuple[float, Candidate]]:
-    """Return the fewest bytes per device with which one of the candidates fits, and that candidate; None if there are none."""
+def find_least_memory(
+    problem: Problem, candidates: Iterable[Candidate]
+) -> tuple[float, Candidate] | None:
+    """Return the fewest bytes per device with which one of the candidates fits, and that candidate;
+    None if there are none.
+    """
     costings = _Costings(problem)
-    best: Optional[Tuple[float, Candidate]] = None
+    best: tuple[float, Candidate] | None = None
     for candidate in candidates:
         layout = list_layouts(candidate.depth, candidate.width, candidate.placement)[0]
         needed = costings.make(candidate, layout).find_least_memory()
@@ -279,22 +347,24 @@ def find_least_memory(problem: Problem, candidates: Iterable[Candidate]) -> Opti
 # the number of configurations in an answer
 SHOWN = 10
 # greater plans take minutes
-MOST_DEVICES, MOST_BATCH = 4_096, 1_000_000_000
+MOST_DEVICES = 4_096
+MOST_BATCH = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Answer:
     """The answer to a planning problem.
 
-    `plans`: configurations, best first, each with its bottleneck. `refused`: reason -> number of other candidates.
-    `smallest_change`: if nothing fits, the change with which a configuration would.
+    `plans`: configurations, best first, each with its bottleneck. `refused`: reason -> number of
+    other candidates. `smallest_change`: if nothing fits, the change with which a configuration
+    would.
     """
 
     problem: Problem
     devices: int
-    plans: Tuple[Tuple[Prediction, Bottleneck], ...]
-    refused: Dict[str, int]
-    smallest_change: Optional[str] = None
+    plans: tuple[tuple[Prediction, Bottleneck], ...]
+    refused: dict[str, int]
+    smallest_change: str | None = None
 
 
 def make_plan(
@@ -302,16 +372,21 @@ def make_plan(
 ) -> Answer:
     """Return the `count` configurations with the greatest predicted throughput on all `devices`.
 
-    Updates have at most `greatest_batch` samples. If nothing fits and the devices have streaming memory, the optimizer's state is
-    put there. Raise `BadInput` for too many devices or samples.
+    Updates have at most `greatest_batch` samples. If nothing fits and the devices have streaming
+    memory, the optimizer's state is put there. Raise `BadInput` for too many devices or samples.
     """
-    for key, value, most in (("devices", devices, MOST_DEVICES), ("batch", greatest_batch, MOST_BATCH)):
+    for key, value, most in (
+        ("devices", devices, MOST_DEVICES),
+        ("batch", greatest_batch, MOST_BATCH),
+    ):
         if not 1 <= value <= most:
             raise BadInput(f"--{key}: {show(value)}: must be an integer from 1 to {most}")
     candidates = tuple(list_candidates(methods, devices, len(problem.units), greatest_batch))
-    result, change = search(problem, candidates, count), None
+    result = search(problem, candidates, count)
+    change = None
     if not result.best and _may_stream(problem):
-        problem, change = replace(problem, streamed=True), f"{STREAMED}, as in this plan"
+        problem = replace(problem, streamed=True)
+        change = f"{STREAMED}, as in this plan"
         result = search(problem, candidates, count)
     plans = tuple((prediction, find_bottleneck(problem, prediction)) for prediction in result.best)
     if not plans:
@@ -322,25 +397,36 @@ def make_plan(
 def _may_stream(problem: Problem) -> bool:
     """Return whether optimizer state could move from the device to its streaming memory."""
     state = count_state_bytes(problem.precision, problem.moments)
-    return not problem.streamed and problem.hardware.device.streaming_bytes is not None and state > 0
+    return (
+        not problem.streamed and problem.hardware.device.streaming_bytes is not None and state > 0
+    )
 
 
 def _find_smallest_change(
-    problem: Problem, candidates: Sequence[Candidate], methods: Sequence[str], devices: int, greatest_batch: int
-) -> Optional[str]:
-    """Describe the smaller change that makes a candidate fit: more memory per device or more devices, by their factors."""
+    problem: Problem,
+    candidates: Sequence[Candidate],
+    methods: Sequence[str],
+    devices: int,
+    greatest_batch: int,
+) -> str | None:
+    """Describe the smaller change that makes a candidate fit: more memory per device or more
+    devices, by their factors.
+    """
     least = find_least_memory(problem, candidates)
     if least is None:
         return None
     size, candidate = least
     memory = (
-        f"{format_bytes(int(size))} of usable memory per device instead of {format_bytes(int(problem.memory_bytes))} "
+        f"{format_bytes(int(size))} of usable memory per device instead of "
+        f"{format_bytes(int(problem.memory_bytes))} "
         f"({_describe(candidate)})"
     )
     if problem.streamed:
         memory += ", optimizer state in streaming memory"
     for number in _list_more_devices(problem, devices):
-        needed = find_least_memory(problem, list_candidates(methods, number, len(problem.units), greatest_batch, (True,)))
+        needed = find_least_memory(
+            problem, list_candidates(methods, number, len(problem.units), greatest_batch, (True,))
+        )
         if needed is not None and needed[0] <= problem.memory_bytes:
             if number / devices < size / problem.memory_bytes:
                 return f"{number} devices instead of {devices} ({_describe(needed[1])})"
@@ -348,12 +434,17 @@ def _find_smallest_change(
     return memory
 
 
-def _list_more_devices(problem: Problem, devices: int) -> List[int]:
-    """Return twice, four times and eight times the devices, as far as the hardware's links join them."""
+def _list_more_devices(problem: Problem, devices: int) -> list[int]:
+    """Return twice, four times and eight times the devices, as far as the hardware's links join
+    them.
+    """
     most = problem.hardware.most_devices
     return [devices * factor for factor in (2, 4, 8) if most is None or devices * factor <= most]
 
 
 def _describe(candidate: Candidate) -> str:
-    text = f"{candidate.method}, depth {candidate.depth}, width {candidate.width}, micro_batch_size {candidate.micro_batch_size}"
+    text = (
+        f"{candidate.method}, depth {candidate.depth}, width {candidate.width}, "
+        f"micro_batch_size {candidate.micro_batch_size}"
+    )
     return text + (", recompute" if candidate.recompute else "")

@@ -1,11 +1,13 @@
-"""The work that emulator and processes share: a job's computation, the jobs they cannot run exactly, and the sum of losses."""
+"""The work that emulator and processes share: a job's computation, the jobs they cannot run
+exactly, and the sum of losses.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Iterable, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +17,13 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.model.batch import get_first_tensor
 from ipu_pipe.model.loss import Loss
-from ipu_pipe.replay.replays import RandomizedReplays, Replays, RoundReplays, StreamedReplays, TableReplays
+from ipu_pipe.replay.replays import (
+    RandomizedReplays,
+    Replays,
+    RoundReplays,
+    StreamedReplays,
+    TableReplays,
+)
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.table import Schedule
@@ -29,23 +37,26 @@ from ipu_pipe.update.clipping import explain_stage_scope
 class Work:
     """The computation of a job, independent of where its stages run.
 
-    `table`: the weight versions that passes read, with the schedule. `rules`: the update rules and the optimizer, which holds
-    the parameters of the stages in this process. `clip`: (norm, scope) or None. `microbatch`: the first microbatch to run,
-    greater than 0 after a resume. `replays`: the source of replays if it is not the version table. `block_updates`: the number of
-    updates of single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises `Divergence` if a loss
-    is not finite and the config does not allow it; by default nothing is checked. `weighs`: the microbatches of an update have
-    weights (`LossShare`); otherwise all count the same. `after_update(update, stages, averaged)`: called when these stages have
-    made an update. Of replicas with weights of their own each calls it, and `averaged` once more after their average.
+    `table`: the weight versions that passes read, with the schedule. `rules`: the update rules and
+    the optimizer, which holds the parameters of the stages in this process. `clip`: (norm, scope)
+    or None. `microbatch`: the first microbatch to run, greater than 0 after a resume. `replays`:
+    the source of replays if it is not the version table. `block_updates`: the number of updates of
+    single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises
+    `Divergence` if a loss is not finite and the config does not allow it; by default nothing is
+    checked. `weighs`: the microbatches of an update have weights (`LossShare`); otherwise all count
+    the same. `after_update(update, stages, averaged)`: called when these stages have made an
+    update. Of replicas with weights of their own each calls it, and `averaged` once more after
+    their average.
     """
 
     loss: Loss
     table: VersionTable
     rules: UpdateRules
-    clip: Optional[Tuple[float, str]] = None
+    clip: tuple[float, str] | None = None
     microbatch: int = 0
-    replays: Optional[Replays] = None
+    replays: Replays | None = None
     block_updates: int = 1
-    refuse_nonfinite: Callable[[int, Iterable[Optional[float]]], None] = lambda update, losses: None
+    refuse_nonfinite: Callable[[int, Iterable[float | None]], None] = lambda update, losses: None
     weighs: bool = False
     after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
 
@@ -54,9 +65,11 @@ class Work:
         """Return the work of a job that continues with update `first_update`."""
         config = job.config
         clip = (config.clip.norm, config.clip.scope) if config.clip else None
-        first = first_update * (config.gradient_accumulation if job.method.rounds is None else job.replica_count)
+        first = first_update * (
+            config.gradient_accumulation if job.method.rounds is None else job.replica_count
+        )
         table = job.table if job.open_table is None else job.open_table
-        replays: Optional[Replays] = None
+        replays: Replays | None = None
         history = job.method.history
         if history is not None and job.is_open:
             replays = StreamedReplays(table, history, 1, config.seed)
@@ -66,10 +79,23 @@ class Work:
             replays = RandomizedReplays(table, history, job.updates_per_epoch, config.seed)
         count = len(job.partition) if history is not None else 1
         weighs = job.loss_weight is not None
-        work = cls(job.loss, table, job.rules, clip, first, replays, count, partial(refuse_nonfinite, job), weighs)
+        work = cls(
+            job.loss,
+            table,
+            job.rules,
+            clip,
+            first,
+            replays,
+            count,
+            partial(refuse_nonfinite, job),
+            weighs,
+        )
         if job.is_open:
-            # a loss is checked when its update leaves the pipeline, at the same step on all processes
-            return replace(work, refuse_nonfinite=lambda update, losses: None, after_update=job.after_update)
+            # a loss is checked when its update leaves the pipeline, at the same step on all
+            # processes
+            return replace(
+                work, refuse_nonfinite=lambda update, losses: None, after_update=job.after_update
+            )
         return work
 
     def make_replays(self, replicas: Sequence[int]) -> Replays:
@@ -90,7 +116,9 @@ class Work:
 
     @cached_property
     def accumulate(self) -> int:
-        """The microbatches of an update, or of one replica's update if replicas have weights of their own."""
+        """The microbatches of an update, or of one replica's update if replicas have weights of
+        their own.
+        """
         return 1 if self.method.rounds is not None else self.table.schedule.accumulate
 
     @cached_property
@@ -98,7 +126,7 @@ class Work:
         """The first update to run."""
         return self.microbatch // self.schedule.accumulate
 
-    def compute_weights(self, weights: Sequence[float], replicas: int) -> List[LossShare]:
+    def compute_weights(self, weights: Sequence[float], replicas: int) -> list[LossShare]:
         """Return the weights of an update's microbatches with their shares in its mean loss.
 
         `weights`: of microbatch 0 of each of `replicas`, of microbatch 1 of each, and so on.
@@ -109,21 +137,28 @@ class Work:
         total = 0.0
         for weight in weights:
             total += weight
-        return [LossShare(weight, weight * replicas / total if weight else 0.0) for weight in weights]
+        return [
+            LossShare(weight, weight * replicas / total if weight else 0.0) for weight in weights
+        ]
 
-    def scale_loss(self, loss: torch.Tensor, weight: Optional[LossShare]) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor, weight: LossShare | None) -> torch.Tensor:
         """Return the part of a microbatch's loss in the loss of its update on one replica."""
         return loss / self.accumulate if weight is None else loss * weight.share
 
     def find_first_replay(self, replicas: int) -> int:
         """Return the number of the first replay to run; `replicas` of them take turns."""
-        return self.microbatch * (1 if self.method.rounds is not None else replicas) * self.block_updates
+        return (
+            self.microbatch
+            * (1 if self.method.rounds is not None else replicas)
+            * self.block_updates
+        )
 
     def find_step(self, update: int, stage: int, stage_update: int) -> int:
-        """Return the index into the learning-rate schedule for an update: `update` of the run, `stage_update` of its stage.
+        """Return the index into the learning-rate schedule for an update: `update` of the run,
+        `stage_update` of its stage.
 
-        If single stages are updated in the schedule's order, the index counts the stage's updates, because the stages of a
-        pipeline are not at the same update.
+        If single stages are updated in the schedule's order, the index counts the stage's updates,
+        because the stages of a pipeline are not at the same update.
         """
         history = self.method.history
         if history is None or self.block_updates == 1:
@@ -131,65 +166,99 @@ class Work:
         return stage_update if history.order == "schedule" else update // self.block_updates
 
 
-def refuse_nonfinite(job: Job, k: int, losses: Iterable[Optional[float]]) -> None:
-    """Raise `Divergence`, with what theory says, if a loss of update k is not a finite number, unless the config allows it.
+def refuse_nonfinite(job: Job, k: int, losses: Iterable[float | None]) -> None:
+    """Raise `Divergence`, with what theory says, if a loss of update k is not a finite number,
+    unless the config allows it.
 
     An update whose microbatches have no weight has no loss (None).
     """
     wrong = [loss for loss in losses if loss is not None and not math.isfinite(loss)]
     if wrong and not job.config.allow_nonfinite:
-        scaling = "" if job.config.backend.ipu is None else ", or another backend.ipu.loss_scaling in half precision"
+        scaling = (
+            ""
+            if job.config.backend.ipu is None
+            else ", or another backend.ipu.loss_scaling in half precision"
+        )
         raise Divergence(
             f"update {k} of method {job.method.name}: the training loss is {wrong[0]}",
-            f"a smaller optimizer.lr or lr_schedule.warmup_steps may help{scaling} (allow_nonfinite: true continues anyway)"
+            f"a smaller optimizer.lr or lr_schedule.warmup_steps may help{scaling} "
+            f"(allow_nonfinite: true continues anyway)"
             f"{explain_divergence(job, k)}",
         )
 
 
-def list_exactness_faults(job: Job) -> List[str]:
+def list_exactness_faults(job: Job) -> list[str]:
     """Return the reasons why emulator and processes cannot run a job exactly."""
-    method, stages, reasons = job.method, len(job.partition), []
+    method = job.method
+    stages = len(job.partition)
+    reasons = []
     scope = job.config.clip.scope if job.config.clip else None
     if scope == "delayed_global" and method.flushes:
         reasons.append(
-            f"clip.scope: delayed_global: with {method.name} the global norm itself is known: use scope: global"
+            f"clip.scope: delayed_global: with {method.name} the global norm itself is known: use "
+            f"scope: global"
         )
     # methods that update single stages have a line of their own
-    if job.config.clip is not None and scope == "global" and method.reads_old(stages) and method.history is None:
+    if (
+        job.config.clip is not None
+        and scope == "global"
+        and method.reads_old(stages)
+        and method.history is None
+    ):
         remedy = explain_stage_scope(job.config.clip.norm, stages)
         reasons.append(
-            f"clip.scope: global: with {method.name} a stage updates before the others' gradients exist, so the global norm "
+            f"clip.scope: global: with {method.name} a stage updates before the others' gradients "
+            f"exist, so the global norm "
             f"is not known: use {remedy}, scope: delayed_global, or a synchronous method"
         )
     has_replicas = job.config.replicas > 1
-    if (method.reads_old(stages) or has_replicas) and not get_first_tensor(job.example[0]).is_meta and job.effects.weights:
-        why = "with replicas each would write its own" if has_replicas else f"with {method.name} several versions are in use"
+    if (
+        (method.reads_old(stages) or has_replicas)
+        and not get_first_tensor(job.example[0]).is_meta
+        and job.effects.weights
+    ):
+        why = (
+            "with replicas each would write its own"
+            if has_replicas
+            else f"with {method.name} several versions are in use"
+        )
         reasons.append(
-            f"model: {list_some(job.effects.weights)}: the forward writes this weight (max_norm of an embedding?), and {why}:"
+            f"model: {list_some(job.effects.weights)}: the forward writes this weight (max_norm of "
+            f"an embedding?), and {why}:"
             " write no weight, or use a method that flushes, without replicas"
         )
     if method.reads_old(stages) and method.backward_reads is Reads.NEWEST:
         names = job.observation.derived
         if names:
             reasons.append(
-                f"model: with {method.name} the backward must read newer weights than the forward, but the forward keeps "
-                f"tensors derived from {list_some(names)} (weight norm, autocast, InstanceNorm and the like do): use layers "
+                f"model: with {method.name} the backward must read newer weights than the forward, "
+                f"but the forward keeps "
+                f"tensors derived from {list_some(names)} (weight norm, autocast, InstanceNorm and "
+                f"the like do): use layers "
                 "that use their weights directly, or method_args: {stash: true}"
             )
     # a file of rows may have another order than the microbatches'
     file = method.order.file if method.order is not None else None
-    if file and not all(stretch.tables[Kind.FORWARD].is_in_order() for stretch in job.schedule.stretches):
-        norms = [name for name, module in job.model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    if file and not all(
+        stretch.tables[Kind.FORWARD].is_in_order() for stretch in job.schedule.stretches
+    ):
+        norms = [
+            name
+            for name, module in job.model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+        ]
         changed = [*norms, *job.effects.buffers]
         if changed:
             reasons.append(
-                f"method_args.file: {file}: a stage does its forwards in another order than the microbatches', and the model's"
+                f"method_args.file: {file}: a stage does its forwards in another order than the "
+                f"microbatches', and the model's"
                 f" forward changes buffers ({list_some(changed)}): list the forwards in order"
             )
     tied = list(job.partition.list_tied(job.model)) if file and not job.schedule.in_order else []
     if tied:
         reasons.append(
-            f"method_args.file: {file}: a stage does its backwards in another order than the microbatches', and stages"
+            f"method_args.file: {file}: a stage does its backwards in another order than the "
+            f"microbatches', and stages"
             f" share weights ({list_some(tied)}): list the backwards in order"
         )
     return reasons
@@ -198,18 +267,21 @@ def list_exactness_faults(job: Job) -> List[str]:
 # ---- training loss and accuracy of an update: every backend sums in the same order and type
 #
 #     loss        (l_0 + l_1 + ... + l_n-1) / n    in float64, from left to right, over the losses of n microbatches
-#                 (l_0 w_0 + ... + l_n-1 w_n-1) / (w_0 + ... + w_n-1) with weights; None if all are 0
+#                 (l_0 w_0 + ... + l_n-1 w_n-1) / (w_0 + ... + w_n-1) with weights; None if all are
+#                 0
 #     accuracy    right labels / counted labels    integers until the one division
 #
-# The order is microbatch 0 of each replica, microbatch 1 of each replica, and so on. Partial sums in another type or order
-# would differ in the last digits between backends and between vector kernels.
+# The order is microbatch 0 of each replica, microbatch 1 of each replica, and so on. Partial sums
+# in another type or order # would differ in the last digits between backends and between vector
+# kernels.
 
 # loss, right labels, counted labels; and the weight, if microbatches have weights
 COLUMNS = 3
 
 
 class LossShare(NamedTuple):
-    """The weight of a microbatch and its share w R / W, by which its loss is multiplied; W: the sum over the update.
+    """The weight of a microbatch and its share w R / W, by which its loss is multiplied; W: the sum
+    over the update.
 
     Gradients are averaged over R replicas afterwards.
     """
@@ -219,50 +291,63 @@ class LossShare(NamedTuple):
 
 
 class MicrobatchResult(NamedTuple):
-    """The loss of a microbatch and its (right, counted) labels, None if accuracy is undefined. Both may be on a GPU.
+    """The loss of a microbatch and its (right, counted) labels, None if accuracy is undefined. Both
+    may be on a GPU.
 
     `weight`: its weight in the mean loss, None if all count the same.
     """
 
     loss: torch.Tensor  # ()
-    label_counts: Optional[torch.Tensor]  # (2,)
-    weight: Optional[LossShare] = None
+    label_counts: torch.Tensor | None  # (2,)
+    weight: LossShare | None = None
 
 
 def tabulate(results: Sequence[MicrobatchResult]) -> torch.Tensor:
-    """Return a row (loss, right labels, counted labels) for each of n microbatches, (n, 3) in float64 on the host.
+    """Return a row (loss, right labels, counted labels) for each of n microbatches, (n, 3) in
+    float64 on the host.
 
-    With weights a row has the weight too, (n, 4). The labels are NaN if accuracy is undefined. The host waits here for a GPU that
-    has not computed the results yet.
+    With weights a row has the weight too, (n, 4). The labels are NaN if accuracy is undefined. The
+    host waits here for a GPU that has not computed the results yet.
     """
     table = torch.full((len(results), COLUMNS), float("nan"), dtype=torch.float64)
     losses = [result.loss.detach().reshape(()) for result in results]
     # zero losses of outputs in half precision lie among those in full precision
-    table[:, 0] = torch.stack(losses if results[0].weight is None else [loss.double() for loss in losses])
-    label_counts = {i: result.label_counts for i, result in enumerate(results) if result.label_counts is not None}
+    table[:, 0] = torch.stack(
+        losses if results[0].weight is None else [loss.double() for loss in losses]
+    )
+    label_counts = {
+        i: result.label_counts
+        for i, result in enumerate(results)
+        if result.label_counts is not None
+    }
     if label_counts:
         table[list(label_counts), 1:] = torch.stack(list(label_counts.values())).to(table)
     weights = [result.weight.value for result in results if result.weight is not None]
-    return torch.cat([table, torch.tensor(weights, dtype=table.dtype)[:, None]], dim=1) if weights else table
+    return (
+        torch.cat([table, torch.tensor(weights, dtype=table.dtype)[:, None]], dim=1)
+        if weights
+        else table
+    )
 
 
-def average(table: torch.Tensor) -> Tuple[Optional[float], Optional[float]]:
+def average(table: torch.Tensor) -> tuple[float | None, float | None]:
     """Return the mean loss and the share of right labels of a table of `tabulate`."""
-    rows: List[Tuple[float, float, float]] = table[:, :COLUMNS].tolist()
+    rows: list[tuple[float, float, float]] = table[:, :COLUMNS].tolist()
     total = right = counted = 0.0
     # not sum(): from Python 3.12 on it compensates for rounding
     for loss, _, _ in rows:
         total += loss
     counts = [row[1:] for row in rows if not math.isnan(row[2])]
     for right_of_row, counted_of_row in counts:
-        right, counted = right + right_of_row, counted + counted_of_row
+        right = right + right_of_row
+        counted = counted + counted_of_row
     accuracy = right / max(counted, 1.0) if counts else None
     if table.shape[1] > COLUMNS:
         return _average_by_weight(table), accuracy
     return total / len(rows), accuracy
 
 
-def _average_by_weight(table: torch.Tensor) -> Optional[float]:
+def _average_by_weight(table: torch.Tensor) -> float | None:
     """Return the weighted mean of the losses; None without weight."""
     total = weight_sum = 0.0
     for loss, weight in table[:, [0, COLUMNS]].tolist():

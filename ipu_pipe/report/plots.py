@@ -9,7 +9,7 @@ import contextlib
 import textwrap
 from importlib import util
 from pathlib import Path
-from typing import Any, Iterator, List, Tuple
+from typing import Any, Iterator
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import atomic_file
@@ -26,10 +26,16 @@ def check_plots() -> None:
 
 @contextlib.contextmanager
 def open_figure(
-    file: Path, size: Tuple[float, float], panels: int = 1, rows: int = 1, *, title: str, note: str
-) -> Iterator[List[Any]]:
-    """Yield the axes of `panels` panels in `rows` rows, each of `size` inches, under one title; write the figure to `file` at the
-    end."""
+    file: Path,
+    size: tuple[float, float],
+    panels: int = 1,
+    rows: int = 1,
+    *,
+    title: str,
+    note: str,
+) -> Iterator[list[Any]]:
+    """Yield the axes of `panels` panels in `rows` rows, each of `size` inches, under one title;
+    write the figure to `file` at the end."""
     check_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -39,7 +45,11 @@ def open_figure(
     FigureCanvasAgg(drawing)
     axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
     drawing.suptitle(title, fontsize="medium")
-    drawing.supxlabel(textwrap.fill(note, int(size[0] * columns * LETTERS_PER_INCH)), fontsize="small", color="dimgray")
+    drawing.supxlabel(
+        textwrap.fill(note, int(size[0] * columns * LETTERS_PER_INCH)),
+        fontsize="small",
+        color="dimgray",
+    )
     yield axes
     for panel in axes:
         panel.grid(alpha=0.3)

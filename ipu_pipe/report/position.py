@@ -1,10 +1,12 @@
-"""The progress of a run, which checkpoints store besides tensors; and whether its training loss fell."""
+"""The progress of a run, which checkpoints store besides tensors; and whether its training loss
+fell.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.metrics import prefers_greater
@@ -14,8 +16,9 @@ from ipu_pipe.job.metrics import prefers_greater
 class Position:
     """The progress of a run. `seconds`: the training time of the `timed_updates`.
 
-    `epoch_loss`: the sum over the epoch's `epoch_updates` so far. `best_name`: the figure that decides the best evaluation,
-    such as test_loss. `plateau`: the state of a learning rate that follows evaluations.
+    `epoch_loss`: the sum over the epoch's `epoch_updates` so far. `best_name`: the figure that
+    decides the best evaluation, such as test_loss. `plateau`: the state of a learning rate that
+    follows evaluations.
     """
 
     update: int = 0
@@ -24,35 +27,45 @@ class Position:
     seconds: float = 0.0
     timed_updates: int = 0
     best_name: str = "test_loss"
-    best_value: Optional[float] = None
-    best_step: Optional[int] = None
+    best_value: float | None = None
+    best_step: int | None = None
     initial: EvaluationResult = EvaluationResult()
-    plateau: Optional[Dict[str, Any]] = None
+    plateau: dict[str, Any] | None = None
 
-    def add_update(self, loss: Optional[float], begins_epoch: bool) -> None:
+    def add_update(self, loss: float | None, begins_epoch: bool) -> None:
         """Count one more update with its mean training loss, if it has one."""
         if begins_epoch:
-            self.epoch_loss, self.epoch_updates = 0.0, 0
+            self.epoch_loss = 0.0
+            self.epoch_updates = 0
         if loss is None:
             return
         self.epoch_loss += loss
         self.epoch_updates += 1
 
-    def add_evaluation(self, name: str, value: Optional[float]) -> None:
-        """Record the current evaluation as the best one if its figure `name` is; the one before training is never the best."""
+    def add_evaluation(self, name: str, value: float | None) -> None:
+        """Record the current evaluation as the best one if its figure `name` is; the one before
+        training is never the best.
+        """
         # a resumed run may choose by another figure
         if name != self.best_name:
-            self.best_name, self.best_value, self.best_step = name, None, None
+            self.best_name = name
+            self.best_value = None
+            self.best_step = None
         if value is None or not self.update:
             return
         sign = 1 if prefers_greater(name.partition("_")[2]) else -1
         if self.best_value is None or sign * value > sign * self.best_value:
-            self.best_value, self.best_step = value, self.update
+            self.best_value = value
+            self.best_step = self.update
 
     @property
-    def best(self) -> Optional[Dict[str, Any]]:
+    def best(self) -> dict[str, Any] | None:
         """The step with the best figure, for the summary."""
-        return None if self.best_step is None else {"step": self.best_step, self.best_name: self.best_value}
+        return (
+            None
+            if self.best_step is None
+            else {"step": self.best_step, self.best_name: self.best_value}
+        )
 
 
 # ---- the training loss over a run
@@ -76,16 +89,18 @@ class LossTrend:
 
     def __init__(self, updates: int) -> None:
         self._size = max(1, updates // TENTHS)
-        self._first: Optional[float] = None
+        self._first: float | None = None
         self._update_count = 0
         # by tenth: the number of finite losses, and the sums of their distances from the first loss
         # and of the squares of these
-        self._counts: List[int] = []
-        self._sums: List[float] = []
-        self._squares: List[float] = []
+        self._counts: list[int] = []
+        self._sums: list[float] = []
+        self._squares: list[float] = []
 
-    def add(self, loss: Optional[float]) -> None:
-        """Add the loss of the next update. Losses that are missing or not finite are not part of a mean."""
+    def add(self, loss: float | None) -> None:
+        """Add the loss of the next update. Losses that are missing or not finite are not part of a
+        mean.
+        """
         if self._update_count % self._size == 0:
             self._counts.append(0)
             self._sums.append(0.0)
@@ -100,8 +115,10 @@ class LossTrend:
         self._sums[-1] += distance
         self._squares[-1] += distance * distance
 
-    def describe(self) -> Optional[str]:
-        """Return a sentence if the loss did not fall, None if it fell or the updates are too few."""
+    def describe(self) -> str | None:
+        """Return a sentence if the loss did not fall, None if it fell or the updates are too
+        few.
+        """
         tenths = [i for i, count in enumerate(self._counts) if count == self._size]
         knows_start = self._first is not None and tenths[:1] == [0]
         if not knows_start or self._update_count < LEAST_UPDATES or len(tenths) < 3:
@@ -116,8 +133,11 @@ class LossTrend:
         fell_from_first = -least > STANDARD_ERRORS * deviation * math.sqrt(1 + 1 / self._size)
         if fell_by_tenth or fell_from_first:
             return None
-        start, lowest = self._first + means[0], self._first + least
+        start = self._first + means[0]
+        lowest = self._first + least
         return (
-            f"the training loss did not fall below its start: {start:.4f} in the first tenth of the "
-            f"updates, at best {lowest:.4f} in a later one, within {STANDARD_ERRORS:g} standard errors"
+            f"the training loss did not fall below its start: {start:.4f} in the first tenth of "
+            f"the "
+            f"updates, at best {lowest:.4f} in a later one, within {STANDARD_ERRORS:g} standard "
+            f"errors"
         )

@@ -1,4 +1,6 @@
-"""The provenance of a run besides its config: the commit, versions, the machine, the command, and fingerprints of its data."""
+"""The provenance of a run besides its config: the commit, versions, the machine, the command, and
+fingerprints of its data.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Mapping
 
 import numpy as np
 import torch
@@ -27,13 +29,19 @@ from ipu_pipe.model.batch import list_tensors
 GIT_SECONDS = 5.0
 # the settings of a repository that decide whether a file differs, and run nothing
 _GIT_SETTINGS = (
-    ("core", "filemode"), ("core", "symlinks"), ("core", "ignorecase"), ("core", "autocrlf"), ("core", "eol"),
+    ("core", "filemode"),
+    ("core", "symlinks"),
+    ("core", "ignorecase"),
+    ("core", "autocrlf"),
+    ("core", "eol"),
     ("extensions", "objectformat"),
-)  # fmt: skip
+)
 
 
-def describe_start(data: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
-    """Return the record of a start that begins now; unknown values are None. `data`: the result of `fingerprint_data`."""
+def describe_start(data: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the record of a start that begins now; unknown values are None. `data`: the result of
+    `fingerprint_data`.
+    """
     return {
         "begun": get_timestamp(),
         "ended": None,
@@ -57,16 +65,20 @@ def get_timestamp() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def find_commit(folder: Path) -> Optional[Dict[str, Any]]:
-    """Return the commit of the repository that holds `folder`, and whether tracked files have changed since, None if git cannot
-    tell; None outside of a repository, or without git. No program that the repository names is run."""
+def find_commit(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the repository that holds `folder`, and whether tracked files have
+    changed since, None if git cannot tell; None outside of a repository, or without git. No program
+    that the repository names is run.
+    """
     questions = ("--show-toplevel", "HEAD", "--git-path", "objects", "--git-path", "index")
     try:
         repository, commit, objects, index = _ask_git(folder, "rev-parse", *questions).splitlines()
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     try:
-        dirty: Optional[bool] = _has_changes(Path(repository), commit, folder / objects, folder / index)
+        dirty: bool | None = _has_changes(
+            Path(repository), commit, folder / objects, folder / index
+        )
     except (OSError, ValueError, subprocess.SubprocessError):
         dirty = None
     return {"repository": repository, "commit": commit, "dirty": dirty}
@@ -75,9 +87,10 @@ def find_commit(folder: Path) -> Optional[Dict[str, Any]]:
 def _has_changes(repository: Path, commit: str, objects: Path, index: Path) -> bool:
     """Return whether tracked files differ from the commit.
 
-    In the repository itself `git status` would run programs that its config names: core.fsmonitor, hooks, filters, transports
-    of missing objects. A list of them would never be complete, so git gets the files, objects and index of the repository, and
-    a config of ours. Files inside submodules are not compared: each submodule has a config, too.
+    In the repository itself `git status` would run programs that its config names: core.fsmonitor,
+    hooks, filters, transports of missing objects. A list of them would never be complete, so git
+    gets the files, objects and index of the repository, and a config of ours. Files inside
+    submodules are not compared: each submodule has a config, too.
     """
     listed = _ask_git(repository, "config", "--list", "-z").split("\0")
     settings = dict(entry.partition("\n")[::2] for entry in listed)
@@ -104,7 +117,9 @@ def _has_changes(repository: Path, commit: str, objects: Path, index: Path) -> b
 
 
 def _ask_git(folder: Path, *command: str, environment: Mapping[str, str] = {}) -> str:
-    """Return what a git command prints, run in `folder`. Raise `OSError`, `ValueError` or `SubprocessError`."""
+    """Return what a git command prints, run in `folder`. Raise `OSError`, `ValueError` or
+    `SubprocessError`.
+    """
     finished = subprocess.run(
         ["git", "-C", str(folder), *command],
         stdin=subprocess.DEVNULL,
@@ -117,26 +132,33 @@ def _ask_git(folder: Path, *command: str, environment: Mapping[str, str] = {}) -
     return finished.stdout
 
 
-def describe_machine() -> Dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Describe this machine: its CPU and cores, memory in bytes, GPUs, and the threads of torch."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     try:
-        memory: Optional[int] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Windows does not have it
     except (AttributeError, ValueError, OSError):
         memory = None
     return {
-        "name": platform.node(), "system": platform.platform(), "cpu": _find_cpu(), "cores": os.cpu_count(),
-        "memory_bytes": memory, "gpus": gpus, "threads": torch.get_num_threads(),
-    }  # fmt: skip
+        "name": platform.node(),
+        "system": platform.platform(),
+        "cpu": _find_cpu(),
+        "cores": os.cpu_count(),
+        "memory_bytes": memory,
+        "gpus": gpus,
+        "threads": torch.get_num_threads(),
+    }
 
 
-def _find_cpu() -> Optional[str]:
+def _find_cpu() -> str | None:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
+    named = (
+        line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")
+    )
     return next(named, platform.processor() or None)
 
 
@@ -146,28 +168,40 @@ MOST_FILES = 1000
 SHOWN = 16
 
 
-def fingerprint_data(job: Job, earlier: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return shapes, types and hash of the first microbatch, and hashes of the files that the data source says it reads
-    (`data_files`). A file's hash is taken from `earlier`, the fingerprint of an earlier start, where its size and time are the
-    same. Raise `BadInput` where a file cannot be read."""
+def fingerprint_data(job: Job, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Return shapes, types and hash of the first microbatch, and hashes of the files that the data
+    source says it reads (`data_files`). A file's hash is taken from `earlier`, the fingerprint of
+    an earlier start, where its size and time are the same. Raise `BadInput` where a file cannot be
+    read.
+    """
     paths = [os.fspath(file) for file in getattr(job.data, "data_files", ())]
     folder = os.path.dirname(os.path.commonprefix(paths))
     named = {path[len(os.path.join(folder, "")) if folder else 0 :]: Path(path) for path in paths}
     try:
-        files = hash_files(named, _as_mapping(earlier.get("files"))) if len(named) <= MOST_FILES else {}
+        files = (
+            hash_files(named, _as_mapping(earlier.get("files"))) if len(named) <= MOST_FILES else {}
+        )
     except OSError as error:
         raise BadInput(f"data: {error.filename}: {error.strerror or error}") from None
     names = hashlib.sha256("\n".join(sorted(named)).encode()).hexdigest()
     return {
-        **_hash_first_microbatch(job), "folder": os.path.abspath(folder) if paths else None, "files": files,
+        **_hash_first_microbatch(job),
+        "folder": os.path.abspath(folder) if paths else None,
+        "files": files,
         "file_names": {"count": len(named), "sha256": names} if named else None,
-    }  # fmt: skip
+    }
 
 
-def compare_data(job: Job, before: Mapping[str, Any], now: Mapping[str, Any]) -> List[str]:
-    """Return a line for each difference between two fingerprints of data, with both values. What was not recorded is not
-    compared, nor is the first microbatch of a source that draws another one each time."""
-    faults: List[str] = []
+def compare_data(
+    job: Job,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+) -> list[str]:
+    """Return a line for each difference between two fingerprints of data, with both values. What
+    was not recorded is not compared, nor is the first microbatch of a source that draws another one
+    each time.
+    """
+    faults: list[str] = []
 
     def compare(what: str, then: Any, today: Any) -> None:
         if None not in (then, today) and then != today:
@@ -177,7 +211,9 @@ def compare_data(job: Job, before: Mapping[str, Any], now: Mapping[str, Any]) ->
     for name in sorted({*files[0], *files[1]}) if all(files) else ():
         then, today = (_as_mapping(record.get(name)) for record in files)
         if not (then and today):
-            faults.append(f"data: {name}: was {'not ' if today else ''}read, is {'' if today else 'not '}now")
+            faults.append(
+                f"data: {name}: was {'not ' if today else ''}read, is {'' if today else 'not '}now"
+            )
         elif then.get("sha256") and today.get("sha256"):
             compare(f"{name}: its SHA-256", then["sha256"], today["sha256"])
         else:
@@ -196,18 +232,22 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _is_repeatable(job: Job, now: Mapping[str, Any]) -> bool:
-    """Return whether the source gives its first microbatch again, after one of another epoch. A source that draws from shared
-    random state does not."""
+    """Return whether the source gives its first microbatch again, after one of another epoch. A
+    source that draws from shared random state does not."""
     # there may be no other epoch
     with contextlib.suppress(Exception):
         job.data.train_batch(1, 0, job.config.micro_batch_size)
     return bool(_hash_first_microbatch(job)["sha256"] == now.get("sha256"))
 
 
-def _hash_first_microbatch(job: Job) -> Dict[str, Any]:
+def _hash_first_microbatch(job: Job) -> dict[str, Any]:
     microbatch = list_tensors(job.data.train_batch(0, 0, job.config.micro_batch_size))
     digest = hashlib.sha256()
     for tensor in microbatch:
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    shown = [f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}" for tensor in microbatch]
+        digest.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+    shown = [
+        f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}" for tensor in microbatch
+    ]
     return {"first_microbatch": shown, "sha256": digest.hexdigest()}

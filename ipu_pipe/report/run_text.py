@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Mapping, Sequence
 
 from ipu_pipe.config.schema import Config
 from ipu_pipe.hardware.precision import MASTERS, MIXED
@@ -35,37 +35,54 @@ def format_opening(job: Job, done: int = 0) -> str:
     others = job.precision.list_other_dtypes()
     if others:
         lines.append(
-            f"precision: the model has {' and '.join(others)}; it is trained in {config.precision} and cast back at the end"
+            f"precision: the model has {' and '.join(others)}; it is trained in {config.precision} "
+            f"and cast back at the end"
         )
     # mixed precision has two forms
     if config.precision == MIXED:
         lines.append(
-            f"precision {MIXED}: weights in bfloat16 with float32 master copies: a backward of {job.method.name} "
+            f"precision {MIXED}: weights in bfloat16 with float32 master copies: a backward of "
+            f"{job.method.name} "
             "reads other weights than its forward, but autocast would cache copies of the forward's"
             if job.precision.row == MASTERS
-            else f"precision {MIXED}: forward and loss under autocast, weights and updates in float32"
+            else f"precision {MIXED}: forward and loss under autocast, weights and updates in "
+            f"float32"
         )
     lines += [
         *describe_left_out(job),
-        f"{get_model_name(config)}: {parameters:,} parameters on {len(job.partition)} stages; method {job.method.name}, "
+        f"{get_model_name(config)}: {parameters:,} parameters on {len(job.partition)} stages; "
+        f"method {job.method.name}, "
         f"backend {config.backend.name} on {job.device_kind}",
         f"global batch size {job.global_batch_size} = micro_batch_size {config.micro_batch_size} x "
         f"gradient_accumulation {config.gradient_accumulation} x replicas {job.replica_count}; "
         f"{job.updates - done} updates, "
-        + (f"{job.updates_per_epoch} per epoch" if job.updates_per_epoch is not None else "data without a length"),
+        + (
+            f"{job.updates_per_epoch} per epoch"
+            if job.updates_per_epoch is not None
+            else "data without a length"
+        ),
     ]
     return "\n".join(lines)
 
 
-def _describe_unused_keys(job: Job) -> List[str]:
+def _describe_unused_keys(job: Job) -> list[str]:
     """Describe keys of the config that have no effect."""
-    config, method, lines = job.config, job.method, []
+    config = job.config
+    method = job.method
+    lines = []
     if config.steps is not None and "epochs" in config.model_fields_set:
         if job.updates_per_epoch is None or config.epochs * job.updates_per_epoch != config.steps:
             lines.append(f"steps: {config.steps} is used, epochs: {config.epochs} is ignored")
-    of_stages = method.structure is None and method.history is None and method.rounds is None and method.delay is None
+    of_stages = (
+        method.structure is None
+        and method.history is None
+        and method.rounds is None
+        and method.delay is None
+    )
     if len(job.partition) == 1 and of_stages:
-        lines.append(f"stages: one stage: there is nothing to pipeline, {method.name} is plain training")
+        lines.append(
+            f"stages: one stage: there is nothing to pipeline, {method.name} is plain training"
+        )
     return lines
 
 
@@ -73,68 +90,111 @@ def _format_init_from(weights: InitialWeights) -> str:
     left_out = [f"{name} ({why})" for name, why in weights.left_out.items()]
     return (
         f"init_from: {weights.path}: {weights.taken} parameters and buffers loaded; "
-        f"not loaded: {list_some(left_out) or 'none'}; new in the model: {list_some(weights.new) or 'none'}"
+        f"not loaded: {list_some(left_out) or 'none'}; new in the model: "
+        f"{list_some(weights.new) or 'none'}"
     )
 
 
-def describe_left_out(job: Job) -> List[str]:
-    """Describe in a line the number of training samples that no update uses; [] if all are used, or if it is not known."""
+def describe_left_out(job: Job) -> list[str]:
+    """Describe in a line the number of training samples that no update uses; [] if all are used, or
+    if it is not known.
+    """
     if job.updates_per_epoch is None:
         return []
-    size, batch = job.config.micro_batch_size, job.global_batch_size
-    samples = getattr(job.data, "train_samples", None) or size * (job.data.train_batches_per_epoch(size) or 0)
+    size = job.config.micro_batch_size
+    batch = job.global_batch_size
+    samples = getattr(job.data, "train_samples", None) or size * (
+        job.data.train_batches_per_epoch(size) or 0
+    )
     left_out = samples - job.updates_per_epoch * batch
     if left_out <= 0:
         return []
-    return [f"data: {left_out:,} of {samples:,} training samples are left out of each epoch: they do not fill a batch of {batch}"]
+    return [
+        f"data: {left_out:,} of {samples:,} training samples are left out of each epoch: they do "
+        f"not fill a batch of {batch}"
+    ]
 
 
 STAGE_HEAD = (
-    "stage", "begins with", "parameters", "lag", "copies", "in flight", "memory (MiB)", "forward", "backward", "share",
+    "stage",
+    "begins with",
+    "parameters",
+    "lag",
+    "copies",
+    "in flight",
+    "memory (MiB)",
+    "forward",
+    "backward",
+    "share",
     "sends (bytes)",
-)  # fmt: skip
+)
 
 
 def format_plan(job: Job) -> str:
-    """Format the text of `--dry-run`: stages, schedule, delays, planned memory and traffic, FLOPs."""
-    table, footprint = build_memory_table(job), job.footprint
+    """Format the text of `--dry-run`: stages, schedule, delays, planned memory and traffic,
+    FLOPs.
+    """
+    table = build_memory_table(job)
+    footprint = job.footprint
     per = FLOPS_SHOWN * job.config.micro_batch_size
     forward = [flops / per for flops in footprint.forward_flops]
     backward = [flops / per for flops in footprint.backward_flops or ()]
     both = [f + b for f, b in zip(forward, backward)] if backward else forward
-    whole, last = sum(both), len(table) - 1
+    whole = sum(both)
+    last = len(table) - 1
     rows = []
     for (s, name, parameters), row in zip(describe_stages(job.partition, job.model), table):
-        size = sum(row[f"{kind}_bytes"] for kind in ("weight", "optimizer", "activation", "gradient"))
-        rows.append([
-            f"{s}", name or "(no weights)", f"{parameters:,}", f"{row['forward_delay']}", f"{row['weight_copies']}",
-            f"{row['in_flight']}", f"{size / MIB:.2f}", f"{forward[s]:.4g}", f"{backward[s]:.4g}" if backward else "-",
-            f"{both[s] / whole:.1%}" if whole else "-", f"{footprint.boundary_bytes[s]:,}" if s < last else "-",
-        ])  # fmt: skip
+        size = sum(
+            row[f"{kind}_bytes"] for kind in ("weight", "optimizer", "activation", "gradient")
+        )
+        rows.append(
+            [
+                f"{s}",
+                name or "(no weights)",
+                f"{parameters:,}",
+                f"{row['forward_delay']}",
+                f"{row['weight_copies']}",
+                f"{row['in_flight']}",
+                f"{size / MIB:.2f}",
+                f"{forward[s]:.4g}",
+                f"{backward[s]:.4g}" if backward else "-",
+                f"{both[s] / whole:.1%}" if whole else "-",
+                f"{footprint.boundary_bytes[s]:,}" if s < last else "-",
+            ]
+        )
     lines = format_table(STAGE_HEAD, rows, left=2, most=len(rows))
     # show the first and the last stages of many
     if len(rows) > SHOWN_STAGES:
         half = SHOWN_STAGES // 2
         lines = [*lines[: 1 + half], "  ...", *lines[-half:]]
     weights, state, activations = (
-        sum(row[f"{kind}_bytes"] for row in table) / MIB for kind in ("weight", "optimizer", "activation")
+        sum(row[f"{kind}_bytes"] for row in table) / MIB
+        for kind in ("weight", "optimizer", "activation")
     )
     lines = [
         format_opening(job),
         "",
         *lines,
         "",
-        "lag: updates between the weights that a forward reads and the update by its gradient (maximum in the steady state)",
-        "memory: weight versions, gradients, optimizer state and activations in flight, planned from one microbatch",
-        f"total: {weights:.1f} MiB weights, {state:.1f} MiB optimizer state, {activations:.1f} MiB activations",
+        "lag: updates between the weights that a forward reads and the update by its gradient "
+        "(maximum in the steady state)",
+        "memory: weight versions, gradients, optimizer state and activations in flight, planned "
+        "from one microbatch",
+        f"total: {weights:.1f} MiB weights, {state:.1f} MiB optimizer state, {activations:.1f} MiB "
+        f"activations",
         *_format_memory_figures(job),
         f"forward, backward: GFLOPs per sample ({HOW}), in total {sum(forward):.4g} and "
         + (f"{sum(backward):.4g}" if backward else "-")
-        + (f"; the largest stage has {max(both) * len(both) / whole:.2f} times the mean" if whole else ""),
+        + (
+            f"; the largest stage has {max(both) * len(both) / whole:.2f} times the mean"
+            if whole
+            else ""
+        ),
         "sends: activations per microbatch to the next stage, which sends back their gradients",
         "",
         *format_config_cut(job),
-        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {job.compute_planned_utilization():.1%} of them "
+        f"schedule: {job.schedule.slot_count:,} slots, stages busy in "
+        f"{job.compute_planned_utilization():.1%} of them "
         "(planned, fill and drain included)",
         "",
         *_draw_schedule_begin(job),
@@ -142,20 +202,24 @@ def format_plan(job: Job) -> str:
     return "\n".join(lines)
 
 
-def _format_memory_figures(job: Job) -> List[str]:
+def _format_memory_figures(job: Job) -> list[str]:
     figures = compute_memory_figures(job)
     if figures is None:
         return []
     return [
-        f"weights, gradients and optimizer state: {figures['weight_optimizer_copies']:.2f} times the weights, "
+        f"weights, gradients and optimizer state: {figures['weight_optimizer_copies']:.2f} times "
+        f"the weights, "
         f"{figures['weight_optimizer_ratio']:.2f} times that of the synchronous method"
     ]
 
 
-def _draw_schedule_begin(job: Job) -> List[str]:
+def _draw_schedule_begin(job: Job) -> list[str]:
     if len(job.partition) > 40:
         return [f"the schedule has {len(job.partition)} rows: tools/schedule.py prints it"]
-    return ["first slots:", format_text(job.schedule, last_slot=max(24, 2 * len(job.partition) + 6))]
+    return [
+        "first slots:",
+        format_text(job.schedule, last_slot=max(24, 2 * len(job.partition) + 6)),
+    ]
 
 
 def get_model_name(config: Config) -> str:
@@ -165,48 +229,69 @@ def get_model_name(config: Config) -> str:
 
 
 def format_closing(
-    report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[str, float]] = None, trend: Optional[str] = None
+    report: Mapping[str, Any],
+    folder: Path,
+    predicted: tuple[str, float] | None = None,
+    trend: str | None = None,
 ) -> str:
-    """Format the readable summary at the end of a run; its last line is that of the throughput. `predicted`: a hardware's name,
-    and the samples per second predicted on it; `trend`: that the training loss did not fall, if it did not."""
-    first, last = report["initial"], report["final"]
+    """Format the readable summary at the end of a run; its last line is that of the throughput.
+    `predicted`: a hardware's name, and the samples per second predicted on it; `trend`: that the
+    training loss did not fall, if it did not.
+    """
+    first = report["initial"]
+    last = report["final"]
     lags = [stage["forward_delay"] for stage in report["stages"]]
     copies = [stage["weight_copies"] for stage in report["stages"]]
     lines = [
         "",
         f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of "
         f"{report['batch']['global_batch_size']} samples",
-        f"  {', '.join(_format_tests(first, last))}, training loss {format_number(last['train_loss'], 4)}",
+        f"  {', '.join(_format_tests(first, last))}, training loss "
+        f"{format_number(last['train_loss'], 4)}",
         f"  busy: {format_busy(report)}",
-        f"  greatest lag {_format_range(lags)} updates; weight copies {_format_range(copies)} per stage",
+        f"  greatest lag {_format_range(lags)} updates; weight copies {_format_range(copies)} per "
+        f"stage",
         "  where to look:",
         f"    {folder / 'summary.json'}   all figures",
         f"    {folder / 'trace.json.gz'}  timeline of each device: open it in ui.perfetto.dev",
-        f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
+        f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir "
+        f"{folder}",
     ]
     if (folder / "checkpoints").is_dir():
         lines.append(f"    {folder / 'checkpoints'}    weights")
     if report["stopped"] is not None:
-        lines.insert(2, f"  ended after {report['steps']} of {report['planned_steps']} updates: {report['stopped']}")
+        lines.insert(
+            2,
+            f"  ended after {report['steps']} of {report['planned_steps']} updates: "
+            f"{report['stopped']}",
+        )
     if trend is not None:
         lines.append(
-            f"  finding: {trend}; stability {folder / 'config.yaml'} prints which learning rates are stable under these delays"
+            f"  finding: {trend}; stability {folder / 'config.yaml'} prints which learning rates "
+            f"are stable under these delays"
         )
     measured = report["throughput_samples_per_second"]
     if predicted is not None and measured is not None:
         name, rate = predicted
-        error = f"the prediction is {abs(rate / measured - 1):.1%} too {'high' if rate > measured else 'low'}"
-        lines.append(f"  predicted on {name}: {rate:.1f} samples/s, measured: {measured:.1f}; {error}")
+        error = (
+            f"the prediction is {abs(rate / measured - 1):.1%} too "
+            f"{'high' if rate > measured else 'low'}"
+        )
+        lines.append(
+            f"  predicted on {name}: {rate:.1f} samples/s, measured: {measured:.1f}; {error}"
+        )
         if not 1 / PREDICTION_BAND <= rate / measured <= PREDICTION_BAND:
             lines.append(
-                f"  finding: the prediction is off by more than a factor of {PREDICTION_BAND:g}: do not plan by it. Either"
-                f" {name} is not this machine (measure_hardware describes it), or the model's parts are too small for rates alone"
+                f"  finding: the prediction is off by more than a factor of {PREDICTION_BAND:g}: "
+                f"do not plan by it. Either"
+                f" {name} is not this machine (measure_hardware describes it), or the model's "
+                f"parts are too small for rates alone"
                 " (plan --measure times them), or other work kept the machine busy"
             )
     return "\n".join([*lines, format_throughput(report)])
 
 
-def _format_tests(first: Mapping[str, Any], last: Mapping[str, Any]) -> List[str]:
+def _format_tests(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
     """Format the test loss and the known metrics, before and after training."""
     names = [name for name in last if name.startswith("test_") and name != "test_loss"]
     known = [(name, 3) for name in names if first.get(name) is not None or last[name] is not None]
@@ -214,28 +299,39 @@ def _format_tests(first: Mapping[str, Any], last: Mapping[str, Any]) -> List[str
     validated = [] if held_out is None else [f"validation loss {format_number(held_out, 4)}"]
     return [
         *validated,
-        *(f"test {name[5:]} {format_number(first.get(name), digits)} -> {format_number(last[name], digits)}"
-        for name, digits in [*known[:1], ("test_loss", 4), *known[1:]]),
+        *(
+            f"test {name[5:]} {format_number(first.get(name), digits)} -> "
+            f"{format_number(last[name], digits)}"
+            for name, digits in [*known[:1], ("test_loss", 4), *known[1:]]
+        ),
     ]
 
 
 def format_busy(report: Mapping[str, Any]) -> str:
-    """Format the share of the devices' time in passes and updates, from a summary, each figure with its origin."""
+    """Format the share of the devices' time in passes and updates, from a summary, each figure with
+    its origin.
+    """
     origins = {
         "utilization": "measured on the devices",
         "modelled_utilization": "modelled (the schedule with the stages' measured passes)",
         "planned_utilization": "planned (of the schedule's unit slots)",
     }
-    return ", ".join(f"{report[key]:.1%} {what}" for key, what in origins.items() if report[key] is not None)
+    return ", ".join(
+        f"{report[key]:.1%} {what}" for key, what in origins.items() if report[key] is not None
+    )
 
 
 def format_throughput(report: Mapping[str, Any]) -> str:
     """Format the line `throughput: N samples/sec`, from a summary."""
     rate = report["throughput_samples_per_second"]
-    return f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)"
+    return (
+        f"throughput: {rate:.1f} samples/sec"
+        if rate is not None
+        else "throughput: not measured (one update only)"
+    )
 
 
-def format_number(value: Optional[float], digits: int) -> str:
+def format_number(value: float | None, digits: int) -> str:
     """Format a number with `digits` decimals; "unknown" for None."""
     return "unknown" if value is None else f"{value:.{digits}f}"
 

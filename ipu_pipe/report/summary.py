@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Mapping, Sequence
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.job.evaluation import EvaluationResult
@@ -16,27 +16,38 @@ from ipu_pipe.report.run_trace import StageCosts, compute_modelled_rates
 
 SCHEMA = 2
 STAGE_KEYS = (
-    "parameters", "weight_copies", "weight_bytes", "optimizer_bytes", "activation_bytes", "forward_delay", "backward_delay",
-)  # fmt: skip
+    "parameters",
+    "weight_copies",
+    "weight_bytes",
+    "optimizer_bytes",
+    "activation_bytes",
+    "forward_delay",
+    "backward_delay",
+)
 
 
 def summarize(
     job: Job,
     position: Position,
-    final: Mapping[str, Optional[float]],
+    final: Mapping[str, float | None],
     measured: Report,
     tested: Sequence[EvaluationResult] = (),
-    costs: Optional[StageCosts] = None,
-    stopped: Optional[str] = None,
-) -> Dict[str, Any]:
+    costs: StageCosts | None = None,
+    stopped: str | None = None,
+) -> dict[str, Any]:
     """Return the contents of `summary.json`.
 
-    `final`: the last evaluation by the names in `metrics.jsonl`; `tested`: the last test by block; `costs`: of the stages, if
-    no device has a clock; `stopped`: why the run ended before its last planned update.
+    `final`: the last evaluation by the names in `metrics.jsonl`; `tested`: the last test by block;
+    `costs`: of the stages, if no device has a clock; `stopped`: why the run ended before its last
+    planned update.
     """
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
-    rate = position.timed_updates * job.global_batch_size / position.seconds if position.seconds else None
+    rate = (
+        position.timed_updates * job.global_batch_size / position.seconds
+        if position.seconds
+        else None
+    )
     return {
         "schema": SCHEMA,
         "method": job.method.name,
@@ -44,7 +55,11 @@ def summarize(
         "device": job.device_kind,
         "numerics": record_numerics(config.backend),
         "precision": {"name": config.precision, **job.precision.record},
-        "model": {"entry": get_model_name(config), "parameters": parameters, "stages": len(job.partition)},
+        "model": {
+            "entry": get_model_name(config),
+            "parameters": parameters,
+            "stages": len(job.partition),
+        },
         "batch": {
             "micro_batch_size": config.micro_batch_size,
             "gradient_accumulation": config.gradient_accumulation,
@@ -61,7 +76,9 @@ def summarize(
         "updates_per_epoch": job.updates_per_epoch,
         "initial": position.initial.to_record(),
         "final": {
-            "train_loss": position.epoch_loss / position.epoch_updates if position.epoch_updates else None,
+            "train_loss": position.epoch_loss / position.epoch_updates
+            if position.epoch_updates
+            else None,
             **final,
         },
         "throughput_samples_per_second": rate,
@@ -72,23 +89,34 @@ def summarize(
             {"index": index, **{key: row[key] for key in STAGE_KEYS}}
             for index, row in enumerate(build_memory_table(job, measured.optimizer_bytes))
         ],
-        "links": plan_links(job) if measured.links is None else _list_measured_links(measured.links, measured),
+        "links": plan_links(job)
+        if measured.links is None
+        else _list_measured_links(measured.links, measured),
         **_record_blocks(job, measured, tested),
         "memory": compute_memory_figures(job),
     }
 
 
-def compute_busy_shares(job: Job, measured: Report, costs: Optional[StageCosts]) -> Dict[str, Optional[float]]:
+def compute_busy_shares(
+    job: Job, measured: Report, costs: StageCosts | None
+) -> dict[str, float | None]:
     """Return the measured, planned and modelled busy share.
 
-    Measured: the time in passes and updates divided by the whole span, summed over the devices. The rest is the bubble, which
-    includes waits and communication. Planned: the share of the schedule's unit slots, or PopTorch's own figure. Modelled: by
-    the clock with measured costs, None if costs were not measured.
+    Measured: the time in passes and updates divided by the whole span, summed over the devices. The
+    rest is the bubble, which includes waits and communication. Planned: the share of the schedule's
+    unit slots, or PopTorch's own figure. Modelled: by the clock with measured costs, None if costs
+    were not measured.
     """
-    planned = job.compute_planned_utilization() if measured.utilization is None else measured.utilization
+    planned = (
+        job.compute_planned_utilization() if measured.utilization is None else measured.utilization
+    )
     span = sum(device.span_ns for device in measured.times or ())
     busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
-    modelled = compute_modelled_rates(job, costs.costs) if costs is not None and costs.are_measured else None
+    modelled = (
+        compute_modelled_rates(job, costs.costs)
+        if costs is not None and costs.are_measured
+        else None
+    )
     return {
         "utilization": busy,
         "bubble_fraction": None if busy is None else 1 - busy,
@@ -99,49 +127,71 @@ def compute_busy_shares(job: Job, measured: Report, costs: Optional[StageCosts])
     }
 
 
-def _record_blocks(job: Job, measured: Report, tested: Sequence[EvaluationResult]) -> Dict[str, Any]:
-    """Return for methods with local losses the test metrics of each block's head (the model's own last), and the traffic of
-    gradients of shared layers, which `links` does not contain."""
+def _record_blocks(
+    job: Job, measured: Report, tested: Sequence[EvaluationResult]
+) -> dict[str, Any]:
+    """Return for methods with local losses the test metrics of each block's head (the model's own
+    last), and the traffic of gradients of shared layers, which `links` does not contain."""
     if job.method.structure is None:
         return {}
     first = len(job.partition) - len(tested)
     blocks = [{"index": first + i, **result.to_record()} for i, result in enumerate(tested)]
-    shared = plan_shared_links(job) if measured.shared is None else _list_measured_links(measured.shared, measured)
+    shared = (
+        plan_shared_links(job)
+        if measured.shared is None
+        else _list_measured_links(measured.shared, measured)
+    )
     return {"blocks": blocks, "shared_layer_links": shared}
 
 
-def _list_measured_links(sent: Mapping[Tuple[int, int], Tuple[int, int]], measured: Report) -> List[Dict[str, int]]:
+def _list_measured_links(
+    sent: Mapping[tuple[int, int], tuple[int, int]], measured: Report
+) -> list[dict[str, int]]:
     """Return the traffic that was measured since the run was last resumed."""
     return [_build_link(link, *sent[link], measured.microbatches) for link in sorted(sent)]
 
 
-def plan_links(job: Job) -> List[Dict[str, int]]:
-    """Return the planned traffic between stages, a row for each direction: activations on, gradients back where they cross, and
-    for tied weights each microbatch's gradient and each update's weights. A stage that also computes the previous stage's last
-    layer receives the input of that layer (the second stage has the input)."""
-    microbatches, updates, structure = job.schedule.microbatches, job.schedule.update_count, job.method.structure
+def plan_links(job: Job) -> list[dict[str, int]]:
+    """Return the planned traffic between stages, a row for each direction: activations on,
+    gradients back where they cross, and for tied weights each microbatch's gradient and each
+    update's weights. A stage that also computes the previous stage's last layer receives the input
+    of that layer (the second stage has the input).
+    """
+    microbatches = job.schedule.microbatches
+    updates = job.schedule.update_count
+    structure = job.method.structure
     ahead = structure.overlap if structure is not None else 0
     first_trained = min(group["stage"] for group in job.full_optimizer.param_groups)
-    # tensors that are sent between two stages at the same time are one message; (source, target) -> its bytes
-    sizes: Dict[Tuple[int, int], int] = {}
+    # tensors that are sent between two stages at the same time are one message; (source, target) ->
+    # its bytes
+    sizes: dict[tuple[int, int], int] = {}
     for s, size in enumerate(job.footprint.boundary_bytes):
         if not ahead or s + ahead < len(job.partition) - 1:
             sizes[s + ahead, s + ahead + 1] = size
             # no gradient is sent to stages that are all frozen
             if structure is None:
                 sizes[s + 1, s] = size if s >= first_trained else 0
-    tied_gradients: Dict[Tuple[int, int], int] = {}
-    tied_weights: Dict[Tuple[int, int], int] = {}
+    tied_gradients: dict[tuple[int, int], int] = {}
+    tied_weights: dict[tuple[int, int], int] = {}
     for name, uses in job.partition.list_tied(job.model).items():
         weight = job.model.get_parameter(name)
         size = weight.numel() * weight.element_size()
-        # each backward's gradient goes to the previous user, an update's weights from the first user to the others
+        # each backward's gradient goes to the previous user, an update's weights from the first
+        # user to the others
         for before, user in zip(uses, uses[1:]):
-            tied_gradients[user.stage, before.stage] = tied_gradients.get((user.stage, before.stage), 0) + size
-            tied_weights[uses[0].stage, user.stage] = tied_weights.get((uses[0].stage, user.stage), 0) + size
+            tied_gradients[user.stage, before.stage] = (
+                tied_gradients.get((user.stage, before.stage), 0) + size
+            )
+            tied_weights[uses[0].stage, user.stage] = (
+                tied_weights.get((uses[0].stage, user.stage), 0) + size
+            )
     # (source, target) -> bytes and messages of the whole run
-    traffic: Dict[Tuple[int, int], Tuple[int, int]] = {}
-    for count, message_bytes in ((microbatches, sizes), (microbatches, tied_gradients), (updates, tied_weights)):
+    traffic: dict[tuple[int, int], tuple[int, int]] = {}
+    for count, message_bytes in (
+        (microbatches, sizes),
+        (microbatches, tied_gradients),
+        (updates, tied_weights),
+    ):
         for link, size in message_bytes.items():
             sent_bytes, messages = traffic.get(link, (0, 0))
             traffic[link] = sent_bytes + size * count, messages + count
@@ -153,17 +203,31 @@ def plan_links(job: Job) -> List[Dict[str, int]]:
     ]
 
 
-def plan_shared_links(job: Job) -> List[Dict[str, int]]:
-    """Return the planned traffic of gradients of shared layers, which neighbours exchange in each update; none without an
-    overlap."""
+def plan_shared_links(job: Job) -> list[dict[str, int]]:
+    """Return the planned traffic of gradients of shared layers, which neighbours exchange in each
+    update; none without an overlap."""
     blocks = get_blocks(job.model)
-    rows, messages = [], job.schedule.update_count
+    rows = []
+    messages = job.schedule.update_count
     for s, piece in enumerate(blocks.pieces[:-1] if blocks is not None and blocks.overlap else ()):
-        size = messages * sum(p.numel() * p.element_size() for p in piece.parameters() if p.requires_grad)
-        rows += [_build_link(link, size, messages, job.schedule.microbatches) for link in ((s, s + 1), (s + 1, s))]
+        size = messages * sum(
+            p.numel() * p.element_size() for p in piece.parameters() if p.requires_grad
+        )
+        rows += [
+            _build_link(link, size, messages, job.schedule.microbatches)
+            for link in ((s, s + 1), (s + 1, s))
+        ]
     return rows
 
 
-def _build_link(link: Tuple[int, int], size: int, messages: int, microbatches: int) -> Dict[str, int]:
+def _build_link(
+    link: tuple[int, int], size: int, messages: int, microbatches: int
+) -> dict[str, int]:
     share = size // max(microbatches, 1)
-    return {"src": link[0], "dst": link[1], "bytes": size, "messages": messages, "bytes_per_microbatch": share}
+    return {
+        "src": link[0],
+        "dst": link[1],
+        "bytes": size,
+        "messages": messages,
+        "bytes_per_microbatch": share,
+    }

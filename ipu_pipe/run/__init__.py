@@ -1,13 +1,13 @@
 """Train a config by a loop over the pipeline, and use the run that is left.
 
-    train       starts or resumes a run: `train`, `check`, `evaluate_checkpoint`
-    loop        updates, evaluations, checkpoints and callbacks: `TrainingLoop`
-    callbacks   the user's own code in a run: `Callback`, `Moment`, `Stop`, `EarlyStopping`
-    loggers     loggers as callbacks: `CSVLogger`, `WandbLogger`, `MLflowLogger`
-    progress    the progress on the terminal, in metrics.jsonl and in TensorBoard
-    resume      chooses and checks a checkpoint, and loads it
-    planning    builds a job for its figures alone: `plan_config`
-    stability   the stability of a run by theory: `analyze_config`
-    predict     predictions of a model or of a run's weights: `predict`
-    export      a run's weights for use elsewhere: `export`
+train       starts or resumes a run: `train`, `check`, `evaluate_checkpoint`
+loop        updates, evaluations, checkpoints and callbacks: `TrainingLoop`
+callbacks   the user's own code in a run: `Callback`, `Moment`, `Stop`, `EarlyStopping`
+loggers     loggers as callbacks: `CSVLogger`, `WandbLogger`, `MLflowLogger`
+progress    the progress on the terminal, in metrics.jsonl and in TensorBoard
+resume      chooses and checks a checkpoint, and loads it
+planning    builds a job for its figures alone: `plan_config`
+stability   the stability of a run by theory: `analyze_config`
+predict     predictions of a model or of a run's weights: `predict`
+export      a run's weights for use elsewhere: `export`
 """

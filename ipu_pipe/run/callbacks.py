@@ -1,4 +1,6 @@
-"""Callbacks: the user's own code, called after updates, evaluations and checkpoints and at the end; it may end the run."""
+"""Callbacks: the user's own code, called after updates, evaluations and checkpoints and at the end;
+it may end the run.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ from ipu_pipe.text import describe_kind, list_some, show, suggest
 
 @dataclass(frozen=True)
 class Stop:
-    """A callback's return value that ends the run; `reason` appears in `summary.json` and in the closing lines.
+    """A callback's return value that ends the run; `reason` appears in `summary.json` and in the
+    closing lines.
 
-    Microbatches in the pipeline are completed. Then the run is evaluated, saved and summarized like a run of that planned length.
+    Microbatches in the pipeline are completed. Then the run is evaluated, saved and summarized like
+    a run of that planned length.
     """
 
     reason: str = ""
@@ -43,11 +47,13 @@ class Moment:
     """The state of a run that callbacks get.
 
     step: the number of updates done; epoch: the same in epochs (None for data without a length)
-    losses: the mean training losses of the newest update, one for each block that has its own, the model's last; may be empty;
-        None if the update's microbatches have no weight (`loss_weight`)
+    losses: the mean training losses of the newest update, one for each block that has its own, the
+        model's last; may be empty; None if the update's microbatches have no weight (`loss_weight`)
     rate: the learning rate of the newest update
-    metrics: the newest evaluation by the names of `metrics.jsonl` (test_loss, test_accuracy, ...); empty before the first
-    model: the whole model with the newest weights, None if its stages are in several processes or on other devices
+    metrics: the newest evaluation by the names of `metrics.jsonl` (test_loss, test_accuracy, ...);
+    empty before the first
+    model: the whole model with the newest weights, None if its stages are in several processes or
+    on other devices
     checkpoint: the folder of the newest checkpoint
     stopped: at the end, the reason why the run ended sooner than planned
     config: the keys of the resolved config; folder: the folder of the run
@@ -79,10 +85,11 @@ class Moment:
 class Callback:
     """The base class of callbacks; each method may return a `Stop`, else None.
 
-    A `Stop` from `on_step` or `on_gradients` ends the run after that update; from other methods, at the next evaluation or
-    checkpoint. On processes only rank 0 calls callbacks, with the results of all ranks. `state` and `load` save and restore a
-    callback for resumed runs. If a class has `wants_model = True`, `Moment.model` is the whole model with the newest weights also
-    on processes, in `on_start`, `on_evaluation`, `on_checkpoint` and `on_end`.
+    A `Stop` from `on_step` or `on_gradients` ends the run after that update; from other methods, at
+    the next evaluation or checkpoint. On processes only rank 0 calls callbacks, with the results of
+    all ranks. `state` and `load` save and restore a callback for resumed runs. If a class has
+    `wants_model = True`, `Moment.model` is the whole model with the newest weights also on
+    processes, in `on_start`, `on_evaluation`, `on_checkpoint` and `on_end`.
     """
 
     wants_model = False
@@ -94,7 +101,9 @@ class Callback:
         """Handle a line of metrics.jsonl that has been written."""
 
     def on_gradients(self, now: Moment) -> Optional[Stop]:
-        """Handle the gradients with which the optimizer's update began; called before `on_step`, with the same moment."""
+        """Handle the gradients with which the optimizer's update began; called before `on_step`,
+        with the same moment.
+        """
 
     def on_step(self, now: Moment) -> Optional[Stop]:
         """Handle the end of an update."""
@@ -119,7 +128,9 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """The callbacks of a run, in order. `stop_reason`: why one of them asked to end the run, None if none did."""
+    """The callbacks of a run, in order. `stop_reason`: why one of them asked to end the run, None
+    if none did.
+    """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = list(callbacks)
@@ -128,12 +139,16 @@ class Callbacks:
     @property
     def watches_updates(self) -> bool:
         """Whether any callback handles the end of an update."""
-        return self.watches_gradients or any(type(callback).on_step is not Callback.on_step for callback in self.callbacks)
+        return self.watches_gradients or any(
+            type(callback).on_step is not Callback.on_step for callback in self.callbacks
+        )
 
     @property
     def watches_gradients(self) -> bool:
         """Whether any callback handles the gradients of an update."""
-        return any(type(callback).on_gradients is not Callback.on_gradients for callback in self.callbacks)
+        return any(
+            type(callback).on_gradients is not Callback.on_gradients for callback in self.callbacks
+        )
 
     @property
     def wants_model(self) -> bool:
@@ -141,15 +156,20 @@ class Callbacks:
         return any(callback.wants_model for callback in self.callbacks)
 
     def call(self, method: str, now: Moment) -> None:
-        """Call a method of all callbacks, even after one asks for the end; add the place to their exceptions."""
+        """Call a method of all callbacks, even after one asks for the end; add the place to their
+        exceptions.
+        """
         for callback in self.callbacks:
             name = f"{type(callback).__qualname__}.{method}"
             result = _call(callback, method, now, where=f" after update {now.step}")
             if result is Stop or isinstance(result, Stop):
-                self.stop_reason = self.stop_reason or getattr(result, "reason", "") or f"{name} asked for it"
+                self.stop_reason = (
+                    self.stop_reason or getattr(result, "reason", "") or f"{name} asked for it"
+                )
             elif result is not None:
                 raise RunFault(
-                    f"callback {name}: returned a {type(result).__name__}: must return None or ipu_pipe.Stop(reason)"
+                    f"callback {name}: returned a {type(result).__name__}: must return None or "
+                    f"ipu_pipe.Stop(reason)"
                 )
 
     def list_best_steps(self) -> List[int]:
@@ -158,27 +178,40 @@ class Callbacks:
         return [step for step in steps if isinstance(step, int)]
 
     def get_restored_step(self) -> Optional[int]:
-        """Return the best step of the first callback that wants its weights at the end, None for the newest weights."""
-        restoring = Callbacks([callback for callback in self.callbacks if getattr(callback, "restore_best", False)])
+        """Return the best step of the first callback that wants its weights at the end, None for
+        the newest weights.
+        """
+        restoring = Callbacks(
+            [callback for callback in self.callbacks if getattr(callback, "restore_best", False)]
+        )
         return next(iter(restoring.list_best_steps()), None)
 
     def collect_states(self) -> List[Any]:
-        """Collect the states of all callbacks for a checkpoint. Raise `RunFault` if JSON cannot hold one."""
+        """Collect the states of all callbacks for a checkpoint. Raise `RunFault` if JSON cannot
+        hold one.
+        """
         states = []
         for callback in self.callbacks:
-            name, state = type(callback).__qualname__, _call(callback, "state")
+            name = type(callback).__qualname__
+            state = _call(callback, "state")
             try:
                 json.dumps(state, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
-                raise RunFault(f"callback {name}.state: cannot be put into a checkpoint as JSON: {error}") from error
+                raise RunFault(
+                    f"callback {name}.state: cannot be put into a checkpoint as JSON: {error}"
+                ) from error
             states.append({"name": name, "state": state})
         return states
 
     def load(self, saved: Any) -> None:
-        """Load each saved state into the callback of the same class name; several of one name are matched in order."""
+        """Load each saved state into the callback of the same class name; several of one name are
+        matched in order.
+        """
         unmatched = [entry for entry in saved or () if entry["state"] is not None]
         for callback in self.callbacks:
-            entry = next((entry for entry in unmatched if entry["name"] == type(callback).__qualname__), None)
+            entry = next(
+                (entry for entry in unmatched if entry["name"] == type(callback).__qualname__), None
+            )
             if entry is not None:
                 unmatched.remove(entry)
                 _call(callback, "load", entry["state"])
@@ -193,11 +226,13 @@ def _call(callback: Callback, method: str, *args: Any, where: str = "") -> Any:
         raise_attributed(error, f"callback {type(callback).__qualname__}.{method}{where}")
 
 
-def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool = False) -> List[Callback]:
+def make_callbacks(
+    config: Config, given: Optional[Sequence[Any]], empty: bool = False
+) -> List[Callback]:
     """Return the callbacks `given` in Python, or make the config's, and add its early stopping.
 
-    `empty`: make objects of the user's classes whose constructors do not run, for a dry run. Raise `BadInput`,
-    with one line for each fault, also if `restore_best` cannot work.
+    `empty`: make objects of the user's classes whose constructors do not run, for a dry run. Raise
+    `BadInput`, with one line for each fault, also if `restore_best` cannot work.
     """
 
     def make(value: Union[str, Entry]) -> Tuple[Any, str]:
@@ -209,14 +244,28 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool =
             return object.__new__(function), place
         return Callback(), place
 
-    results = [(one, "callbacks") for one in given] if given is not None else collect_results(config.callbacks, make)
-    faults, hooks = [], ", ".join(HOOKS)
+    results = (
+        [(one, "callbacks") for one in given]
+        if given is not None
+        else collect_results(config.callbacks, make)
+    )
+    faults = []
+    hooks = ", ".join(HOOKS)
     for callback, place in results:
         if not isinstance(callback, Callback):
-            faults.append(f"{place}: {describe_kind(callback)}: must be an object of a class derived from ipu_pipe.Callback")
+            faults.append(
+                f"{place}: {describe_kind(callback)}: must be an object of a class derived from "
+                f"ipu_pipe.Callback"
+            )
             continue
-        unknown = [name for name in dir(type(callback) if empty else callback) if name.startswith("on_") and name not in HOOKS]
-        faults += [f"{place}: {type(callback).__qualname__}.{why}" for why in _list_wrong_methods(callback)]
+        unknown = [
+            name
+            for name in dir(type(callback) if empty else callback)
+            if name.startswith("on_") and name not in HOOKS
+        ]
+        faults += [
+            f"{place}: {type(callback).__qualname__}.{why}" for why in _list_wrong_methods(callback)
+        ]
         if unknown:
             method = f"{type(callback).__qualname__}.{list_some(unknown)}"
             faults.append(f"{place}: {method}: unknown method: a run calls only {hooks}")
@@ -228,9 +277,15 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool =
     constructed = [one for one in callbacks if not empty or isinstance(one, EarlyStopping)]
     if any(getattr(callback, "restore_best", False) for callback in constructed):
         if config.checkpoint is None:
-            raise BadInput("checkpoint: null: early_stopping.restore_best needs the checkpoint of the best evaluation")
+            raise BadInput(
+                "checkpoint: null: early_stopping.restore_best needs the checkpoint of the best "
+                "evaluation"
+            )
         if config.ema is not None:
-            why = "cannot be combined with ema, because evaluations use its averages: use ema.safetensors of the run's folder"
+            why = (
+                "cannot be combined with ema, because evaluations use its averages: use "
+                "ema.safetensors of the run's folder"
+            )
             raise BadInput(f"early_stopping.restore_best: true: {why}")
     return callbacks
 
@@ -238,24 +293,35 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]], empty: bool =
 def _list_wrong_methods(callback: Callback) -> List[str]:
     """List the methods of a callback that cannot be called as a run calls them."""
     arguments = {**dict.fromkeys(HOOKS, ("now",)), "state": (), "load": ("state",)}
-    reasons = {name: explain_wrong_call(getattr(callback, name), *names) for name, names in arguments.items()}
+    reasons = {
+        name: explain_wrong_call(getattr(callback, name), *names)
+        for name, names in arguments.items()
+    }
     return [f"{name}: {why}" for name, why in reasons.items() if why]
 
 
 def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
-    """Raise `BadInput` with one line for each callback that cannot work in the job, and for a wrong `evaluate.best`."""
+    """Raise `BadInput` with one line for each callback that cannot work in the job, and for a wrong
+    `evaluate.best`.
+    """
     metric_keys = [("evaluate.best", job.config.evaluate.best)]
     if job.plateau is not None:
         metric_keys.append(("lr_schedule.metric", job.config.lr_schedule.metric or "loss"))
-    metric_keys += [("early_stopping.metric", one.metric) for one in callbacks if isinstance(one, EarlyStopping)]
+    metric_keys += [
+        ("early_stopping.metric", one.metric) for one in callbacks if isinstance(one, EarlyStopping)
+    ]
     known = ["loss", *(metric.name for metric in job.metrics)]
     faults = [
-        f"{key}: {metric}: no evaluation computes it: must be one of {', '.join(known)}{suggest(metric, known)}"
+        f"{key}: {metric}: no evaluation computes it: must be one of "
+        f"{', '.join(known)}{suggest(metric, known)}"
         for key, metric in metric_keys
         if metric not in known
     ]
     if not job.evaluation_interval and any(isinstance(one, EarlyStopping) for one in callbacks):
-        faults.append("early_stopping: follows evaluations, and this run has no interval: set evaluate.every or evaluate.steps")
+        faults.append(
+            "early_stopping: follows evaluations, and this run has no interval: set evaluate.every "
+            "or evaluate.steps"
+        )
     why = ""
     hidden = job.config.backend.facts.why_gradients_are_hidden
     if hidden:
@@ -271,24 +337,39 @@ def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
 class EarlyStopping(Callback):
     """End a run whose evaluations no longer improve.
 
-    The run ends after `patience` evaluations in a row whose `metric` (loss, accuracy, ... as in `metrics.jsonl`, without test_)
-    is not better than the best by more than `min_delta`. `mode`: min, max, or None to choose by the metric's name. The
-    checkpoint of the best evaluation is kept. `restore_best`: load its weights into the model when the run ends.
+    The run ends after `patience` evaluations in a row whose `metric` (loss, accuracy, ... as in
+    `metrics.jsonl`, without test_) is not better than the best by more than `min_delta`. `mode`:
+    min, max, or None to choose by the metric's name. The checkpoint of the best evaluation is kept.
+    `restore_best`: load its weights into the model when the run ends.
     """
 
     # for objects whose constructor did not run
     metric = "loss"
 
     def __init__(
-        self, metric: str = "loss", mode: Optional[str] = None, patience: int = 3, min_delta: float = 0.0,
+        self,
+        metric: str = "loss",
+        mode: Optional[str] = None,
+        patience: int = 3,
+        min_delta: float = 0.0,
         restore_best: bool = False,
-    ) -> None:  # fmt: skip
-        values = {"metric": metric, "mode": mode, "patience": patience, "min_delta": min_delta, "restore_best": restore_best}
+    ) -> None:
+        values = {
+            "metric": metric,
+            "mode": mode,
+            "patience": patience,
+            "min_delta": min_delta,
+            "restore_best": restore_best,
+        }
         try:
             config = EarlyStoppingConfig.model_validate(values)
         except ValidationError as error:
-            raise BadInput(format_faults(error.errors(), {}, "EarlyStopping", EarlyStoppingConfig, {})) from None
-        self.metric, self.patience, self.min_delta = config.metric, config.patience, config.min_delta
+            raise BadInput(
+                format_faults(error.errors(), {}, "EarlyStopping", EarlyStoppingConfig, {})
+            ) from None
+        self.metric = config.metric
+        self.patience = config.patience
+        self.min_delta = config.min_delta
         self.restore_best = config.restore_best
         self.mode = mode or ("max" if prefers_greater(metric) else "min")
         self.best: Optional[float] = None
@@ -300,27 +381,53 @@ class EarlyStopping(Callback):
         split = "validation" if "validation_loss" in now.metrics else "test"
         value = now.metrics.get(f"{split}_{self.metric}")
         if value is None:
-            measured = ", ".join(name.partition("_")[2] for name, value in now.metrics.items() if value is not None)
-            raise BadInput(f"early_stopping.metric: {self.metric}: no evaluation computes it: must be one of {measured}")
+            measured = ", ".join(
+                name.partition("_")[2] for name, value in now.metrics.items() if value is not None
+            )
+            raise BadInput(
+                f"early_stopping.metric: {self.metric}: no evaluation computes it: must be one of "
+                f"{measured}"
+            )
         sign = 1 if self.mode == "max" else -1
         if self.best is None or sign * (value - self.best) > self.min_delta:
-            self.best, self.best_step, self.waited = value, now.step, 0
+            self.best = value
+            self.best_step = now.step
+            self.waited = 0
             return None
         self.waited += 1
         if self.waited < self.patience:
             return None
         return Stop(
-            f"{split}_{self.metric} is not better than {self.best:.6g} at step {self.best_step} for {self.waited} evaluations"
+            f"{split}_{self.metric} is not better than {self.best:.6g} at step {self.best_step} "
+            f"for {self.waited} evaluations"
         )
 
     def state(self) -> Dict[str, Any]:
         """Return the best evaluation and the number of evaluations since."""
-        return {"metric": self.metric, "best": self.best, "best_step": self.best_step, "waited": self.waited}
+        return {
+            "metric": self.metric,
+            "best": self.best,
+            "best_step": self.best_step,
+            "waited": self.waited,
+        }
 
     def load(self, state: Dict[str, Any]) -> None:
-        """Continue from a saved state, if its metric is the same. Raise `BadInput` if it is none of `state`."""
-        numbers = {"best": (float, int, type(None)), "best_step": (int, type(None)), "waited": (int,)}
-        if not isinstance(state, Mapping) or not all(isinstance(state.get(key), kinds) for key, kinds in numbers.items()):
-            raise BadInput(f"checkpoint: the state of early stopping: {show(state)}: must have {', '.join(numbers)}")
+        """Continue from a saved state, if its metric is the same. Raise `BadInput` if it is none of
+        `state`.
+        """
+        numbers = {
+            "best": (float, int, type(None)),
+            "best_step": (int, type(None)),
+            "waited": (int,),
+        }
+        if not isinstance(state, Mapping) or not all(
+            isinstance(state.get(key), kinds) for key, kinds in numbers.items()
+        ):
+            raise BadInput(
+                f"checkpoint: the state of early stopping: {show(state)}: must have "
+                f"{', '.join(numbers)}"
+            )
         if state.get("metric") == self.metric:
-            self.best, self.best_step, self.waited = state["best"], state["best_step"], int(state["waited"])
+            self.best = state["best"]
+            self.best_step = state["best_step"]
+            self.waited = int(state["waited"])

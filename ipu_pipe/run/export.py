@@ -1,11 +1,12 @@
-"""Export the weights of a run: as one safetensors file, or as a folder that Hugging Face's libraries read."""
+"""Export the weights of a run: as one safetensors file, or as a folder that Hugging Face's
+libraries read.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
-from typing import Optional, Union
 
 from torch import nn
 
@@ -23,27 +24,39 @@ BEST = "best"
 
 
 def export(
-    run: Union[str, Path], to: Union[str, Path], step: Union[None, int, str] = None, into: Optional[nn.Module] = None
+    run: str | Path,
+    to: str | Path,
+    step: None | int | str = None,
+    into: nn.Module | None = None,
 ) -> Path:
-    """Write the weights of a run under the names of the unsplit model, and return their checkpoint's folder.
+    """Write the weights of a run under the names of the unsplit model, and return their
+    checkpoint's folder.
 
     run: the folder of a run or of a checkpoint
-    to: a file that ends in .safetensors, or a folder into which the model's own `save_pretrained` writes (config.json and
-        model.safetensors for a model of transformers, the adapters for one of PEFT)
-    step: the step of a checkpoint, "best" for the best evaluation, or None for the newest. "best" is refused for a run with
-        `ema`, because its evaluations measure the averaged weights
+    to: a file that ends in .safetensors, or a folder into which the model's own `save_pretrained`
+        writes (config.json and model.safetensors for a model of transformers, the adapters for one
+        of PEFT)
+    step: the step of a checkpoint, "best" for the best evaluation, or None for the newest. "best"
+        is refused for a run with `ema`, because its evaluations measure the averaged weights
     into: an instance of the model, required if the run's config does not name its class
 
-    Auxiliary heads of local losses are left out. Raise `BadInput` if the export is not possible, `RunFault` if the file cannot
-    be written.
+    Auxiliary heads of local losses are left out. Raise `BadInput` if the export is not possible,
+    `RunFault` if the file cannot be written.
     """
     run = parse_path(run, "export: run")
     to = parse_path(to, "--to")
     path = find_checkpoint(run, step)
     if os.path.exists(to) and (not os.path.isdir(to) or any(to.iterdir())):
-        raise BadInput(f"--to: {to}: exists already: must be a new file that ends in .safetensors, or a new folder")
+        raise BadInput(
+            f"--to: {to}: exists already: must be a new file that ends in .safetensors, or a new "
+            f"folder"
+        )
     if to.suffix == ".safetensors":
-        weights = {name: value for name, value in checkpoint.read_weights(path).items() if not name.startswith(HEADS)}
+        weights = {
+            name: value
+            for name, value in checkpoint.read_weights(path).items()
+            if not name.startswith(HEADS)
+        }
         with guard_writing(to):
             to.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(to) as temporary:
@@ -51,7 +64,10 @@ def export(
         return path
     model = load_model(path, into)
     if not callable(getattr(model, "save_pretrained", None)):
-        why = "has no save_pretrained, as models of transformers and PEFT have: must be a file that ends in .safetensors"
+        why = (
+            "has no save_pretrained, as models of transformers and PEFT have: must be a file "
+            "that ends in .safetensors"
+        )
         raise BadInput(f"--to: {to}: a folder, but the run's model, {describe_kind(model)}, {why}")
     temporary = to.with_name(f".{to.name}.part")
     with guard_writing(to):
@@ -63,20 +79,31 @@ def export(
     return path
 
 
-def find_checkpoint(run: Path, step: Union[None, int, str]) -> Path:
-    """Return the folder of a run's checkpoint: of `step`, of the best evaluation, or the newest if None. Raise `BadInput`."""
+def find_checkpoint(run: Path, step: None | int | str) -> Path:
+    """Return the folder of a run's checkpoint: of `step`, of the best evaluation, or the newest if
+    None. Raise `BadInput`.
+    """
     path = checkpoint.find_newest(run)
     if not (path / checkpoint.MANIFEST).is_file():
-        raise BadInput(f"{run}: contains no checkpoint: must be the folder of a run, or of a checkpoint")
+        raise BadInput(
+            f"{run}: contains no checkpoint: must be the folder of a run, or of a checkpoint"
+        )
     if step is None:
         return path
     if step == BEST:
         newest = checkpoint.load(path)
         step = newest.manifest.get("position", {}).get("best_step")
         if step is None:
-            raise BadInput(f"--step: {BEST}: {run}: no evaluation came before its newest checkpoint")
+            raise BadInput(
+                f"--step: {BEST}: {run}: no evaluation came before its newest checkpoint"
+            )
         if any(key.endswith(f"/{AVERAGE}") for key in newest.optimizer):
-            why = f"evaluations measured the averages of ema, in {checkpoint.OPTIMIZER} of step {step} as NAME/{AVERAGE}"
-            raise BadInput(f"--step: {BEST}: {run}: {why}: give the step for the weights themselves")
+            why = (
+                f"evaluations measured the averages of ema, in {checkpoint.OPTIMIZER} of step "
+                f"{step} as NAME/{AVERAGE}"
+            )
+            raise BadInput(
+                f"--step: {BEST}: {run}: {why}: give the step for the weights themselves"
+            )
     folder = path.parent
     return folder / f"step-{choose_step(folder, int(step), '--step')}"

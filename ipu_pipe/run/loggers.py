@@ -1,7 +1,7 @@
 """Loggers of a run as callbacks: a CSV file, Weights & Biases, MLflow.
 
-Each logs the config at the start, the lines of metrics.jsonl as they come, and the summary at the end. A run that resumes from a
-checkpoint continues in the logger's same run.
+Each logs the config at the start, the lines of metrics.jsonl as they come, and the summary at the
+end. A run that resumes from a checkpoint continues in the logger's same run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import json
 import time
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any
 
 from ipu_pipe.config.compare import flatten
 from ipu_pipe.errors import BadInput, guard_writing
@@ -22,11 +22,14 @@ from ipu_pipe.run.progress import flatten_line
 
 CSV = "metrics.csv"
 # MLflow's limits: parameters of a request, characters of a value
-MOST_PARAMETERS, MOST_LETTERS = 100, 500
+MOST_PARAMETERS = 100
+MOST_LETTERS = 500
 
 
 class CSVLogger(Callback):
-    """Write the lines of metrics.jsonl into metrics.csv in the run's folder, a column for each name."""
+    """Write the lines of metrics.jsonl into metrics.csv in the run's folder, a column for each
+    name.
+    """
 
     def on_start(self, now: Moment) -> None:
         """Write the lines up to the checkpoint that the run resumes from."""
@@ -36,7 +39,9 @@ class CSVLogger(Callback):
         """Append a line; a name that is new adds a column to all lines."""
         values = flatten_line(replace_nonfinite(dict(now.line)))
         if values.keys() <= set(self._columns):
-            with guard_writing(now.folder / CSV), open(now.folder / CSV, "a", newline="", encoding="utf-8") as file:
+            with guard_writing(now.folder / CSV), open(
+                now.folder / CSV, "a", newline="", encoding="utf-8"
+            ) as file:
                 csv.DictWriter(file, self._columns).writerow(values)
         else:
             self._write_all(now.folder)
@@ -53,15 +58,17 @@ class CSVLogger(Callback):
 
 
 class WandbLogger(Callback):
-    """Log into a run of Weights & Biases, whose files are in the folder `wandb` of the run's folder.
+    """Log into a run of Weights & Biases, whose files are in the folder `wandb` of the run's
+    folder.
 
-    `project` and `settings` are arguments of `wandb.init`: entity, name, tags, mode ("offline"), ...
+    `project` and `settings` are arguments of `wandb.init`: entity, name, tags, mode ("offline"),
+    ...
     """
 
     def __init__(self, project: str = "ipu_pipe", **settings: Any) -> None:
         _require_package("wandb")
         self._settings = {"project": project, **settings}
-        self._id: Optional[str] = None
+        self._id: str | None = None
 
     def on_start(self, now: Moment) -> None:
         """Begin a run, or continue the one that the checkpoint names."""
@@ -91,17 +98,25 @@ class WandbLogger(Callback):
 
 
 class MLflowLogger(Callback):
-    """Log into a run of MLflow: the config as parameters, the lines as metrics, the summary's numbers as metrics `summary.*`.
+    """Log into a run of MLflow: the config as parameters, the lines as metrics, the summary's
+    numbers as metrics `summary.*`.
 
-    `tracking_uri`: a server or a database; None: MLflow's own default. `run_name` and `tags` are those of the run.
+    `tracking_uri`: a server or a database; None: MLflow's own default. `run_name` and `tags` are
+    those of the run.
     """
 
     def __init__(
-        self, experiment: str = "ipu_pipe", tracking_uri: Optional[str] = None, run_name: Optional[str] = None,
-        tags: Optional[Dict[str, str]] = None,
-    ) -> None:  # fmt: skip
+        self,
+        experiment: str = "ipu_pipe",
+        tracking_uri: str | None = None,
+        run_name: str | None = None,
+        tags: dict[str, str] | None = None,
+    ) -> None:
         _require_package("mlflow")
-        self._experiment, self._uri, self._name, self._tags = experiment, tracking_uri, run_name, tags
+        self._experiment = experiment
+        self._uri = tracking_uri
+        self._name = run_name
+        self._tags = tags
         # empty until a run begins
         self._id = ""
 
@@ -115,9 +130,15 @@ class MLflowLogger(Callback):
             client.update_run(self._id, "RUNNING")
             return
         experiment = client.get_experiment_by_name(self._experiment)
-        number = client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id
+        number = (
+            client.create_experiment(self._experiment)
+            if experiment is None
+            else experiment.experiment_id
+        )
         self._id = client.create_run(number, run_name=self._name, tags=self._tags).info.run_id
-        settings = {key: value for key, value in flatten(dict(now.config)).items() if value is not None}
+        settings = {
+            key: value for key, value in flatten(dict(now.config)).items() if value is not None
+        }
         parameters = [Param(key, str(value)[:MOST_LETTERS]) for key, value in settings.items()]
         for first in range(0, len(parameters), MOST_PARAMETERS):
             client.log_batch(self._id, params=parameters[first : first + MOST_PARAMETERS])
@@ -131,12 +152,18 @@ class MLflowLogger(Callback):
         self._log(flatten(dict(now.summary or {}), "summary"), now.step)
         self._client.set_terminated(self._id)
 
-    def _log(self, values: Dict[str, Any], step: int) -> None:
+    def _log(self, values: dict[str, Any], step: int) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        numbers = {key: value for key, value in values.items() if type(value) in (int, float) and key != "step"}
-        self._client.log_batch(self._id, [Metric(key, value, now_ms, step) for key, value in numbers.items()])
+        numbers = {
+            key: value
+            for key, value in values.items()
+            if type(value) in (int, float) and key != "step"
+        }
+        self._client.log_batch(
+            self._id, [Metric(key, value, now_ms, step) for key, value in numbers.items()]
+        )
 
     def state(self) -> Any:
         """Return the run's id."""
@@ -148,7 +175,11 @@ class MLflowLogger(Callback):
 
 
 def _require_package(name: str) -> None:
-    """Raise `BadInput` if a package is not installed; a folder `wandb` of an earlier run is not the package."""
+    """Raise `BadInput` if a package is not installed; a folder `wandb` of an earlier run is not the
+    package.
+    """
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise BadInput(f"needs the package {name}, which is not installed: pip install 'ipu_pipe[{name}]'")
+        raise BadInput(
+            f"needs the package {name}, which is not installed: pip install 'ipu_pipe[{name}]'"
+        )

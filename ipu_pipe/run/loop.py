@@ -1,4 +1,6 @@
-"""The training loop of a process: updates, evaluations, checkpoints and callbacks, and the files of the run."""
+"""The training loop of a process: updates, evaluations, checkpoints and callbacks, and the files of
+the run.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Sequence
 
 from ipu_pipe.backends.interface import Report, StepResult
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
@@ -42,19 +44,27 @@ class TrainingLoop:
     """One process's training loop; only the main process has a folder to write into."""
 
     def __init__(
-        self, job: Job, out: Path, resume: bool, overwrite: bool, quiet: bool, callbacks: Sequence[Callback] = ()
+        self,
+        job: Job,
+        out: Path,
+        resume: bool,
+        overwrite: bool,
+        quiet: bool,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.job = job
-        self.run: Optional[RunFolder] = None
+        self.run: RunFolder | None = None
 
         def open_folder() -> None:
             self.run = RunFolder(out, resume=resume, overwrite=overwrite)
 
         run_on_main(open_folder)
         job.folder = out
-        self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
+        self.out = out
+        self.resume = resume
+        self.progress = Progress(quiet or not is_main())
         self.log: Log = log_nothing
-        self.bar: Optional[Bar] = None
+        self.bar: Bar | None = None
         self.position = Position()
         # training time since a loss was last read, and the time of an update in the newest call
         self.unread_seconds = 0.0
@@ -62,20 +72,39 @@ class TrainingLoop:
         # planned, or sooner if a callback asks for it
         self.end = job.updates
         # the newest update's line of metrics.jsonl, if it is not written yet
-        self.unwritten_line: Dict[str, Any] = {}
+        self.unwritten_line: dict[str, Any] = {}
         # by block, of the last evaluation on the test set
-        self.test_results: List[EvaluationResult] = []
+        self.test_results: list[EvaluationResult] = []
         # None of a resumed run, whose start is not known
-        self.loss_trend: Optional[LossTrend] = None
+        self.loss_trend: LossTrend | None = None
         self.callbacks = Callbacks(callbacks if is_main() else ())
-        # all processes must know what rank 0's callbacks do: whether they may stop the run, whether after any update, ...
+        # all processes must know what rank 0's callbacks do: whether they may stop the run, whether
+        # after any update, ...
         main = self.callbacks
-        self.has_callbacks, self.watches_updates, job.watches_gradients, job.wants_model = run_on_main(
-            lambda: (bool(main.callbacks), main.watches_updates, main.watches_gradients, main.wants_model)
+        self.has_callbacks, self.watches_updates, job.watches_gradients, job.wants_model = (
+            run_on_main(
+                lambda: (
+                    bool(main.callbacks),
+                    main.watches_updates,
+                    main.watches_gradients,
+                    main.wants_model,
+                )
+            )
         )
-        self.moment = Moment(0, 0.0, (), job.rate(0), None, {}, None, None, config=job.config.to_dict(), folder=out)
+        self.moment = Moment(
+            0,
+            0.0,
+            (),
+            job.rate(0),
+            None,
+            {},
+            None,
+            None,
+            config=job.config.to_dict(),
+            folder=out,
+        )
 
-    def run_all(self) -> Dict[str, Any]:
+    def run_all(self) -> dict[str, Any]:
         """Train from the start or the checkpoint to the end, and return the summary."""
         job = self.job
         if self.resume:
@@ -87,14 +116,26 @@ class TrainingLoop:
         self.progress.say(format_opening(job, position.update))
         self.flow = Flow(job, position.update, is_planned=True)
         self.engine = engine = self.flow.engine
-        keep = job.config.checkpoint.keep if job.config.checkpoint is not None and self.run is not None else None
+        keep = (
+            job.config.checkpoint.keep
+            if job.config.checkpoint is not None and self.run is not None
+            else None
+        )
         self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group, keep)
         try:
-            with save_traceback(self.out), open_log(self.run, job.config.log.tensorboard, position.update) as self.log:
+            with save_traceback(self.out), open_log(
+                self.run, job.config.log.tensorboard, position.update
+            ) as self.log:
                 done = position.update
                 newest = self.out / "checkpoints" / f"step-{done}" if done else None
                 rate = job.rate(max(done - 1, 0))
-                self.moment = replace(self.moment, step=done, epoch=job.count_epochs(done), rate=rate, checkpoint=newest)
+                self.moment = replace(
+                    self.moment,
+                    step=done,
+                    epoch=job.count_epochs(done),
+                    rate=rate,
+                    checkpoint=newest,
+                )
                 self._call_back("on_start")
                 if position.update == 0:
                     position.initial = self._evaluate("test")
@@ -102,7 +143,8 @@ class TrainingLoop:
                         self._evaluate("validation")
                 self._train()
                 self._finish_saving()
-                # a run that was killed after its last update, before its summary was written, has no metrics yet
+                # a run that was killed after its last update, before its summary was written, has
+                # no metrics yet
                 if not self.moment.metrics:
                     self.log, log = log_nothing, self.log
                     self._evaluate(job.watched_split)
@@ -117,7 +159,9 @@ class TrainingLoop:
                 engine.abort()
             # user code may exit with status 0, which would mean that the run is finished
             is_users = find_user_fault(error) is None and find_user_frame(error) is not None
-            if isinstance(error, SystemExit) or (is_users and not isinstance(error, KeyboardInterrupt)):
+            if isinstance(error, SystemExit) or (
+                is_users and not isinstance(error, KeyboardInterrupt)
+            ):
                 raise_attributed(error, f"after update {position.update}")
             raise
         else:
@@ -140,27 +184,43 @@ class TrainingLoop:
 
     def _write_start(self) -> None:
         """Write the files that describe the start of the run, on the main process."""
-        job, run, done = self.job, self.run, self.position.update
+        job = self.job
+        run = self.run
+        done = self.position.update
         if run is None:
             return
         if self.resume:
             run.forget_after(done, self.progress.say)
         # written first: a restarted process recognizes its run by this file
         start = {**describe_start(job.data_fingerprints), "first_update": done}
-        write_json(self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start])
+        write_json(
+            self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start]
+        )
         write_text(self.out / "config.yaml", dump_config(job.config))
         if job.initial_weights is not None:
             write_json(self.out / "init_from.json", job.initial_weights._asdict())
         run.open_metrics(done, job.watched_split != "test")
 
     def _write_end(
-        self, measured: Optional[Report], profile: Optional[StageSeconds], restored: Optional[int]
-    ) -> Dict[str, Any]:
-        """Write the final files, print the closing lines and return the summary, on the main process."""
-        job, position, out = self.job, self.position, self.out
+        self, measured: Report | None, profile: StageSeconds | None, restored: int | None
+    ) -> dict[str, Any]:
+        """Write the final files, print the closing lines and return the summary, on the main
+        process.
+        """
+        job = self.job
+        position = self.position
+        out = self.out
         assert self.run is not None and measured is not None
         costs = None if measured.events is not None else choose_stage_costs(job, profile, position)
-        report = summarize(job, position, self.moment.metrics, measured, self.test_results, costs, self.moment.stopped)
+        report = summarize(
+            job,
+            position,
+            self.moment.metrics,
+            measured,
+            self.test_results,
+            costs,
+            self.moment.stopped,
+        )
         if restored is not None:
             report["restored_step"] = restored
         if measured.times is None:
@@ -177,7 +237,8 @@ class TrainingLoop:
         files["summary.json"] = report
         for name, value in files.items():
             write_json(out / name, value)
-        # an emulator does the work of all devices in one process, so its rate is not comparable with a prediction
+        # an emulator does the work of all devices in one process, so its rate is not comparable
+        # with a prediction
         predicted = None if job.config.backend.facts.emulates else predict_rate(job)
         trend = None if self.loss_trend is None else self.loss_trend.describe()
         self.progress.say(format_closing(report, out, predicted, trend))
@@ -187,10 +248,12 @@ class TrainingLoop:
         """Write the averaged weights, with the newest buffers, into the run's folder."""
         state = self.engine.collect_state()
         if state is not None and self.run is not None:
-            entries = {key: value for key, value in state.optimizer.items() if key.endswith(f"/{AVERAGE}")}
+            entries = {
+                key: value for key, value in state.optimizer.items() if key.endswith(f"/{AVERAGE}")
+            }
             averages = {key[: -len(AVERAGE) - 1]: value for key, value in entries.items()}
             # the average of a tied weight is stored under the first of its names
-            first: Dict[Any, str] = {}
+            first: dict[Any, str] = {}
             for name, parameter in self.job.model.named_parameters(remove_duplicate=False):
                 if first.setdefault(parameter, name) in averages:
                     averages[name] = averages[first[parameter]]
@@ -198,26 +261,33 @@ class TrainingLoop:
                 checkpoint.save_tensors(file, {**state.model, **averages})
 
     def _restore_weights(self, step: int) -> None:
-        """Load the weights of the checkpoint of `step` into the model, on every process that has a whole model.
+        """Load the weights of the checkpoint of `step` into the model, on every process that has a
+        whole model.
 
         Raise `BadInput` if the checkpoint is damaged.
         """
-        job, say, path = self.job, self.progress.say, self.out / "checkpoints" / f"step-{step}"
+        job = self.job
+        say = self.progress.say
+        path = self.out / "checkpoints" / f"step-{step}"
         if step == self.position.update:
             say(f"the newest weights are the best: step {step}")
         # no process holds the whole model
         elif are_joined() and not job.precision.is_given and not job.wants_model:
             say(f"the best weights are at step {step}: {path}")
         else:
-            weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
+            weights = run_on_main(lambda: checkpoint.read_weights(path))
+            blocks = get_blocks(job.model)
             with job.precision.put_masters_in_place(loads=True):
                 # auxiliary heads stay as they are
-                checkpoint.load_weights(job.model if blocks is None else blocks.model, weights, str(path))
+                checkpoint.load_weights(
+                    job.model if blocks is None else blocks.model, weights, str(path)
+                )
             say(f"restored the best weights, of step {step}: {path}")
 
     def _train(self) -> None:
         """Carry out all remaining updates."""
-        job, flow = self.job, self.flow
+        job = self.job
+        flow = self.flow
         with self.progress.show_bar(job.updates, flow.given, job.updates_per_epoch) as self.bar:
             while flow.given < self.end:
                 evaluates, saves = job.plan_pauses(flow.given + 1)
@@ -240,15 +310,19 @@ class TrainingLoop:
         self.bar = None
 
     def _agree_on_end(self) -> None:
-        """End the run sooner if a callback has asked for it; every process calls this after the same update.
+        """End the run sooner if a callback has asked for it; every process calls this after the
+        same update.
 
-        The batches that have entered are finished: those given when the update's loss is known, on every backend.
+        The batches that have entered are finished: those given when the update's loss is known, on
+        every backend.
         """
 
         def find_end() -> int:
             if self.callbacks.stop_reason is None:
                 return self.end
-            return self.flow.given if self.flow.is_empty else self.flow.find_end(self.moment.step - 1)
+            return (
+                self.flow.given if self.flow.is_empty else self.flow.find_end(self.moment.step - 1)
+            )
 
         self.end = min(self.end, run_on_main(find_end))
 
@@ -261,9 +335,13 @@ class TrainingLoop:
             self._save()
 
     def _step(self, drains: bool) -> None:
-        """Give the next batch, and record the updates that leave the pipeline, which runs empty if it `drains`."""
-        flow, position = self.flow, self.position
-        k, per_call = flow.given, self.engine.updates_per_call
+        """Give the next batch, and record the updates that leave the pipeline, which runs empty if
+        it `drains`.
+        """
+        flow = self.flow
+        position = self.position
+        k = flow.given
+        per_call = self.engine.updates_per_call
         start = time.perf_counter()
         flow.give()
         results = list(flow.take()) if drains or self._needs_results(flow.given) else []
@@ -280,22 +358,28 @@ class TrainingLoop:
         self.unread_seconds += self.update_seconds
         self._record(results)
 
-    def _record(self, results: Sequence[Tuple[int, StepResult]]) -> None:
-        """Record the results of updates in order: count them, write their lines and call the callbacks."""
+    def _record(self, results: Sequence[tuple[int, StepResult]]) -> None:
+        """Record the results of updates in order: count them, write their lines and call the
+        callbacks.
+        """
         if not results:
             return
-        job, position = self.job, self.position
+        job = self.job
+        position = self.position
         samples_per_second = sum(result.samples for _, result in results) / self.unread_seconds
         self.unread_seconds = 0.0
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
         assert self.bar is not None
         for k, result in results:
             position.update = k + 1
-            # the training loss is averaged over an epoch, or over 100 updates of data without a length
+            # the training loss is averaged over an epoch, or over 100 updates of data without a
+            # length
             position.add_update(result.loss, begins_epoch=k % (job.updates_per_epoch or 100) == 0)
             if self.loss_trend is not None:
                 self.loss_trend.add(result.loss)
-            self.bar.advance(result.loss, result.accuracy if shows_accuracy else None, samples_per_second)
+            self.bar.advance(
+                result.loss, result.accuracy if shows_accuracy else None, samples_per_second
+            )
             losses = tuple(loss for loss, _ in result.blocks) or (result.loss,)
             self.moment = replace(
                 self.moment,
@@ -325,7 +409,7 @@ class TrainingLoop:
             if self.watches_updates:
                 self._call_back("on_step")
 
-    def _log(self, line: Dict[str, Any]) -> None:
+    def _log(self, line: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl and call the callbacks."""
         self.log(**line)
         if self.log is not log_nothing:
@@ -344,12 +428,14 @@ class TrainingLoop:
                 # after the last update the modes no longer matter
                 if changed and method != "on_end":
                     raise RunFault(
-                        f"callbacks: {method} after update {self.moment.step}: changed the mode (train, eval) of {changed}: give"
+                        f"callbacks: {method} after update {self.moment.step}: changed the mode "
+                        f"(train, eval) of {changed}: give"
                         " each module its own mode back"
                     )
 
     def _needs_results(self, done: int) -> bool:
-        """Return whether the losses must be read after `done` updates, for a line, an evaluation, a checkpoint or a callback.
+        """Return whether the losses must be read after `done` updates, for a line, an evaluation, a
+        checkpoint or a callback.
 
         Those of the first call are read too, because its time does not count for throughput.
         """
@@ -358,10 +444,14 @@ class TrainingLoop:
         return done % self.job.config.log.every == 0 or any(self.job.plan_pauses(done))
 
     def _evaluate(self, split: str) -> EvaluationResult:
-        """Evaluate on the test or validation set, log the results and return the whole model's result."""
-        job, position = self.job, self.position
+        """Evaluate on the test or validation set, log the results and return the whole model's
+        result.
+        """
+        job = self.job
+        position = self.position
         results = self.engine.evaluate(split)
-        result, epoch = results[-1], job.count_epochs(position.update)
+        result = results[-1]
+        epoch = job.count_epochs(position.update)
         if split == "test":
             self.test_results = results
         if self.bar is not None:
@@ -378,13 +468,19 @@ class TrainingLoop:
                 position.plateau = export_plateau(job.plateau)
         # keep the last validation beside the test at the end
         validated = self.moment.metrics if split == "test" and position.update else {}
-        self.moment = replace(self.moment, step=position.update, epoch=epoch, metrics={**validated, **record})
+        self.moment = replace(
+            self.moment, step=position.update, epoch=epoch, metrics={**validated, **record}
+        )
         self._log({"step": position.update, "epoch": epoch, **record, **by_block})
         return result
 
     def _save(self) -> None:
-        """Write a checkpoint, or begin to write it in the background; every process calls this. Raise `RunFault` on failure."""
-        engine, position, settings = self.engine, self.position, self.job.config.checkpoint
+        """Write a checkpoint, or begin to write it in the background; every process calls this.
+        Raise `RunFault` on failure.
+        """
+        engine = self.engine
+        position = self.position
+        settings = self.job.config.checkpoint
         # wait for the previous checkpoint
         self._finish_saving()
         if settings is None:
@@ -392,13 +488,17 @@ class TrainingLoop:
         state = engine.collect_state() if engine.checkpoint_group is None else engine.collect_part()
         manifest = {}
         if state is not None:
-            manifest = make_manifest(self.job, position, state.plain, self.callbacks.collect_states())
+            manifest = make_manifest(
+                self.job, position, state.plain, self.callbacks.collect_states()
+            )
         best_steps = [position.best_step, *self.callbacks.list_best_steps()]
         self.saver.start(position.update, state, manifest, best_steps, settings.background)
         self._finish_saving(waits=not settings.background)
 
     def _finish_saving(self, waits: bool = True) -> None:
-        """Call the callbacks if the begun checkpoint is complete now. Raise `RunFault` if writing failed."""
+        """Call the callbacks if the begun checkpoint is complete now. Raise `RunFault` if writing
+        failed.
+        """
         # a callback may want the whole model, which can be gathered only when the pipeline is empty
         if self.job.wants_model and not waits:
             return

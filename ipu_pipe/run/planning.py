@@ -1,14 +1,17 @@
-"""Build a job for its figures, not to run it: on the meta device if that gives the same figures; and rank plans of a config.
+"""Build a job for its figures, not to run it: on the meta device if that gives the same figures;
+and rank plans of a config.
 
-Weights and microbatches then have shapes but no memory, so a plan of any model takes a second. Two checks need values and are
-left to the run: that the pieces of the model equal the whole, and that the CPU has all operations in the precision.
+Weights and microbatches then have shapes but no memory, so a plan of any model takes a second. Two
+checks need values and are
+left to the run: that the pieces of the model equal the whole, and that the CPU has all operations
+in the precision.
 """
 
 from __future__ import annotations
 
 import platform
 from dataclasses import replace
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -24,7 +27,13 @@ from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.job.factories import make_data, make_loss, make_model, make_take, resolve_head
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.batch import count_bytes, count_numbers, count_samples, map_tensors, take_samples
+from ipu_pipe.model.batch import (
+    count_bytes,
+    count_numbers,
+    count_samples,
+    map_tensors,
+    take_samples,
+)
 from ipu_pipe.model.meta import build_on_meta, compute_on_meta
 from ipu_pipe.pipeline.build import build, choose_batch_size, set_up
 from ipu_pipe.plan.answer import convert_to_json
@@ -42,23 +51,34 @@ SMALL = 300_000
 
 
 def build_for_planning(config: Config) -> Job:
-    """Build the job that `config` describes for its figures only. Raise `BadInput` as `pipeline.build.build` does."""
+    """Build the job that `config` describes for its figures only. Raise `BadInput` as
+    `pipeline.build.build` does.
+    """
     called = make_callbacks(config, None, empty=True)
     job = _build_by_shape(config) or build(config)
     refuse_callbacks(job, called)
     return job
 
 
-def _build_by_shape(config: Config) -> Optional[Job]:
-    """Build the job on the meta device; return None if it needs values, if it is small, or if it has a fault."""
+def _build_by_shape(config: Config) -> Job | None:
+    """Build the job on the meta device; return None if it needs values, if it is small, or if it
+    has a fault.
+    """
     times = isinstance(config.stages, dict) and config.stages.get("by") == "time"
-    if config.backend.facts.emulates and config.backend.device == "cpu" and not config.init_from and not times:
+    if (
+        config.backend.facts.emulates
+        and config.backend.device == "cpu"
+        and not config.init_from
+        and not times
+    ):
         try:
             with compute_on_meta():
                 job = build(config, by_shape=True)
             numbers = count_numbers(job.example[0]) + sum(p.numel() for p in job.model.parameters())
             # the meta device does not tell the costs of recurrent layers
-            if numbers > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules()):
+            if numbers > SMALL and not any(
+                isinstance(module, nn.RNNBase) for module in job.model.modules()
+            ):
                 return job
         # the model may need values; `build` reports any other fault
         except Exception:
@@ -67,40 +87,55 @@ def _build_by_shape(config: Config) -> Optional[Job]:
 
 
 class ConfigUnits(NamedTuple):
-    """The units of a config's model: their costs, the bytes of a sample that enter the first one, the samples of a microbatch,
-    and the additional costs of local blocks, None unless they were asked for."""
+    """The units of a config's model: their costs, the bytes of a sample that enter the first one,
+    the samples of a microbatch, and the additional costs of local blocks, None unless they were
+    asked for.
+    """
 
     costed: CountedUnits
     entering: float
     samples: int
-    blocks: Optional[BlockUnits] = None
+    blocks: BlockUnits | None = None
 
 
 def count_config_units(config: Config, measured: bool = False, blocks: bool = False) -> ConfigUnits:
     """Count the costs of the units of the config's model and loss. Raise `BadInput`.
 
-    They are counted on the meta device if the model allows it. `measured`: they are timed on this machine with microbatches of
-    the config's size and of twice that (for a loader: its own size and half of that). `blocks`: add the costs of local losses.
+    They are counted on the meta device if the model allows it. `measured`: they are timed on this
+    machine with microbatches of the config's size and of twice that (for a loader: its own size and
+    half of that). `blocks`: add the costs of local losses.
     """
     model, costed, x, samples = _measure_units(config) if measured else _count_units(config)
     entering = count_bytes(x) / count_samples(x)
     if not blocks:
         return ConfigUnits(costed, entering, samples)
-    counted = count_blocks(model, x, costed.units, resolve_head(config), make_take(config, of_heads=True))
+    counted = count_blocks(
+        model, x, costed.units, resolve_head(config), make_take(config, of_heads=True)
+    )
     return ConfigUnits(costed, entering, samples, counted)
 
 
-def _count_units(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
+def _count_units(config: Config) -> tuple[nn.Module, CountedUnits, Any, int]:
     loss = make_loss(config, Overrides())
     data = make_data(config)
     samples = choose_batch_size(config, data)
     batch = data.train_batch(0, 0, samples if isinstance(data, LoaderData) else 2)
-    x, y = split_batch(batch, getattr(data, "labels", None), config.loss == OWN, getattr(loss, "asks", ()))
+    x, y = split_batch(
+        batch, getattr(data, "labels", None), config.loss == OWN, getattr(loss, "asks", ())
+    )
     try:
         with build_on_meta():
             model = make_model(config)
-        return model, count_units(model, map_tensors(_drop_values, x), (), loss, map_tensors(_drop_values, y)), x, samples
-    # the model may read values, which meta tensors do not have; the next lines raise any other error again
+        return (
+            model,
+            count_units(
+                model, map_tensors(_drop_values, x), (), loss, map_tensors(_drop_values, y)
+            ),
+            x,
+            samples,
+        )
+    # the model may read values, which meta tensors do not have; the next lines raise any other
+    # error again
     except Exception:
         model = make_model(config)
         return model, count_units(model, x, (), loss, y), x, samples
@@ -110,7 +145,7 @@ def _drop_values(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
-def _measure_units(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
+def _measure_units(config: Config) -> tuple[nn.Module, CountedUnits, Any, int]:
     threads = torch.get_num_threads()
     try:
         setup = set_up(config)
@@ -119,7 +154,9 @@ def _measure_units(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
         x, y = setup.prepare_batch(setup.data.train_batch(0, 0, largest))
         costed = count_units(setup.model, x, (), setup.loss, y)
         for size in sorted({max(1, largest // 2), largest}):
-            costed = measure_units(costed, setup.model, setup.loss, take_samples(x, size), take_samples(y, size))
+            costed = measure_units(
+                costed, setup.model, setup.loss, take_samples(x, size), take_samples(y, size)
+            )
     finally:
         torch.set_num_threads(threads)
     return setup.model, costed, x, samples
@@ -129,58 +166,103 @@ def _measure_units(config: Config) -> Tuple[nn.Module, CountedUnits, Any, int]:
 
 
 class PlanningProblem(NamedTuple):
-    """The planning problem of a config: the problem, the methods to rank, the most samples of an update, and a description of how
-    the model's costs were determined."""
+    """The planning problem of a config: the problem, the methods to rank, the most samples of an
+    update, and a description of how the model's costs were determined."""
 
     problem: Problem
-    methods: List[str]
+    methods: list[str]
     batch: int
     how: str
 
 
 def make_planning_problem(
-    config: Config, hardware: Optional[str] = None, *, devices: Optional[int] = None, memory: Optional[float] = None,
-    methods: Optional[Sequence[str]] = None, batch: Optional[int] = None, precision: Optional[str] = None,
-    measure: Optional[bool] = None, say: Callable[[str], None] = lambda text: None,
-) -> PlanningProblem:  # fmt: skip
-    """Return the planning problem of a config; the arguments are as in `plan_config`. Raise `BadInput`."""
-    wanted_hardware, key = (config.hardware, "hardware") if hardware is None else (hardware, "--hardware")
+    config: Config,
+    hardware: str | None = None,
+    *,
+    devices: int | None = None,
+    memory: float | None = None,
+    methods: Sequence[str] | None = None,
+    batch: int | None = None,
+    precision: str | None = None,
+    measure: bool | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> PlanningProblem:
+    """Return the planning problem of a config; the arguments are as in `plan_config`. Raise
+    `BadInput`.
+    """
+    wanted_hardware, key = (
+        (config.hardware, "hardware") if hardware is None else (hardware, "--hardware")
+    )
     if wanted_hardware is None:
-        raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
+        raise BadInput(
+            "--hardware: missing, and the config names none: must be a name of configs/hardware/ "
+            "or a file"
+        )
     described = read_hardware(wanted_hardware, key)
     if devices is not None:
         if described.devices < devices <= (described.most_devices or devices):
-            say(f"--devices: {devices}: hardware {described.name} describes {described.devices}: its links join the others")
+            say(
+                f"--devices: {devices}: hardware {described.name} describes {described.devices}: "
+                f"its links join the others"
+            )
         described = described.with_devices(devices)
     chosen = choose_methods(config.method, methods, described.lockstep, say)
     precision = precision or config.precision
     if precision not in PRECISIONS:
-        raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}{suggest(precision, PRECISIONS)}")
+        raise BadInput(
+            f"--precision: {precision}: must be one of "
+            f"{', '.join(PRECISIONS)}{suggest(precision, PRECISIONS)}"
+        )
     usable = None if memory is None else memory * described.device.usable_share.value
     machine = described.measured_on
-    is_this = machine is not None and (machine.name, machine.device) == (platform.node(), config.backend.device)
+    is_this = machine is not None and (machine.name, machine.device) == (
+        platform.node(),
+        config.backend.device,
+    )
     if machine is not None and is_this and config.backend.threads is None:
-        config = config.model_copy(update={"backend": config.backend.model_copy(update={"threads": machine.threads})})
+        config = config.model_copy(
+            update={"backend": config.backend.model_copy(update={"threads": machine.threads})}
+        )
     of_blocks = any(METHODS[name].structure is not None for name in chosen)
-    costed, entering, samples, blocks = count_config_units(config, is_this if measure is None else measure, of_blocks)
-    problem = make_problem(config, costed.units, entering, described, memory=usable, precision=precision)
+    costed, entering, samples, blocks = count_config_units(
+        config, is_this if measure is None else measure, of_blocks
+    )
+    problem = make_problem(
+        config, costed.units, entering, described, memory=usable, precision=precision
+    )
     greatest = batch or samples * config.gradient_accumulation * config.replicas
     return PlanningProblem(replace(problem, blocks=blocks), chosen, greatest, costed.how)
 
 
 def plan_config(
-    config: Config, hardware: Optional[str] = None, *, devices: Optional[int] = None, memory: Optional[float] = None,
-    methods: Optional[Sequence[str]] = None, batch: Optional[int] = None, precision: Optional[str] = None,
-    measure: Optional[bool] = None, top: int = SHOWN,
-) -> Dict[str, Any]:  # fmt: skip
-    """Rank configurations of a config's model by predicted samples per second; return the record of `tools/plan.py --json`.
+    config: Config,
+    hardware: str | None = None,
+    *,
+    devices: int | None = None,
+    memory: float | None = None,
+    methods: Sequence[str] | None = None,
+    batch: int | None = None,
+    precision: str | None = None,
+    measure: bool | None = None,
+    top: int = SHOWN,
+) -> dict[str, Any]:
+    """Rank configurations of a config's model by predicted samples per second; return the record of
+    `tools/plan.py --json`.
 
-    `hardware`: a name of configs/hardware or a file, by default the config's; `devices`: their number; `memory`: bytes of a
-    device; `methods`: the methods to rank; `batch`: the most samples of an update; `measure`: time the model's parts on this
-    machine instead of counting FLOPs, by default if the hardware is this machine. The record has no plan if none fits. Raise
-    `BadInput` as the command does.
+    `hardware`: a name of configs/hardware or a file, by default the config's; `devices`: their
+    number; `memory`: bytes of a device; `methods`: the methods to rank; `batch`: the most samples
+    of an update; `measure`: time the model's parts on this machine instead of counting FLOPs, by
+    default if the hardware is this machine. The record has no plan if none fits. Raise `BadInput`
+    as the command does.
     """
     problem, chosen, greatest, _ = make_planning_problem(
-        config, hardware, devices=devices, memory=memory, methods=methods, batch=batch, precision=precision, measure=measure
+        config,
+        hardware,
+        devices=devices,
+        memory=memory,
+        methods=methods,
+        batch=batch,
+        precision=precision,
+        measure=measure,
     )
     return convert_to_json(make_plan(problem, chosen, problem.hardware.devices, greatest, top))

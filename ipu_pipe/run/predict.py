@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, Mapping, Optional, Union
+from typing import Any, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -25,15 +25,22 @@ from ipu_pipe.text import describe_kind
 
 
 def predict(
-    model: Union[nn.Module, str, Path], data: Any, *, into: Optional[nn.Module] = None, batch_size: int = 128
+    model: nn.Module | str | Path,
+    data: Any,
+    *,
+    into: nn.Module | None = None,
+    batch_size: int = 128,
 ) -> Any:
-    """Return the outputs of `model` for all inputs of `data`, in order, in evaluation mode, on the CPU.
+    """Return the outputs of `model` for all inputs of `data`, in order, in evaluation mode, on the
+    CPU.
 
-    The result is a tensor (samples, ...), or, if the model returns a nest, that nest with such tensors.
-    model: a model, which is left as it was; or the folder of a run (its newest checkpoint) or of a checkpoint, whose weights are
-        loaded into `into`, or into the model that the run's config names
-    data: a DataSource (its test set), a loader or other iterable of batches, whose labels are left out; or the inputs, a
-        tensor or a mapping of tensors, taken `batch_size` at a time
+    The result is a tensor (samples, ...), or, if the model returns a nest, that nest with such
+    tensors.
+    model: a model, which is left as it was; or the folder of a run (its newest checkpoint) or of a
+        checkpoint, whose weights are loaded into `into`, or into the model that the run's config
+        names
+    data: a DataSource (its test set), a loader or other iterable of batches, whose labels are left
+        out; or the inputs, a tensor or a mapping of tensors, taken `batch_size` at a time
 
     Raise `BadInput`.
     """
@@ -43,19 +50,28 @@ def predict(
         model = load_model(parse_path(model, "predict: model"), into)
     elif not isinstance(model, nn.Module):
         raise BadInput(
-            f"predict: model: {describe_kind(model)}: must be a torch.nn.Module, or the folder of a run or checkpoint"
+            f"predict: model: {describe_kind(model)}: must be a torch.nn.Module, or the folder of "
+            f"a run or checkpoint"
         )
     elif into is not None:
-        raise BadInput("predict: into: must be None unless model is the folder of a run or checkpoint")
+        raise BadInput(
+            "predict: into: must be None unless model is the folder of a run or checkpoint"
+        )
     like = next(model.parameters(), torch.zeros(0))
-    outputs: List[Any] = []
+    outputs: list[Any] = []
     with torch.no_grad(), restore_modes(model):
         model.eval()
         for x in _list_inputs(data, batch_size):
             require_tensors(x, "inputs")
-            x = map_tensors(lambda t: t.to(like.device, like.dtype if t.is_floating_point() else t.dtype), x)
+            x = map_tensors(
+                lambda t: t.to(like.device, like.dtype if t.is_floating_point() else t.dtype), x
+            )
             output = call_model(model, x)
-            outputs.append(tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, output))
+            outputs.append(
+                tree_map(
+                    lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, output
+                )
+            )
     if not outputs:
         raise BadInput("predict: data: contains no samples")
     # values that are not tensors, or have no dimension, are taken from the first batch
@@ -68,7 +84,7 @@ def predict(
     return tree_unflatten(joined, shape)
 
 
-def load_model(path: Path, into: Optional[nn.Module]) -> nn.Module:
+def load_model(path: Path, into: nn.Module | None) -> nn.Module:
     """Return the model with the weights of a run or checkpoint."""
     if not path.exists():
         raise BadInput(f"predict: {path}: no such folder or file")
@@ -78,7 +94,10 @@ def load_model(path: Path, into: Optional[nn.Module]) -> nn.Module:
     if into is None:
         config = load_recorded(run / "config.yaml") if run is not None else None
         if config is None or config.model.entry == GIVEN:
-            raise BadInput(f"predict: {path}: no config there names the model: pass a model of the same class, into=...")
+            raise BadInput(
+                f"predict: {path}: no config there names the model: pass a model of the same "
+                f"class, into=..."
+            )
         with attribute_faults(lambda: "before the weights are loaded"):
             into = make_model(config)
     checkpoint.load_weights(into, checkpoint.read_weights(weights), str(weights))
@@ -91,7 +110,8 @@ def _list_inputs(data: Any, size: int) -> Iterator[Any]:
         counts = {len(value) for value in list_tensors(data) if value.dim()}
         if len(counts) != 1:
             raise BadInput(
-                f"predict: data: {describe_kind(data)}: must be a DataSource, a loader, or tensors of one length"
+                f"predict: data: {describe_kind(data)}: must be a DataSource, a loader, or tensors "
+                f"of one length"
             )
         for start in range(0, counts.pop(), size):
             yield map_tensors(lambda value, start=start: value[start : start + size], data)  # type: ignore[misc]

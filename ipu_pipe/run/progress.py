@@ -1,14 +1,22 @@
-"""Show the progress of a run: a bar on a terminal, lines elsewhere, and the scalars in metrics.jsonl and TensorBoard's files."""
+"""Show the progress of a run: a bar on a terminal, lines elsewhere, and the scalars in
+metrics.jsonl and TensorBoard's files.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional
+from typing import Any, Callable, Iterator, Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as RichProgress
 
 from ipu_pipe.errors import guard_writing
@@ -16,26 +24,34 @@ from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.store.folder import RunFolder
 from ipu_pipe.text import escape_lines
 
-# seconds between lines without a terminal, and before a line at an epoch's end or after an evaluation
+# seconds between lines without a terminal, and before a line at an epoch's end or after an
+# evaluation
 LINE_SECONDS = 30.0
 EPOCH_SECONDS = 1.0
 
 
 class Bar:
-    """Moving averages of loss, accuracy and samples per second, shown by `show(updates done, text, is_milestone)`.
+    """Moving averages of loss, accuracy and samples per second, shown by
+    `show(updates done, text, is_milestone)`.
 
     The end of an epoch and an evaluation are milestones.
     """
 
-    def __init__(self, done: int, per_epoch: Optional[int], show: Callable[[int, str, bool], None]) -> None:
-        self._show, self._done, self._per_epoch = show, done, per_epoch
-        self._averages: Dict[str, float] = {}
+    def __init__(
+        self, done: int, per_epoch: int | None, show: Callable[[int, str, bool], None]
+    ) -> None:
+        self._show = show
+        self._done = done
+        self._per_epoch = per_epoch
+        self._averages: dict[str, float] = {}
         self._tested = ""
         # the line of an epoch's end waits for the evaluation that may follow
         self._ends_epoch = False
 
-    def advance(self, loss: Optional[float], accuracy: Optional[float], rate: float) -> None:
-        """Add an update: its mean loss and accuracy (a fraction), each None if undefined, and samples a second."""
+    def advance(self, loss: float | None, accuracy: float | None, rate: float) -> None:
+        """Add an update: its mean loss and accuracy (a fraction), each None if undefined, and
+        samples a second.
+        """
         self.end_epoch()
         self._done += 1
         for name, value in (("loss", loss), ("accuracy", accuracy), ("rate", rate)):
@@ -48,7 +64,11 @@ class Bar:
     def show_evaluation(self, result: EvaluationResult, split: str = "test") -> None:
         """Show the result of an evaluation."""
         if result.loss is not None:
-            metrics = [f" {name} {value:.3f}" for name, value in result.metrics.items() if value is not None]
+            metrics = [
+                f" {name} {value:.3f}"
+                for name, value in result.metrics.items()
+                if value is not None
+            ]
             self._tested = f", {split} loss {result.loss:.3f}{''.join(metrics)}"
         self._ends_epoch = False
         self._update(True)
@@ -62,17 +82,29 @@ class Bar:
     def _update(self, is_milestone: bool) -> None:
         means = self._averages
         accuracy = f" accuracy {means['accuracy']:.3f}" if "accuracy" in means else ""
-        text = f"loss {means.get('loss', 0.0):.3f}{accuracy}, {means.get('rate', 0.0):.0f} samples/s{self._tested}"
+        text = (
+            f"loss {means.get('loss', 0.0):.3f}{accuracy}, {means.get('rate', 0.0):.0f} "
+            f"samples/s{self._tested}"
+        )
         self._show(self._done, text, is_milestone)
 
 
 class Lines:
-    """Print a line of progress by `print_line` if the last line is `LINE_SECONDS` old, or `EPOCH_SECONDS` if `is_milestone`."""
+    """Print a line of progress by `print_line` if the last line is `LINE_SECONDS` old, or
+    `EPOCH_SECONDS` if `is_milestone`.
+    """
 
     def __init__(
-        self, total: int, per_epoch: Optional[int], print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        total: int,
+        per_epoch: int | None,
+        print_line: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._per_epoch, self._print_line, self._clock = total, per_epoch, print_line, clock
+        self._total = total
+        self._per_epoch = per_epoch
+        self._print_line = print_line
+        self._clock = clock
         self._last = clock()
 
     def __call__(self, done: int, text: str, is_milestone: bool) -> None:
@@ -84,7 +116,9 @@ class Lines:
 
 
 class Progress:
-    """The messages of a run on standard output and its bar on standard error; neither if `quiet`."""
+    """The messages of a run on standard output and its bar on standard error; neither if
+    `quiet`.
+    """
 
     def __init__(self, quiet: bool = False) -> None:
         # updates of this process
@@ -97,38 +131,60 @@ class Progress:
             print(escape_lines(text), flush=True)
 
     @contextlib.contextmanager
-    def show_bar(self, total: int, done: int, per_epoch: Optional[int]) -> Iterator[Bar]:
-        """Show a bar over `total` updates, of which `done` are done; `per_epoch` updates are an epoch (None: no epochs)."""
+    def show_bar(self, total: int, done: int, per_epoch: int | None) -> Iterator[Bar]:
+        """Show a bar over `total` updates, of which `done` are done; `per_epoch` updates are an
+        epoch (None: no epochs).
+        """
         console = Console(file=sys.stderr)
         if self._quiet:
             yield Bar(done, per_epoch, lambda done, text, is_milestone: None)
         elif not sys.stderr.isatty() or not console.is_terminal or console.is_dumb_terminal:
             # a notebook shows standard error as faults
-            print_line = self.say if console.is_jupyter else lambda text: print(escape_lines(text), file=sys.stderr, flush=True)
+            print_line = (
+                self.say
+                if console.is_jupyter
+                else lambda text: print(escape_lines(text), file=sys.stderr, flush=True)
+            )
             bar = Bar(done, per_epoch, Lines(total, per_epoch, print_line))
             yield bar
             bar.end_epoch()
         else:
-            columns = BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+            columns = (
+                BarColumn(30),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
             shown = TextColumn("{task.fields[shown]}")
             with RichProgress(*columns, shown, console=console, refresh_per_second=4) as rich:
                 task = rich.add_task("training", total=total, completed=done, shown="")
-                yield Bar(done, per_epoch, lambda done, text, is_milestone: rich.update(task, completed=done, shown=text))
+                yield Bar(
+                    done,
+                    per_epoch,
+                    lambda done, text, is_milestone: rich.update(task, completed=done, shown=text),
+                )
 
 
 # ---- the files of scalars
 
 # a function that takes a record as keywords
 Log = Callable[..., None]
-# seconds between two writes of TensorBoard's thread, and the longest wait for it when a run is interrupted
+# seconds between two writes of TensorBoard's thread, and the longest wait for it when a run is
+# interrupted
 FLUSH_SECONDS = 1.0
 
 
-def flatten_line(record: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return a line of metrics.jsonl as scalars that are not None; lists become `name/0`, `name/1`, ..."""
-    flat: Dict[str, Any] = {}
+def flatten_line(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of metrics.jsonl as scalars that are not None; lists become `name/0`, `name/1`,
+    ...
+    """
+    flat: dict[str, Any] = {}
     for name, value in record.items():
-        flat.update({f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value})
+        flat.update(
+            {f"{name}/{i}": v for i, v in enumerate(value)}
+            if isinstance(value, list)
+            else {name: value}
+        )
     return {name: value for name, value in flat.items() if value is not None}
 
 
@@ -137,10 +193,12 @@ def log_nothing(**record: Any) -> None:
 
 
 @contextlib.contextmanager
-def open_log(run: Optional[RunFolder], tensorboard: bool, done: int) -> Iterator[Log]:
-    """Yield a function that logs records into metrics.jsonl and TensorBoard's events; `run` None: it logs nothing.
+def open_log(run: RunFolder | None, tensorboard: bool, done: int) -> Iterator[Log]:
+    """Yield a function that logs records into metrics.jsonl and TensorBoard's events; `run` None:
+    it logs nothing.
 
-    `done`: the updates before this start; TensorBoard hides later events of earlier starts. Raise `RunFault` if the disk refuses.
+    `done`: the updates before this start; TensorBoard hides later events of earlier starts. Raise
+    `RunFault` if the disk refuses.
     """
     if run is None:
         yield log_nothing
@@ -153,7 +211,9 @@ def open_log(run: Optional[RunFolder], tensorboard: bool, done: int) -> Iterator
 
     folder = run.path / "tensorboard"
     with guard_writing(folder):
-        writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None, flush_secs=FLUSH_SECONDS)
+        writer = SummaryWriter(
+            str(folder), purge_step=done + 1 if done else None, flush_secs=FLUSH_SECONDS
+        )
 
     def log(**record: Any) -> None:
         run.write_metrics(record)

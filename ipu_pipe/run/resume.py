@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from ipu_pipe.backends.interface import POPTORCH_PREFIX
 from ipu_pipe.backends.ranks import run_on_main
@@ -25,18 +25,28 @@ from ipu_pipe.update.optimizer import import_state
 from ipu_pipe.update.rates import import_plateau
 
 
-def make_manifest(job: Job, position: Position, optimizer: Mapping[str, Any], callbacks: Sequence[Any]) -> Dict[str, Any]:
+def make_manifest(
+    job: Job, position: Position, optimizer: Mapping[str, Any], callbacks: Sequence[Any]
+) -> dict[str, Any]:
     """Return the manifest of a checkpoint without its files.
 
-    Its `updates` and `keys` identify the run: its length, and the keys of its config that decide its numbers. `optimizer`: the
-    plain values of the optimizer's state; `callbacks`: the states of the callbacks.
+    Its `updates` and `keys` identify the run: its length, and the keys of its config that decide
+    its numbers. `optimizer`: the plain values of the optimizer's state; `callbacks`: the states of
+    the callbacks.
     """
     identity = {"updates": job.updates, "keys": select_deciding(job.config.to_dict())}
-    return {**identity, "position": asdict(position), "optimizer": dict(optimizer), "callbacks": list(callbacks)}
+    return {
+        **identity,
+        "position": asdict(position),
+        "optimizer": dict(optimizer),
+        "callbacks": list(callbacks),
+    }
 
 
-def choose_step(folder: Path, step: Optional[int], option: str = "--resume-from") -> int:
-    """Return `step` if it is not None, else the newest step in `folder`, 0 if there is none. Raise `BadInput`."""
+def choose_step(folder: Path, step: int | None, option: str = "--resume-from") -> int:
+    """Return `step` if it is not None, else the newest step in `folder`, 0 if there is none. Raise
+    `BadInput`.
+    """
     try:
         steps = checkpoint.list_steps(folder)
     except OSError as error:
@@ -48,7 +58,8 @@ def choose_step(folder: Path, step: Optional[int], option: str = "--resume-from"
 
 
 def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callbacks) -> Position:
-    """Load the checkpoint that `job` resumes from into its model, optimizer and callbacks, and return its position.
+    """Load the checkpoint that `job` resumes from into its model, optimizer and callbacks, and
+    return its position.
 
     Raise `BadInput` if the checkpoint belongs to another run, or is damaged.
     """
@@ -76,43 +87,62 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
 
 
 def check_run(job: Job, out: Path, saved: Checkpoint) -> None:
-    """Raise `BadInput` if the checkpoint in the run's folder `out`, from which `job` resumes, belongs to another run.
+    """Raise `BadInput` if the checkpoint in the run's folder `out`, from which `job` resumes,
+    belongs to another run.
 
     It does if the keys that decide the numbers, the length, the tensors or the data differ.
     """
     path = out / "checkpoints" / f"step-{job.done}"
     missing = [f"{key}: missing" for key in NEEDED if saved.manifest.get(key) is None]
     checkpoint.raise_first_faults(path / checkpoint.MANIFEST, missing)
-    checkpoint.raise_first_faults(path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved, path))
+    checkpoint.raise_first_faults(
+        path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved, path)
+    )
     faults = compare_data(job, read_data_record(out), job.data_fingerprints or {})
-    why = "the data of a run cannot change: restore them, or begin another run (--overwrite, or another --out)"
-    checkpoint.raise_first_faults(f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults])
+    why = (
+        "the data of a run cannot change: restore them, or begin another run (--overwrite, or "
+        "another --out)"
+    )
+    checkpoint.raise_first_faults(
+        f"--resume: {out / 'record.json'}", [f"{fault}: {why}" for fault in faults]
+    )
 
 
-def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str]:
-    """List the differences of the keys that decide the numbers, and the faults of the two runs' lengths."""
+def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> list[str]:
+    """List the differences of the keys that decide the numbers, and the faults of the two runs'
+    lengths.
+    """
     keys = select_deciding(job.config.to_dict())
     faults = [
-        f"{key}: saved with {show_value(a)}, this run has {show_value(b)}: it is another run's checkpoint"
+        f"{key}: saved with {show_value(a)}, this run has {show_value(b)}: it is another run's "
+        f"checkpoint"
         for key, a, b in compare_deciding(manifest["keys"], keys)
     ]
-    step, updates = manifest["step"], manifest["updates"]
+    step = manifest["step"]
+    updates = manifest["updates"]
     if path.name != f"step-{step}":
         faults.append(f"step: the checkpoint is of step {step}: rename the folder")
     if manifest["position"]["update"] != step:
-        faults.append(f"position.update: {manifest['position']['update']}: must be the step, {step}")
+        faults.append(
+            f"position.update: {manifest['position']['update']}: must be the step, {step}"
+        )
     lengths = f"steps: saved in a run of {updates}, this one has {job.updates}"
     growing = list_length_dependent(job.config)
     if updates > job.updates:
         faults.append(f"{lengths}: may only grow")
     elif updates < job.updates and growing:
-        remedy = f"only a run that began with {' and '.join(growing)} can grow; begin a new run from its weights (init_from)"
+        remedy = (
+            f"only a run that began with {' and '.join(growing)} can grow; begin a new run "
+            f"from its weights (init_from)"
+        )
         faults.append(f"{lengths}, which changes its rates from the beginning: {remedy}")
     return faults
 
 
-def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> List[str]:
-    """List the tensors whose dtype or shape differs from this run's; `load_weights` compares names and shapes of weights."""
+def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> list[str]:
+    """List the tensors whose dtype or shape differs from this run's; `load_weights` compares names
+    and shapes of weights.
+    """
     with job.precision.put_masters_in_place():
         state = job.model.state_dict()
     faults = [
@@ -123,16 +153,28 @@ def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> List[str]:
     parameters = job.get_trained()
     is_poptorchs = any(f"/{POPTORCH_PREFIX}:" in key for key in saved.optimizer)
     if is_poptorchs and not job.config.backend.facts.loads_poptorch_state:
-        remedy = f"resume with that, or start a new run from its weights (init_from: {path / checkpoint.MODEL})"
-        return [f"optimizer: its state is PopTorch's, which only backend.name poptorch can load: {remedy}"]
+        remedy = (
+            f"resume with that, or start a new run from its weights (init_from: "
+            f"{path / checkpoint.MODEL})"
+        )
+        return [
+            f"optimizer: its state is PopTorch's, which only backend.name poptorch can load: "
+            f"{remedy}"
+        ]
     for key, value in saved.optimizer.items():
         name, _, entry = key.rpartition("/")
         parameter = parameters.get(name)
         if parameter is None:
             faults.append(f"optimizer: {name}: the model has no parameter of that name")
         # step counts have no dimension, and PopTorch's state has its own shapes
-        elif value.dim() and value.shape != parameter.shape and not entry.startswith(f"{POPTORCH_PREFIX}:"):
-            faults.append(f"optimizer: {key}: is {_describe(value)}, the parameter is {_describe(parameter)}")
+        elif (
+            value.dim()
+            and value.shape != parameter.shape
+            and not entry.startswith(f"{POPTORCH_PREFIX}:")
+        ):
+            faults.append(
+                f"optimizer: {key}: is {_describe(value)}, the parameter is {_describe(parameter)}"
+            )
     return faults
 
 
@@ -140,8 +182,10 @@ def _describe(tensor: Any) -> str:
     return f"{str(tensor.dtype).rpartition('.')[2]} {tuple(tensor.shape)}"
 
 
-def read_data_record(out: Path) -> Dict[str, Any]:
-    """Return the data record of the newest start of the run in the folder `out`, {} if there is none."""
+def read_data_record(out: Path) -> dict[str, Any]:
+    """Return the data record of the newest start of the run in the folder `out`, {} if there is
+    none.
+    """
     starts = read_starts(out)
     data = starts[-1].get("data") if starts and isinstance(starts[-1], dict) else None
     return data if isinstance(data, dict) else {}

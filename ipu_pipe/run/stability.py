@@ -1,15 +1,17 @@
-"""Compute the stability of a run by theory, before it trains: delay, rate, largest stable rate and remedies of each stage.
+"""Compute the stability of a run by theory, before it trains: delay, rate, largest stable rate and
+remedies of each stage.
 
-The run is built as for training and not trained. Each stage is modelled as its config says: momentum (Nesterov's too), T2, spike
-compensation, weight prediction, SpecTrain, gradient shrinking, stashed or newest weights, rates with T1. Weight decay, clipping,
-the synchronous updates of a warm-up and the separate weights of recomputation are left out.
+The run is built as for training and not trained. Each stage is modelled as its config says:
+momentum (Nesterov's too), T2, spike compensation, weight prediction, SpecTrain, gradient shrinking,
+stashed or newest weights, rates with T1. Weight decay, clipping, the synchronous updates of a
+warm-up and the separate weights of recomputation are left out.
 """
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, List, Sequence
 
 import numpy as np
 import torch
@@ -43,18 +45,20 @@ Vector = List[torch.Tensor]
 
 @dataclass(frozen=True)
 class Curvature:
-    """The largest eigenvalue (`value`) of a Hessian with its unit eigenvector v, and how well the iteration converged.
+    """The largest eigenvalue (`value`) of a Hessian with its unit eigenvector v, and how well the
+    iteration converged.
 
-    `shares` are the stages' shares of the squared norm of v, `residual` is |Hv - value v| / value of the last iteration.
-    `discrepancy`, if it was measured, is by how much the gradient along v falls when the weights of the backward alone move
-    along v, as a multiple of the value (PipeMare's Delta / lambda).
+    `shares` are the stages' shares of the squared norm of v, `residual` is |Hv - value v| / value
+    of the last iteration. `discrepancy`, if it was measured, is by how much the gradient along v
+    falls when the weights of the backward alone move along v, as a multiple of the value
+    (PipeMare's Delta / lambda).
     """
 
     value: float
-    shares: Tuple[float, ...]
+    shares: tuple[float, ...]
     iterations: int
     residual: float
-    discrepancy: Optional[float] = None
+    discrepancy: float | None = None
 
 
 def measure_curvature(
@@ -70,11 +74,12 @@ def measure_curvature(
 ) -> Curvature:
     """Measure the curvature by power iteration from a vector drawn by `seed`.
 
-    It ends when the residual is at most `tolerance`, or after `iterations`. If the eigenvalue of the greatest magnitude is
-    negative, it is subtracted and the iteration goes on. A Hessian-vector product is the gradient of (gradient . vector)
-    from one forward of the batch, with norms as in training and random modules as in evaluation. The model is left as it
-    was. `stages` are the parameters that move, by stage. Raise `BadInput` if the model cannot be differentiated twice or has
-    no positive curvature.
+    It ends when the residual is at most `tolerance`, or after `iterations`. If the eigenvalue of
+    the greatest magnitude is negative, it is subtracted and the iteration goes on. A Hessian-vector
+    product is the gradient of (gradient . vector) from one forward of the batch, with norms as in
+    training and random modules as in evaluation. The model is left as it was. `stages` are the
+    parameters that move, by stage. Raise `BadInput` if the model cannot be differentiated twice or
+    has no positive curvature.
     """
     parameters = [p for stage in stages for p in stage]
     generator = torch.Generator().manual_seed(seed)
@@ -92,21 +97,27 @@ def measure_curvature(
             )
         except (RuntimeError, NotImplementedError) as error:
             raise BadInput(
-                f"model: its curvature cannot be measured: {summarize(error)}: give it by --curvature"
+                f"model: its curvature cannot be measured: {summarize(error)}: give it by "
+                f"--curvature"
             ) from error
         if not value > 0:
             raise BadInput(
-                f"model: found no direction of positive curvature in {done} iterations; raise --iterations or"
+                f"model: found no direction of positive curvature in {done} iterations; raise "
+                f"--iterations or"
                 " give it by --curvature"
             )
         squares = iter([float((part**2).sum()) for part in v])
         shares = tuple(sum(next(squares) for _ in stage) for stage in stages)
-        discrepancy_value = _measure_discrepancy(compute_loss, parameters, v) / value if discrepancy else None
+        discrepancy_value = (
+            _measure_discrepancy(compute_loss, parameters, v) / value if discrepancy else None
+        )
     return Curvature(value, shares, done, residual, discrepancy_value)
 
 
 def _fix_random_modules(model: nn.Module, x: Any) -> None:
-    """Set the modules that draw random numbers to evaluation, all others to their training modes."""
+    """Set the modules that draw random numbers to evaluation, all others to their training
+    modes.
+    """
     names = observe_effects(model, x).draws
     set_mode(model, training=True)
     for name in names:
@@ -114,7 +125,9 @@ def _fix_random_modules(model: nn.Module, x: Any) -> None:
 
 
 def _allow_second_derivatives() -> ContextManager[Any]:
-    """Return a context in which attention uses plain operations: its fused kernels have no second derivative."""
+    """Return a context in which attention uses plain operations: its fused kernels have no second
+    derivative.
+    """
     try:
         from torch.nn.attention import SDPBackend, sdpa_kernel
     # torch 2.0 has no fused attention kernel for training on CPUs
@@ -124,9 +137,11 @@ def _allow_second_derivatives() -> ContextManager[Any]:
 
 
 def _differentiate(
-    values: Any, parameters: Sequence[nn.Parameter], weights: Optional[Vector] = None, **graph: bool
+    values: Any, parameters: Sequence[nn.Parameter], weights: Vector | None = None, **graph: bool
 ) -> Vector:
-    """Return the gradient of a scalar, or of the sum of `values` times `weights`; zeros for a parameter without a part in it."""
+    """Return the gradient of a scalar, or of the sum of `values` times `weights`; zeros for a
+    parameter without a part in it.
+    """
     gradients = torch.autograd.grad(values, list(parameters), weights, allow_unused=True, **graph)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients)]
 
@@ -136,7 +151,9 @@ def _multiply_hessian(gradient: Vector, parameters: Sequence[nn.Parameter], v: V
     pairs = [(g, part) for g, part in zip(gradient, v) if g.requires_grad]
     if not pairs:
         return [torch.zeros_like(part) for part in v]
-    return _differentiate([g for g, _ in pairs], parameters, [part for _, part in pairs], retain_graph=True)
+    return _differentiate(
+        [g for g, _ in pairs], parameters, [part for _, part in pairs], retain_graph=True
+    )
 
 
 def _compute_dot(a: Vector, b: Vector) -> float:
@@ -145,9 +162,12 @@ def _compute_dot(a: Vector, b: Vector) -> float:
 
 def _iterate_power(
     multiply_hessian: Callable[[Vector], Vector], v: Vector, iterations: int, tolerance: float
-) -> Tuple[float, Vector, int, float]:
+) -> tuple[float, Vector, int, float]:
     """Return (eigenvalue, unit eigenvector, iterations, residual)."""
-    shift, done, residual, value = 0.0, 0, float("inf"), 0.0
+    shift = 0.0
+    done = 0
+    residual = float("inf")
+    value = 0.0
     length = _compute_dot(v, v) ** 0.5
     v = [part / length for part in v]
     while done < iterations:
@@ -180,7 +200,9 @@ def _measure_discrepancy(
     weights = [p.detach().clone() for p in parameters]
 
     def compute_slope(distance: float) -> float:
-        """Return the gradient along v of a pass whose backward reads weights moved by `distance` times v."""
+        """Return the gradient along v of a pass whose backward reads weights moved by `distance`
+        times v.
+        """
         value = compute_loss()
         try:
             for p, part in zip(parameters, v):
@@ -200,11 +222,14 @@ def _measure_discrepancy(
 MOST_RATES = 1000
 
 
-def analyze_config(config: Config, **options: Any) -> Dict[str, Any]:
-    """Return the stability of the run that a config describes; `options` are those of `analyze_job`. Raise `BadInput`."""
+def analyze_config(config: Config, **options: Any) -> dict[str, Any]:
+    """Return the stability of the run that a config describes; `options` are those of
+    `analyze_job`. Raise `BadInput`.
+    """
     if not config.backend.facts.emulates:
         raise BadInput(
-            f"backend.name: {config.backend.name}: stability is computed for the whole model in one process; use"
+            f"backend.name: {config.backend.name}: stability is computed for the whole model in "
+            f"one process; use"
             " --set backend.name=emulator"
         )
     return analyze_job(build(config), **options)
@@ -215,19 +240,29 @@ def analyze_job(
     samples: int = 128,
     iterations: int = 100,
     seed: int = 0,
-    curvature: Optional[float] = None,
+    curvature: float | None = None,
     by_stage: bool = False,
-) -> Dict[str, Any]:
+) -> dict[str, Any]:
     """Return the stability of a job's stages as plain data.
 
-    The curvature is measured on the first `samples` of the first epoch, or is `curvature`. With `by_stage` each stage has
-    its own, with the weights of the others fixed. Raise `BadInput` for a job that the theory does not cover.
+    The curvature is measured on the first `samples` of the first epoch, or is `curvature`. With
+    `by_stage` each stage has its own, with the weights of the others fixed. Raise `BadInput` for a
+    job that the theory does not cover.
     """
     raise_faults(list_inapplicable(job))
-    forward_lags, backward_lags = job.table.greatest_lag().tolist(), job.table.greatest_backward_lag().tolist()
+    forward_lags = job.table.greatest_lag().tolist()
+    backward_lags = job.table.greatest_backward_lag().tolist()
     has_discrepancy = forward_lags != backward_lags
-    measured = _measure(job, samples, iterations, seed, has_discrepancy, by_stage) if curvature is None else []
-    values = [one.value for one in measured[1:]] if by_stage else [curvature or measured[0].value] * len(job.partition)
+    measured = (
+        _measure(job, samples, iterations, seed, has_discrepancy, by_stage)
+        if curvature is None
+        else []
+    )
+    values = (
+        [one.value for one in measured[1:]]
+        if by_stage
+        else [curvature or measured[0].value] * len(job.partition)
+    )
     discrepancy = measured[0].discrepancy or 0.0 if measured else 0.0
     rates, rate_updates = _find_greatest_rates(job)
     stages = []
@@ -236,32 +271,41 @@ def analyze_job(
         stages.append(StageDynamics(s, recurrence, float(rates[s]), value))
     margins = compute_margins(stages)
     base = float(max(job.rate(k) for k in _choose_updates(job)))
-    shares: Sequence[Optional[float]] = measured[0].shares if measured else [None] * len(stages)
+    shares: Sequence[float | None] = measured[0].shares if measured else [None] * len(stages)
     # the largest stable rate with the delays of all stages at once, which needs their shares
     whole = None
     if measured and base:
         largest = find_largest_joint_rate(stages, measured[0].shares, base, measured[0].value)
         whole = {"rate": base, "largest_stable_rate": largest, "margin": largest / base}
-    stability: Dict[str, Any] = replace_nonfinite({
-        "method": job.method.name,
-        "curvature": _describe_curvature(job, measured, curvature, samples, seed, by_stage),
-        "rates_of_update": rate_updates,
-        "stages": [_describe_stage(margin, share) for margin, share in zip(margins, shares)],
-        "whole": whole,
-        "advice": describe_margins(margins),
-    })  # fmt: skip
+    stability: dict[str, Any] = replace_nonfinite(
+        {
+            "method": job.method.name,
+            "curvature": _describe_curvature(job, measured, curvature, samples, seed, by_stage),
+            "rates_of_update": rate_updates,
+            "stages": [_describe_stage(margin, share) for margin, share in zip(margins, shares)],
+            "whole": whole,
+            "advice": describe_margins(margins),
+        }
+    )
     return stability
 
 
-def _choose_updates(job: Job) -> List[int]:
-    """Return the updates after a warm-up at which the rate is evaluated: all, or `MOST_RATES` evenly spread ones."""
+def _choose_updates(job: Job) -> list[int]:
+    """Return the updates after a warm-up at which the rate is evaluated: all, or `MOST_RATES`
+    evenly spread ones.
+    """
     first = min(job.rules.switch, job.updates - 1)
     return sorted(
-        {round(k) for k in np.linspace(first, job.updates - 1, min(MOST_RATES, job.updates - first)).tolist()}
+        {
+            round(k)
+            for k in np.linspace(
+                first, job.updates - 1, min(MOST_RATES, job.updates - first)
+            ).tolist()
+        }
     )
 
 
-def _find_greatest_rates(job: Job) -> Tuple[Floats, List[int]]:
+def _find_greatest_rates(job: Job) -> tuple[Floats, list[int]]:
     """Return the greatest rate of each stage, and the first update that has it."""
     updates = _choose_updates(job)
     rates = np.stack([job.rules.rates(k) for k in updates])  # (updates, stages)
@@ -270,7 +314,7 @@ def _find_greatest_rates(job: Job) -> Tuple[Floats, List[int]]:
 
 def _measure(
     job: Job, samples: int, iterations: int, seed: int, has_discrepancy: bool, by_stage: bool
-) -> List[Curvature]:
+) -> list[Curvature]:
     """Return the curvature of the whole model and, with `by_stage`, then of each stage."""
     if job.data.train_batches_per_epoch(samples) == 0:
         raise BadInput(f"--samples: {samples}: the training set has fewer samples")
@@ -278,22 +322,40 @@ def _measure(
     if job.config.precision == "bfloat16":
         job.model.float()
         x = map_tensors(lambda t: t.float() if t.is_floating_point() else t, x)
-    parameters: List[List[nn.Parameter]] = [[] for _ in job.partition.stages]
+    parameters: list[list[nn.Parameter]] = [[] for _ in job.partition.stages]
     for group in job.full_optimizer.param_groups:
         parameters[group["stage"]] += group["params"]
-    curvatures = [measure_curvature(job.model, job.loss, x, y, parameters, iterations, seed=seed, discrepancy=has_discrepancy)]
+    curvatures = [
+        measure_curvature(
+            job.model,
+            job.loss,
+            x,
+            y,
+            parameters,
+            iterations,
+            seed=seed,
+            discrepancy=has_discrepancy,
+        )
+    ]
     if by_stage:
         without_parameters = Curvature(0.0, (), 0, 0.0)
         curvatures += [
-            measure_curvature(job.model, job.loss, x, y, [p], iterations, seed=seed) if p else without_parameters
+            measure_curvature(job.model, job.loss, x, y, [p], iterations, seed=seed)
+            if p
+            else without_parameters
             for p in parameters
         ]
     return curvatures
 
 
 def _describe_curvature(
-    job: Job, measured: Sequence[Curvature], configured: Optional[float], samples: int, seed: int, by_stage: bool
-) -> Dict[str, Any]:
+    job: Job,
+    measured: Sequence[Curvature],
+    configured: float | None,
+    samples: int,
+    seed: int,
+    by_stage: bool,
+) -> dict[str, Any]:
     if not measured:
         return {"value": configured, "how": "given"}
     first = measured[0]
@@ -310,7 +372,7 @@ def _describe_curvature(
     }
 
 
-def _describe_stage(margin: StabilityMargin, share: Optional[float]) -> Dict[str, Any]:
+def _describe_stage(margin: StabilityMargin, share: float | None) -> dict[str, Any]:
     stage = margin.stage
     return {
         "index": stage.index,
@@ -322,38 +384,62 @@ def _describe_stage(margin: StabilityMargin, share: Optional[float]) -> Dict[str
         "largest_stable_rate": margin.largest_rate,
         "margin": margin.margin,
         "raised_by": [
-            {"rule": remedy.change, "largest_stable_rate": remedy.largest_rate, "margin": remedy.margin}
+            {
+                "rule": remedy.change,
+                "largest_stable_rate": remedy.largest_rate,
+                "margin": remedy.margin,
+            }
             for remedy in margin.remedies
         ],
     }
 
 
-def format_stability(stability: Dict[str, Any]) -> str:
+def format_stability(stability: dict[str, Any]) -> str:
     """Return the stability as text: the curvature, a table of stages, and advice."""
     curvature = stability["curvature"]
     how = curvature["how"]
     if "iterations" in curvature:
-        words = ": {iterations} iterations, residual {residual:.2g}, seed {seed}, {samples} samples, weights {weights}"
+        words = (
+            ": {iterations} iterations, residual {residual:.2g}, seed {seed}, {samples} "
+            "samples, weights {weights}"
+        )
         how += words.format(**curvature)
     lines = [f"{stability['method']}: curvature {curvature['value']:.4g} ({how})"]
     if curvature.get("discrepancy") is not None:
-        lines.append(f"discrepancy (PipeMare's Delta): {curvature['discrepancy']:.3g} of the curvature")
+        lines.append(
+            f"discrepancy (PipeMare's Delta): {curvature['discrepancy']:.3g} of the curvature"
+        )
     head = ["stage", "delay", "share", "rate", "largest stable", "margin", "best remedy"]
     rows = []
     for stage in stability["stages"]:
         best = stage["raised_by"][0] if stage["raised_by"] else None
-        rows.append([
-            str(stage["index"]),
-            f"{stage['delay']}" + (f"/{stage['backward_delay']}" if stage["backward_delay"] != stage["delay"] else ""),
-            *(_show(stage[key]) for key in ("share", "rate", "largest_stable_rate", "margin")),
-            f"{best['rule']} ({_show(best['margin'])})" if best else "-",
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(stage["index"]),
+                f"{stage['delay']}"
+                + (
+                    f"/{stage['backward_delay']}"
+                    if stage["backward_delay"] != stage["delay"]
+                    else ""
+                ),
+                *(_show(stage[key]) for key in ("share", "rate", "largest_stable_rate", "margin")),
+                f"{best['rule']} ({_show(best['margin'])})" if best else "-",
+            ]
+        )
     if stability["whole"] is not None:
         whole = stability["whole"]
-        rows.append(["all", "", "1", *(_show(whole[key]) for key in ("rate", "largest_stable_rate", "margin")), ""])
+        rows.append(
+            [
+                "all",
+                "",
+                "1",
+                *(_show(whole[key]) for key in ("rate", "largest_stable_rate", "margin")),
+                "",
+            ]
+        )
     lines += ["", *format_table(head, rows, most=len(rows)), ""]
     return "\n".join([*lines, *stability["advice"]])
 
 
-def _show(value: Optional[float]) -> str:
+def _show(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"

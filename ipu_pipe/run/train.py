@@ -1,10 +1,12 @@
-"""Train a config: `train`, `check` and `evaluate_checkpoint` for users, and the start or resumption of a run."""
+"""Train a config: `train`, `check` and `evaluate_checkpoint` for users, and the start or resumption
+of a run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 from torch import nn
 
@@ -31,7 +33,13 @@ from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import check_run, choose_step, read_data_record
 from ipu_pipe.store import checkpoint
-from ipu_pipe.store.folder import check_folder, is_restarted, lock_folder, parse_folder, read_summary
+from ipu_pipe.store.folder import (
+    check_folder,
+    is_restarted,
+    lock_folder,
+    parse_folder,
+    read_summary,
+)
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import SchedulerFactory
@@ -39,51 +47,74 @@ from ipu_pipe.update.rates import SchedulerFactory
 
 def train(
     config: Config,
-    out: Union[str, Path],
+    out: str | Path,
     *,
-    model: Optional[nn.Module] = None,
-    data: Optional[DataSource] = None,
-    loss: Union[Loss, str, None] = None,
-    loss_weight: Union[LossWeight, str, None] = None,
-    output: Union[int, str, Callable[[Any], Any], None] = None,
+    model: nn.Module | None = None,
+    data: DataSource | None = None,
+    loss: Loss | str | None = None,
+    loss_weight: LossWeight | str | None = None,
+    output: int | str | Callable[[Any], Any] | None = None,
     optimizer: Any = None,
-    optimizer_args: Optional[Mapping[str, Any]] = None,
-    lr_scheduler: Optional[SchedulerFactory] = None,
-    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
-    callbacks: Optional[Sequence[Callback]] = None,
+    optimizer_args: Mapping[str, Any] | None = None,
+    lr_scheduler: SchedulerFactory | None = None,
+    metrics: None | Sequence[Any] | Mapping[str, Any] = None,
+    callbacks: Sequence[Callback] | None = None,
     resume: bool = False,
-    resume_from: Optional[int] = None,
+    resume_from: int | None = None,
     overwrite: bool = False,
     quiet: bool = False,
     keep_dtype: bool = False,
-) -> Dict[str, Any]:
-    """Train by `config` and write the run into the folder `out`. Return the summary (as in `summary.json`).
+) -> dict[str, Any]:
+    """Train by `config` and write the run into the folder `out`. Return the summary (as in
+    `summary.json`).
 
-    `model`, `data`, `loss`, `optimizer`, `lr_scheduler`, `metrics` and `callbacks` replace the config's entries (docs/loop.md
-    describes each). `loss` may also be a name as in the config. `loss_weight` is the weight of a microbatch in the mean loss of
-    its update: a function of the labels, or tokens. `output` selects the part of the model's output that the loss takes, if the
-    output is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the output.
-    `resume` continues from the newest checkpoint, with the same numbers as without the interruption; `resume_from`
-    continues from the checkpoint of that step and deletes later ones. If a launcher restarts its processes (`torchrun
+    `model`, `data`, `loss`, `optimizer`, `lr_scheduler`, `metrics` and `callbacks` replace the
+    config's entries (docs/loop.md describes each). `loss` may also be a name as in the config.
+    `loss_weight` is the weight of a microbatch in the mean loss of
+    its update: a function of the labels, or tokens. `output` selects the part of the model's output
+    that the loss takes, if the output is an object, a mapping or a tuple: a name or an index as in
+    `model.output`, or a function of the output. `resume` continues from the newest checkpoint, with
+    the same numbers as without the interruption; `resume_from` continues from the checkpoint of
+    that step and deletes later ones. If a launcher restarts its processes (`torchrun
     --max-restarts`), their run continues as with `resume`.
 
-    Raise `BadInput` before anything is written if the job is not possible, `RunFault` if the loss is not finite. Exceptions of
-    the model, loss, data source or optimizer pass unchanged, with the place (a UserFault) at the end of their chain of causes.
+    Raise `BadInput` before anything is written if the job is not possible, `RunFault` if the loss
+    is not finite. Exceptions of the model, loss, data source or optimizer pass unchanged, with the
+    place (a UserFault) at the end of their chain of causes.
 
-    On the distributed backend every process makes the same call; rank 0 writes, and all return the summary. A `model` is
-    trained in place in the config's precision. At the end its modules have their modes and, unless `keep_dtype`, their dtypes
-    again. On processes every rank has the whole model at the end; after a fault each rank has its own stage, and NaN elsewhere.
+    On the distributed backend every process makes the same call; rank 0 writes, and all return the
+    summary. A `model` is trained in place in the config's precision. At the end its modules have
+    their modes and, unless `keep_dtype`, their dtypes again. On processes every rank has the whole
+    model at the end; after a fault each rank has its own stage, and NaN elsewhere.
     """
-    objects = Overrides(model, data, loss, output, optimizer, lr_scheduler, metrics, callbacks, loss_weight)
+    objects = Overrides(
+        model, data, loss, output, optimizer, lr_scheduler, metrics, callbacks, loss_weight
+    )
     if not isinstance(config, Config):
-        raise BadInput(f"config: {describe_kind(config)}: must be the result of ipu_pipe.configure or ipu_pipe.load_config")
-    kinds = {name: (value, *_KINDS[name]) for name, value in objects._asdict().items() if value is not None and name in _KINDS}
-    raise_faults({f"{name}: {describe_kind(v)}: must be {allowed}": not fits(v) for name, (v, fits, allowed) in kinds.items()})
+        raise BadInput(
+            f"config: {describe_kind(config)}: must be the result of ipu_pipe.configure or "
+            f"ipu_pipe.load_config"
+        )
+    kinds = {
+        name: (value, *_KINDS[name])
+        for name, value in objects._asdict().items()
+        if value is not None and name in _KINDS
+    }
+    raise_faults(
+        {
+            f"{name}: {describe_kind(v)}: must be {allowed}": not fits(v)
+            for name, (v, fits, allowed) in kinds.items()
+        }
+    )
     objects.refuse_missing(config)
     if overwrite and (resume or resume_from is not None):
-        raise BadInput("overwrite: True: cannot be combined with resume, which keeps the existing run")
+        raise BadInput(
+            "overwrite: True: cannot be combined with resume, which keeps the existing run"
+        )
     out = parse_folder(out)
-    launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
+    launch(
+        config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite}
+    )
     if optimizer is not None:
         objects = objects._replace(optimizer=make_factory_of(optimizer, optimizer_args))
     elif optimizer_args is not None:
@@ -95,12 +126,19 @@ def train(
     attempt = read_launch().attempt
     if attempt and run_on_main(lambda: is_restarted(out)):
         say(f"restart {attempt} by the launcher: {out}: the run continues")
-        resume, resume_from, overwrite = True, None, False
+        resume = True
+        resume_from = None
+        overwrite = False
     resume = resume or resume_from is not None
-    with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), restore_modes(*filter(None, [model])):
-        start = run_on_main(lambda: _find_start(config, objects, out, resume, resume_from, overwrite, say))
+    with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), restore_modes(
+        *filter(None, [model])
+    ):
+        start = run_on_main(
+            lambda: _find_start(config, objects, out, resume, resume_from, overwrite, say)
+        )
         if start.ended is not None:
-            why, steps = start.ended.get("stopped"), start.ended.get("steps")
+            why = start.ended.get("stopped")
+            steps = start.ended.get("steps")
             early = f" (it ended early: {why}; --resume-from {steps} continues it)" if why else ""
             say(f"{out}: this run is finished: nothing to resume{early}")
             return start.ended
@@ -109,7 +147,9 @@ def train(
             refuse_callbacks(job, run_callbacks)
             # only the main process reads the data here, so its random states must not change
             with restore_random_states(), attribute_faults(lambda: "before training"):
-                job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
+                job.data_fingerprints = run_on_main(
+                    lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {})
+                )
             return TrainingLoop(job, out, start.resumes, overwrite, quiet, run_callbacks).run_all()
         finally:
             job.precision.give_back(keep_dtype)
@@ -117,7 +157,11 @@ def train(
 
 @contextlib.contextmanager
 def reserve_folder(
-    out: Path, *, resume: bool = False, overwrite: bool = False, say: Callable[[str], None] = print
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    say: Callable[[str], None] = print,
 ) -> Iterator[None]:
     """Keep other runs out of the folder `out` inside the context; the main process holds the lock.
 
@@ -134,25 +178,39 @@ def reserve_folder(
 
 
 def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Raise `BadInput` if `train` would for the config and the folder, without training or writing anything."""
+    """Raise `BadInput` if `train` would for the config and the folder, without training or writing
+    anything.
+    """
     launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
-    start = run_on_main(lambda: _find_start(config, Overrides(), out, resume, None, overwrite, lambda text: None))
+    start = run_on_main(
+        lambda: _find_start(config, Overrides(), out, resume, None, overwrite, lambda text: None)
+    )
     with attribute_faults(lambda: "before training"):
         run_callbacks = make_callbacks(config, None)
     if start.ended is None:
         job = _build(start, Overrides())
         refuse_callbacks(job, run_callbacks)
         with attribute_faults(lambda: "before training"):
-            job.data_fingerprints = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
+            job.data_fingerprints = run_on_main(
+                lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {})
+            )
         if start.done:
             saved = checkpoint.load(out / "checkpoints" / f"step-{start.done}")
             run_on_main(lambda: check_run(job, out, saved))
 
 
-def get_starting_config(config: Config, out: Path, *, resume: bool, resume_from: Optional[int], overwrite: bool) -> Config:
-    """Return the config of the job that `train` would build for the folder `out`. Raise `BadInput` if it cannot start there."""
+def get_starting_config(
+    config: Config, out: Path, *, resume: bool, resume_from: int | None, overwrite: bool
+) -> Config:
+    """Return the config of the job that `train` would build for the folder `out`. Raise `BadInput`
+    if it cannot start there.
+    """
     resume = resume or resume_from is not None
-    start = run_on_main(lambda: _find_start(config, Overrides(), out, resume, resume_from, overwrite, lambda text: None))
+    start = run_on_main(
+        lambda: _find_start(
+            config, Overrides(), out, resume, resume_from, overwrite, lambda text: None
+        )
+    )
     # a checkpoint replaces the weights that the run began with
     return start.config.model_copy(update={"init_from": None}) if start.done else start.config
 
@@ -160,13 +218,13 @@ def get_starting_config(config: Config, out: Path, *, resume: bool, resume_from:
 class _Start(NamedTuple):
     """The start of a run.
 
-    `config`: the config to train by; `done`: the updates of its checkpoint (0: no checkpoint); `ended`: the summary of a finished
-    run; `resumes`: whether there is a run to resume.
+    `config`: the config to train by; `done`: the updates of its checkpoint (0: no checkpoint);
+    `ended`: the summary of a finished run; `resumes`: whether there is a run to resume.
     """
 
     config: Config
     done: int = 0
-    ended: Optional[Dict[str, Any]] = None
+    ended: dict[str, Any] | None = None
     resumes: bool = False
 
 
@@ -180,9 +238,17 @@ def _build(start: _Start, objects: Overrides) -> Job:
 
 
 def _find_start(
-    config: Config, objects: Overrides, out: Path, resume: bool, step: Optional[int], overwrite: bool, say: Callable[[str], None]
+    config: Config,
+    objects: Overrides,
+    out: Path,
+    resume: bool,
+    step: int | None,
+    overwrite: bool,
+    say: Callable[[str], None],
 ) -> _Start:
-    """Return the start of the run, and print the config's changes since the last start. Raise `BadInput` if it cannot start."""
+    """Return the start of the run, and print the config's changes since the last start. Raise
+    `BadInput` if it cannot start.
+    """
     outputs = check_folder(out, resume, overwrite)
     # a requeued job uses --resume even if its first start has written nothing
     if resume and not outputs and step is None:
@@ -206,7 +272,7 @@ def _find_start(
     return _Start(config, done, ended, True)
 
 
-def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any]:
+def evaluate_checkpoint(config: Config, path: str | Path) -> dict[str, Any]:
     """Return test loss and metrics of the weights in a checkpoint folder or a plain state dict."""
     path = parse_path(path, "--evaluate")
     with attribute_faults(lambda: "before evaluation"):
@@ -218,8 +284,9 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     return {"weights": str(path), **result.to_record()}
 
 
-# argument of `train` -> whether a value fits, and what is allowed; `make_factory_of` checks the optimizer
-_KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
+# argument of `train` -> whether a value fits, and what is allowed; `make_factory_of` checks the
+# optimizer
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (lambda value: isinstance(value, nn.Module), "a torch.nn.Module"),
     "data": (
         lambda value: isinstance(value, DataSource) and not isinstance(value, type),
@@ -233,8 +300,17 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, str) or (callable(value) and not isinstance(value, type)),
         "a function of the labels, or tokens",
     ),
-    "output": (lambda value: isinstance(value, (str, int)) or callable(value), "a field's name, an index, or a function of it"),
+    "output": (
+        lambda value: isinstance(value, (str, int)) or callable(value),
+        "a field's name, an index, or a function of it",
+    ),
     "lr_scheduler": (callable, "a function of an optimizer that makes a torch.optim.lr_scheduler"),
-    "metrics": (lambda value: isinstance(value, (list, tuple, Mapping)), "a list, or a mapping, of names, functions and objects"),
-    "callbacks": (lambda value: isinstance(value, (list, tuple)), "a list of objects of classes derived from ipu_pipe.Callback"),
+    "metrics": (
+        lambda value: isinstance(value, (list, tuple, Mapping)),
+        "a list, or a mapping, of names, functions and objects",
+    ),
+    "callbacks": (
+        lambda value: isinstance(value, (list, tuple)),
+        "a list of objects of classes derived from ipu_pipe.Callback",
+    ),
 }

@@ -1,14 +1,14 @@
 """Compute when each pass of a schedule starts and ends, from the durations of passes and messages.
 
-A device does its passes in the order of its slots, each pass waits for the tensors that it needs, and messages that share a link
-follow one another.
+A device does its passes in the order of its slots, each pass waits for the tensors that it needs,
+and messages that share a link follow one another.
 
     _EagerPlayer       every device continues as soon as it can
     _LockstepPlayer    all devices begin each slot together (PopTorch's pipelines)
     time_uncontended   the eager times in array operations, for the planner; exact if no two messages contend for a link
 
-From these follow `estimate_run_time` (the time of a whole run, extrapolated if long), `compute_bubbles` and
-`compute_busy_share`. With unit costs the clock gives back the slots:
+From these follow `estimate_run_time` (the time of a whole run, extrapolated if long),
+`compute_bubbles` and `compute_busy_share`. With unit costs the clock gives back the slots:
 
     clock(schedule, make_slot_costs(schedule)).start[Kind.FORWARD]  ==  schedule.slots(Kind.FORWARD, 0, M)
 """
@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Iterable, NamedTuple, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,14 +38,15 @@ MOST_SIMULATED = 40_000
 
 
 class Transfer(NamedTuple):
-    """The costs of a message: it occupies all its `links` for `seconds`, once they are free, and arrives `latency` later.
+    """The costs of a message: it occupies all its `links` for `seconds`, once they are free, and
+    arrives `latency` later.
 
     A transfer without links waits for no other transfer.
     """
 
     seconds: float = 0.0
     latency: float = 0.0
-    links: Tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
 
 
 NOTHING = Transfer()
@@ -53,17 +54,23 @@ NOTHING = Transfer()
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations by stage, in any unit of time. Raise `BadInput` unless there is one for every stage and boundary.
+    """Durations by stage, in any unit of time. Raise `BadInput` unless there is one for every stage
+    and boundary.
 
     forward, backward, update: durations of the passes and of a stage's update.
-    weight_gradient: the part of `backward` that is the weight gradient of a split backward; empty: half of it.
-    link: duration of a message between neighbouring stages if `onward` and `back` are empty; links are then not shared.
+    weight_gradient: the part of `backward` that is the weight gradient of a split backward; empty:
+    half of it.
+    link: duration of a message between neighbouring stages if `onward` and `back` are empty; links
+    are then not shared.
     onward, back: the transfers from stage s to s + 1 and from s + 1 to s, by s.
     reduce: the transfer between the replicas of stage s before its update; empty: none.
-    slot: duration of a slot. A pass begins no earlier than its slot; in slots with a forward and a backward the backward begins
-        no earlier than the second half. 0: every pass begins as soon as it can.
-    lockstep: every slot is a cycle as long as its slowest device and then its messages (`_LockstepPlayer`).
-    enter: in lock-step, the time that all devices wait for the host before a cycle with a forward of stage 0.
+    slot: duration of a slot. A pass begins no earlier than its slot; in slots with a forward and a
+        backward the backward begins no earlier than the second half. 0: every pass begins as soon
+        as it can.
+    lockstep: every slot is a cycle as long as its slowest device and then its messages
+    (`_LockstepPlayer`).
+    enter: in lock-step, the time that all devices wait for the host before a cycle with a forward
+    of stage 0.
     """
 
     forward: Sequence[float]
@@ -90,19 +97,27 @@ class Costs:
             ("reduce", self.reduce, stages, True),
         ):
             if len(figures) != expected and (figures or not optional):
-                raise BadInput(f"costs: {key}: {len(figures)} figures: expected {expected} for {stages} stages")
+                raise BadInput(
+                    f"costs: {key}: {len(figures)} figures: expected {expected} for {stages} stages"
+                )
 
-    def get_durations(self, passes: Sequence[Kind]) -> Dict[Kind, Sequence[float]]:
+    def get_durations(self, passes: Sequence[Kind]) -> dict[Kind, Sequence[float]]:
         """Return the durations of each of these passes, by stage."""
         if Kind.BACKWARD in passes:
             return {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward}
         # by default half: each gradient of a matrix product costs as much as the product
         second = self.weight_gradient or [whole / 2 for whole in self.backward]
         first = [whole - part for whole, part in zip(self.backward, second)]
-        return {Kind.FORWARD: self.forward, Kind.INPUT_GRADIENT: first, Kind.WEIGHT_GRADIENT: second}
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.INPUT_GRADIENT: first,
+            Kind.WEIGHT_GRADIENT: second,
+        }
 
     def get_transfer(self, source: int, target: int, placement: Sequence[int]) -> Transfer:
-        """Return the transfer between two neighbouring stages; an empty one if they are on one device."""
+        """Return the transfer between two neighbouring stages; an empty one if they are on one
+        device.
+        """
         if placement[source] == placement[target]:
             return NOTHING
         transfers = self.onward if target > source else self.back
@@ -110,19 +125,29 @@ class Costs:
 
 
 def make_slot_costs(schedule: Schedule) -> Costs:
-    """Return the unit costs: a slot takes 1, its passes fill it, messages and updates take no time."""
+    """Return the unit costs: a slot takes 1, its passes fill it, messages and updates take no
+    time.
+    """
     share = [1 / schedule.slot_capacity] * schedule.stages
     if Kind.BACKWARD in schedule.passes:
         return Costs(share, share, [0.0] * schedule.stages, slot=1.0)
-    return Costs(share, [2 * part for part in share], [0.0] * schedule.stages, slot=1.0, weight_gradient=share)
+    return Costs(
+        share,
+        [2 * part for part in share],
+        [0.0] * schedule.stages,
+        slot=1.0,
+        weight_gradient=share,
+    )
 
 
 class Times(NamedTuple):
-    """The start and end of each action by kind, (P, M) for passes and (P, updates) for updates; the busy time of each link."""
+    """The start and end of each action by kind, (P, M) for passes and (P, updates) for updates; the
+    busy time of each link.
+    """
 
-    start: Dict[Kind, FloatArray]
-    end: Dict[Kind, FloatArray]
-    link_busy: Dict[str, float] = {}
+    start: dict[Kind, FloatArray]
+    end: dict[Kind, FloatArray]
+    link_busy: dict[str, float] = {}
 
     @property
     def finish(self) -> float:
@@ -131,12 +156,12 @@ class Times(NamedTuple):
 
 
 def clock(
-    schedule: Schedule, costs: Costs, microbatches: Optional[int] = None, placement: Sequence[int] = ()
+    schedule: Schedule, costs: Costs, microbatches: int | None = None, placement: Sequence[int] = ()
 ) -> Times:
     """Return the times of the actions of the first `microbatches` (None: all) of `schedule`.
 
-    `placement`: the device of each stage, in place of the schedule's own. A device does the actions of its stages in the order
-    of their slots.
+    `placement`: the device of each stage, in place of the schedule's own. A device does the actions
+    of its stages in the order of their slots.
     """
     count = schedule.microbatches if microbatches is None else microbatches
     discipline = _LockstepPlayer if costs.lockstep else _EagerPlayer
@@ -146,16 +171,21 @@ def clock(
 
 
 def time_first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatArray:
-    """Return the ends of the first `updates` updates of each stage, (P, updates), without lock-step; play no further."""
+    """Return the ends of the first `updates` updates of each stage, (P, updates), without
+    lock-step; play no further.
+    """
     player = _EagerPlayer(schedule, costs, schedule.microbatches, schedule.device_of_stage)
     player.play(updates)
     return np.array(player.updates, np.float64)[:, :updates, 1]
 
 
-def estimate_run_time(schedule: Schedule, costs: Costs, microbatches: int, placement: Sequence[int] = ()) -> float:
+def estimate_run_time(
+    schedule: Schedule, costs: Costs, microbatches: int, placement: Sequence[int] = ()
+) -> float:
     """Return the time of `microbatches`; `placement` as in `clock`.
 
-    A long run is played only at its beginning, and extrapolated on the line through half and all of that.
+    A long run is played only at its beginning, and extrapolated on the line through half and all of
+    that.
     """
     N = schedule.accumulate
     scheduled = min(schedule.microbatches, microbatches)
@@ -164,28 +194,37 @@ def estimate_run_time(schedule: Schedule, costs: Costs, microbatches: int, place
         # the schedule may be one batch, which the run repeats
         return clock(schedule, costs, scheduled, placement).finish * (microbatches / scheduled)
     times = clock(schedule, costs, played, placement)
-    half, whole = _find_finish(times, played // 2, N), times.finish
+    half = _find_finish(times, played // 2, N)
+    whole = times.finish
     return whole + (microbatches - played) * (whole - half) / (played - played // 2)
 
 
 def _find_finish(times: Times, count: int, accumulate: int) -> float:
     """Return the time at which the first `count` microbatches are complete."""
-    ends = [end[:, : count // accumulate if kind is Kind.UPDATE else count] for kind, end in times.end.items()]
+    ends = [
+        end[:, : count // accumulate if kind is Kind.UPDATE else count]
+        for kind, end in times.end.items()
+    ]
     return max(float(end.max()) for end in ends if end.size)
 
 
 def compute_busy_share(schedule: Schedule, placement: Sequence[int]) -> float:
-    """Return the share of the devices' unit slots in which they do passes; `placement`: the device of each stage."""
+    """Return the share of the devices' unit slots in which they do passes; `placement`: the device
+    of each stage.
+    """
     if tuple(placement) == schedule.device_of_stage:
         return schedule.busy_share()
     # stages that share a device run later than their slots
     costs = replace(make_slot_costs(schedule), slot=0.0)
     busy = schedule.microbatches * (sum(costs.forward) + sum(costs.backward))
-    return busy / (estimate_run_time(schedule, costs, schedule.microbatches, placement) * len(set(placement)))
+    return busy / (
+        estimate_run_time(schedule, costs, schedule.microbatches, placement) * len(set(placement))
+    )
 
 
 class Bubbles(NamedTuple):
-    """The bubbles of a batch: the shares of `makespan` and of `span` that exceed M (F + I + W), the work of the busiest device.
+    """The bubbles of a batch: the shares of `makespan` and of `span` that exceed M (F + I + W), the
+    work of the busiest device.
 
     span: the longest time from a device's first forward to the end of its last pass.
     """
@@ -199,32 +238,42 @@ class Bubbles(NamedTuple):
 def compute_bubbles(
     schedule: Schedule, durations: Sequence[float], link: float = 0.0, work: Sequence[float] = ()
 ) -> Bubbles:
-    """Return the bubbles of a schedule: F, I and W of a device's microbatch take `durations`, and a message takes `link`.
+    """Return the bubbles of a schedule: F, I and W of a device's microbatch take `durations`, and a
+    message takes `link`.
 
-    The stages of a device share its durations. `work`: the work of each stage in any unit, if stages are unequal; `durations`
-    then belong to the mean device.
+    The stages of a device share its durations. `work`: the work of each stage in any unit, if
+    stages are unequal; `durations` then belong to the mean device.
     """
     devices = schedule.device_of_stage
     work = work or [1 / devices.count(device) for device in devices]
     shares = [part * len(set(devices)) / sum(work) for part in work]
     F, I, W = durations  # noqa: E741
     costs = Costs(
-        [F * share for share in shares], [(I + W) * share for share in shares], [0.0] * schedule.stages,
-        link, weight_gradient=[W * share for share in shares],
-    )  # fmt: skip
+        [F * share for share in shares],
+        [(I + W) * share for share in shares],
+        [0.0] * schedule.stages,
+        link,
+        weight_gradient=[W * share for share in shares],
+    )
     times = clock(schedule, costs)
     begin = times.start[Kind.FORWARD].min(axis=1)
     end = np.max([times.end[kind].max(axis=1) for kind in schedule.passes], axis=0)
     stages_by_device = [list_stages(devices, device) for device in set(devices)]
     makespan = float(end.max() - begin.min())
     span = max(float(end[stages].max() - begin[stages].min()) for stages in stages_by_device)
-    ideal = schedule.microbatches * sum(durations) * max(sum(shares[s] for s in stages) for stages in stages_by_device)
-    return Bubbles(makespan, span, *((cost - ideal) / cost if cost else 0.0 for cost in (makespan, span)))
+    ideal = (
+        schedule.microbatches
+        * sum(durations)
+        * max(sum(shares[s] for s in stages) for stages in stages_by_device)
+    )
+    return Bubbles(
+        makespan, span, *((cost - ideal) / cost if cost else 0.0 for cost in (makespan, span))
+    )
 
 
-def sum_link_times(flows: Iterable[Tuple[int, Transfer]]) -> Dict[str, float]:
+def sum_link_times(flows: Iterable[tuple[int, Transfer]]) -> dict[str, float]:
     """Return the busy time of each link; `flows`: (number of transfers, transfer)."""
-    busy: Dict[str, float] = {}
+    busy: dict[str, float] = {}
     for count, transfer in flows:
         for link in transfer.links if count else ():
             busy[link] = busy.get(link, 0.0) + count * transfer.seconds
@@ -234,14 +283,21 @@ def sum_link_times(flows: Iterable[Tuple[int, Transfer]]) -> Dict[str, float]:
 class _Player:
     """The common part of both disciplines.
 
-    The *number of a pass* is kind * P + stage, with kinds numbered in the order of `schedule.passes`: on two stages F, F, B, B.
-    By this number: `duration`, `device_of_pass`, and the rows of `start` and `end`. `passes`: (slot, number, microbatch) in the
-    order of the slots. `transfers`: (number of the sending pass, number of the receiving pass, transfer), for every microbatch.
+    The *number of a pass* is kind * P + stage, with kinds numbered in the order of
+    `schedule.passes`: on two stages F, F, B, B. By this number: `duration`, `device_of_pass`, and
+    the rows of `start` and `end`. `passes`: (slot, number, microbatch) in the order of the slots.
+    `transfers`: (number of the sending pass, number of the receiving pass, transfer), for every
+    microbatch.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs, count: int, placement: Sequence[int]) -> None:
-        self.schedule, self.costs, self.count = schedule, costs, count
-        P, self.kinds = schedule.stages, schedule.passes
+    def __init__(
+        self, schedule: Schedule, costs: Costs, count: int, placement: Sequence[int]
+    ) -> None:
+        self.schedule = schedule
+        self.costs = costs
+        self.count = count
+        P = schedule.stages
+        self.kinds = schedule.passes
         durations = costs.get_durations(self.kinds)
         self.duration = [seconds for kind in self.kinds for seconds in durations[kind]]
         self.device_of_pass = [*placement] * len(self.kinds)
@@ -249,13 +305,15 @@ class _Player:
         microbatches = 1 + max(m for _, _, m in self.passes)
         self.start = [[0.0] * microbatches for _ in self.duration]
         self.end = [[0.0] * microbatches for _ in self.duration]
-        self.updates: List[List[Tuple[float, float]]] = [
+        self.updates: list[list[tuple[float, float]]] = [
             [(0.0, 0.0)] * (count // schedule.accumulate) for _ in range(P)
         ]
-        self.link_busy: Dict[str, float] = {}
+        self.link_busy: dict[str, float] = {}
         # by stage and update: the last passes that it still waits for
-        self._missing = [[schedule.accumulate] * (1 + microbatches // schedule.accumulate) for _ in range(P)]
-        self.transfers: List[Tuple[int, int, Transfer]] = []
+        self._missing = [
+            [schedule.accumulate] * (1 + microbatches // schedule.accumulate) for _ in range(P)
+        ]
+        self.transfers: list[tuple[int, int, Transfer]] = []
         for code, kind in enumerate(self.kinds):
             for stage in range(P):
                 for need, offset in get_pass_needs(kind, schedule.local):
@@ -263,19 +321,29 @@ class _Player:
                         source = self.kinds.index(need) * P + stage + offset
                         transfer = costs.get_transfer(stage + offset, stage, placement)
                         self.transfers.append((source, code * P + stage, transfer))
-        # (stage, microbatch) of whole backwards among split ones: their second half is done with the first
-        self.whole = set(map(tuple, np.argwhere(schedule.is_whole).tolist())) if len(self.kinds) > 2 else set()
+        # (stage, microbatch) of whole backwards among split ones: their second half is done with
+        # the first
+        self.whole = (
+            set(map(tuple, np.argwhere(schedule.is_whole).tolist()))
+            if len(self.kinds) > 2
+            else set()
+        )
 
     def get_pass_duration(self, number: int, microbatch: int) -> float:
-        """Return the duration of a pass; the first half of a whole backward takes the time of both halves."""
+        """Return the duration of a pass; the first half of a whole backward takes the time of both
+        halves.
+        """
         P = self.schedule.stages
         if self.whole and number >= P and (number % P, microbatch) in self.whole:
-            input_gradient, weight_gradient = self.duration[P + number % P], self.duration[2 * P + number % P]
+            input_gradient = self.duration[P + number % P]
+            weight_gradient = self.duration[2 * P + number % P]
             return input_gradient + weight_gradient if number < 2 * P else 0.0
         return self.duration[number]
 
-    def complete_pass(self, number: int, microbatch: int) -> Optional[int]:
-        """Count a completed pass; return the update of its stage that waited only for this pass, None if there is none."""
+    def complete_pass(self, number: int, microbatch: int) -> int | None:
+        """Count a completed pass; return the update of its stage that waited only for this pass,
+        None if there is none.
+        """
         stage = number - (len(self.kinds) - 1) * self.schedule.stages
         if stage < 0:
             return None
@@ -290,11 +358,14 @@ class _Player:
 
     def get_times(self) -> Times:
         """Return the times after `play`."""
-        P, count = self.schedule.stages, self.count
+        P = self.schedule.stages
+        count = self.count
         times = Times({}, {}, self.link_busy)
         for code, kind in enumerate(self.kinds):
             for columns, values in ((times.start, self.start), (times.end, self.end)):
-                columns[kind] = np.array([row[:count] for row in values[code * P : (code + 1) * P]], np.float64)
+                columns[kind] = np.array(
+                    [row[:count] for row in values[code * P : (code + 1) * P]], np.float64
+                )
         pairs = np.array(self.updates, np.float64).reshape(P, -1, 2)
         times.start[Kind.UPDATE], times.end[Kind.UPDATE] = pairs[:, :, 0], pairs[:, :, 1]
         return times
@@ -303,35 +374,45 @@ class _Player:
 class _EagerPlayer(_Player):
     """The eager discipline: every device continues as soon as it can.
 
-    Passes are completed in the order of time, so transfers get links in the order in which they are ready.
+    Passes are completed in the order of time, so transfers get links in the order in which they are
+    ready.
     """
 
-    def play(self, updates: Optional[int] = None) -> None:
+    def play(self, updates: int | None = None) -> None:
         """Play all, or until every stage has made `updates`."""
-        P, costs, device_of = self.schedule.stages, self.costs, self.device_of_pass
+        P = self.schedule.stages
+        costs = self.costs
+        device_of = self.device_of_pass
         # the offset, in a slot with two passes, of the pass after the forward
         second_offset = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0
         # by device: (earliest start, pass, microbatch) in order
-        queues: List[List[Tuple[float, int, int]]] = [[] for _ in range(1 + max(device_of))]
+        queues: list[list[tuple[float, int, int]]] = [[] for _ in range(1 + max(device_of))]
         for slot, number, m in self.passes:
-            queues[device_of[number]].append((slot * costs.slot + (second_offset if number >= P else 0.0), number, m))
+            queues[device_of[number]].append(
+                (slot * costs.slot + (second_offset if number >= P else 0.0), number, m)
+            )
         remaining = [iter(queue) for queue in queues]
         next_passes = [next(queue, None) for queue in remaining]
         # the time at which each device is free again
         free = [0.0] * len(queues)
         is_busy = [False] * len(queues)
-        link_free: Dict[str, float] = {}
+        link_free: dict[str, float] = {}
         # a heap of (end, order, pass, microbatch)
-        running: List[Tuple[float, int, int, int]] = []
-        # the arrival of each pass's input from another stage, by microbatch; needs of its own stage are earlier in its row
-        arrivals: List[Optional[List[float]]] = [None] * len(device_of)
+        running: list[tuple[float, int, int, int]] = []
+        # the arrival of each pass's input from another stage, by microbatch; needs of its own stage
+        # are earlier in its row
+        arrivals: list[list[float] | None] = [None] * len(device_of)
         # by pass: the device that needs its result, the arrivals there, the transfer
-        sends: List[Optional[Tuple[int, List[float], Transfer]]] = [None] * len(device_of)
+        sends: list[tuple[int, list[float], Transfer] | None] = [None] * len(device_of)
         for source, target, transfer in self.transfers:
             target_arrivals = arrivals[target] = [math.inf] * len(self.start[0])
             sends[source] = device_of[target], target_arrivals, transfer
-        starts, ends, duration, first_last_pass = self.start, self.end, self.duration, (len(self.kinds) - 1) * P
-        begun, updates_left = 0, P * updates if updates is not None else -1
+        starts = self.start
+        ends = self.end
+        duration = self.duration
+        first_last_pass = (len(self.kinds) - 1) * P
+        begun = 0
+        updates_left = P * updates if updates is not None else -1
 
         def send(transfer: Transfer, ready: float) -> float:
             """Return the arrival of a transfer that is ready at this time."""
@@ -359,7 +440,9 @@ class _EagerPlayer(_Player):
                     start = input_arrivals[m]
                     if start == math.inf:
                         continue
-                end = start + (self.get_pass_duration(number, m) if self.whole else duration[number])
+                end = start + (
+                    self.get_pass_duration(number, m) if self.whole else duration[number]
+                )
                 starts[number][m] = start
                 ends[number][m] = free[device] = end
                 next_passes[device], is_busy[device] = next(remaining[device], None), True
@@ -390,27 +473,31 @@ class _EagerPlayer(_Player):
         """Return the times after `play`; every transfer occupies its links once."""
         counts = Counter(number for _, number, _ in self.passes)
         flows = [(counts[source], transfer) for source, _, transfer in self.transfers]
-        flows += [(missing.count(0), transfer) for missing, transfer in zip(self._missing, self.costs.reduce)]
+        flows += [
+            (missing.count(0), transfer)
+            for missing, transfer in zip(self._missing, self.costs.reduce)
+        ]
         self.link_busy = sum_link_times(flows)
         return super().get_times()
 
 
 class _LockstepPlayer(_Player):
-    """The lock-step discipline of PopTorch's pipelines: all devices do the passes of a slot, then all its messages are sent, then
-    all devices begin the next slot.
+    """The lock-step discipline of PopTorch's pipelines: all devices do the passes of a slot, then
+    all its messages are sent, then all devices begin the next slot.
 
     An update after a drain is made on all stages together; any other update is part of its slot.
     """
 
     def play(self) -> None:
         """Play all slots."""
-        P, costs = self.schedule.stages, self.costs
-        sends: Dict[int, List[Transfer]] = {}
+        P = self.schedule.stages
+        costs = self.costs
+        sends: dict[int, list[Transfer]] = {}
         for source, _, transfer in self.transfers:
             sends.setdefault(source, []).append(transfer)
         now = 0.0
         # update -> stages that have completed its batch
-        waiting: Dict[int, List[int]] = {}
+        waiting: dict[int, list[int]] = {}
         for _, passes in groupby(self.passes, key=lambda one: one[0]):
             cycle = list(passes)
             if costs.enter and any(number == 0 for _, number, _ in cycle):
@@ -418,9 +505,10 @@ class _LockstepPlayer(_Player):
                 self.link_busy[HOST] = self.link_busy.get(HOST, 0.0) + costs.enter
             # the time until which each device is busy
             free = dict.fromkeys(self.device_of_pass, now)
-            sent: List[Transfer] = []
+            sent: list[Transfer] = []
             for _, number, m in cycle:
-                device, stage = self.device_of_pass[number], number % P
+                device = self.device_of_pass[number]
+                stage = number % P
                 start, free[device] = free[device], free[device] + self.get_pass_duration(number, m)
                 self.start[number][m], self.end[number][m] = start, free[device]
                 sent += sends.get(number, ())
@@ -440,8 +528,9 @@ class _LockstepPlayer(_Player):
 
     def _exchange(self, transfers: Iterable[Transfer]) -> float:
         """Return the time until transfers that begin together have all arrived."""
-        busy: Dict[str, float] = {}
-        longest, latency = 0.0, 0.0
+        busy: dict[str, float] = {}
+        longest = 0.0
+        latency = 0.0
         for transfer in transfers:
             latency = max(latency, transfer.latency)
             longest = max(longest, transfer.seconds)
@@ -452,17 +541,25 @@ class _LockstepPlayer(_Player):
         return max([longest, *busy.values()]) + latency
 
 
-def _list_passes(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
-    """Return all passes (slot, kind * P + stage, microbatch) of the slots up to the end of the first `count` microbatches."""
+def _list_passes(schedule: Schedule, count: int) -> list[tuple[int, int, int]]:
+    """Return all passes (slot, kind * P + stage, microbatch) of the slots up to the end of the
+    first `count` microbatches.
+    """
     passes = schedule.passes
     end = 1 + max(int(schedule.slots(kind, 0, count).max()) for kind in passes)
     columns = []
     for code, kind in enumerate(passes):
         is_in_order = all(stretch.tables[kind].is_in_order() for stretch in schedule.stretches)
-        reach = int(schedule.count_before(kind, np.array([end])).max()) if is_in_order else schedule.microbatches
+        reach = (
+            int(schedule.count_before(kind, np.array([end])).max())
+            if is_in_order
+            else schedule.microbatches
+        )
         slots = schedule.slots(kind, 0, reach)
         stage, microbatch = np.nonzero(slots < end)
-        columns.append(np.stack([slots[stage, microbatch], code * schedule.stages + stage, microbatch]))
+        columns.append(
+            np.stack([slots[stage, microbatch], code * schedule.stages + stage, microbatch])
+        )
     slot, number, microbatch = np.concatenate(columns, axis=1)
     by_slot = np.lexsort((microbatch, number, slot))
     return list(zip(slot[by_slot].tolist(), number[by_slot].tolist(), microbatch[by_slot].tolist()))
@@ -470,15 +567,17 @@ def _list_passes(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
 
 # ---- the clock's fast path: the eager discipline without contention of transfers, in array operations
 #
-# It computes all passes of a slot at once: the start of a pass depends only on its device's last pass and on its needs. If no
-# two transfers meet on a link, the times equal the clock's bit for bit; otherwise the clock's times are not earlier. The
-# planner times many candidates with it in a fraction of the time of playing them.
+# It computes all passes of a slot at once: the start of a pass depends only on its device's last
+# pass and on its needs. If no # two transfers meet on a link, the times equal the clock's bit for
+# bit; otherwise the clock's times are not earlier. The # planner times many candidates with it in a
+# fraction of the time of playing them.
 
 
 class UncontendedTimes(NamedTuple):
     """The ends of the first updates of each stage, (P, updates).
 
-    `has_contention`: transfers meet on a link before the last of these ends, so the clock's times may be later.
+    `has_contention`: transfers meet on a link before the last of these ends, so the clock's times
+    may be later.
     """
 
     ends: FloatArray
@@ -486,11 +585,13 @@ class UncontendedTimes(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """Actions that begin together. The number of an action is pass * M + microbatch, passes numbered as in `_Player`.
+    """Actions that begin together. The number of an action is pass * M + microbatch, passes
+    numbered as in `_Player`.
 
-    first, end: the range of these actions in the order of the program. device: the device of each. action: its number.
-    needed_by: the number of the action on another stage that needs its result. completes: (position in the step, stage, update)
-    of the actions after which a stage makes an update.
+    first, end: the range of these actions in the order of the program. device: the device of each.
+    action: its number.
+    needed_by: the number of the action on another stage that needs its result. completes: (position
+    in the step, stage, update) of the actions after which a stage makes an update.
     """
 
     first: int
@@ -498,36 +599,47 @@ class _Step(NamedTuple):
     device: IntArray
     action: IntArray
     needed_by: IntArray
-    completes: Optional[Tuple[IntArray, IntArray, IntArray]]
+    completes: tuple[IntArray, IntArray, IntArray] | None
 
 
 class _Program(NamedTuple):
-    """A schedule as `steps`; `passes` and `actions`: the numbers of all actions and of their passes, in order."""
+    """A schedule as `steps`; `passes` and `actions`: the numbers of all actions and of their
+    passes, in order.
+    """
 
     passes: IntArray
     actions: IntArray
-    steps: Tuple[_Step, ...]
+    steps: tuple[_Step, ...]
 
 
 def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> UncontendedTimes:
-    """Time the first `updates` of each stage of a schedule whose stages complete their microbatches in order.
+    """Time the first `updates` of each stage of a schedule whose stages complete their microbatches
+    in order.
 
     `costs` without `slot` and not in lock-step.
     """
     assert schedule.in_order and not costs.slot and not costs.lockstep
-    P, M = schedule.stages, schedule.microbatches
+    P = schedule.stages
+    M = schedule.microbatches
     program = _make_program(schedule)
     durations = costs.get_durations(schedule.passes)
-    duration = np.array([durations[kind] for kind in schedule.passes], np.float64).ravel()[program.passes]
+    duration = np.array([durations[kind] for kind in schedule.passes], np.float64).ravel()[
+        program.passes
+    ]
     # the first half of a whole backward takes the time of both halves
     if schedule.stretches[0].whole is not None:
-        by_kind = np.repeat(np.array([durations[kind] for kind in schedule.passes], np.float64)[:, :, None], M, axis=2)
+        by_kind = np.repeat(
+            np.array([durations[kind] for kind in schedule.passes], np.float64)[:, :, None],
+            M,
+            axis=2,
+        )
         by_kind[1] += np.where(schedule.is_whole, by_kind[2], 0.0)
         by_kind[2][schedule.is_whole] = 0.0
         duration = by_kind.ravel()[program.actions]
     transfers = _list_transfers(schedule, costs)
     seconds, latency = (
-        np.array(column, np.float64)[program.passes] for column in zip(*(transfer[:2] for transfer in transfers))
+        np.array(column, np.float64)[program.passes]
+        for column in zip(*(transfer[:2] for transfer in transfers))
     )
     reduce = costs.reduce or (NOTHING,) * P
     reduce_seconds, reduce_latency = (
@@ -535,7 +647,8 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
     )
     update_seconds = np.array(costs.update, np.float64)
     free = np.zeros(1 + max(schedule.device_of_stage))
-    # the arrival of each action's input from another stage; the last entry is for results that no other stage needs
+    # the arrival of each action's input from another stage; the last entry is for results that no
+    # other stage needs
     arrival = np.zeros(len(schedule.passes) * P * M + 1)
     ends = np.empty(len(program.passes))
     update_ends = np.zeros((P, schedule.update_count))
@@ -554,10 +667,13 @@ def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> Unconten
     ends_by_action[program.actions] = ends
     first_ends = update_ends[:, :updates]
     until = float(first_ends.max())
-    return UncontendedTimes(first_ends, _has_contention(schedule, transfers, reduce, ends_by_action.reshape(-1, M), until))
+    return UncontendedTimes(
+        first_ends,
+        _has_contention(schedule, transfers, reduce, ends_by_action.reshape(-1, M), until),
+    )
 
 
-def _list_transfers(schedule: Schedule, costs: Costs) -> List[Transfer]:
+def _list_transfers(schedule: Schedule, costs: Costs) -> list[Transfer]:
     """Return the transfer of the result of each pass."""
     P = schedule.stages
     devices = schedule.device_of_stage
@@ -569,31 +685,45 @@ def _list_transfers(schedule: Schedule, costs: Costs) -> List[Transfer]:
 
 @lru_cache(maxsize=32)
 def _make_program(schedule: Schedule) -> _Program:
-    """Sort the actions of a schedule by the moment at which they begin, one step for each moment."""
-    P, M, N, kinds = schedule.stages, schedule.microbatches, schedule.accumulate, len(schedule.passes)
+    """Sort the actions of a schedule by the moment at which they begin, one step for each
+    moment.
+    """
+    P = schedule.stages
+    M = schedule.microbatches
+    N = schedule.accumulate
+    kinds = len(schedule.passes)
     slots = np.stack([schedule.slots(kind, 0, M) for kind in schedule.passes])
     begins = slots * 2 + (np.arange(kinds) > 0)[:, None, None] * (schedule.slot_capacity - 1)
     actions = np.argsort(begins.ravel(), kind="stable")
     passes, m = np.divmod(actions, M)
     kind, stage = np.divmod(passes, P)
     device = np.array(schedule.device_of_stage)[stage]
-    onward, back = (kind == 0) & (stage < P - 1), (kind == 1) & (stage > 0) & (not schedule.local)
+    onward = (kind == 0) & (stage < P - 1)
+    back = (kind == 1) & (stage > 0) & (not schedule.local)
     needed_by = np.where(onward, actions + M, np.where(back, actions - M, kinds * P * M))
     completes_batch = (kind == kinds - 1) & (m % N == N - 1)
     edges = np.flatnonzero(np.diff(begins.ravel()[actions])) + 1
     steps = []
     for a, b in zip([0, *edges.tolist()], [*edges.tolist(), len(actions)]):
         positions = np.flatnonzero(completes_batch[a:b])
-        completes = (positions, stage[a:b][positions], m[a:b][positions] // N) if len(positions) else None
+        completes = (
+            (positions, stage[a:b][positions], m[a:b][positions] // N) if len(positions) else None
+        )
         steps.append(_Step(a, b, device[a:b], actions[a:b], needed_by[a:b], completes))
     return _Program(passes, actions, tuple(steps))
 
 
 def _has_contention(
-    schedule: Schedule, transfers: List[Transfer], reduce: Sequence[Transfer], ends: FloatArray, until: float
+    schedule: Schedule,
+    transfers: list[Transfer],
+    reduce: Sequence[Transfer],
+    ends: FloatArray,
+    until: float,
 ) -> bool:
-    """Return whether a transfer is ready before `until` while its link is busy; `ends`: the end of each pass, (passes, M)."""
-    sent: Dict[str, List[Tuple[FloatArray, float]]] = {}
+    """Return whether a transfer is ready before `until` while its link is busy; `ends`: the end of
+    each pass, (passes, M).
+    """
+    sent: dict[str, list[tuple[FloatArray, float]]] = {}
     for number, (seconds, _, links) in enumerate(transfers):
         for link in links:
             sent.setdefault(link, []).append((ends[number], seconds))

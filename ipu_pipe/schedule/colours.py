@@ -1,11 +1,12 @@
-"""The colours of actions and events, in drawings of schedules, in the page of a trace and in its picture."""
+"""The colours of actions and events, in drawings of schedules, in the page of a trace and in its
+picture.
+"""
 
 from __future__ import annotations
 
-from typing import Dict, Tuple
-
-# on a light and on a dark ground; after Okabe and Ito 2008, whose colours also those tell apart who are colour-blind
-COLOURS: Dict[str, Tuple[str, str]] = {
+# on a light and on a dark ground; after Okabe and Ito 2008, whose colours also those tell apart who
+# are colour-blind
+COLOURS: dict[str, tuple[str, str]] = {
     "forward": ("#0072b2", "#3f9bdc"),
     "compute": ("#0072b2", "#3f9bdc"),
     "recompute": ("#56b4e9", "#8fd0f7"),
@@ -26,7 +27,11 @@ COLOURS: Dict[str, Tuple[str, str]] = {
 
 
 def choose_ink(colour: str) -> str:
-    """Return black or white, whichever reads better on a colour #rrggbb, as the page does (`inkOn` in timeline.js)."""
+    """Return black or white, whichever reads better on a colour #rrggbb, as the page does (`inkOn`
+    in timeline.js).
+    """
     shares = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (share / 12.92 if share <= 0.04 else ((share + 0.055) / 1.055) ** 2.4 for share in shares)
+    red, green, blue = (
+        share / 12.92 if share <= 0.04 else ((share + 0.055) / 1.055) ** 2.4 for share in shares
+    )
     return "#111111" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "#ffffff"

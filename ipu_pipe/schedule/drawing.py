@@ -1,15 +1,15 @@
 """Schedules and weight versions in a notebook: a table in HTML and one in plain text.
 
-    slot     0    1    2    3     4    5
-    stage 0  F0   F1   .    B0 *  F2   B1 *      F0 in the colour of forwards; on hover "forward of microbatch 0 ..."
-    stage 1  .    F0   B0*  F1    B1*  F2        * an update
+slot     0    1    2    3     4    5
+stage 0  F0   F1   .    B0 *  F2   B1 *      F0 in the colour of forwards; on hover "forward of microbatch 0 ..."
+stage 1  .    F0   B0*  F1    B1*  F2        * an update
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from html import escape
-from typing import Callable, DefaultDict, Dict, List, Optional, Protocol, Sequence, Tuple
+from typing import Callable, DefaultDict, List, Protocol, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,12 @@ from ipu_pipe.schedule.colours import COLOURS, choose_ink
 from ipu_pipe.schedule.runs import GridArray, IntArray
 
 # of a larger schedule the first ones are drawn, and a line tells how many there are
-MOST_SLOTS, MOST_ROWS, MOST_MICROBATCHES = 60, 32, 20
+MOST_SLOTS = 60
+MOST_ROWS = 32
+MOST_MICROBATCHES = 20
 
-# (first, last) -> the versions that the forwards and the backwards of the microbatches [first, last) read, each (P, n)
+# (first, last) -> the versions that the forwards and the backwards of the microbatches [first,
+# last) read, each (P, n)
 ReadVersions = Callable[[int, int], Tuple[IntArray, IntArray]]
 # (device, slot) -> the spans in it
 Cells = DefaultDict[Tuple[int, int], List[str]]
@@ -46,20 +49,22 @@ class Drawable(Protocol):
     def slot_count(self) -> int: ...
 
     @property
-    def device_of_stage(self) -> Tuple[int, ...]: ...
+    def device_of_stage(self) -> tuple[int, ...]: ...
 
-    def spell_out(self, first_slot: int, last_slot: int) -> Dict[Kind, GridArray]: ...
+    def spell_out(self, first_slot: int, last_slot: int) -> dict[Kind, GridArray]: ...
 
     def update_grid(self, first_slot: int, last_slot: int) -> GridArray: ...
 
     def find_whole(self, microbatch: IntArray) -> NDArray[np.bool_]: ...
 
 
-def draw_html(schedule: Drawable, read_versions: Optional[ReadVersions] = None) -> str:
-    """Return the first slots of a schedule as an HTML table, a row per device, with a title on each pass.
+def draw_html(schedule: Drawable, read_versions: ReadVersions | None = None) -> str:
+    """Return the first slots of a schedule as an HTML table, a row per device, with a title on each
+    pass.
 
-    `read_versions`: the weight versions, for the titles. The colours are written into the elements, each with an ink that reads
-    well on it, so that the table needs no style sheet and suits a dark page as a light one.
+    `read_versions`: the weight versions, for the titles. The colours are written into the elements,
+    each with an ink that reads well on it, so that the table needs no style sheet and suits a dark
+    page as a light one.
     """
     devices = sorted(set(schedule.device_of_stage))
     slots = range(min(schedule.slot_count, MOST_SLOTS))
@@ -70,7 +75,8 @@ def draw_html(schedule: Drawable, read_versions: Optional[ReadVersions] = None) 
         contents = ["".join(cells[device, slot]) or "&middot;" for slot in slots]
         lines.append(_write_row("td", f"{row_name} {device}", contents))
     notes = [_describe(schedule)]
-    more_slots, more_rows = schedule.slot_count - len(slots), len(devices) - MOST_ROWS
+    more_slots = schedule.slot_count - len(slots)
+    more_rows = len(devices) - MOST_ROWS
     if more_slots > 0:
         notes.append(f"{more_slots} more slots")
     if more_rows > 0:
@@ -82,12 +88,12 @@ def draw_html(schedule: Drawable, read_versions: Optional[ReadVersions] = None) 
     )
 
 
-def _fill_cells(schedule: Drawable, end: int, read_versions: Optional[ReadVersions]) -> Cells:
+def _fill_cells(schedule: Drawable, end: int, read_versions: ReadVersions | None) -> Cells:
     """Return the passes and updates of the slots before `end`, forwards first and updates last."""
     grids = schedule.spell_out(0, end)
     count = 1 + max(int(grid.max(initial=-1)) for grid in grids.values())
     is_whole = schedule.find_whole(np.arange(count))
-    versions: Dict[Kind, IntArray] = {}
+    versions: dict[Kind, IntArray] = {}
     if read_versions is not None:
         forward, backward = read_versions(0, count)
         # the weight gradient of a split backward reads no weights
@@ -98,7 +104,8 @@ def _fill_cells(schedule: Drawable, end: int, read_versions: Optional[ReadVersio
         for stage, slot in np.argwhere(grid >= 0).tolist():
             m = int(grid[stage, slot])
             suffix = f"@{stage}" if device_of.count(device_of[stage]) > 1 else ""
-            drawn, text = kind, f"{kind.value}{m}{suffix}"
+            drawn = kind
+            text = f"{kind.value}{m}{suffix}"
             if kind is not Kind.FORWARD and is_whole[stage, m]:
                 # a whole backward takes the slots of both of its halves
                 drawn = Kind.BACKWARD
@@ -136,18 +143,25 @@ def _write_legend(schedule: Drawable, has_versions: bool) -> str:
 def _describe(schedule: Drawable) -> str:
     N = schedule.accumulate
     every = "each microbatch" if N == 1 else f"each {N} microbatches"
-    return f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, an update after {every}"
+    return (
+        f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, an "
+        f"update after {every}"
+    )
 
 
 def format_versions(schedule: Drawable, read_versions: ReadVersions, lags: IntArray) -> str:
-    """Return the versions that the forward and the backward of the first microbatches read, a line per stage.
+    """Return the versions that the forward and the backward of the first microbatches read, a line
+    per stage.
 
     `lags`: the greatest steady lag of each stage, (P,).
     """
     count = min(schedule.microbatches, MOST_MICROBATCHES)
     rows = min(schedule.stages, MOST_ROWS)
     forward, backward = read_versions(0, count)
-    table = [[f"{f}/{b}" for f, b in zip(*pair)] for pair in zip(forward[:rows].tolist(), backward[:rows].tolist())]
+    table = [
+        [f"{f}/{b}" for f, b in zip(*pair)]
+        for pair in zip(forward[:rows].tolist(), backward[:rows].tolist())
+    ]
     header = [str(m) for m in range(count)]
     width = max(len(cell) for row in [header, *table] for cell in row)
     labels = ["microbatch", *(f"stage {s}" for s in range(rows))]
@@ -156,5 +170,8 @@ def format_versions(schedule: Drawable, read_versions: ReadVersions, lags: IntAr
     for label, cells, end in zip(labels, [header, *table], ends):
         lines.append(f"{label:<10}  " + " ".join(f"{cell:>{width}}" for cell in cells) + end)
     if (count, rows) != (schedule.microbatches, schedule.stages):
-        lines.append(f"({count} of {schedule.microbatches} microbatches, {rows} of {schedule.stages} stages shown)")
+        lines.append(
+            f"({count} of {schedule.microbatches} microbatches, {rows} of {schedule.stages} stages "
+            f"shown)"
+        )
     return "\n".join(lines)

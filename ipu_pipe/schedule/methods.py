@@ -1,14 +1,16 @@
-"""The table of training methods: each row tells when passes run (pipeline, turn) and which weight versions they read.
+"""The table of training methods: each row tells when passes run (pipeline, turn) and which weight
+versions they read.
 
-Update rules that some methods add (T1, T2, spike compensation, weight prediction) are not columns of this table: they change the
-use of a gradient, not the time of a pass or the version that it reads. They are in ipu_pipe.update.rules.
+Update rules that some methods add (T1, T2, spike compensation, weight prediction) are not columns
+of this table: they change the use of a gradient, not the time of a pass or the version that it
+reads. They are in ipu_pipe.update.rules.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Iterable, Mapping
 
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.delays import Delay, History
@@ -16,11 +18,15 @@ from ipu_pipe.text import show, suggest
 
 
 class Timeline(Enum):
-    """The pipelines: the order of a stage's passes. Each stage does one pass per slot, except in DATAFLOW and the LOCAL ones."""
+    """The pipelines: the order of a stage's passes. Each stage does one pass per slot, except in
+    DATAFLOW and the LOCAL ones.
+    """
 
     SEQUENTIAL = "sequential"  # one microbatch at a time through all stages and back
     FILL_DRAIN = "fill_drain"  # all forwards of a batch, then all its backwards
-    ONE_F_ONE_B_FLUSH = "1f1b_flush"  # one forward, one backward; drains after every batch; at most P-s in flight
+    ONE_F_ONE_B_FLUSH = (
+        "1f1b_flush"  # one forward, one backward; drains after every batch; at most P-s in flight
+    )
     ONE_F_ONE_B = "1f1b"  # never drains; at most P in flight, counted at stage 0 only
     ONE_F_ONE_B_CAPPED = "1f1b_capped"  # never drains; at most P-s in flight on stage s
     # 1F1B over the steps of replicas, which take turns; drains after every round of local steps
@@ -28,11 +34,16 @@ class Timeline(Enum):
     DATAFLOW = "dataflow"  # a forward and a backward on every stage in each step
     LOCAL = "local"  # a forward and, at once, its backward on every stage in each step; no stage waits for a later one
     LOCAL_SHARED = "local_shared"  # the same, but updates wait for the next stage's gradient of the shared layer
-    # generated orders of each device's passes (`schedule.orders`); all but the first drain after every batch
-    CONTINUOUS_1F1B = "continuous_1f1b"  # interleaved 1F1B that never drains, of asynchronous methods
+    # generated orders of each device's passes (`schedule.orders`); all but the first drain after
+    # every batch
+    CONTINUOUS_1F1B = (
+        "continuous_1f1b"  # interleaved 1F1B that never drains, of asynchronous methods
+    )
     INTERLEAVED_1F1B = "interleaved_1f1b"  # 1F1B with several stages on a device
     LOOPED_BFS = "looped_bfs"  # GPipe with several stages on a device, stage by stage
-    INTERLEAVED_ZB = "interleaved_zb"  # interleaved 1F1B with split backwards; with one stage on a device, ZB-H1
+    INTERLEAVED_ZB = (
+        "interleaved_zb"  # interleaved 1F1B with split backwards; with one stage on a device, ZB-H1
+    )
     ZB_H2 = "zb_h2"  # the same with twice the warm-up, so that no device waits between its first and its last pass
     ZB_AUTO = "zb_auto"  # planned by durations within a limit of activations
     ZBV = "zbv"  # planned by durations, two stages on a device in a V, with the activations of 1F1B
@@ -49,7 +60,9 @@ class Reads(Enum):
     DOUBLE_BUFFERED = "double_buffered"  # one version behind the batch: max(floor(m/N) - 1, 0), counted from each drain
     STASHED = "stashed"  # a backward reads the version of its microbatch's forward
     OWN = "own"  # after all updates of that stage by the same replica of the model: one per local step
-    DELAYED = "delayed"  # a stated or drawn number of updates before the backward, whatever the schedule
+    DELAYED = (
+        "delayed"  # a stated or drawn number of updates before the backward, whatever the schedule
+    )
 
 
 class DefaultAccumulate(Enum):
@@ -62,31 +75,33 @@ class DefaultAccumulate(Enum):
 
 @dataclass(frozen=True)
 class Structure:
-    """The blocks of local-parallel training, each trained by its own loss (Laskin et al. 2020, section 3).
+    """The blocks of local-parallel training, each trained by its own loss (Laskin et al. 2020,
+    section 3).
 
-    `blocks`: their number, or the names at which the second and later ones begin; None: every stage is a block. `overlap`: the
-    number of stages of the next block that a block also trains; the two average their gradients. `layers`: only the last `layers`
-    stages train, as one block.
+    `blocks`: their number, or the names at which the second and later ones begin; None: every stage
+    is a block. `overlap`: the number of stages of the next block that a block also trains; the two
+    average their gradients. `layers`: only the last `layers` stages train, as one block.
     """
 
-    blocks: Union[None, int, Tuple[str, ...]] = None
+    blocks: None | int | tuple[str, ...] = None
     overlap: int = 0
-    layers: Optional[int] = None
+    layers: int | None = None
 
 
 @dataclass(frozen=True)
 class Outer:
-    """The outer optimizer of DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (Douillard et al. 2025): SGD.
+    """The outer optimizer of DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (Douillard et al.
+    2025): SGD.
 
-    fragments: the number of groups of neighbouring stages that are synchronized in turn, or "per_stage"; offset: the number of
-    the first one; delay: the steps before the end of a round at which the replicas' weights are taken; mix: the share that a
-    replica keeps of its own weights.
+    fragments: the number of groups of neighbouring stages that are synchronized in turn, or
+    "per_stage"; offset: the number of the first one; delay: the steps before the end of a round at
+    which the replicas' weights are taken; mix: the share that a replica keeps of its own weights.
     """
 
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
-    fragments: Union[int, str] = 1
+    fragments: int | str = 1
     offset: int = 0
     delay: int = 0
     mix: float = 0.0
@@ -100,18 +115,21 @@ class Outer:
 class Rounds:
     """The rounds of LocalSGD (Algorithm 2).
 
-    `replicas` R of the whole model (None: R = P) make `steps` K steps each with their own weights; then the weights are averaged
-    stage by stage. The default K is the paper's for scaling and for its Transformer. A drain ends a round early. With an outer
-    optimizer (DiLoCo) one of F fragments is synchronized after each K / F steps.
+    `replicas` R of the whole model (None: R = P) make `steps` K steps each with their own weights;
+    then the weights are averaged stage by stage. The default K is the paper's for scaling and for
+    its Transformer. A drain ends a round early. With an outer optimizer (DiLoCo) one of F fragments
+    is synchronized after each K / F steps.
     """
 
-    replicas: Optional[int] = None
+    replicas: int | None = None
     steps: int = 5
-    outer: Optional[Outer] = None
+    outer: Outer | None = None
 
     def interval(self, stages: int) -> int:
         """Return the steps between two drains."""
-        return self.steps if self.outer is None else self.steps // self.outer.count_fragments(stages)
+        return (
+            self.steps if self.outer is None else self.steps // self.outer.count_fragments(stages)
+        )
 
 
 @dataclass(frozen=True)
@@ -121,9 +139,12 @@ class Order:
     stages_per_device: v. Stages are placed on devices in turn; with `is_v` there and back, in a V.
     fixed: v cannot be changed.
     splits: the backwards of an asynchronous method are split.
-    activation_limit: the limit of a device in a planned order, in units of 1F1B's activations (P microbatches of a device).
-    weight_share: the share of a microbatch's activations that the weight gradient still needs and then frees.
-    durations: of F, I and W of a device's microbatch; link: duration of a message between devices. Only planned orders use them.
+    activation_limit: the limit of a device in a planned order, in units of 1F1B's activations (P
+    microbatches of a device).
+    weight_share: the share of a microbatch's activations that the weight gradient still needs and
+    then frees.
+    durations: of F, I and W of a device's microbatch; link: duration of a message between devices.
+    Only planned orders use them.
     file: a CSV file of rows in PyTorch's format.
     """
 
@@ -133,11 +154,11 @@ class Order:
     splits: bool = False
     activation_limit: float = 1.0
     weight_share: float = 1.0
-    durations: Tuple[float, float, float] = (1.0, 1.0, 1.0)
+    durations: tuple[float, float, float] = (1.0, 1.0, 1.0)
     link: float = 0.0
     file: str = ""
 
-    def place(self, stages: int) -> Tuple[int, ...]:
+    def place(self, stages: int) -> tuple[int, ...]:
         """Return the device of each stage."""
         devices = stages // self.stages_per_device
         if self.is_v:
@@ -149,15 +170,19 @@ class Order:
 class Method:
     """One way to train a pipeline.
 
-    turn: for dataflow, the steps between the last stage's forward and its backward (0: both in one step).
+    turn: for dataflow, the steps between the last stage's forward and its backward (0: both in one
+    step).
     flushes: the pipeline drains before every update, so that no pass reads old weights.
     predicts: both passes read weights predicted for the end of the first stage's backward.
     delay: the delays if forward_reads is DELAYED.
-    segments: the number of segments of stages whose activations are recomputed from their inputs (0: the square root of P).
+    segments: the number of segments of stages whose activations are recomputed from their inputs
+    (0: the square root of P).
     structure: gradients stay inside blocks of stages; None: they pass through the whole model.
-    history: updates of single stages with gradients at old iterates; the reads above are then the schedule's.
+    history: updates of single stages with gradients at old iterates; the reads above are then the
+    schedule's.
     rounds: replicas have their own weights.
-    one_version: all stages read one version for a microbatch, so that several stages may use one weight.
+    one_version: all stages read one version for a microbatch, so that several stages may use one
+    weight.
     order: settings of a pipeline that is given by each device's order of passes.
     """
 
@@ -170,13 +195,13 @@ class Method:
     default_accumulate: DefaultAccumulate
     source: str
     predicts: bool = False
-    delay: Optional[Delay] = None
-    segments: Optional[int] = None
-    structure: Optional[Structure] = None
-    history: Optional[History] = None
-    rounds: Optional[Rounds] = None
+    delay: Delay | None = None
+    segments: int | None = None
+    structure: Structure | None = None
+    history: History | None = None
+    rounds: Rounds | None = None
     one_version: bool = False
-    order: Optional[Order] = None
+    order: Order | None = None
 
     @property
     def is_stale(self) -> bool:
@@ -193,8 +218,10 @@ class Method:
         return self.is_stale and (stages > 1 or self.delay is not None or self.history is not None)
 
     @property
-    def one_stage_reason(self) -> Optional[str]:
-        """The reason why all uses of a weight must be in one stage, with remedies; None if they need not be."""
+    def one_stage_reason(self) -> str | None:
+        """The reason why all uses of a weight must be in one stage, with remedies; None if they
+        need not be.
+        """
         if self.one_version:
             return None
         why = "stages may read different versions of it, so that it would have two delays"
@@ -202,7 +229,9 @@ class Method:
             why = "each block is trained by its own loss, so that it would have two gradients"
         elif self.history is not None or self.rounds is not None:
             why = f"{'single stages' if self.rounds is None else 'replicas'} step by themselves"
-        others = ", ".join(name for name, method in METHODS.items() if method.one_version and method.order is None)
+        others = ", ".join(
+            name for name, method in METHODS.items() if method.one_version and method.order is None
+        )
         return f"with {self.name} {why}: cut elsewhere, untie them, or use method {others}"
 
     def accumulate_for(self, stages: int, microbatches: int) -> int:
@@ -215,110 +244,248 @@ class Method:
 
 
 def _make_ordered_method(name: str, pipeline: Timeline, source: str, **order: Any) -> Method:
-    """Return a row of the table for a method that drains after every batch and is given by its devices' orders."""
+    """Return a row of the table for a method that drains after every batch and is given by its
+    devices' orders.
+    """
     return Method(
-        name, pipeline, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES, source, one_version=True,
+        name,
+        pipeline,
+        0,
+        Reads.NEWEST,
+        Reads.NEWEST,
+        True,
+        DefaultAccumulate.MICROBATCHES,
+        source,
+        one_version=True,
         order=Order(**order),
-    )  # fmt: skip
+    )
 
 
-_V: Dict[str, Any] = {"stages_per_device": 2, "is_v": True, "fixed": True}
-# The share of activations that weight gradients free in the smallest GPT of Qi et al.: 32 h / (34 h + 5 a s), h = 2304, a = 24
-# heads, s = 1024.
+_V: dict[str, Any] = {"stages_per_device": 2, "is_v": True, "fixed": True}
+# The share of activations that weight gradients free in the smallest GPT of Qi et al.: 32 h / (34 h
+# + 5 a s), h = 2304, a = 24 # heads, s = 1024.
 _GPT_WEIGHT_SHARE = 0.366
 
 _ROWS = (
     Method(
-        "naive", Timeline.SEQUENTIAL, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.ONE,
-        "inter-layer model parallelism, the baseline of Narayanan et al. 2021 (PipeDream-2BW), Figure 1", one_version=True,
+        "naive",
+        Timeline.SEQUENTIAL,
+        0,
+        Reads.NEWEST,
+        Reads.NEWEST,
+        True,
+        DefaultAccumulate.ONE,
+        "inter-layer model parallelism, the baseline of Narayanan et al. 2021 (PipeDream-2BW), "
+        "Figure 1",
+        one_version=True,
     ),
     Method(
-        "gpipe", Timeline.FILL_DRAIN, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES,
-        "Huang et al. 2019", one_version=True,
+        "gpipe",
+        Timeline.FILL_DRAIN,
+        0,
+        Reads.NEWEST,
+        Reads.NEWEST,
+        True,
+        DefaultAccumulate.MICROBATCHES,
+        "Huang et al. 2019",
+        one_version=True,
     ),
     Method(
-        "pipedream_flush", Timeline.ONE_F_ONE_B_FLUSH, 0, Reads.NEWEST, Reads.NEWEST, True,
-        DefaultAccumulate.MICROBATCHES, "Narayanan et al. 2021 (PipeDream-2BW), section 3.2", one_version=True,
+        "pipedream_flush",
+        Timeline.ONE_F_ONE_B_FLUSH,
+        0,
+        Reads.NEWEST,
+        Reads.NEWEST,
+        True,
+        DefaultAccumulate.MICROBATCHES,
+        "Narayanan et al. 2021 (PipeDream-2BW), section 3.2",
+        one_version=True,
     ),
     Method(
-        "pipedream", Timeline.ONE_F_ONE_B, 0, Reads.NEWEST, Reads.STASHED, False, DefaultAccumulate.ONE,
+        "pipedream",
+        Timeline.ONE_F_ONE_B,
+        0,
+        Reads.NEWEST,
+        Reads.STASHED,
+        False,
+        DefaultAccumulate.ONE,
         "Narayanan et al. 2019; timeline of the randomized PipeDream paper, appendix E",
     ),
     Method(
-        "pipedream_2bw", Timeline.ONE_F_ONE_B_CAPPED, 0, Reads.DOUBLE_BUFFERED, Reads.STASHED, False,
-        DefaultAccumulate.STAGES, "Narayanan et al. 2021, section 3.1", one_version=True,
+        "pipedream_2bw",
+        Timeline.ONE_F_ONE_B_CAPPED,
+        0,
+        Reads.DOUBLE_BUFFERED,
+        Reads.STASHED,
+        False,
+        DefaultAccumulate.STAGES,
+        "Narayanan et al. 2021, section 3.1",
+        one_version=True,
     ),
     Method(
-        "pipemare", Timeline.DATAFLOW, 1, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "pipemare",
+        Timeline.DATAFLOW,
+        1,
+        Reads.NEWEST,
+        Reads.NEWEST,
+        False,
+        DefaultAccumulate.ONE,
         "Yang et al. 2021",
     ),
     Method(
-        "pipelined_backprop", Timeline.DATAFLOW, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "pipelined_backprop",
+        Timeline.DATAFLOW,
+        0,
+        Reads.NEWEST,
+        Reads.NEWEST,
+        False,
+        DefaultAccumulate.ONE,
         "Kosson et al. 2021",
     ),
     Method(
-        "spectrain", Timeline.DATAFLOW, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
-        "Chen et al. 2018 (SpecTrain), as compared by Kosson et al. 2021", predicts=True,
+        "spectrain",
+        Timeline.DATAFLOW,
+        0,
+        Reads.NEWEST,
+        Reads.NEWEST,
+        False,
+        DefaultAccumulate.ONE,
+        "Chen et al. 2018 (SpecTrain), as compared by Kosson et al. 2021",
+        predicts=True,
     ),
     Method(
-        "local_greedy", Timeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
-        "Belilovsky et al. 2019; Laskin et al. 2020, Figure 2(b)", structure=Structure(),
+        "local_greedy",
+        Timeline.LOCAL,
+        0,
+        Reads.NEWEST,
+        Reads.NEWEST,
+        False,
+        DefaultAccumulate.ONE,
+        "Belilovsky et al. 2019; Laskin et al. 2020, Figure 2(b)",
+        structure=Structure(),
     ),
     Method(
-        "local_chunked", Timeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
-        "Laskin et al. 2020, Figure 2(d)", structure=Structure(blocks=2),
+        "local_chunked",
+        Timeline.LOCAL,
+        0,
+        Reads.NEWEST,
+        Reads.NEWEST,
+        False,
+        DefaultAccumulate.ONE,
+        "Laskin et al. 2020, Figure 2(d)",
+        structure=Structure(blocks=2),
     ),
     Method(
-        "local_overlapping", Timeline.LOCAL_SHARED, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
-        "Xiong et al. 2020; Laskin et al. 2020, Figure 2(c)", structure=Structure(overlap=1),
+        "local_overlapping",
+        Timeline.LOCAL_SHARED,
+        0,
+        Reads.NEWEST,
+        Reads.NEWEST,
+        False,
+        DefaultAccumulate.ONE,
+        "Xiong et al. 2020; Laskin et al. 2020, Figure 2(c)",
+        structure=Structure(overlap=1),
     ),
     Method(
-        "last_layers", Timeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
-        "the baseline of Laskin et al. 2020, section 4", structure=Structure(layers=1),
+        "last_layers",
+        Timeline.LOCAL,
+        0,
+        Reads.NEWEST,
+        Reads.NEWEST,
+        False,
+        DefaultAccumulate.ONE,
+        "the baseline of Laskin et al. 2020, section 4",
+        structure=Structure(layers=1),
     ),
     Method(
-        "local_sgd", Timeline.LOCAL_SGD, 0, Reads.OWN, Reads.STASHED, False, DefaultAccumulate.STAGES,
-        "LocalSGD in a pipeline: the randomized PipeDream paper, Algorithm 2 and appendix E.2", rounds=Rounds(),
+        "local_sgd",
+        Timeline.LOCAL_SGD,
+        0,
+        Reads.OWN,
+        Reads.STASHED,
+        False,
+        DefaultAccumulate.STAGES,
+        "LocalSGD in a pipeline: the randomized PipeDream paper, Algorithm 2 and appendix E.2",
+        rounds=Rounds(),
     ),
     Method(
-        "randomized_pipedream", Timeline.ONE_F_ONE_B, 0, Reads.NEWEST, Reads.STASHED, False, DefaultAccumulate.ONE,
-        "the randomized PipeDream paper, Algorithm 1", history=History(),
+        "randomized_pipedream",
+        Timeline.ONE_F_ONE_B,
+        0,
+        Reads.NEWEST,
+        Reads.STASHED,
+        False,
+        DefaultAccumulate.ONE,
+        "the randomized PipeDream paper, Algorithm 1",
+        history=History(),
     ),
-    _make_ordered_method("interleaved_1f1b", Timeline.INTERLEAVED_1F1B, "Narayanan et al. 2021 (Megatron-LM), section 2.2"),
-    _make_ordered_method("looped_bfs", Timeline.LOOPED_BFS, "Lamy-Poirier 2023, breadth-first pipeline parallelism"),
-    _make_ordered_method("zb_h1", Timeline.INTERLEAVED_ZB, "Qi et al. 2023 (Zero Bubble), section 2.1", fixed=True),
+    _make_ordered_method(
+        "interleaved_1f1b",
+        Timeline.INTERLEAVED_1F1B,
+        "Narayanan et al. 2021 (Megatron-LM), section 2.2",
+    ),
+    _make_ordered_method(
+        "looped_bfs", Timeline.LOOPED_BFS, "Lamy-Poirier 2023, breadth-first pipeline parallelism"
+    ),
+    _make_ordered_method(
+        "zb_h1", Timeline.INTERLEAVED_ZB, "Qi et al. 2023 (Zero Bubble), section 2.1", fixed=True
+    ),
     _make_ordered_method("zb_h2", Timeline.ZB_H2, "Qi et al. 2023, section 2.2", fixed=True),
-    _make_ordered_method("interleaved_zb", Timeline.INTERLEAVED_ZB, "ZB-H1 with several stages on a device, as in PyTorch"),
-    _make_ordered_method("zb_auto", Timeline.ZB_AUTO, "Qi et al. 2023, section 3", fixed=True, weight_share=_GPT_WEIGHT_SHARE),
+    _make_ordered_method(
+        "interleaved_zb",
+        Timeline.INTERLEAVED_ZB,
+        "ZB-H1 with several stages on a device, as in PyTorch",
+    ),
+    _make_ordered_method(
+        "zb_auto",
+        Timeline.ZB_AUTO,
+        "Qi et al. 2023, section 3",
+        fixed=True,
+        weight_share=_GPT_WEIGHT_SHARE,
+    ),
     _make_ordered_method("zbv", Timeline.ZBV, "Qi et al. 2023, section 6", **_V),
     _make_ordered_method("v_half", Timeline.V_HALF, "Qi et al. 2024 (Controllable Memory)", **_V),
     _make_ordered_method("v_min", Timeline.V_MIN, "Qi et al. 2024 (Controllable Memory)", **_V),
-    _make_ordered_method("dualpipe_v", Timeline.DUALPIPE_V, "DeepSeek-AI 2024; DualPipeV, 2025", **_V),
+    _make_ordered_method(
+        "dualpipe_v", Timeline.DUALPIPE_V, "DeepSeek-AI 2024; DualPipeV, 2025", **_V
+    ),
     _make_ordered_method("rows", Timeline.ROWS, "a file of rows in PyTorch's format"),
-)  # fmt: skip
+)
 
-METHODS: Dict[str, Method] = {row.name: row for row in _ROWS}
+METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
 
 
 # ---- a method's name and arguments -> its row
 
 # key of method_args -> the one method to which it belongs
 METHOD_OF_KEY = {
-    "blocks": "local_chunked", "overlap": "local_overlapping", "layers": "last_layers",
-    "delay_bound": "randomized_pipedream", "delays": "randomized_pipedream", "order": "randomized_pipedream",
-    "nag": "randomized_pipedream", "replicas": "local_sgd", "local_steps": "local_sgd", "outer": "local_sgd",
+    "blocks": "local_chunked",
+    "overlap": "local_overlapping",
+    "layers": "last_layers",
+    "delay_bound": "randomized_pipedream",
+    "delays": "randomized_pipedream",
+    "order": "randomized_pipedream",
+    "nag": "randomized_pipedream",
+    "replicas": "local_sgd",
+    "local_steps": "local_sgd",
+    "outer": "local_sgd",
     "file": "rows",
-}  # fmt: skip
-# asynchronous methods that take settings of an order: they also run 1F1B with several stages on a device, and split backwards
+}
+# asynchronous methods that take settings of an order: they also run 1F1B with several stages on a
+# device, and split backwards
 ASYNCHRONOUS_WITH_ORDER = ("pipedream", "pipelined_backprop")
 # keys of the settings of an order
 ORDER_KEYS = ("stages_per_device", "split_backward", "activation_limit", "durations", "link")
-SCHEDULES = tuple(row.value for row in (Timeline.ONE_F_ONE_B, Timeline.ONE_F_ONE_B_CAPPED, Timeline.DATAFLOW))
+SCHEDULES = tuple(
+    row.value for row in (Timeline.ONE_F_ONE_B, Timeline.ONE_F_ONE_B_CAPPED, Timeline.DATAFLOW)
+)
 AXIS_KEYS = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
 
 
 def check_methods(names: Iterable[str], key: str) -> None:
-    """Raise `BadInput` with a line for each name at `key` that is not a method's, and the nearest method."""
+    """Raise `BadInput` with a line for each name at `key` that is not a method's, and the nearest
+    method.
+    """
     unknown = [name for name in names if name not in METHODS]
     allowed = f"must be one of {', '.join(METHODS)}"
     raise_faults([f"{key}: {show(name)}: {allowed}{suggest(name, METHODS)}" for name in unknown])
@@ -327,14 +494,19 @@ def check_methods(names: Iterable[str], key: str) -> None:
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     """Return the method `name` with its axes changed by `args`.
 
-    Keys of `args`: `schedule` 1f1b|1f1b_capped|dataflow, `turn` 0|1, `stash` true|false, `hogwild` {mean, max}, `constant_delay`
-    {updates}, `recompute` {segments}, the keys of ORDER_KEYS, and the keys in METHOD_OF_KEY. None means not given. Other keys
-    belong to update rules and are ignored. The config has checked the types of the values. Raise `BadInput` for an unknown name,
-    and for arguments that do not belong to the method.
+    Keys of `args`: `schedule` 1f1b|1f1b_capped|dataflow, `turn` 0|1, `stash` true|false, `hogwild`
+    {mean, max}, `constant_delay` {updates}, `recompute` {segments}, the keys of ORDER_KEYS, and the
+    keys in METHOD_OF_KEY. None means not given. Other keys belong to update rules and are ignored.
+    The config has checked the types of the values. Raise `BadInput` for an unknown name, and for
+    arguments that do not belong to the method.
     """
     check_methods([name], "method")
     method = METHODS[name]
-    settings = {key: args[key] for key in (*AXIS_KEYS, *METHOD_OF_KEY, *ORDER_KEYS) if args.get(key) is not None}
+    settings = {
+        key: args[key]
+        for key in (*AXIS_KEYS, *METHOD_OF_KEY, *ORDER_KEYS)
+        if args.get(key) is not None
+    }
     raise_faults(_find_misfits(method, settings))
     if method.order is not None:
         return replace(method, order=replace(method.order, **settings))
@@ -343,30 +515,45 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     if method.history is not None:
         beta = settings.get("nag")
         history = History(
-            settings.get("delay_bound"), settings.get("delays", History.LAWS[0]),
-            settings.get("order", History.ORDERS[0]), None if beta is None else float(beta),
-        )  # fmt: skip
+            settings.get("delay_bound"),
+            settings.get("delays", History.LAWS[0]),
+            settings.get("order", History.ORDERS[0]),
+            None if beta is None else float(beta),
+        )
         return replace(method, history=history)
     if method.rounds is not None:
         outer = {key: value for key, value in settings.get("outer", {}).items() if key != "name"}
         steps = settings.get("local_steps", Rounds.steps)
-        return replace(method, rounds=Rounds(settings.get("replicas"), steps, Outer(**outer) if "outer" in settings else None))
+        return replace(
+            method,
+            rounds=Rounds(
+                settings.get("replicas"), steps, Outer(**outer) if "outer" in settings else None
+            ),
+        )
     if method.structure is not None:
-        changes: Dict[str, Any] = {key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in settings.items()}
-        return replace(method, structure=replace(method.structure, **changes)) if changes else method
+        changes: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in settings.items()
+        }
+        return (
+            replace(method, structure=replace(method.structure, **changes)) if changes else method
+        )
     return _change_axes(method, settings)
 
 
-def find_method(method: Union[str, Method]) -> Method:
+def find_method(method: str | Method) -> Method:
     """Return the row of a method, which may be its name. Raise `BadInput` for an unknown name."""
     return method if isinstance(method, Method) else resolve_method(method)
 
 
 def _set_order(method: Method, settings: Mapping[str, Any]) -> Method:
-    """Let an asynchronous method run 1F1B on several stages of a device, with whole or split backwards."""
+    """Let an asynchronous method run 1F1B on several stages of a device, with whole or split
+    backwards.
+    """
     splits = bool(settings.get("split_backward"))
     order = Order(
-        settings.get("stages_per_device", 1), splits=splits, activation_limit=settings.get("activation_limit", 1.0)
+        settings.get("stages_per_device", 1),
+        splits=splits,
+        activation_limit=settings.get("activation_limit", 1.0),
     )
     if order.stages_per_device == 1 and not splits:
         return method
@@ -374,28 +561,44 @@ def _set_order(method: Method, settings: Mapping[str, Any]) -> Method:
 
 
 def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
-    """Return the method with another pipeline, turn, delay, version read by backwards, or recomputation."""
+    """Return the method with another pipeline, turn, delay, version read by backwards, or
+    recomputation.
+    """
     if "schedule" in settings:
         pipeline = Timeline(settings["schedule"])
-        method = replace(method, pipeline=pipeline, turn=method.turn if pipeline is Timeline.DATAFLOW else 0)
+        method = replace(
+            method, pipeline=pipeline, turn=method.turn if pipeline is Timeline.DATAFLOW else 0
+        )
     if "turn" in settings:
         method = replace(method, turn=settings["turn"])
     # the paper takes the gradient at the delayed weights, so both passes read the same version
     if "hogwild" in settings:
         mean = settings["hogwild"].get("mean")
-        means = None if mean is None else tuple(mean) if isinstance(mean, (list, tuple)) else (mean,)
+        means = (
+            None if mean is None else tuple(mean) if isinstance(mean, (list, tuple)) else (mean,)
+        )
         delay = Delay(settings["hogwild"]["max"], drawn=True, mean=means)
-        method = replace(method, forward_reads=Reads.DELAYED, backward_reads=Reads.STASHED, delay=delay)
+        method = replace(
+            method, forward_reads=Reads.DELAYED, backward_reads=Reads.STASHED, delay=delay
+        )
     if "constant_delay" in settings:
-        method = replace(method, forward_reads=Reads.DELAYED, delay=Delay.make_constant(settings["constant_delay"]["updates"]))
+        method = replace(
+            method,
+            forward_reads=Reads.DELAYED,
+            delay=Delay.make_constant(settings["constant_delay"]["updates"]),
+        )
     if "stash" in settings:
-        method = replace(method, backward_reads=Reads.STASHED if settings["stash"] else Reads.NEWEST)
+        method = replace(
+            method, backward_reads=Reads.STASHED if settings["stash"] else Reads.NEWEST
+        )
     if "recompute" in settings:
         method = replace(method, segments=settings["recompute"].get("segments") or 0)
         if method.backward_reads is not Reads.NEWEST or method.pipeline is not Timeline.DATAFLOW:
             raise BadInput(
-                f"method_args: recompute: {show(settings['recompute'])}: belongs to methods whose passes both read the"
-                " newest weights on the dataflow schedule (pipemare, pipelined_backprop); elsewhere set recompute: true"
+                f"method_args: recompute: {show(settings['recompute'])}: belongs to methods whose "
+                f"passes both read the"
+                " newest weights on the dataflow schedule (pipemare, pipelined_backprop); "
+                "elsewhere set recompute: true"
             )
     return method
 
@@ -405,10 +608,12 @@ def _format_key(key: str) -> str:
     return key if key == "stages_per_device" else f"method_args: {key}"
 
 
-def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
+def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
     """Return a line for every argument that does not fit the method or another argument."""
     reasons = {
-        key: f"belongs to {METHOD_OF_KEY[key]} only" for key in settings if METHOD_OF_KEY.get(key, method.name) != method.name
+        key: f"belongs to {METHOD_OF_KEY[key]} only"
+        for key in settings
+        if METHOD_OF_KEY.get(key, method.name) != method.name
     }
     default = 1 if method.order is None else method.order.stages_per_device
     changes_schedule = {"schedule", "turn", "hogwild", "constant_delay", "recompute"} & {*settings}
@@ -417,18 +622,29 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
     if is_fixed and settings.get("stages_per_device", default) != default:
         reasons["stages_per_device"] = f"{method.name} has {default} on each device"
     if settings.get("split_backward") and not takes_order:
-        reasons["split_backward"] = f"belongs to {' and '.join(ASYNCHRONOUS_WITH_ORDER)}, without another schedule, turn or delay"
+        reasons["split_backward"] = (
+            f"belongs to {' and '.join(ASYNCHRONOUS_WITH_ORDER)}, without another schedule, turn "
+            f"or delay"
+        )
     if (
         "activation_limit" in settings
         and method.name != "zb_auto"
         and not (takes_order and settings.get("split_backward"))
     ):
-        reasons["activation_limit"] = "belongs to zb_auto and to asynchronous methods with split_backward: true"
+        reasons["activation_limit"] = (
+            "belongs to zb_auto and to asynchronous methods with split_backward: true"
+        )
     fixed = _explain_fixed_axes(method)
     for key in (key for key in settings if key in AXIS_KEYS):
         if fixed is not None and not (method.predicts and key in ("schedule", "turn")):
             reasons[key] = fixed
-    delay_key = "hogwild" if "hogwild" in settings else "constant_delay" if "constant_delay" in settings else None
+    delay_key = (
+        "hogwild"
+        if "hogwild" in settings
+        else "constant_delay"
+        if "constant_delay" in settings
+        else None
+    )
     pipeline = Timeline(settings.get("schedule", method.pipeline))
     if not reasons:
         if "turn" in settings and pipeline is not Timeline.DATAFLOW:
@@ -436,16 +652,23 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
         if delay_key == "hogwild" and "constant_delay" in settings:
             reasons["hogwild"] = "cannot be combined with constant_delay, which fixes the delays"
         if delay_key is not None and "recompute" in settings:
-            reasons[delay_key] = "cannot be combined with recompute, whose weights are defined by the pipeline's own delays"
+            reasons[delay_key] = (
+                "cannot be combined with recompute, whose weights are defined by the pipeline's "
+                "own delays"
+            )
         if settings.get("delays") == "schedule":
             if settings.get("order") != "schedule":
-                reasons["delays"] = "PipeDream's delays need PipeDream's order of updates: set order: schedule"
+                reasons["delays"] = (
+                    "PipeDream's delays need PipeDream's order of updates: set order: schedule"
+                )
             if "delay_bound" in settings:
                 reasons["delay_bound"] = "delays: schedule has PipeDream's own bound: leave it out"
-    return [f"{_format_key(key)}: {show(settings[key])}: {reason}" for key, reason in reasons.items()]
+    return [
+        f"{_format_key(key)}: {show(settings[key])}: {reason}" for key, reason in reasons.items()
+    ]
 
 
-def _explain_fixed_axes(method: Method) -> Optional[str]:
+def _explain_fixed_axes(method: Method) -> str | None:
     """Return the reason why the method's schedule and reads cannot be changed, None if they can."""
     if method.structure is not None:
         return f"{method.name} trains blocks by their own losses: no gradient is stale"
@@ -454,7 +677,10 @@ def _explain_fixed_axes(method: Method) -> Optional[str]:
     if method.rounds is not None:
         return f"{method.name} has its own schedule and reads no old weights"
     if method.flushes:
-        return f"{method.name} drains the pipeline before every update: its schedule and its weights are fixed"
+        return (
+            f"{method.name} drains the pipeline before every update: its schedule and its "
+            f"weights are fixed"
+        )
     if method.forward_reads is Reads.DOUBLE_BUFFERED:
         return f"{method.name} is 1F1B with exactly two weight versions: neither can be changed"
     if method.predicts:
@@ -463,42 +689,62 @@ def _explain_fixed_axes(method: Method) -> Optional[str]:
 
 
 def check_sizes(method: Method, stages: int, microbatches: int, accumulate: int) -> None:
-    """Raise `BadInput`, with every fault, unless P `stages`, M `microbatches` and N = `accumulate` are possible.
+    """Raise `BadInput`, with every fault, unless P `stages`, M `microbatches` and N = `accumulate`
+    are possible.
 
     M need not be a multiple of N: a last batch that is not full makes no update.
     """
     faults = [
         f"{key}: {show(value)}: must be an integer >= 1"
-        for key, value in (("stages", stages), ("microbatches", microbatches), ("accumulate", accumulate))
+        for key, value in (
+            ("stages", stages),
+            ("microbatches", microbatches),
+            ("accumulate", accumulate),
+        )
         if type(value) is not int or value < 1
     ]
     if not faults and method.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < stages:
         faults.append(
-            f"accumulate: {accumulate}: {method.name} keeps two weight versions, which suffice only with at least as"
+            f"accumulate: {accumulate}: {method.name} keeps two weight versions, which suffice "
+            f"only with at least as"
             f" many microbatches per update as stages, here {stages}"
         )
     if not faults and method.rounds is not None and method.rounds.outer is not None:
-        outer, steps, key = method.rounds.outer, method.rounds.steps, "method_args.outer"
+        outer = method.rounds.outer
+        steps = method.rounds.steps
+        key = "method_args.outer"
         fragments = outer.count_fragments(stages)
         interval = steps // fragments
         if fragments > stages:
-            faults.append(f"{key}.fragments: {fragments}: a fragment is a group of stages: must be at most {stages}")
+            faults.append(
+                f"{key}.fragments: {fragments}: a fragment is a group of stages: must be at most "
+                f"{stages}"
+            )
         elif steps % fragments:
-            faults.append(f"method_args.local_steps: {steps}: must be a multiple of the {fragments} fragments of outer")
+            faults.append(
+                f"method_args.local_steps: {steps}: must be a multiple of the {fragments} "
+                f"fragments of outer"
+            )
         else:
             if outer.offset >= fragments:
-                faults.append(f"{key}.offset: {outer.offset}: must be below {fragments}, the fragments")
+                faults.append(
+                    f"{key}.offset: {outer.offset}: must be below {fragments}, the fragments"
+                )
             if outer.delay >= interval:
-                faults.append(f"{key}.delay: {outer.delay}: must be below {interval}, the steps between two")
+                faults.append(
+                    f"{key}.delay: {outer.delay}: must be below {interval}, the steps between two"
+                )
     table = method.delay.table if method.delay is not None else None
     if not faults and table is not None and [len(row) for row in table] != [accumulate] * stages:
         faults.append(
-            f"method_args.constant_delay.updates: {[list(row) for row in table]}: must have a row for each of {stages}"
+            f"method_args.constant_delay.updates: {[list(row) for row in table]}: must have a row "
+            f"for each of {stages}"
             f" stages, with a delay for each of {accumulate} microbatches of an update"
         )
     if not faults and method.order is not None and stages % method.order.stages_per_device:
         faults.append(
-            f"stages: {stages}: must be a multiple of the {method.order.stages_per_device} stages on each device of"
+            f"stages: {stages}: must be a multiple of the {method.order.stages_per_device} stages "
+            f"on each device of"
             f" {method.name}"
         )
     raise_faults(faults)

@@ -1,7 +1,8 @@
 """Schedules as frozen, checked data: the stage and the slot of each pass of each microbatch.
 
-A schedule of thousands of stages and microbatches is small because it consists of *runs*: within a run the slot of microbatch m
-is affine in m. PipeDream on three stages; stage 0 has the runs F+ (fill), F (steady) and B:
+A schedule of thousands of stages and microbatches is small because it consists of *runs*: within a
+run the slot of microbatch m is affine in m. PipeDream on three stages; stage 0 has the runs F+
+(fill), F (steady) and B:
 
     slot     0   1   2   3   4   5   6   7   8   9   10  11
     stage 0  F0  F1  F2  .   .   B0* F3  B1* F4  B2* F5  ...      F+  m = 0, 1, 2   in slot m
@@ -10,7 +11,8 @@ is affine in m. PipeDream on three stages; stage 0 has the runs F+ (fill), F (st
 
 * an update follows. A *stretch* is the part of a schedule from one empty pipeline to the next.
 
-Slots, stages, microbatches and updates count from 0. Symbols: P stages, M microbatches, N microbatches per update.
+Slots, stages, microbatches and updates count from 0. Symbols: P stages, M microbatches, N
+microbatches per update.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,60 +41,77 @@ from ipu_pipe.schedule.runs import (
 
 
 class SlotHolds(Enum):
-    """The passes that a device can do in one slot: ONE pass, or BOTH a forward and then a backward (whole or one half)."""
+    """The passes that a device can do in one slot: ONE pass, or BOTH a forward and then a backward
+    (whole or one half).
+    """
 
     ONE = "one"
     BOTH = "both"
 
 
-def list_stages(placement: Sequence[int], device: int) -> List[int]:
+def list_stages(placement: Sequence[int], device: int) -> list[int]:
     """Return the stages of a device."""
     return [stage for stage, other in enumerate(placement) if other == device]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
-    """A schedule of P `stages` and M `microbatches` with an update every N = `accumulate` microbatches.
+    """A schedule of P `stages` and M `microbatches` with an update every N = `accumulate`
+    microbatches.
 
-    Updates are not listed: U(k) follows the pass that completes batch k, in the same slot; an incomplete last batch has none.
-    `stretches`, from an empty pipeline to an empty one, follow one another without a gap. `local`: no backward needs a backward
-    of another stage. `placement`: the device of each stage; empty: stage s is on device s. `name`: that of its method.
-    `read_versions`: of a table of this schedule's weight versions, for its drawing in a notebook. Raise `BadInput`, naming the
-    action, unless the schedule can run; the proof works on the compact form.
+    Updates are not listed: U(k) follows the pass that completes batch k, in the same slot; an
+    incomplete last batch has none. `stretches`, from an empty pipeline to an empty one, follow one
+    another without a gap. `local`: no backward needs a backward of another stage. `placement`: the
+    device of each stage; empty: stage s is on device s. `name`: that of its method.
+    `read_versions`: of a table of this schedule's weight versions, for its drawing in a notebook.
+    Raise `BadInput`, naming the action, unless the schedule can run; the proof works on the compact
+    form.
     """
 
     stages: int
     microbatches: int
     accumulate: int
     slot_holds: SlotHolds
-    stretches: Tuple[Stretch, ...]
+    stretches: tuple[Stretch, ...]
     local: bool = False
-    placement: Tuple[int, ...] = ()
+    placement: tuple[int, ...] = ()
     name: str = "rows"
-    read_versions: Optional[ReadVersions] = None
+    read_versions: ReadVersions | None = None
 
     def __repr__(self) -> str:
         """Return the sizes: the dataclass's own text would be the arrays of all runs."""
-        sizes = f"{self.stages} stages, {self.microbatches} microbatches, accumulate {self.accumulate}"
+        sizes = (
+            f"{self.stages} stages, {self.microbatches} microbatches, accumulate {self.accumulate}"
+        )
         return f"Schedule({self.name}, {sizes}, {self.slot_count} slots)"
 
     def __post_init__(self) -> None:
         if self.placement and len(self.placement) != self.stages:
             raise BadInput(
-                f"schedule: placement: {len(self.placement)} devices: must be one for each of {self.stages} stages"
+                f"schedule: placement: {len(self.placement)} devices: must be one for each of "
+                f"{self.stages} stages"
             )
-        slot, microbatch, distinct = 0, 0, {}
+        slot = 0
+        microbatch = 0
+        distinct = {}
         for stretch in self.stretches:
-            assert stretch.first_slot == slot and stretch.first_microbatch == microbatch, "stretches follow without a gap"
+            assert stretch.first_slot == slot and stretch.first_microbatch == microbatch, (
+                "stretches follow without a gap"
+            )
             assert stretch.repeats >= 1 and stretch.microbatches >= 1
-            slot, microbatch = stretch.end_slot, stretch.end_microbatch
+            slot = stretch.end_slot
+            microbatch = stretch.end_microbatch
             # equal stretches need one proof
             distinct[stretch.microbatches, stretch.runs.tobytes(), stretch.slots] = stretch
         assert microbatch == self.microbatches, "stretches hold all microbatches"
-        assert len({stretch.passes for stretch in self.stretches}) == 1, "backwards are whole, or all are split"
+        assert len({stretch.passes for stretch in self.stretches}) == 1, (
+            "backwards are whole, or all are split"
+        )
         both = self.slot_holds is SlotHolds.BOTH
         for stretch in map(Stretch.spell_out_middle, distinct.values()):
-            fault = _find_missing(stretch, self.stages) or _find_disorder(stretch, self.stages, both, self.local)
+            fault = _find_missing(stretch, self.stages) or _find_disorder(
+                stretch, self.stages, both, self.local
+            )
             fault = fault or _find_collision(stretch, both, self.placement)
             if fault:
                 raise BadInput(f"schedule: {fault}")
@@ -102,7 +121,8 @@ class Schedule:
     def _refuse_late_updates(self) -> None:
         """Raise `BadInput` if a stage would complete a batch after the next one."""
         for stretch in self.stretches:
-            # a batch may lie in several repetitions, which begin at the same place of a batch again after this many
+            # a batch may lie in several repetitions, which begin at the same place of a batch again
+            # after this many
             repeats = min(stretch.repeats, self.accumulate + 1)
             first = stretch.first_microbatch // self.accumulate
             last = (stretch.first_microbatch + repeats * stretch.microbatches) // self.accumulate
@@ -116,7 +136,7 @@ class Schedule:
     # ---- sizes
 
     @property
-    def passes(self) -> Tuple[Kind, ...]:
+    def passes(self) -> tuple[Kind, ...]:
         """The passes of every microbatch on every stage: PASSES or SPLIT_PASSES."""
         return self.stretches[0].passes
 
@@ -136,18 +156,22 @@ class Schedule:
         return self.find_whole(np.arange(self.microbatches))
 
     def find_whole(self, microbatch: IntArray, stages: slice = ALL_STAGES) -> NDArray[np.bool_]:
-        """Return which backwards (P, n) of these microbatches, (n,), are one pass in a schedule of split backwards."""
+        """Return which backwards (P, n) of these microbatches, (n,), are one pass in a schedule of
+        split backwards.
+        """
         height = len(range(*stages.indices(self.stages)))
         is_whole = np.zeros((height, len(microbatch)), np.bool_)
         for stretch in self.stretches:
-            inside = (stretch.first_microbatch <= microbatch) & (microbatch < stretch.end_microbatch)
+            inside = (stretch.first_microbatch <= microbatch) & (
+                microbatch < stretch.end_microbatch
+            )
             if stretch.whole is not None and inside.any():
                 local = (microbatch[inside] - stretch.first_microbatch) % stretch.microbatches
                 is_whole[:, inside] = stretch.whole[stages][:, local]
         return is_whole
 
     @property
-    def device_of_stage(self) -> Tuple[int, ...]:
+    def device_of_stage(self) -> tuple[int, ...]:
         """The device of each stage."""
         return self.placement or tuple(range(self.stages))
 
@@ -156,8 +180,10 @@ class Schedule:
         """The passes that a device can do in a slot: 1, or 2 if a slot holds both."""
         return 2 if self.slot_holds is SlotHolds.BOTH else 1
 
-    def busy_share(self, first_slot: int = 0, last_slot: Optional[int] = None) -> float:
-        """Return the share of devices' time spent in passes within the slots [first_slot, last_slot), by default all."""
+    def busy_share(self, first_slot: int = 0, last_slot: int | None = None) -> float:
+        """Return the share of devices' time spent in passes within the slots [first_slot,
+        last_slot), by default all.
+        """
         end = self.slot_count if last_slot is None else last_slot
         edges = np.array([first_slot, end])
         done = sum(int(np.diff(self.count_before(kind, edges)).sum()) for kind in self.passes)
@@ -168,7 +194,7 @@ class Schedule:
         """Whether every stage completes the microbatches in order; only rows of a file may not."""
         return all(stretch.tables[self.passes[-1]].is_in_order() for stretch in self.stretches)
 
-    def get_drain_interval(self, k: int) -> Tuple[int, int]:
+    def get_drain_interval(self, k: int) -> tuple[int, int]:
         """Return the range [first, end) of updates between the drains before and after update k.
 
         It is only update k if the pipeline drains within its batch.
@@ -176,7 +202,8 @@ class Schedule:
         N = self.accumulate
         for stretch in self.stretches:
             if stretch.first_microbatch <= k * N < stretch.end_microbatch:
-                updates, first = max(stretch.microbatches // N, 1), stretch.first_microbatch // N
+                updates = max(stretch.microbatches // N, 1)
+                first = stretch.first_microbatch // N
                 first += (k - first) // updates * updates
                 return first, first + updates
         raise AssertionError(f"no update {k}")
@@ -185,61 +212,99 @@ class Schedule:
         """Return, for each microbatch (n,), the first one after the drain before it."""
         begin = np.zeros_like(microbatch)
         for stretch in self.stretches:
-            inside = (stretch.first_microbatch <= microbatch) & (microbatch < stretch.end_microbatch)
-            begin[inside] = microbatch[inside] - (microbatch[inside] - stretch.first_microbatch) % stretch.microbatches
+            inside = (stretch.first_microbatch <= microbatch) & (
+                microbatch < stretch.end_microbatch
+            )
+            begin[inside] = (
+                microbatch[inside]
+                - (microbatch[inside] - stretch.first_microbatch) % stretch.microbatches
+            )
         return begin
 
     # ---- microbatch -> slot and back
 
     def slots(self, kind: Kind, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
-        """Return the slots (P, last - first) of the `kind` of microbatches (for UPDATE: updates) [first, last)."""
+        """Return the slots (P, last - first) of the `kind` of microbatches (for UPDATE: updates)
+        [first, last).
+        """
         if kind is not Kind.UPDATE:
             return self._find_slots(kind, np.arange(first, last), stages)
         if self.in_order:
-            return self._find_slots(self.passes[-1], np.arange(first + 1, last + 1) * self.accumulate - 1, stages)
+            return self._find_slots(
+                self.passes[-1], np.arange(first + 1, last + 1) * self.accumulate - 1, stages
+            )
         ends = self.slots(self.passes[-1], first * self.accumulate, last * self.accumulate, stages)
         batches = ends.reshape(ends.shape[0], last - first, self.accumulate)
         completed: IntArray = batches.max(axis=2, initial=0)
         return completed
 
     def _find_slots(self, kind: Kind, index: IntArray, stages: slice) -> IntArray:
-        assert len(index) == 0 or (0 <= index[0] and index[-1] < self.microbatches), "microbatch out of range"
+        assert len(index) == 0 or (0 <= index[0] and index[-1] < self.microbatches), (
+            "microbatch out of range"
+        )
         slots = find_slots(self.stretches, kind, index, stages)
-        return np.zeros((len(range(*stages.indices(self.stages))), 0), np.int64) if slots is None else slots
+        return (
+            np.zeros((len(range(*stages.indices(self.stages))), 0), np.int64)
+            if slots is None
+            else slots
+        )
 
     def count_before(self, kind: Kind, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """Count the `kind` on each stage (P, n) before the slots `slot`, (n,) or a row per stage (P, n)."""
+        """Count the `kind` on each stage (P, n) before the slots `slot`, (n,) or a row per stage
+        (P, n).
+        """
         if kind is not Kind.UPDATE:
-            return count_before(self.stretches, kind, slot, stages, len(range(*stages.indices(self.stages))))
+            return count_before(
+                self.stretches, kind, slot, stages, len(range(*stages.indices(self.stages)))
+            )
         ended = self.count_before(self.passes[-1], slot, stages) // self.accumulate
         if self.in_order or not ended.size or not self.update_count:
             return ended
-        # of the stretch that is running at the first slot: all updates of earlier stretches are made
+        # of the stretch that is running at the first slot: all updates of earlier stretches are
+        # made
         first = self.get_drain_interval(min(int(ended.min()), self.update_count - 1))[0]
-        updates = self.slots(Kind.UPDATE, first, min(int(ended.max()) + 1, self.update_count), stages)
+        updates = self.slots(
+            Kind.UPDATE, first, min(int(ended.max()) + 1, self.update_count), stages
+        )
         slot_rows = np.broadcast_to(slot, (updates.shape[0], slot.shape[-1]))
         counts = np.stack([np.searchsorted(row, slots) for row, slots in zip(updates, slot_rows)])
         return first + counts.astype(np.int64)
 
     # ---- slots as grids
 
-    def spell_out(self, first_slot: int, last_slot: int, stages: slice = ALL_STAGES) -> Dict[Kind, GridArray]:
-        """Return, by kind, the microbatch of every stage in the slots [first_slot, last_slot), (P, slots), -1 for none."""
-        height, width = len(range(*stages.indices(self.stages))), last_slot - first_slot
+    def spell_out(
+        self, first_slot: int, last_slot: int, stages: slice = ALL_STAGES
+    ) -> dict[Kind, GridArray]:
+        """Return, by kind, the microbatch of every stage in the slots [first_slot, last_slot), (P,
+        slots), -1 for none.
+        """
+        height = len(range(*stages.indices(self.stages)))
+        width = last_slot - first_slot
         grids = {kind: np.full((height, width), -1, np.int32) for kind in self.passes}
         for stretch in self.stretches:
-            start, stop = max(first_slot, stretch.first_slot), min(last_slot, stretch.end_slot)
+            start = max(first_slot, stretch.first_slot)
+            stop = min(last_slot, stretch.end_slot)
             if start < stop:
                 for kind, grid in grids.items():
-                    fill_grid(stretch, kind, start, stop, stages, grid[:, start - first_slot : stop - first_slot])
+                    fill_grid(
+                        stretch,
+                        kind,
+                        start,
+                        stop,
+                        stages,
+                        grid[:, start - first_slot : stop - first_slot],
+                    )
         return grids
 
     def update_grid(self, first_slot: int, last_slot: int, stages: slice = ALL_STAGES) -> GridArray:
-        """Return the update that every stage makes in the slots [first_slot, last_slot), (P, slots), -1 for none."""
+        """Return the update that every stage makes in the slots [first_slot, last_slot), (P,
+        slots), -1 for none.
+        """
         height = len(range(*stages.indices(self.stages)))
         grid = np.full((height, last_slot - first_slot), -1, np.int32)
         counts = self.count_before(Kind.UPDATE, np.array([first_slot, last_slot]), stages)
-        first, last = int(counts[:, 0].min()), int(counts[:, 1].max())
+        first = int(counts[:, 0].min())
+        last = int(counts[:, 1].max())
         if last == first:
             return grid
         slots = self.slots(Kind.UPDATE, first, last, stages) - first_slot
@@ -248,8 +313,12 @@ class Schedule:
         grid[row, slots[inside]] = first + column
         return grid
 
-    def cells(self, stage: int, first_slot: int = 0, last_slot: Optional[int] = None) -> List[Optional[str]]:
-        """Return one stage's slots as text: "F0", "B3", "F5 B2" for a slot with both, None for an idle slot."""
+    def cells(
+        self, stage: int, first_slot: int = 0, last_slot: int | None = None
+    ) -> list[str | None]:
+        """Return one stage's slots as text: "F0", "B3", "F5 B2" for a slot with both, None for an
+        idle slot.
+        """
         end = self.slot_count if last_slot is None else last_slot
         grids = self.spell_out(first_slot, end, slice(stage, stage + 1))
         if any(stretch.whole is not None for stretch in self.stretches):
@@ -257,11 +326,15 @@ class Schedule:
             is_whole = np.append(self.is_whole[stage], False)
             first_half = grids[Kind.INPUT_GRADIENT]
             grids = {
-                kind: np.where(is_whole[grid] & (kind is not Kind.FORWARD), -1, grid) for kind, grid in grids.items()
+                kind: np.where(is_whole[grid] & (kind is not Kind.FORWARD), -1, grid)
+                for kind, grid in grids.items()
             }
             # a whole backward is drawn in the first of its slots
             grids[Kind.BACKWARD] = np.where(is_whole[first_half], first_half, -1)
-        words = ([f"{kind.value}{m}" if m >= 0 else "" for m in grid[0].tolist()] for kind, grid in grids.items())
+        words = (
+            [f"{kind.value}{m}" if m >= 0 else "" for m in grid[0].tolist()]
+            for kind, grid in grids.items()
+        )
         return [" ".join(filter(None, cell)) or None for cell in zip(*words)]
 
     def _repr_html_(self) -> str:
@@ -271,79 +344,115 @@ class Schedule:
 
     def peak_activations(
         self, weight_share: float = 1.0, sizes: Sequence[float] = (), placement: Sequence[int] = ()
-    ) -> List[float]:
+    ) -> list[float]:
         """Return the peak activations of each device, in microbatches of all its stages.
 
-        A forward adds its stage's share and a whole backward frees it. Of a split backward the input gradient frees all but
-        `weight_share` of it, and the weight gradient the rest. In a slot with two passes the forward is first. `sizes`: the
-        size of a microbatch on each stage, instead of equal shares; `placement`: the device of each stage, instead of the
-        schedule's own.
+        A forward adds its stage's share and a whole backward frees it. Of a split backward the
+        input gradient frees all but `weight_share` of it, and the weight gradient the rest. In a
+        slot with two passes the forward is first. `sizes`: the size of a microbatch on each stage,
+        instead of equal shares; `placement`: the device of each stage, instead of the schedule's
+        own.
         """
-        counts, device_of = self.count_at_peak(weight_share, sizes, placement), tuple(placement) or self.device_of_stage
+        counts = self.count_at_peak(weight_share, sizes, placement)
+        device_of = tuple(placement) or self.device_of_stage
         share = list(sizes) or [1 / device_of.count(device) for device in device_of]
-        return [sum(counts[s] * share[s] for s in list_stages(device_of, device)) for device in sorted(set(device_of))]
+        return [
+            sum(counts[s] * share[s] for s in list_stages(device_of, device))
+            for device in sorted(set(device_of))
+        ]
 
     def count_at_peak(
         self, weight_share: float = 1.0, sizes: Sequence[float] = (), placement: Sequence[int] = ()
-    ) -> List[float]:
-        """Return the microbatches of each stage at its device's peak; arguments as in `peak_activations`."""
+    ) -> list[float]:
+        """Return the microbatches of each stage at its device's peak; arguments as in
+        `peak_activations`.
+        """
         changes = dict.fromkeys(self.passes, -1.0)
         if len(self.passes) > len(PASSES):
             changes = {self.passes[1]: weight_share - 1, self.passes[2]: -weight_share}
         changes[Kind.FORWARD] = 1.0
         device_of = tuple(placement) or self.device_of_stage
         share = list(sizes) or [1 / device_of.count(device) for device in device_of]
-        peaks, counts = dict.fromkeys(device_of, 0.0), [0.0] * self.stages
-        # a stretch is in its steady state long before `reach`; stretches of equal length and slots are equal
+        peaks = dict.fromkeys(device_of, 0.0)
+        counts = [0.0] * self.stages
+        # a stretch is in its steady state long before `reach`; stretches of equal length and slots
+        # are equal
         reach = 2 * int(self.max_in_flight().max()) + 4 * (self.stages + self.accumulate)
-        for stretch in {(stretch.microbatches, stretch.slots): stretch for stretch in self.stretches}.values():
+        for stretch in {
+            (stretch.microbatches, stretch.slots): stretch for stretch in self.stretches
+        }.values():
             first = stretch.first_microbatch
             last = first + min(reach, stretch.microbatches)
             # the second moment of a slot is for the pass after the forward
-            moments = [2 * self.slots(kind, first, last) + (kind is not Kind.FORWARD) for kind in self.passes]
+            moments = [
+                2 * self.slots(kind, first, last) + (kind is not Kind.FORWARD)
+                for kind in self.passes
+            ]
             for device in peaks:
                 stages = list_stages(device_of, device)
                 moment = np.concatenate([table[stages].ravel() for table in moments])
-                change = np.concatenate([
-                    np.repeat([changes[kind] * share[stage] for stage in stages], last - first) for kind in self.passes
-                ])
+                change = np.concatenate(
+                    [
+                        np.repeat([changes[kind] * share[stage] for stage in stages], last - first)
+                        for kind in self.passes
+                    ]
+                )
                 order = np.argsort(moment, kind="stable")
                 load = np.cumsum(change[order])
                 peak = int(load.argmax())
                 if load[peak] > peaks[device]:
                     peaks[device], before = float(load[peak]), order[: peak + 1] // (last - first)
                     for row, stage in enumerate(stages):
-                        done = np.bincount(before[before % len(stages) == row] // len(stages), minlength=len(self.passes))
-                        counts[stage] = sum(changes[kind] * int(n) for kind, n in zip(self.passes, done))
+                        done = np.bincount(
+                            before[before % len(stages) == row] // len(stages),
+                            minlength=len(self.passes),
+                        )
+                        counts[stage] = sum(
+                            changes[kind] * int(n) for kind, n in zip(self.passes, done)
+                        )
         return counts
 
     def max_in_flight(self) -> IntArray:
-        """Return the peak number of microbatches (P,) between their forward and their last pass on a stage.
+        """Return the peak number of microbatches (P,) between their forward and their last pass on
+        a stage.
 
         They are counted right after a forward; in a slot with two passes before the second one.
         """
-        return np.asarray(np.max([count_most_in_flight(stretch) for stretch in self.stretches], axis=0))
+        return np.asarray(
+            np.max([count_most_in_flight(stretch) for stretch in self.stretches], axis=0)
+        )
 
 
 # ---- the proof that a schedule can run, on the compact form
 #
-# A run is an arithmetic progression. If the slots of a pass and of its need are both affine in the microbatch, their order at the
-# ends of the runs proves it for all microbatches between. Two runs of a device share a slot only if their progressions meet.
+# A run is an arithmetic progression. If the slots of a pass and of its need are both affine in the
+# microbatch, their order at the # ends of the runs proves it for all microbatches between. Two runs
+# of a device share a slot only if their progressions meet.
 
 
-def _find_missing(stretch: Stretch, stages: int) -> Optional[str]:
-    """Return a fault unless every stage does each pass of each microbatch once, within the stretch's slots."""
+def _find_missing(stretch: Stretch, stages: int) -> str | None:
+    """Return a fault unless every stage does each pass of each microbatch once, within the
+    stretch's slots.
+    """
     for kind, table in stretch.short_tables.items():
         if table.first.shape[0] > stages:
-            return f"{Action(kind, 0, table.first.shape[0] - 1)}: there are {stages} stages, counted from 0"
+            return (
+                f"{Action(kind, 0, table.first.shape[0] - 1)}: there are {stages} stages, "
+                f"counted from 0"
+            )
         if table.first.shape[0] < stages:
             return f"{Action(kind, stretch.first_microbatch, stages - 1)} is missing"
         expected = np.cumsum(table.count, axis=1)
         starts = np.concatenate([np.zeros((stages, 1), np.int64), expected], axis=1)
-        wrong = starts != np.concatenate([table.first, np.full((stages, 1), stretch.microbatches)], axis=1)
+        wrong = starts != np.concatenate(
+            [table.first, np.full((stages, 1), stretch.microbatches)], axis=1
+        )
         if wrong.any():
             stage, k = _locate_first(wrong)
-            return f"{Action(kind, stretch.first_microbatch + int(starts[stage, k]), stage)} is missing or appears twice"
+            return (
+                f"{Action(kind, stretch.first_microbatch + int(starts[stage, k]), stage)} is "
+                f"missing or appears twice"
+            )
         outside = (table.count > 0) & ((table.low < 0) | (table.high >= stretch.slots))
         if outside.any():
             stage, k = _locate_first(outside)
@@ -352,19 +461,25 @@ def _find_missing(stretch: Stretch, stages: int) -> Optional[str]:
     return None
 
 
-def _find_disorder(stretch: Stretch, stages: int, both: bool, local: bool) -> Optional[str]:
-    """Return a fault unless every pass comes after its needs, checked at the ends of the runs of both."""
+def _find_disorder(stretch: Stretch, stages: int, both: bool, local: bool) -> str | None:
+    """Return a fault unless every pass comes after its needs, checked at the ends of the runs of
+    both.
+    """
     for kind in stretch.passes:
         for need, offset in get_pass_needs(kind, local):
-            low, high = max(0, -offset), stages - max(0, offset)
+            low = max(0, -offset)
+            high = stages - max(0, offset)
             if low >= high:
                 continue
-            later, earlier = slice(low, high), slice(low + offset, high + offset)
-            this, other = stretch.short_tables[kind], stretch.short_tables[need]
+            later = slice(low, high)
+            earlier = slice(low + offset, high + offset)
+            this = stretch.short_tables[kind]
+            other = stretch.short_tables[need]
             ends = [this.first[later], (this.first + this.count - 1)[later]]
             ends += [other.first[earlier], (other.first + other.count - 1)[earlier]]
             index = np.clip(np.concatenate(ends, axis=1), 0, stretch.microbatches - 1)
-            slot, needed = this.find_slots(index, later), other.find_slots(index, earlier)
+            slot = this.find_slots(index, later)
+            needed = other.find_slots(index, earlier)
             wrong = slot < needed if both and offset == 0 else slot <= needed
             if wrong.any():
                 row, k = _locate_first(wrong)
@@ -372,28 +487,36 @@ def _find_disorder(stretch: Stretch, stages: int, both: bool, local: bool) -> Op
                 action = Action(kind, microbatch, low + row)
                 before = Action(need, microbatch, low + row + offset)
                 return (
-                    f"{action} is in slot {stretch.first_slot + int(slot[row, k])}, but needs {before},"
+                    f"{action} is in slot {stretch.first_slot + int(slot[row, k])}, but needs "
+                    f"{before},"
                     f" which is in slot {stretch.first_slot + int(needed[row, k])}"
                 )
     return None
 
 
-def _find_collision(stretch: Stretch, both: bool, placement: Sequence[int]) -> Optional[str]:
-    """Return a fault unless a slot holds at most one action of a device, or a forward and one other pass."""
+def _find_collision(stretch: Stretch, both: bool, placement: Sequence[int]) -> str | None:
+    """Return a fault unless a slot holds at most one action of a device, or a forward and one other
+    pass.
+    """
     devices = sorted(set(placement))
     forward, *others = stretch.short_tables.values()
     groups = [[forward], others] if both else [[forward, *others]]
     for group in groups:
         low, stride, count = (
-            np.concatenate([getattr(table, name) for table in group], axis=1) for name in ("low", "stride", "count")
+            np.concatenate([getattr(table, name) for table in group], axis=1)
+            for name in ("low", "stride", "count")
         )
         if devices:
             rows = [list_stages(placement, device) for device in devices]
             low, stride, count = (
-                _join_rows(table, rows, empty) for table, empty in ((low, 0), (stride, 1), (count, 0))
+                _join_rows(table, rows, empty)
+                for table, empty in ((low, 0), (stride, 1), (count, 0))
             )
-        # rows of many short runs are written by hand; sorting all their slots is cheaper than comparing all pairs
-        shared = (_find_shared_slot if low.shape[1] <= 16 else _find_shared_slot_by_sorting)(low, stride, count)
+        # rows of many short runs are written by hand; sorting all their slots is cheaper than
+        # comparing all pairs
+        shared = (_find_shared_slot if low.shape[1] <= 16 else _find_shared_slot_by_sorting)(
+            low, stride, count
+        )
         if shared is not None:
             row, slot = shared
             who = f"device {devices[row]}" if devices else f"stage {row}"
@@ -402,18 +525,22 @@ def _find_collision(stretch: Stretch, both: bool, placement: Sequence[int]) -> O
 
 
 def _join_rows(table: IntArray, rows: Sequence[Sequence[int]], empty: int) -> IntArray:
-    """Return the runs (P, K) of all stages of a device in one row per device, filled up with `empty`."""
+    """Return the runs (P, K) of all stages of a device in one row per device, filled up with
+    `empty`.
+    """
     joined = np.full((len(rows), max(map(len, rows)) * table.shape[1]), empty, np.int64)
     for row, stages in enumerate(rows):
         joined[row, : len(stages) * table.shape[1]] = table[stages].ravel()
     return joined
 
 
-def _find_shared_slot(low: IntArray, stride: IntArray, count: IntArray) -> Optional[Tuple[int, int]]:
+def _find_shared_slot(low: IntArray, stride: IntArray, count: IntArray) -> tuple[int, int] | None:
     """Return a (stage, slot) that two runs of a stage share, or None; arrays (P, runs)."""
     for k in range(1, low.shape[1]):
-        a, d = low[:, k : k + 1], stride[:, k : k + 1]
-        b, e = low[:, :k], stride[:, :k]
+        a = low[:, k : k + 1]
+        d = stride[:, k : k + 1]
+        b = low[:, :k]
+        e = stride[:, :k]
         last = np.minimum(a + d * (count[:, k : k + 1] - 1), b + e * (count[:, :k] - 1))
         start = np.maximum(a, b)
         # the first slot of run k from `start` on
@@ -431,18 +558,22 @@ def _find_shared_slot(low: IntArray, stride: IntArray, count: IntArray) -> Optio
     return None
 
 
-def _find_shared_slot_by_sorting(low: IntArray, stride: IntArray, count: IntArray) -> Optional[Tuple[int, int]]:
+def _find_shared_slot_by_sorting(
+    low: IntArray, stride: IntArray, count: IntArray
+) -> tuple[int, int] | None:
     """Return the same as `_find_shared_slot`, by sorting all slots."""
     for stage in range(low.shape[0]):
         runs = zip(low[stage].tolist(), stride[stage].tolist(), count[stage].tolist())
-        slots = np.sort(np.concatenate([start + step * np.arange(length) for start, step, length in runs]))
+        slots = np.sort(
+            np.concatenate([start + step * np.arange(length) for start, step, length in runs])
+        )
         twice = slots[1:][slots[1:] == slots[:-1]]
         if len(twice):
             return stage, int(twice[0])
     return None
 
 
-def _locate_first(mask: NDArray[np.bool_]) -> Tuple[int, int]:
+def _locate_first(mask: NDArray[np.bool_]) -> tuple[int, int]:
     """Return row and column of the first true cell."""
     row, column = np.unravel_index(int(np.argmax(mask)), mask.shape)
     return int(row), int(column)

@@ -1,16 +1,17 @@
 """Make the schedule of a method: which stage runs which pass in which slot.
 
-A schedule consists of stretches, each from an empty pipeline to an empty one. Every pipeline here is a function that gives a
-stretch as runs (slots affine in the microbatch, `runs.py`), under a drawing of it; methods given by an order of each device are
-laid out by `_make_ordered`. P stages, M microbatches, N microbatches per update; s and m are a stage and a microbatch; slots
-count from 0. The size of a stretch is its number of microbatches.
+A schedule consists of stretches, each from an empty pipeline to an empty one. Every pipeline here
+is a function that gives a stretch as runs (slots affine in the microbatch, `runs.py`), under a
+drawing of it; methods given by an order of each device are laid out by `_make_ordered`. P stages, M
+microbatches, N microbatches per update; s and m are a stage and a microbatch; slots count from 0.
+The size of a stretch is its number of microbatches.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import groupby
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Callable, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -27,26 +28,29 @@ FORWARD, BACKWARD = PASSES
 # (number of slots, runs) of a pipeline from empty to empty
 SlotsAndRuns = Tuple[int, RunArray]
 
-# the most steps between two averages of local_sgd with fewer replicas than stages: each is a run, checked one by one
+# the most steps between two averages of local_sgd with fewer replicas than stages: each is a run,
+# checked one by one
 MOST_STEPS_OF_ROUND = 5_000
 # the updates of an open schedule, more than any run makes; a schedule's size is that of its runs
 OPEN = 1 << 40
 
 
 def make_schedule(
-    method: Union[str, Method],
+    method: str | Method,
     stages: int,
     microbatches: int,
     accumulate: int,
     drains: Sequence[int] = (),
     synchronous: int = 0,
 ) -> Schedule:
-    """Make the schedule of `method` for P `stages`, M `microbatches` and N = `accumulate` microbatches per update.
+    """Make the schedule of `method` for P `stages`, M `microbatches` and N = `accumulate`
+    microbatches per update.
 
-    `method`: its name, or the row that `resolve_method` returns, with other settings. `drains`: microbatches, multiples of N,
-    before which the pipeline drains and refills (evaluation, checkpoints); a method that flushes is empty there anyway.
-    `synchronous`: the number of microbatches at the start, a multiple of N, that run as in GPipe (PipeMare's warm-up, W).
-    Raise `BadInput` for an unknown name and for impossible sizes (see `check_sizes`).
+    `method`: its name, or the row that `resolve_method` returns, with other settings. `drains`:
+    microbatches, multiples of N, before which the pipeline drains and refills (evaluation,
+    checkpoints); a method that flushes is empty there anyway. `synchronous`: the number of
+    microbatches at the start, a multiple of N, that run as in GPipe (PipeMare's warm-up, W). Raise
+    `BadInput` for an unknown name and for impossible sizes (see `check_sizes`).
     """
     method = find_method(method)
     check_sizes(method, stages, microbatches, accumulate)
@@ -64,7 +68,7 @@ def make_schedule(
     warm = min(synchronous, microbatches)
     if warm % accumulate and warm < microbatches:
         raise BadInput(f"synchronous: {warm}: must be a multiple of accumulate ({accumulate})")
-    stretches: List[Stretch] = []
+    stretches: list[Stretch] = []
     for pipeline, count in ((Timeline.FILL_DRAIN, warm), (method.pipeline, microbatches - warm)):
         definition = PIPELINES[pipeline]
         if pipeline is Timeline.LOCAL_SGD:
@@ -72,8 +76,10 @@ def make_schedule(
             interval = method.rounds.interval(stages)
             if accumulate < stages and interval > MOST_STEPS_OF_ROUND:
                 raise BadInput(
-                    f"method_args.local_steps: {method.rounds.steps}: replicas synchronize after {interval} steps: must be at"
-                    f" most {MOST_STEPS_OF_ROUND} with fewer replicas ({accumulate}) than stages ({stages})"
+                    f"method_args.local_steps: {method.rounds.steps}: replicas synchronize after "
+                    f"{interval} steps: must be at"
+                    f" most {MOST_STEPS_OF_ROUND} with fewer replicas ({accumulate}) than stages "
+                    f"({stages})"
                 )
             sizes = _split_into_rounds(drains, count, accumulate, interval * accumulate)
         elif definition.longest is None:
@@ -86,17 +92,23 @@ def make_schedule(
             if size and repeats:
                 repeated = 0
                 if pipeline is Timeline.LOCAL_SHARED and accumulate > 1:
-                    # each batch is a run: lay out enough of them to fill the pipeline, and repeat one in the middle
+                    # each batch is a run: lay out enough of them to fill the pipeline, and repeat
+                    # one in the middle
                     laid_out = (2 * stages + 4) * accumulate + size % accumulate
                     repeated = max(size - laid_out, 0)
                 third = accumulate if definition.by_accumulate else turn
                 slots, runs = definition.stretch(stages, size - repeated, third)
-                first_slot, first = (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
+                first_slot, first = (
+                    (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
+                )
                 stretch = Stretch(first_slot, first, repeats, slots, size - repeated, runs)
                 stretches.append(stretch.lengthen(repeated, accumulate) if repeated else stretch)
     definition = PIPELINES[method.pipeline]
-    holds, local = definition.slot_holds, definition.local
-    return Schedule(stages, microbatches, accumulate, holds, tuple(stretches), local, name=method.name)
+    holds = definition.slot_holds
+    local = definition.local
+    return Schedule(
+        stages, microbatches, accumulate, holds, tuple(stretches), local, name=method.name
+    )
 
 
 def open_schedule(
@@ -104,30 +116,53 @@ def open_schedule(
 ) -> Schedule:
     """Make a schedule whose end is not known yet: its last stretch goes on for `OPEN` updates.
 
-    `drains`: the updates before which the pipeline has drained so far; `synchronous`: the updates at the start
-    that run as in GPipe. The versions that passes read before a drain do not depend on what follows, so a run may
-    begin with an open schedule, and drain by making another one with the update of the drain as its last.
+    `drains`: the updates before which the pipeline has drained so far; `synchronous`: the updates
+    at the start that run as in GPipe. The versions that passes read before a drain do not depend on
+    what follows, so a run may begin with an open schedule, and drain by making another one with the
+    update of the drain as its last.
     """
     marks = [update * accumulate for update in drains]
-    return make_schedule(method, stages, OPEN * accumulate, accumulate, marks, synchronous * accumulate)
+    return make_schedule(
+        method, stages, OPEN * accumulate, accumulate, marks, synchronous * accumulate
+    )
 
 
 def _make_ordered(
-    method: Method, stages: int, microbatches: int, accumulate: int, sizes: Sequence[Tuple[int, int]]
+    method: Method,
+    stages: int,
+    microbatches: int,
+    accumulate: int,
+    sizes: Sequence[tuple[int, int]],
 ) -> Schedule:
-    """Make the schedule of a method that is given by its devices' orders; `sizes`: as `_split_at_drains` returns them."""
-    stretches: List[Stretch] = []
-    placement: Tuple[int, ...] = ()
+    """Make the schedule of a method that is given by its devices' orders; `sizes`: as
+    `_split_at_drains` returns them.
+    """
+    stretches: list[Stretch] = []
+    placement: tuple[int, ...] = ()
     for size, repeats in sizes:
         if size and repeats:
             stretch, placement = _lay_out_order(method, stages, size)
-            first_slot, first = (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
-            stretches.append(replace(stretch, first_slot=first_slot, first_microbatch=first, repeats=repeats))
-    return Schedule(stages, microbatches, accumulate, SlotHolds.ONE, tuple(stretches), placement=placement, name=method.name)
+            first_slot, first = (
+                (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
+            )
+            stretches.append(
+                replace(stretch, first_slot=first_slot, first_microbatch=first, repeats=repeats)
+            )
+    return Schedule(
+        stages,
+        microbatches,
+        accumulate,
+        SlotHolds.ONE,
+        tuple(stretches),
+        placement=placement,
+        name=method.name,
+    )
 
 
-def _lay_out_order(method: Method, stages: int, size: int) -> Tuple[Stretch, Tuple[int, ...]]:
-    """Return a stretch of `size` microbatches and its placement; a long stretch repeats its steady middle."""
+def _lay_out_order(method: Method, stages: int, size: int) -> tuple[Stretch, tuple[int, ...]]:
+    """Return a stretch of `size` microbatches and its placement; a long stretch repeats its steady
+    middle.
+    """
     order = method.order
     assert order is not None
     period = get_period(order, stages)
@@ -139,10 +174,15 @@ def _lay_out_order(method: Method, stages: int, size: int) -> Tuple[Stretch, Tup
     return (stretch.lengthen(repeated, period) if repeated else stretch), rows.placement
 
 
-def _split_at_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
-    """Return the stretches between drains as pairs (size, number of consecutive stretches of that size)."""
+def _split_at_drains(
+    drains: Sequence[int], microbatches: int, accumulate: int
+) -> list[tuple[int, int]]:
+    """Return the stretches between drains as pairs (size, number of consecutive stretches of that
+    size).
+    """
     faults = [
-        f"drains: {drain}: must be a multiple of accumulate ({accumulate}) from 0 to {microbatches} microbatches"
+        f"drains: {drain}: must be a multiple of accumulate ({accumulate}) from 0 to "
+        f"{microbatches} microbatches"
         for drain in drains
         if drain % accumulate or not 0 <= drain <= microbatches
     ]
@@ -152,31 +192,42 @@ def _split_at_drains(drains: Sequence[int], microbatches: int, accumulate: int) 
     return [(size, len(list(equal))) for size, equal in groupby(sizes)]
 
 
-def _split_into_rounds(drains: Sequence[int], microbatches: int, accumulate: int, longest: int) -> List[Tuple[int, int]]:
-    """Return the rounds of at most `longest` microbatches as pairs (see `_split_at_drains`); each drain ends one."""
-    rounds: List[Tuple[int, int]] = []
+def _split_into_rounds(
+    drains: Sequence[int], microbatches: int, accumulate: int, longest: int
+) -> list[tuple[int, int]]:
+    """Return the rounds of at most `longest` microbatches as pairs (see `_split_at_drains`); each
+    drain ends one.
+    """
+    rounds: list[tuple[int, int]] = []
     for size, repeats in _split_at_drains(drains, microbatches, accumulate):
         whole, rest = divmod(size, longest)
-        rounds += [(longest, whole * repeats)] if not rest else [(longest, whole), (rest, 1)] * repeats
+        rounds += (
+            [(longest, whole * repeats)] if not rest else [(longest, whole), (rest, 1)] * repeats
+        )
     return rounds
 
 
 def compute_utilization(method: Method, stages: int, accumulate: int) -> float:
-    """Return the planned busy share in the steady state, or of a whole batch or round with its bubbles if the pipeline drains."""
+    """Return the planned busy share in the steady state, or of a whole batch or round with its
+    bubbles if the pipeline drains.
+    """
     if method.flushes or method.rounds is not None:
         batches = 1 if method.rounds is None else method.rounds.steps
         return make_schedule(method, stages, batches * accumulate, accumulate).busy_share()
     # pipelines that never drain repeat every one or two slots, or with each batch, from slot 3P on
     period = accumulate + (stages > 1) if method.pipeline is Timeline.LOCAL_SHARED else 2
-    start, microbatches = 3 * stages, 4 * stages + 2 + period
+    start = 3 * stages
+    microbatches = 4 * stages + 2 + period
     if method.order is not None:
-        start, period = 9 * stages * method.order.stages_per_device, stages * (3 if method.order.splits else 2)
+        start = 9 * stages * method.order.stages_per_device
+        period = stages * (3 if method.order.splits else 2)
         microbatches = 12 * stages
     return make_schedule(method, stages, microbatches, accumulate).busy_share(start, start + period)
 
 
-def amortize_utilization(phases: Sequence[Tuple[float, float]]) -> float:
-    """Return the utilization sum(E) / sum(E/u) of a run in phases, each of length E > 0 and utilization u in (0, 1].
+def amortize_utilization(phases: Sequence[tuple[float, float]]) -> float:
+    """Return the utilization sum(E) / sum(E/u) of a run in phases, each of length E > 0 and
+    utilization u in (0, 1].
 
     For example, asynchronous epochs (u = 1) after synchronous ones (PipeMare, W).
     """
@@ -185,11 +236,13 @@ def amortize_utilization(phases: Sequence[Tuple[float, float]]) -> float:
 
 # ---- the pipelines
 #
-# All take P, M and a third number: N where the table below says `by_accumulate`, otherwise the turn, which only `_dataflow` uses.
+# All take P, M and a third number: N where the table below says `by_accumulate`, otherwise the
+# turn, which only `_dataflow` uses.
 
 
 def _fill_drain(P: int, M: int, turn: int) -> SlotsAndRuns:
-    """Run all forwards of the batch, then all backwards in the order of the forwards: GPipe's trapezoids. P = 3, M = 3:
+    """Run all forwards of the batch, then all backwards in the order of the forwards: GPipe's
+    trapezoids. P = 3, M = 3:
 
     stage 0  F0  F1  F2  .   .   .   .   B0  B1  B2
     stage 1  .   F0  F1  F2  .   .   B0  B1  B2  .
@@ -218,20 +271,24 @@ def _capped_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
 
 
 def _alternating_backwards(P: int, M: int) -> RunArray:
-    """Return the backwards of every 1F1B timeline: the last stage turns a microbatch around at once, every second slot."""
+    """Return the backwards of every 1F1B timeline: the last stage turns a microbatch around at
+    once, every second slot.
+    """
     s = np.arange(P)
     return make_runs(s, BACKWARD, 0, M, 2 * P - 1 - s, 2)
 
 
 def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
-    """Keep at most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead (F2). P = 3, M = 4:
+    """Keep at most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead
+    (F2). P = 3, M = 4:
 
     stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
     stage 1  .   F0  F1  F2  B0  .   B1  F3  B2  .   B3  .
     stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
 
-    The first P microbatches enter one per slot, later ones every second slot. Of the first P a stage forwards `ahead` as they
-    arrive, until its first backward is ready, and the rest in the slots between backwards.
+    The first P microbatches enter one per slot, later ones every second slot. Of the first P a
+    stage forwards `ahead` as they arrive, until its first backward is ready, and the rest in the
+    slots between backwards.
     """
     s = np.arange(P)
     ahead = np.minimum(np.minimum(P, 2 * (P - s) - 1), M)
@@ -245,23 +302,26 @@ def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
 def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
     """Run `_pipedream_1f1b` over the steps of a round, with R replicas (N here) in turn.
 
-    A replica's next step begins on a stage when its previous one is done there. P = 3, R = 2, two steps each:
+    A replica's next step begins on a stage when its previous one is done there. P = 3, R = 2, two
+    steps each:
 
     stage 0  F0  F1  .   .   .   B0  F2  B1  F3  .   .   B2  .   B3
     stage 1  .   F0  F1  .   B0  .   B1  F2  .   F3  B2  .   B3  .
     stage 2  .   .   F0  B0  F1  B1  .   .   F2  B2  F3  B3  .   .
 
-    The next round is a stretch of its own, which begins when the last backward has left stage 0. With as many replicas as stages
-    no replica waits for its own step. With fewer, a step takes 2P slots, and after the first step replicas follow one another
-    every second slot.
+    The next round is a stretch of its own, which begins when the last backward has left stage 0.
+    With as many replicas as stages no replica waits for its own step. With fewer, a step takes 2P
+    slots, and after the first step replicas follow one another every second slot.
     """
     if accumulate >= P or M <= accumulate:
         return _pipedream_1f1b(P, M, 0)
     s = np.arange(P)
     _, first = _pipedream_1f1b(P, accumulate, 0)
-    runs, slots = [first], 0
+    runs = [first]
+    slots = 0
     for begin in range(accumulate, M, accumulate):
-        count, slot = min(accumulate, M - begin), 2 * P * (begin // accumulate)
+        count = min(accumulate, M - begin)
+        slot = 2 * P * (begin // accumulate)
         runs.append(make_runs(s, FORWARD, begin, count, slot + s, 2))
         runs.append(make_runs(s, BACKWARD, begin, count, slot + 2 * P - 1 - s, 2))
         slots = slot + 2 * P + 2 * (count - 1)
@@ -269,12 +329,14 @@ def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
 
 
 def _dataflow(P: int, M: int, turn: int) -> SlotsAndRuns:
-    """Run in every step a forward of the arrived activations and a backward of the arrived gradient. P = 2, M = 3:
+    """Run in every step a forward of the arrived activations and a backward of the arrived
+    gradient. P = 2, M = 3:
 
     turn 0  stage 0  F0     F1     F2 B0  B1     B2         turn 1  stage 0  F0     F1     F2     B0     B1     B2
             stage 1  .      F0 B0  F1 B1  F2 B2  .                  stage 1  .      F0     F1 B0  F2 B1  B2     .
 
-    The last stage's two passes of a microbatch share the step (turn 0), or are a step apart (turn 1).
+    The last stage's two passes of a microbatch share the step (turn 0), or are a step apart (turn
+    1).
     """
     s = np.arange(P)
     forward = make_runs(s, FORWARD, 0, M, s, 1)
@@ -283,7 +345,8 @@ def _dataflow(P: int, M: int, turn: int) -> SlotsAndRuns:
 
 
 def _local(P: int, M: int, turn: int) -> SlotsAndRuns:
-    """Run in every step a forward of the arrived activations and then its backward from the stage's own loss. P = 3, M = 4:
+    """Run in every step a forward of the arrived activations and then its backward from the stage's
+    own loss. P = 3, M = 4:
 
     stage 0  F0 B0  F1 B1  F2 B2  F3 B3  .      .
     stage 1  .      F0 B0  F1 B1  F2 B2  F3 B3  .
@@ -294,7 +357,8 @@ def _local(P: int, M: int, turn: int) -> SlotsAndRuns:
 
 
 def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
-    """Run as `_local`, but begin a batch only after the next stage has done the previous one. P = 3, M = 4, N = 2:
+    """Run as `_local`, but begin a batch only after the next stage has done the previous one. P =
+    3, M = 4, N = 2:
 
     stage 0  F0 B0  F1 B1  .      F2 B2  F3 B3  .      .
     stage 1  .      F0 B0  F1 B1  .      F2 B2  F3 B3  .
@@ -309,26 +373,28 @@ def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
     else:
         runs = []
         for first in range(0, M, accumulate):
-            count, slot = min(accumulate, M - first), first + wait * (first // accumulate)
+            count = min(accumulate, M - first)
+            slot = first + wait * (first // accumulate)
             runs += [make_runs(s, kind, first, count, slot + s, 1) for kind in PASSES]
     return M + wait * ((M - 1) // accumulate) + P - 1, np.concatenate(runs)
 
 
 class PipelineDefinition(NamedTuple):
-    """A pipeline from empty to empty: its `stretch` (slots and runs) as a function of P, M and the turn, or N if `by_accumulate`.
+    """A pipeline from empty to empty: its `stretch` (slots and runs) as a function of P, M and the
+    turn, or N if `by_accumulate`.
 
-    `longest`: the most microbatches of a stretch as a function of N; None: it never drains. `slot_holds` and `local` as in
-    `Schedule`.
+    `longest`: the most microbatches of a stretch as a function of N; None: it never drains.
+    `slot_holds` and `local` as in `Schedule`.
     """
 
     stretch: Callable[[int, int, int], SlotsAndRuns]
-    longest: Optional[Callable[[int], int]] = None
+    longest: Callable[[int], int] | None = None
     slot_holds: SlotHolds = SlotHolds.ONE
     local: bool = False
     by_accumulate: bool = False
 
 
-PIPELINES: Dict[Timeline, PipelineDefinition] = {
+PIPELINES: dict[Timeline, PipelineDefinition] = {
     Timeline.SEQUENTIAL: PipelineDefinition(_fill_drain, lambda accumulate: 1),
     Timeline.FILL_DRAIN: PipelineDefinition(_fill_drain, lambda accumulate: accumulate),
     Timeline.ONE_F_ONE_B_FLUSH: PipelineDefinition(_capped_1f1b, lambda accumulate: accumulate),

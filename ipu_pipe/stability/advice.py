@@ -1,17 +1,22 @@
-"""The largest stable learning rate of each stage of a run, its margin, and the changes of method that would raise it.
+"""The largest stable learning rate of each stage of a run, its margin, and the changes of method
+that would raise it.
 
-The theory covers one direction of a quadratic at a time; for a network it is a guide. A rate that is stable along the sharpest
-direction is stable along every flatter one (`ipu_pipe.stability.roots.find_largest_stable_step`); the curvature of a network
-grows in training.
+The theory covers one direction of a quadratic at a time; for a network it is a guide. A rate that
+is stable along the sharpest direction is stable along every flatter one
+(`ipu_pipe.stability.roots.find_largest_stable_step`); the curvature of a network grows in training.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
-from ipu_pipe.stability.recurrences import Recurrence, compute_discrepancy_decay, compute_spike_coefficients
+from ipu_pipe.stability.recurrences import (
+    Recurrence,
+    compute_discrepancy_decay,
+    compute_spike_coefficients,
+)
 from ipu_pipe.stability.roots import derive_loop_gain, find_largest_stable_step
 
 
@@ -19,8 +24,9 @@ from ipu_pipe.stability.roots import derive_loop_gain, find_largest_stable_step
 class StageDynamics:
     """The update rule of one stage in a run.
 
-    `updates`: its recurrence for curvature 1 and rate 1, whose first read is the forward's. `rate`: the greatest learning rate of
-    the stage after all rules. `curvature`: the greatest curvature of the model or of the stage, or 1 for rates times curvature.
+    `updates`: its recurrence for curvature 1 and rate 1, whose first read is the forward's. `rate`:
+    the greatest learning rate of the stage after all rules. `curvature`: the greatest curvature of
+    the model or of the stage, or 1 for rates times curvature.
     """
 
     index: int
@@ -35,7 +41,9 @@ class StageDynamics:
 
 
 class Remedy(NamedTuple):
-    """A change of method_args or of the optimizer, and the largest stable rate and margin that the stage would have with it."""
+    """A change of method_args or of the optimizer, and the largest stable rate and margin that the
+    stage would have with it.
+    """
 
     change: str
     largest_rate: float
@@ -43,18 +51,20 @@ class Remedy(NamedTuple):
 
 
 class StabilityMargin(NamedTuple):
-    """The largest stable rate of a stage, and that rate over its own (`margin`; unstable below 1). Best remedy first."""
+    """The largest stable rate of a stage, and that rate over its own (`margin`; unstable below 1).
+    Best remedy first.
+    """
 
     stage: StageDynamics
     largest_rate: float
     margin: float
-    remedies: Tuple[Remedy, ...]
+    remedies: tuple[Remedy, ...]
 
 
-def compute_margins(stages: Sequence[StageDynamics]) -> List[StabilityMargin]:
+def compute_margins(stages: Sequence[StageDynamics]) -> list[StabilityMargin]:
     """Return the margin of each stage, as if the whole sharpest direction lay in that stage."""
     # the largest stable rates for curvature 1; many stages have the same recurrence
-    limits: Dict[Recurrence, float] = {}
+    limits: dict[Recurrence, float] = {}
 
     def find_limit(updates: Recurrence, curvature: float) -> float:
         if updates not in limits:
@@ -72,7 +82,9 @@ def compute_margins(stages: Sequence[StageDynamics]) -> List[StabilityMargin]:
             if changed is not None and changed != (stage.updates, 1.0):
                 recurrence, rate_factor = changed
                 limit = find_limit(recurrence, stage.curvature)
-                remedies.append(Remedy(name, limit, _compute_margin(limit, stage.rate * rate_factor)))
+                remedies.append(
+                    Remedy(name, limit, _compute_margin(limit, stage.rate * rate_factor))
+                )
         better = sorted((r for r in remedies if r.margin > margin * 1.01), key=lambda r: -r.margin)
         margins.append(StabilityMargin(stage, largest, margin, tuple(better)))
     return margins
@@ -83,10 +95,13 @@ def find_largest_joint_rate(
 ) -> float:
     """Return the largest stable `base` rate with the delays of all stages at once.
 
-    The rates of the stages differ from `base` by constant factors; `shares` are the stages' shares of the sharpest direction.
+    The rates of the stages differ from `base` by constant factors; `shares` are the stages' shares
+    of the sharpest direction.
     """
     parts = [
-        stage.updates._replace(share=share, rate=stage.rate / base) for stage, share in zip(stages, shares) if share > 0
+        stage.updates._replace(share=share, rate=stage.rate / base)
+        for stage, share in zip(stages, shares)
+        if share > 0
     ]
     return find_largest_stable_step(derive_loop_gain(*parts)) / curvature
 
@@ -101,14 +116,15 @@ def _compute_margin(largest: float, rate: float) -> float:
 Change = Callable[[Recurrence], Optional[Tuple[Recurrence, float]]]
 
 
-def _lower_rate(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+def _lower_rate(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
     """Apply T1, as at its first update."""
     return (recurrence, 1 / recurrence.reads[0].delay) if recurrence.reads[0].delay > 1 else None
 
 
-def _correct_discrepancy(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+def _correct_discrepancy(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
     """Apply T2, if the passes read different weights and no other rule corrects this."""
-    forward, rest = recurrence.reads[0], recurrence.reads[1:]
+    forward = recurrence.reads[0]
+    rest = recurrence.reads[1:]
     if not rest or forward.horizon or any(read.correction for read in rest):
         return None
     reads = tuple(read._replace(correction=float(forward.delay - read.delay)) for read in rest)
@@ -116,21 +132,27 @@ def _correct_discrepancy(recurrence: Recurrence) -> Optional[Tuple[Recurrence, f
     return recurrence._replace(reads=(forward, *reads), decay=decay), 1.0
 
 
-def _stash_weights(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+def _stash_weights(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
     if len(recurrence.reads) < 2:
         return None
     sensitivity = sum(read.sensitivity for read in recurrence.reads)
-    return recurrence._replace(reads=(recurrence.reads[0]._replace(sensitivity=sensitivity),), decay=0.0), 1.0
+    return recurrence._replace(
+        reads=(recurrence.reads[0]._replace(sensitivity=sensitivity),), decay=0.0
+    ), 1.0
 
 
-def _compensate_spike(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
-    if not recurrence.momentum or not recurrence.reads[0].delay or (recurrence.velocity, recurrence.gradient) != (1.0, 0.0):
+def _compensate_spike(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
+    if (
+        not recurrence.momentum
+        or not recurrence.reads[0].delay
+        or (recurrence.velocity, recurrence.gradient) != (1.0, 0.0)
+    ):
         return None
     a, b = compute_spike_coefficients(recurrence.momentum, recurrence.reads[0].delay)
     return recurrence._replace(velocity=a, gradient=b), 1.0
 
 
-def _predict_weights(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+def _predict_weights(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
     forward = recurrence.reads[0]
     if not forward.delay or forward.horizon or any(read.correction for read in recurrence.reads):
         return None
@@ -138,13 +160,15 @@ def _predict_weights(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float
     return recurrence._replace(reads=(predicted, *recurrence.reads[1:])), 1.0
 
 
-def _compensate_and_predict(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
+def _compensate_and_predict(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
     compensated = _compensate_spike(recurrence)
     return None if compensated is None else _predict_weights(compensated[0])
 
 
-def _drop_momentum(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]:
-    """Drop the momentum, at the rate with which a gradient adds up to the same amount in the end."""
+def _drop_momentum(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
+    """Drop the momentum, at the rate with which a gradient adds up to the same amount in the
+    end.
+    """
     if not recurrence.momentum or recurrence.reads[0].by_velocity:
         return None
     rate_factor = recurrence.velocity / (1 - recurrence.momentum) + recurrence.gradient
@@ -152,7 +176,7 @@ def _drop_momentum(recurrence: Recurrence) -> Optional[Tuple[Recurrence, float]]
 
 
 # rules by their config key
-CHANGES: Dict[str, Change] = {
+CHANGES: dict[str, Change] = {
     "t1": _lower_rate,
     "t2": _correct_discrepancy,
     "stash": _stash_weights,
@@ -163,21 +187,27 @@ CHANGES: Dict[str, Change] = {
 }
 
 
-def describe_margins(margins: Sequence[StabilityMargin]) -> List[str]:
-    """Return sentences on the stage with the smallest margin: its distance from the limit, and rules that would help."""
+def describe_margins(margins: Sequence[StabilityMargin]) -> list[str]:
+    """Return sentences on the stage with the smallest margin: its distance from the limit, and
+    rules that would help.
+    """
     worst = min(margins, key=lambda margin: margin.margin)
     subject = f"stage {worst.stage.index} (delay {worst.stage.delay} updates)"
     unstable = sum(margin.margin < 1 for margin in margins)
     if worst.margin < 1:
         lines = [
-            f"{unstable} of {len(margins)} stages exceed their largest stable learning rate, {subject} the most: its rate"
-            f" {worst.stage.rate:.3g} is {1 / worst.margin:.3g} times the limit {worst.largest_rate:.3g}"
+            f"{unstable} of {len(margins)} stages exceed their largest stable learning rate, "
+            f"{subject} the most: its rate"
+            f" {worst.stage.rate:.3g} is {1 / worst.margin:.3g} times the limit "
+            f"{worst.largest_rate:.3g}"
         ]
     else:
         lines = [
-            f"no stage exceeds its largest stable learning rate; the closest is {subject}, at 1/{worst.margin:.3g} of it"
+            f"no stage exceeds its largest stable learning rate; the closest is {subject}, at "
+            f"1/{worst.margin:.3g} of it"
         ]
     return lines + [
-        f"with {r.change} its largest stable rate would be {r.largest_rate:.3g}, {r.margin:.3g} times its rate"
+        f"with {r.change} its largest stable rate would be {r.largest_rate:.3g}, {r.margin:.3g} "
+        f"times its rate"
         for r in worst.remedies[:3]
     ]

@@ -1,4 +1,5 @@
-"""Gradient descent with stale weights on a quadratic, as a record of numbers. The rules of the papers are such records.
+"""Gradient descent with stale weights on a quadratic, as a record of numbers. The rules of the
+papers are such records.
 
 Along one direction of a loss, of curvature h, one update is
 
@@ -11,15 +12,17 @@ A read with a delay of D updates sees, all taken at t - D, one of
 
     w        w + T (w_t - w_{t-1})        w - step T v        w - n delta
 
-When a direction is spread over several stages, each stage has its own record and a `share` of the direction (the shares add up to
-1). The reads of all stages make one gradient; each stage gets its share of it and steps by `rate` times the step.
+When a direction is spread over several stages, each stage has its own record and a `share` of the
+direction (the shares add up to 1). The reads of all stages make one gradient; each stage gets its
+share of it and steps by `rate` times the step.
 
-Sources: PipeMare (Yang et al. 2021), section 3 and appendices B and D; Kosson et al. 2021, sections 3.2 to 3.5 and appendix D.
+Sources: PipeMare (Yang et al. 2021), section 3 and appendices B and D; Kosson et al. 2021, sections
+3.2 to 3.5 and appendix D.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,8 +33,8 @@ Floats = NDArray[np.float64]
 class DelayedRead(NamedTuple):
     """One read of the weight, `delay` updates old, that enters the gradient `sensitivity` times.
 
-    The weight is predicted over `horizon` updates (from the velocity if `by_velocity`, else from the last update), or
-    corrected by `correction` times delta.
+    The weight is predicted over `horizon` updates (from the velocity if `by_velocity`, else from
+    the last update), or corrected by `correction` times delta.
     """
 
     sensitivity: float
@@ -44,7 +47,7 @@ class DelayedRead(NamedTuple):
 class Recurrence(NamedTuple):
     """The updates of one stage along one direction. The module docstring defines the letters."""
 
-    reads: Tuple[DelayedRead, ...]
+    reads: tuple[DelayedRead, ...]
     momentum: float = 0.0  # m
     velocity: float = 1.0  # a
     gradient: float = 0.0  # b
@@ -53,16 +56,19 @@ class Recurrence(NamedTuple):
     rate: float = 1.0
 
 
-def compute_spike_coefficients(momentum: float, delay: float) -> Tuple[float, float]:
-    """Return (a, b) of spike compensation SC_D: m^D and (1 - m^D) / (1 - m) (Kosson et al. 2021, equation 14)."""
+def compute_spike_coefficients(momentum: float, delay: float) -> tuple[float, float]:
+    """Return (a, b) of spike compensation SC_D: m^D and (1 - m^D) / (1 - m) (Kosson et al. 2021,
+    equation 14).
+    """
     decayed = momentum**delay
     return decayed, (1 - decayed) / (1 - momentum)
 
 
-def compute_discrepancy_decay(decay: Optional[float], delay: float) -> float:
+def compute_discrepancy_decay(decay: float | None, delay: float) -> float:
     """Return gamma of T2 for forward and backward weights that are `delay` updates apart.
 
-    It is decay^(1/delay), or for None the optimum on a quadratic, 1 - 2/(delay + 1) (PipeMare, section 3.2 and equation 14).
+    It is decay^(1/delay), or for None the optimum on a quadratic, 1 - 2/(delay + 1) (PipeMare,
+    section 3.2 and equation 14).
     """
     return 1 - 2 / (delay + 1) if decay is None else float(decay) ** (1 / delay)
 
@@ -70,15 +76,17 @@ def compute_discrepancy_decay(decay: Optional[float], delay: float) -> float:
 def make_delayed_sgd(
     delay: int,
     momentum: float = 0.0,
-    spike: Tuple[float, float] = (1.0, 0.0),
+    spike: tuple[float, float] = (1.0, 0.0),
     horizon: float = 0.0,
     by_velocity: bool = False,
     curvature: float = 1.0,
 ) -> Recurrence:
-    """Return SGD with momentum whose gradient is `delay` updates old (Kosson et al. 2021, equations 28 to 31).
+    """Return SGD with momentum whose gradient is `delay` updates old (Kosson et al. 2021, equations
+    28 to 31).
 
-    With the defaults this is GDM; `spike` (a, b) makes it GSC, `horizon` T makes it LWP, both make it LWP_w + GSC or, with
-    `by_velocity`, LWP_v + GSC. Without momentum it is PipeMare's plain model (its equation 1).
+    With the defaults this is GDM; `spike` (a, b) makes it GSC, `horizon` T makes it LWP, both make
+    it LWP_w + GSC or, with `by_velocity`, LWP_v + GSC. Without momentum it is PipeMare's plain
+    model (its equation 1).
     """
     return Recurrence((DelayedRead(curvature, delay, horizon, by_velocity),), momentum, *spike)
 
@@ -87,14 +95,15 @@ def make_pipemare(
     forward: int,
     backward: int = 0,
     discrepancy: float = 0.0,
-    decay: Optional[float] = None,
-    recompute: Optional[Tuple[int, float]] = None,
+    decay: float | None = None,
+    recompute: tuple[int, float] | None = None,
     curvature: float = 1.0,
     momentum: float = 0.0,
 ) -> Recurrence:
     """Return PipeMare's model of a forward and a backward that read different weights (equation 5).
 
-    The read with the `forward` delay has the sensitivity curvature + Delta (`discrepancy`), the one with the `backward` delay
+    The read with the `forward` delay has the sensitivity curvature + Delta (`discrepancy`), the one
+    with the `backward` delay
     -Delta. With `recompute` = (delay, Phi) the backward has -(Delta - Phi) and the recomputation -Phi (appendix D.1). With
     `decay` (gamma) T2 corrects the last two; None leaves T2 out.
     """
@@ -108,19 +117,26 @@ def make_pipemare(
         correct(phi - discrepancy, backward),
         correct(-phi, recompute_delay),
     ]
-    return Recurrence(tuple(read for read in reads if read.sensitivity), momentum, decay=decay or 0.0)
+    return Recurrence(
+        tuple(read for read in reads if read.sensitivity), momentum, decay=decay or 0.0
+    )
 
 
 # ---- the same updates carried out one by one: the characteristic equation is checked against this
 
 
 def simulate(
-    *stages: Recurrence, steps: ArrayLike, updates: int, start: float = 1.0, noise: Optional[Floats] = None
+    *stages: Recurrence,
+    steps: ArrayLike,
+    updates: int,
+    start: float = 1.0,
+    noise: Floats | None = None,
 ) -> Floats:
-    """Return w after each update, shape (updates + 1, *steps.shape); for several stages the sum of theirs.
+    """Return w after each update, shape (updates + 1, *steps.shape); for several stages the sum of
+    theirs.
 
-    Before the first update everything is at rest at `start`. `noise`, shape (updates, ...), is subtracted from the gradients
-    (PipeMare's eta). Overflow shows as infinity or not-a-number.
+    Before the first update everything is at rest at `start`. `noise`, shape (updates, ...), is
+    subtracted from the gradients (PipeMare's eta). Overflow shows as infinity or not-a-number.
     """
     step = np.asarray(steps, np.float64)
     weights = [[np.full(step.shape, start * stage.share)] for stage in stages]
@@ -156,11 +172,13 @@ def simulate(
 
 
 def compute_impulse_response(stage: Recurrence, times: int) -> Floats:
-    """Return the contribution of a gradient of 1, computed at time 0, to the update at each of `times` times, for a step of 1.
+    """Return the contribution of a gradient of 1, computed at time 0, to the update at each of
+    `times` times, for a step of 1.
 
     It arrives after the delay of the first read (Kosson et al. 2021, Figure 3).
     """
-    v, response = 0.0, []
+    v = 0.0
+    response = []
     for t in range(times):
         g = 1.0 if t == stage.reads[0].delay else 0.0
         v = stage.momentum * v + g

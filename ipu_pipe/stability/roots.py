@@ -1,31 +1,33 @@
-"""The characteristic equation of a recurrence, 1 + step L(z) = 0: root radii, stable steps and half-lives.
+"""The characteristic equation of a recurrence, 1 + step L(z) = 0: root radii, stable steps and
+half-lives.
 
-Solutions grow as z^t, so a step is stable if all roots lie inside the unit circle. With W and V the transforms of w and v,
-v_{t+1} = z V = z G / (z - m) and delta = (1 - gamma) (z - 1) / (z - gamma) W, so that each read adds to the loop gain L,
-times the share and the rate of its stage,
+Solutions grow as z^t, so a step is stable if all roots lie inside the unit circle. With W and V the
+transforms of w and v, v_{t+1} = z V = z G / (z - m) and delta = (1 - gamma) (z - 1) / (z - gamma)
+W, so that each read adds to the loop gain L, times the share and the rate of its stage,
 
     sensitivity z^-D (a z + b (z - m)) / ((z - 1) (z - m))       for a plain read
       the same times 1 + T (1 - 1/z)                             predicted from the last update
       the same times 1 - n (1 - gamma) (z - 1) / (z - gamma)     corrected by delta
       the plain term, and sensitivity z^-D T / (z - m)           predicted from the velocity
 
-The step is a factor of L. Multiplied by the denominators the equation is the papers' characteristic polynomial, fixed(z) + step
-per_step(z).
+The step is a factor of L. Multiplied by the denominators the equation is the papers' characteristic
+polynomial, fixed(z) + step per_step(z).
 
-Roots move with the step, and enter or leave the circle |z| = r only where 1 + step L(z) = 0 on it: where L is real and negative.
-As z moves along the upper half of the circle, each point where the imaginary part of L changes sign is such a crossing, at
-the step -1 / L. From negative to positive a pair of roots leaves the circle as the step grows through that value, otherwise
-a pair comes back. (At the ends, z = r and z = -r, it is a single root.) Counting from the roots of step 0 gives the number
-of roots outside for every step. So the stable steps are exact, to rounding, without a search and also where stability is not
-monotone. Only two crossings between neighbouring grid angles are missed; the grid has 16 angles in each half turn of z^delay
-and 30 a decade towards z = 1.
+Roots move with the step, and enter or leave the circle |z| = r only where 1 + step L(z) = 0 on it:
+where L is real and negative. As z moves along the upper half of the circle, each point where the
+imaginary part of L changes sign is such a crossing, at the step -1 / L. From negative to positive a
+pair of roots leaves the circle as the step grows through that value, otherwise a pair comes back.
+(At the ends, z = r and z = -r, it is a single root.) Counting from the roots of step 0 gives the
+number of roots outside for every step. So the stable steps are exact, to rounding, without a search
+and also where stability is not monotone. Only two crossings between neighbouring grid angles are
+missed; the grid has 16 angles in each half turn of z^delay and 30 a decade towards z = 1.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Callable, Iterator, List, NamedTuple, Tuple
+from typing import Callable, Iterator, NamedTuple, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,22 +41,26 @@ HALVINGS = 48
 
 
 class Term(NamedTuple):
-    """The fraction numerator(z) z^-delay / product of (z - pole); coefficients from the highest power down."""
+    """The fraction numerator(z) z^-delay / product of (z - pole); coefficients from the highest
+    power down.
+    """
 
-    numerator: Tuple[float, ...]
+    numerator: tuple[float, ...]
     delay: int
-    poles: Tuple[float, ...]
+    poles: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class LoopGain:
     """L(z), as a sum of terms."""
 
-    terms: Tuple[Term, ...]
+    terms: tuple[Term, ...]
 
     @property
-    def poles(self) -> Tuple[float, ...]:
-        """All poles, each with its highest multiplicity in a term. They are the roots for step 0, except roots at z = 0."""
+    def poles(self) -> tuple[float, ...]:
+        """All poles, each with its highest multiplicity in a term. They are the roots for step 0,
+        except roots at z = 0.
+        """
         multiplicities: Counter[float] = Counter()
         for term in self.terms:
             multiplicities |= Counter(term.poles)
@@ -68,7 +74,8 @@ class LoopGain:
     def evaluate(self, radius: Floats, angle: Floats) -> Complexes:
         """Return L at z = radius e^(i angle).
 
-        It is computed from z - 1 without cancellation, because for long delays all crossings are close to z = 1.
+        It is computed from z - 1 without cancellation, because for long delays all crossings are
+        close to z = 1.
         """
         radius, angle = np.broadcast_arrays(radius, angle)
         half = np.sin(angle / 2)
@@ -76,40 +83,55 @@ class LoopGain:
         total = np.zeros(angle.shape, np.complex128)
         logs = np.log(radius)
         for term in self.terms:
-            value = np.polyval(term.numerator, 1 + z_minus_one) * np.exp(-term.delay * (logs + 1j * angle))
+            value = np.polyval(term.numerator, 1 + z_minus_one) * np.exp(
+                -term.delay * (logs + 1j * angle)
+            )
             for pole in term.poles:
                 value = value / (z_minus_one + (1 - pole))
             total += value
         return total
 
-    def expand_polynomial(self) -> Tuple[Floats, Floats]:
-        """Return (fixed, per_step): coefficients from the highest power down, of equal length, without common roots at 0."""
-        poles, longest = Counter(self.poles), self.delay
+    def expand_polynomial(self) -> tuple[Floats, Floats]:
+        """Return (fixed, per_step): coefficients from the highest power down, of equal length,
+        without common roots at 0.
+        """
+        poles = Counter(self.poles)
+        longest = self.delay
         fixed = np.append(np.poly(sorted(poles.elements())), np.zeros(longest))
         per_step = np.zeros_like(fixed)
         for term in self.terms:
             missing = np.poly(sorted((poles - Counter(term.poles)).elements()))
-            expanded = np.append(np.polymul(term.numerator, missing), np.zeros(longest - term.delay))
+            expanded = np.append(
+                np.polymul(term.numerator, missing), np.zeros(longest - term.delay)
+            )
             per_step[len(per_step) - len(expanded) :] += expanded
         while fixed[-1] == per_step[-1] == 0:
-            fixed, per_step = fixed[:-1], per_step[:-1]
+            fixed = fixed[:-1]
+            per_step = per_step[:-1]
         return fixed, per_step
 
 
 def derive_loop_gain(*stages: Recurrence) -> LoopGain:
-    """Return L of a recurrence, or of the stages that share a direction; terms of equal form and delay are added up."""
-    size_by_term: Counter[Tuple[Tuple[float, ...], int, Tuple[float, ...]]] = Counter()
+    """Return L of a recurrence, or of the stages that share a direction; terms of equal form and
+    delay are added up.
+    """
+    size_by_term: Counter[tuple[tuple[float, ...], int, tuple[float, ...]]] = Counter()
     for stage in stages:
         for read in stage.reads:
             for size, term in _derive_terms(stage, read):
                 size_by_term[term] += size * stage.share * stage.rate * read.sensitivity  # type: ignore[assignment]
-    terms = [Term(tuple(size * c for c in form), delay, poles) for (form, delay, poles), size in size_by_term.items()]
+    terms = [
+        Term(tuple(size * c for c in form), delay, poles)
+        for (form, delay, poles), size in size_by_term.items()
+    ]
     return LoopGain(tuple(term for term in terms if any(term.numerator)))
 
 
-def _derive_terms(stage: Recurrence, read: DelayedRead) -> Iterator[Tuple[float, Term]]:
+def _derive_terms(stage: Recurrence, read: DelayedRead) -> Iterator[tuple[float, Term]]:
     """Yield (factor, term) for each term that a read of sensitivity 1 adds to L."""
-    m, horizon, n = stage.momentum, read.horizon, read.correction
+    m = stage.momentum
+    horizon = read.horizon
+    n = read.correction
     step = (stage.velocity + stage.gradient, -stage.gradient * m)  # a z + b (z - m)
     if horizon and not read.by_velocity:
         predicted = tuple(np.polymul(step, (1 + horizon, -horizon)).tolist())
@@ -140,22 +162,26 @@ def compute_root_radius(loop: LoopGain, steps: Floats) -> Floats:
     return np.asarray(np.abs(np.linalg.eigvals(companion)).max(axis=1).reshape(steps.shape))
 
 
-def find_stable_steps(loop: LoopGain) -> List[Interval]:
+def find_stable_steps(loop: LoopGain) -> list[Interval]:
     """Return all stable steps above 0, as open intervals in order."""
     return find_steps_within(loop, np.ones(1))[0]
 
 
 def find_largest_stable_step(loop: LoopGain) -> float:
-    """Return the end of the stable interval that begins at 0; 0 if small steps are unstable, infinity if all are stable.
+    """Return the end of the stable interval that begins at 0; 0 if small steps are unstable,
+    infinity if all are stable.
 
-    Steps beyond a gap do not count: a flatter direction sees a smaller step, which must be stable as well.
+    Steps beyond a gap do not count: a flatter direction sees a smaller step, which must be stable
+    as well.
     """
     intervals = find_stable_steps(loop)
     return intervals[0][1] if intervals and intervals[0][0] == 0 else 0.0
 
 
-def find_steps_within(loop: LoopGain, radii: Floats) -> List[List[Interval]]:
-    """Return for each radius the steps above 0, as open intervals in order, for which all roots lie inside its circle."""
+def find_steps_within(loop: LoopGain, radii: Floats) -> list[list[Interval]]:
+    """Return for each radius the steps above 0, as open intervals in order, for which all roots lie
+    inside its circle.
+    """
     angles = _make_angles(loop.delay)
     imaginary = loop.evaluate(radii[:, None], angles).imag
     rows, steps, changes = _find_crossings(loop, radii, angles, imaginary)
@@ -166,35 +192,47 @@ def find_steps_within(loop: LoopGain, radii: Floats) -> List[List[Interval]]:
         edges = [0.0, *steps[is_here][order].tolist(), np.inf]
         at_zero = _count_outside_at_zero(loop, float(radius), imaginary[row, 0])
         outside = at_zero + np.cumsum(np.append(0, changes[is_here][order]))
-        intervals_by_radius.append(_merge_touching([(a, b) for a, b, n in zip(edges, edges[1:], outside) if n == 0 and b > a]))
+        intervals_by_radius.append(
+            _merge_touching(
+                [(a, b) for a, b, n in zip(edges, edges[1:], outside) if n == 0 and b > a]
+            )
+        )
     return intervals_by_radius
 
 
 def _make_angles(delay: int) -> Floats:
     towards_one = np.geomspace(1e-9, 1, 271)
-    return np.unique(np.concatenate([towards_one, np.linspace(0, np.pi, 16 * (delay + 4) + 1)[1:-1]]))
+    return np.unique(
+        np.concatenate([towards_one, np.linspace(0, np.pi, 16 * (delay + 4) + 1)[1:-1]])
+    )
 
 
 def _count_outside_at_zero(loop: LoopGain, radius: float, imaginary: float) -> int:
     """Count the roots outside the circle for a step just above 0.
 
-    They start at the poles. The pole at 1 is on the unit circle: `imaginary`, of L at the first angle, says which
-    way its root moves.
+    They start at the poles. The pole at 1 is on the unit circle: `imaginary`, of L at the first
+    angle, says which way its root moves.
     """
     return sum(abs(p) > radius or (p == radius and imaginary > 0) for p in loop.poles)
 
 
 def _find_crossings(
     loop: LoopGain, radii: Floats, angles: Floats, imaginary: Floats
-) -> Tuple[NDArray[np.intp], Floats, NDArray[np.int64]]:
-    """Return (row, step, change of the number of roots outside) of each crossing at a step above 0."""
+) -> tuple[NDArray[np.intp], Floats, NDArray[np.int64]]:
+    """Return (row, step, change of the number of roots outside) of each crossing at a step above
+    0.
+    """
     above = imaginary > 0
     rows, indices = np.nonzero(above[:, 1:] != above[:, :-1])
-    low, high, radius, was_above = angles[indices], angles[indices + 1], radii[rows], above[rows, indices]
+    low = angles[indices]
+    high = angles[indices + 1]
+    radius = radii[rows]
+    was_above = above[rows, indices]
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         is_below = (loop.evaluate(radius, middle).imag > 0) == was_above
-        low, high = np.where(is_below, middle, low), np.where(is_below, high, middle)
+        low = np.where(is_below, middle, low)
+        high = np.where(is_below, high, middle)
     gains = [loop.evaluate(radius, (low + high) / 2).real]
     changes = [np.where(was_above, -2, 2)]
     every = np.arange(len(radii))
@@ -204,14 +242,16 @@ def _find_crossings(
         # no root crosses at a pole
         gains.append(np.where(np.isfinite(gain), gain, 1.0))
         changes.append(np.where(leaves, 1, -1))
-    rows, gain, change = np.concatenate([rows, every, every]), np.concatenate(gains), np.concatenate(changes)
+    rows = np.concatenate([rows, every, every])
+    gain = np.concatenate(gains)
+    change = np.concatenate(changes)
     real = gain < 0
     return rows[real], -1 / gain[real], change[real]
 
 
-def _merge_touching(intervals: List[Interval]) -> List[Interval]:
+def _merge_touching(intervals: list[Interval]) -> list[Interval]:
     """Merge intervals that touch: no root crosses between them."""
-    joined: List[Interval] = []
+    joined: list[Interval] = []
     for low, high in intervals:
         if joined and joined[-1][1] == low:
             joined[-1] = (joined[-1][0], high)
@@ -222,14 +262,16 @@ def _merge_touching(intervals: List[Interval]) -> List[Interval]:
 
 # ---- half-lives over a range of curvatures (Kosson et al. 2021, section 3.5)
 #
-# With curvatures from the greatest down to a kappa-th of it, the error along each direction shrinks by its own root radius
-# and the slowest counts: with one learning rate, the worst over the steps [k / kappa, k] (k: rate times greatest curvature).
-# The least such radius is the least circle that holds all roots for some range of steps whose ends are a factor of kappa
-# apart.
+# With curvatures from the greatest down to a kappa-th of it, the error along each direction shrinks
+# by its own root radius # and the slowest counts: with one learning rate, the worst over the steps
+# [k / kappa, k] (k: rate times greatest curvature). # The least such radius is the least circle
+# that holds all roots for some range of steps whose ends are a factor of kappa # apart.
 
 # the range of 1 - radius, the gap to the unit circle: half-lives from 0.08 to 7e7 updates
-LEAST_GAP, GREATEST_GAP = 1e-8, 1 - 1e-4
-POINTS, ROUNDS = 16, 4
+LEAST_GAP = 1e-8
+GREATEST_GAP = 1 - 1e-4
+POINTS = 16
+ROUNDS = 4
 
 
 def compute_half_life(radius: Floats) -> Floats:
@@ -238,9 +280,14 @@ def compute_half_life(radius: Floats) -> Floats:
 
 
 def find_widest_ranges(loop: LoopGain, radii: Floats) -> Floats:
-    """Return for each radius the greatest condition number for which some rate keeps all roots inside; 0 if none does."""
+    """Return for each radius the greatest condition number for which some rate keeps all roots
+    inside; 0 if none does.
+    """
     return np.array(
-        [max((high / low for low, high in intervals), default=0.0) for intervals in find_steps_within(loop, radii)]
+        [
+            max((high / low for low, high in intervals), default=0.0)
+            for intervals in find_steps_within(loop, radii)
+        ]
     )
 
 
@@ -250,19 +297,22 @@ def find_least_half_life(loop: LoopGain, condition: float) -> float:
     It is infinite if no radius up to 1 - 1e-8 contains all roots.
     """
     # bounds of 1 - radius; `low` always fits
-    low, high = np.log(LEAST_GAP), np.log(GREATEST_GAP)
+    low = np.log(LEAST_GAP)
+    high = np.log(GREATEST_GAP)
     if find_widest_ranges(loop, np.array([1 - LEAST_GAP]))[0] < condition:
         return np.inf
     for _ in range(ROUNDS):
         margins = np.linspace(low, high, POINTS)
         fits = find_widest_ranges(loop, 1 - np.exp(margins)) >= condition
         best = int(np.nonzero(fits)[0].max(initial=0))
-        low, high = margins[best], margins[min(best + 1, POINTS - 1)]
+        low = margins[best]
+        high = margins[min(best + 1, POINTS - 1)]
     return float(compute_half_life(1 - np.exp(low)))
 
 
 def find_least_half_lives(loop: LoopGain, conditions: Floats, points: int = 128) -> Floats:
-    """Return the least half-life for many condition numbers at once, from a ladder of `points` radii.
+    """Return the least half-life for many condition numbers at once, from a ladder of `points`
+    radii.
 
     The ladder's steps make the results up to 16 % too large (with 128 points).
     """
@@ -272,10 +322,12 @@ def find_least_half_lives(loop: LoopGain, conditions: Floats, points: int = 128)
     return np.append(compute_half_life(radii), np.inf)[indices]
 
 
-def find_best_momentum(make: Callable[[float], LoopGain], condition: float) -> Tuple[float, float]:
-    """Return (half-life, momentum) of the best momentum in [0, 1 - 1e-6]; `make` maps a momentum to its loop gain.
+def find_best_momentum(make: Callable[[float], LoopGain], condition: float) -> tuple[float, float]:
+    """Return (half-life, momentum) of the best momentum in [0, 1 - 1e-6]; `make` maps a momentum to
+    its loop gain.
 
-    Of 25 momenta evenly spaced in log(1 - m) the best is taken, then three times of 7 around the best so far.
+    Of 25 momenta evenly spaced in log(1 - m) the best is taken, then three times of 7 around the
+    best so far.
     """
     # of 1 - m
     log_gaps = np.linspace(0, np.log(1e-6), 25)
@@ -283,7 +335,9 @@ def find_best_momentum(make: Callable[[float], LoopGain], condition: float) -> T
     for _ in range(4):
         for log_gap in log_gaps:
             if log_gap not in half_lives:
-                half_lives[log_gap] = find_least_half_life(make(1 - float(np.exp(log_gap))), condition)
+                half_lives[log_gap] = find_least_half_life(
+                    make(1 - float(np.exp(log_gap))), condition
+                )
         best = min(half_lives, key=lambda value: half_lives[value])
         width = abs(log_gaps[1] - log_gaps[0])
         log_gaps = np.clip(np.linspace(best - width, best + width, 7), np.log(1e-6), 0)

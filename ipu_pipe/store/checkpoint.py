@@ -1,12 +1,14 @@
-"""Write and read checkpoints: folders `checkpoints/step-K/`, written whole or not at all, without pickle.
+"""Write and read checkpoints: folders `checkpoints/step-K/`, written whole or not at all, without
+pickle.
 
     step-120/model.safetensors       weights and buffers under the names of the model before it was split
              optimizer.safetensors   optimizer state, `parameter/entry`
              manifest.json           position in the run, the keys that decide its numbers, a SHA-256 of each file and of itself
 
-A sharded checkpoint has files of each process, model-00001-of-00004.safetensors and so on (`shards`). Checkpoints are taken where
-the schedule drains, so that only the newest weight version exists. A folder is written under a temporary name and renamed when
-all its files are on disk: a checkpoint that exists is complete.
+A sharded checkpoint has files of each process, model-00001-of-00004.safetensors and so on
+(`shards`). Checkpoints are taken where the schedule drains, so that only the newest weight version
+exists. A folder is written under a temporary name and renamed when all its files are on disk: a
+checkpoint that exists is complete.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Collection, Dict, Iterator, List, Mapping, NamedTuple, Optional
+from typing import Any, Collection, Iterator, Mapping, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -33,7 +35,9 @@ from ipu_pipe.model.restoring import load_state
 from ipu_pipe.store.manifest import list_manifest_faults
 from ipu_pipe.text import list_some, show
 
-MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+MANIFEST = "manifest.json"
 FILES = (MODEL, OPTIMIZER)
 _FILE = re.compile(r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors")
 # schemas 1 and 2 had a state.json, without a manifest and beside one
@@ -53,9 +57,9 @@ class Checkpoint(NamedTuple):
     The manifest has `step`, the `entries` of `save`, and the hashes of the files.
     """
 
-    model: Dict[str, torch.Tensor]
-    optimizer: Dict[str, torch.Tensor]
-    manifest: Dict[str, Any]
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    manifest: dict[str, Any]
 
 
 # ---- writing
@@ -68,10 +72,15 @@ def save(
     optimizer: Mapping[str, torch.Tensor],
     entries: Mapping[str, Any],
 ) -> Path:
-    """Write `folder/step-K` and return it; `entries`: of the manifest, JSON values. Raise `RunFault` if the disk refuses."""
+    """Write `folder/step-K` and return it; `entries`: of the manifest, JSON values. Raise
+    `RunFault` if the disk refuses.
+    """
     with delete_on_error(folder, step), guard_step(folder, step):
         begin_step(folder, step)
-        files = {name: write_tensors(folder, step, name, part) for name, part in zip(FILES, (model, optimizer))}
+        files = {
+            name: write_tensors(folder, step, name, part)
+            for name, part in zip(FILES, (model, optimizer))
+        }
         return finish_step(folder, step, files, entries)
 
 
@@ -114,7 +123,8 @@ def write_tensors(folder: Path, step: int, name: str, tensors: Mapping[str, torc
 
 def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file to the disk. Raise `OSError`."""
-    contiguous, storages = {}, set()
+    contiguous = {}
+    storages = set()
     for key, value in tensors.items():
         # older versions of the format have no complex numbers, so these are stored as pairs  # (..., 2)
         value = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value
@@ -130,9 +140,14 @@ def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     _flush(file)
 
 
-def finish_step(folder: Path, step: int, files: Mapping[str, str], entries: Mapping[str, Any]) -> Path:
-    """Write the manifest of a checkpoint, rename its folder, and return it; `files`: name -> SHA-256."""
-    final, unfinished = folder / f"step-{step}", _name_unfinished(folder, step)
+def finish_step(
+    folder: Path, step: int, files: Mapping[str, str], entries: Mapping[str, Any]
+) -> Path:
+    """Write the manifest of a checkpoint, rename its folder, and return it; `files`: name ->
+    SHA-256.
+    """
+    final = folder / f"step-{step}"
+    unfinished = _name_unfinished(folder, step)
     manifest = {"sha256": _NO_HASH, "schema": SCHEMA, "step": step, **entries, "files": dict(files)}
     (unfinished / MANIFEST).write_text(_insert_hash(json.dumps(manifest, indent=1) + "\n"))
     for path in (unfinished / MANIFEST, unfinished):
@@ -166,26 +181,28 @@ def _flush(path: Path) -> None:
 # ---- the checkpoints of a run
 
 
-def list_steps(folder: Path) -> List[int]:
+def list_steps(folder: Path) -> list[int]:
     """List the steps of the complete checkpoints in `folder`, ascending."""
     matches = (_STEP.match(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
     return sorted(int(match.group(1)) for match in matches if match)
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Delete the half-written and half-deleted checkpoints of a killed run. Raise `RunFault` if the disk refuses."""
+    """Delete the half-written and half-deleted checkpoints of a killed run. Raise `RunFault` if the
+    disk refuses.
+    """
     with guard_writing(folder):
         for path in list(folder.iterdir()) if folder.is_dir() else ():
             if _LEFTOVER.match(path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def prune(folder: Path, keep: int, best: Collection[Optional[int]]) -> None:
+def prune(folder: Path, keep: int, best: Collection[int | None]) -> None:
     """Delete all checkpoints except the newest `keep` and those of the steps `best`."""
     delete_steps(folder, [step for step in list_steps(folder)[:-keep] if step not in best])
 
 
-def delete_steps(folder: Path, steps: List[int]) -> None:
+def delete_steps(folder: Path, steps: list[int]) -> None:
     """Delete the checkpoints of these steps. Raise `RunFault` if the disk refuses."""
     for step in steps:
         with guard_writing(folder / f"step-{step}"):
@@ -197,7 +214,8 @@ def delete_steps(folder: Path, steps: List[int]) -> None:
 
 
 def find_newest(path: Path) -> Path:
-    """Return the newest checkpoint of the run in the folder `path`, or `path` itself if it is not the folder of a run.
+    """Return the newest checkpoint of the run in the folder `path`, or `path` itself if it is not
+    the folder of a run.
 
     Raise `BadInput` if the run has no checkpoint.
     """
@@ -211,38 +229,52 @@ def find_newest(path: Path) -> Path:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read the checkpoint folder `path`. Raise `BadInput`, naming the file, if something is missing or corrupt."""
+    """Read the checkpoint folder `path`. Raise `BadInput`, naming the file, if something is missing
+    or corrupt.
+    """
     manifest = read_manifest(path)
-    return Checkpoint(_read_files(path, "model", manifest), _read_files(path, "optimizer", manifest), manifest)
+    return Checkpoint(
+        _read_files(path, "model", manifest), _read_files(path, "optimizer", manifest), manifest
+    )
 
 
-def _read_files(path: Path, kind: str, manifest: Mapping[str, Any]) -> Dict[str, torch.Tensor]:
+def _read_files(
+    path: Path,
+    kind: str,
+    manifest: Mapping[str, Any],
+) -> dict[str, torch.Tensor]:
     """Read the tensors of a checkpoint's files of one kind, model or optimizer."""
     matches = filter(None, map(_FILE.fullmatch, manifest.get("files", {})))
     files = [match.string for match in matches if match.group(1) == kind]
     return {name: value for file in files for name, value in read_tensors(path / file).items()}
 
 
-def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
-    """Read the manifest of the checkpoint folder `path` and compare the files with their hashes in it.
+def read_manifest(path: Path, resumes: bool = True) -> dict[str, Any]:
+    """Read the manifest of the checkpoint folder `path` and compare the files with their hashes in
+    it.
 
     Raise `BadInput` if they differ, or if a run `resumes` from a checkpoint of another version.
     """
     file = path / MANIFEST
     try:
         text = _read_json_text(file)
-        manifest: Dict[str, Any] = dict(json.loads(text))
+        manifest: dict[str, Any] = dict(json.loads(text))
         written = str(manifest.pop("sha256"))
-        if len(written) != len(_NO_HASH) or _insert_hash(text.replace(written, _NO_HASH, 1)) != text:
+        if (
+            len(written) != len(_NO_HASH)
+            or _insert_hash(text.replace(written, _NO_HASH, 1)) != text
+        ):
             raise ValueError("its SHA-256 differs from the recorded one")
         is_known = manifest.get("schema") == SCHEMA
         if resumes and not is_known:
             raise BadInput(
-                f"{file}: schema: {manifest.get('schema')}: this version resumes {SCHEMA}: use the ipu_pipe that wrote it, "
+                f"{file}: schema: {manifest.get('schema')}: this version resumes {SCHEMA}: use the "
+                f"ipu_pipe that wrote it, "
                 f"or begin a new run from the weights (init_from: {path / MODEL})"
             )
         if not is_known:
-            # Only the weights of another version's checkpoint are read: its record of a file may have another form than a hash.
+            # Only the weights of another version's checkpoint are read: its record of a file may
+            # have another form than a hash.
             manifest = {"files": dict.fromkeys(dict(manifest.get("files", {})), "")}
         raise_first_faults(file, list_manifest_faults(manifest))
         for name, sha256 in manifest.get("files", {}).items():
@@ -256,7 +288,11 @@ def read_manifest(path: Path, resumes: bool = True) -> Dict[str, Any]:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         match = _STEP.match(path.name)
         earlier = [step for step in list_steps(path.parent) if match and step < int(match.group(1))]
-        remedy = f"use an earlier one: --resume-from {max(earlier)}" if earlier else "there is no earlier one"
+        remedy = (
+            f"use an earlier one: --resume-from {max(earlier)}"
+            if earlier
+            else "there is no earlier one"
+        )
         if not (path / MANIFEST).is_file() and (path / "state.json").is_file():
             # Early versions of ipu_pipe wrote this file and no manifest.
             remedy = f"begin a new run from its weights (init_from: {path / MODEL})"
@@ -271,8 +307,9 @@ def _read_json_text(file: Path) -> str:
     return read_file(file).decode("utf-8")
 
 
-def read_weights(path: Path) -> Dict[str, torch.Tensor]:
-    """Read the weights of a checkpoint folder, of a run's newest checkpoint, or of a file (see `read_tensors`).
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Read the weights of a checkpoint folder, of a run's newest checkpoint, or of a file (see
+    `read_tensors`).
 
     Raise `BadInput` if a file of a checkpoint differs from its recorded hash.
     """
@@ -284,8 +321,9 @@ def read_weights(path: Path) -> Dict[str, torch.Tensor]:
     return read_tensors(path)
 
 
-def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
-    """Read a plain state dict from a .safetensors file, or from a file of torch.save without running its pickled code.
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read a plain state dict from a .safetensors file, or from a file of torch.save without
+    running its pickled code.
 
     Raise `BadInput` if the file has other contents, or if this version of torch might run its code.
     """
@@ -294,10 +332,13 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file") from None
     except OSError as error:
-        raise BadInput(f"{path}: cannot be read as a state dict: {error.strerror or error}") from None
+        raise BadInput(
+            f"{path}: cannot be read as a state dict: {error.strerror or error}"
+        ) from None
     if path.suffix != ".safetensors" and read_torch_version() < SAFE_TORCH:
         raise BadInput(
-            f"{path}: this torch ({torch.__version__}) could run code in such a file, torch 2.6 and later do not: must be a "
+            f"{path}: this torch ({torch.__version__}) could run code in such a file, torch 2.6 "
+            f"and later do not: must be a "
             ".safetensors file, as safetensors.torch.save_file writes it there"
         )
     try:
@@ -306,13 +347,25 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     # the readers of the formats raise many types of errors
     except Exception as error:
-        raise BadInput(f"{path}: cannot be read as a state dict: {summarize(error)[:120]}") from None
-    if not isinstance(loaded, dict) or not loaded or not all(isinstance(v, torch.Tensor) for v in loaded.values()):
+        raise BadInput(
+            f"{path}: cannot be read as a state dict: {summarize(error)[:120]}"
+        ) from None
+    if (
+        not isinstance(loaded, dict)
+        or not loaded
+        or not all(isinstance(v, torch.Tensor) for v in loaded.values())
+    ):
         keys = f", but {list_some(list(loaded))}" if isinstance(loaded, dict) else ""
         raise BadInput(f"{path}: is not a plain state dict (names to tensors){keys}")
     kinds = {name: _find_odd_kind(value) for name, value in loaded.items()}
-    faults = [f"{show(name)}: is {kind}: must be a dense tensor" for name, kind in kinds.items() if kind]
-    faults += [f"{show(name)}: is a key of type {type(name).__name__}: must be text" for name in loaded if type(name) is not str]
+    faults = [
+        f"{show(name)}: is {kind}: must be a dense tensor" for name, kind in kinds.items() if kind
+    ]
+    faults += [
+        f"{show(name)}: is a key of type {type(name).__name__}: must be text"
+        for name in loaded
+        if type(name) is not str
+    ]
     raise_first_faults(path, faults)
     return loaded
 
@@ -332,31 +385,49 @@ def _find_odd_kind(tensor: torch.Tensor) -> str:
 
 
 class Loaded(NamedTuple):
-    """The names that `load_weights` did not load: `left_out`, name in the file -> reason, and `new`, names of the model."""
+    """The names that `load_weights` did not load: `left_out`, name in the file -> reason, and
+    `new`, names of the model.
+    """
 
-    left_out: Dict[str, str]
-    new: List[str]
+    left_out: dict[str, str]
+    new: list[str]
 
 
 def load_weights(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], source: str, heads_too: bool = True, strict: bool = True
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    source: str,
+    heads_too: bool = True,
+    strict: bool = True,
 ) -> Loaded:
     """Copy a state dict into `model`. Raise `BadInput`, naming the `source`, if they do not fit.
 
-    `strict`: all names and shapes must agree; otherwise those that agree are loaded. `heads_too`: auxiliary heads of local losses
-    must agree too; otherwise they are loaded if they are present and fit. A tied weight may be present under only one of its
-    names.
+    `strict`: all names and shapes must agree; otherwise those that agree are loaded. `heads_too`:
+    auxiliary heads of local losses must agree too; otherwise they are loaded if they are present
+    and fit. A tied weight may be present under only one of its names.
     """
     state = model.state_dict()
-    pairs = {name for name, value in tensors.items() if name in state and state[name].is_complex() and not value.is_complex()}
-    tensors = {name: _join_pairs(value) if name in pairs else value for name, value in tensors.items()}
+    pairs = {
+        name
+        for name, value in tensors.items()
+        if name in state and state[name].is_complex() and not value.is_complex()
+    }
+    tensors = {
+        name: _join_pairs(value) if name in pairs else value for name, value in tensors.items()
+    }
     heads = {name: value for name, value in state.items() if name.startswith(HEADS)}
     # a model without heads can load a checkpoint with heads, because they are for training only
     if not heads or not heads_too:
         fitting = {n: v for n, v in tensors.items() if n in heads and heads[n].shape == v.shape}
-        tensors = {**{n: v for n, v in tensors.items() if not n.startswith(HEADS)}, **heads, **fitting}
-    left_out = {name: "the model has no such parameter or buffer" for name in tensors if name not in state}
-    names_by_parameter: Dict[nn.Parameter, List[str]] = {}
+        tensors = {
+            **{n: v for n, v in tensors.items() if not n.startswith(HEADS)},
+            **heads,
+            **fitting,
+        }
+    left_out = {
+        name: "the model has no such parameter or buffer" for name in tensors if name not in state
+    }
+    names_by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_parameter.setdefault(parameter, []).append(name)
     # a tied weight has several names
@@ -368,7 +439,9 @@ def load_weights(
         tensors = {**{name: tensors[present[0]] for name in names if present}, **tensors}
     for name in state:
         if name in tensors and state[name].shape != tensors[name].shape:
-            left_out[name] = f"shape {tuple(tensors[name].shape)}, the model has {tuple(state[name].shape)}"
+            left_out[name] = (
+                f"shape {tuple(tensors[name].shape)}, the model has {tuple(state[name].shape)}"
+            )
         # a copy would leave out the imaginary part
         elif name in tensors and tensors[name].is_complex() and not state[name].is_complex():
             left_out[name] = "is complex, the model's is real"
@@ -386,7 +459,9 @@ def _join_pairs(value: torch.Tensor) -> torch.Tensor:
     return torch.view_as_complex(value.contiguous()) if is_paired else value
 
 
-def raise_first_faults(source: object, faults: List[str]) -> None:
-    """Raise `BadInput` with the first faults, `source` before each, and the number of the others; return if there are none."""
+def raise_first_faults(source: object, faults: list[str]) -> None:
+    """Raise `BadInput` with the first faults, `source` before each, and the number of the others;
+    return if there are none.
+    """
     more = [f"{len(faults) - MOST_FAULTS} more such faults"] if len(faults) > MOST_FAULTS else []
     raise_faults([f"{source}: {fault}" for fault in faults[:MOST_FAULTS] + more])

@@ -1,7 +1,8 @@
-"""The folder of a run: its lock, the outputs that it may contain, and its files, which are never half-written.
+"""The folder of a run: its lock, the outputs that it may contain, and its files, which are never
+half-written.
 
-The lock is the operating system's (flock) on a file `.lock` in the folder. The file alone, left behind by a killed run, locks
-nothing. It names its holder, for the message to a second run.
+The lock is the operating system's (flock) on a file `.lock` in the folder. The file alone, left
+behind by a killed run, locks nothing. It names its holder, for the message to a second run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import shutil
 import socket
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Set, TextIO, Union
+from typing import Any, Callable, Iterator, TextIO
 
 from ipu_pipe.config.load import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
@@ -34,15 +35,18 @@ LOCK = ".lock"
 TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
-# descriptors that hold a lock, which forked processes close, so that they do not hold the lock longer than this process
-_open_here: Set[int] = set()
+# descriptors that hold a lock, which forked processes close, so that they do not hold the lock
+# longer than this process
+_open_here: set[int] = set()
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Hold the lock of `folder`, which is made if it is missing, and deleted at the end if it is empty.
+    """Hold the lock of `folder`, which is made if it is missing, and deleted at the end if it is
+    empty.
 
-    Raise `BadInput` if another run holds it. `say` prints a warning if the file system has no locks.
+    Raise `BadInput` if another run holds it. `say` prints a warning if the file system has no
+    locks.
     """
     descriptor = None
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -51,7 +55,10 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[No
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = _lock(folder / LOCK)
         if descriptor is None:
-            say(f"{folder}: no locks on this file system: nothing keeps a second run out of this folder")
+            say(
+                f"{folder}: no locks on this file system: nothing keeps a second run out of this "
+                f"folder"
+            )
         yield
     finally:
         if descriptor is not None:
@@ -65,7 +72,7 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[No
                 path.rmdir()
 
 
-def _lock(file: Path) -> Optional[int]:
+def _lock(file: Path) -> int | None:
     """Return a descriptor of `file` that holds its lock, None where the file system has no locks.
 
     Raise `BadInput` if another process has it.
@@ -99,7 +106,9 @@ def _describe_holder(folder: Path) -> BadInput:
     with contextlib.suppress(OSError, ValueError):
         pid, host = (folder / LOCK).read_text().split()
         holder = f"process {pid}" + (f" on {host}" if host != socket.gethostname() else "")
-    return BadInput(f"--out: {folder}: {holder} writes a run there: wait for it, or give another folder")
+    return BadInput(
+        f"--out: {folder}: {holder} writes a run there: wait for it, or give another folder"
+    )
 
 
 def _close(descriptor: int) -> None:
@@ -125,27 +134,51 @@ FOLDERS = {
     "trace": re.compile(r"(rank-\d+|modelled)\.trace"),
 }
 OUTPUTS = (
-    "config.yaml", "metrics.jsonl", "metrics.csv", "summary.json", "trace.json.gz", "memory.json", "record.json", "ipu.json",
-    "init_from.json", "ema.safetensors", "diverged.json", "traceback.txt", "against.json", "against.png", *FOLDERS,
-)  # fmt: skip
+    "config.yaml",
+    "metrics.jsonl",
+    "metrics.csv",
+    "summary.json",
+    "trace.json.gz",
+    "memory.json",
+    "record.json",
+    "ipu.json",
+    "init_from.json",
+    "ema.safetensors",
+    "diverged.json",
+    "traceback.txt",
+    "against.json",
+    "against.png",
+    *FOLDERS,
+)
 # keys that a run's config.yaml always has, unlike most configs written by hand
 SPELT_OUT = {
-    "model", "data", "method", "method_args", "optimizer", "lr_schedule", "init_from", "seed", "log", "checkpoint",
-}  # fmt: skip
+    "model",
+    "data",
+    "method",
+    "method_args",
+    "optimizer",
+    "lr_schedule",
+    "init_from",
+    "seed",
+    "log",
+    "checkpoint",
+}
 
 
-def parse_folder(out: Union[str, Path]) -> Path:
-    """Return the folder that `out` names. Raise `BadInput` for an empty text, which would be the current folder."""
+def parse_folder(out: str | Path) -> Path:
+    """Return the folder that `out` names. Raise `BadInput` for an empty text, which would be the
+    current folder.
+    """
     if not isinstance(out, (str, os.PathLike)) or not str(out).strip():
         raise BadInput(f"--out: {out!r}: must name a folder")
     return parse_path(out, "--out")
 
 
-def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> List[str]:
+def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> list[str]:
     """List the outputs of a run in the folder `path` without changing anything.
 
-    Raise `BadInput` if there are outputs and neither `resume` nor `overwrite`, if the folder to overwrite is not a run's, or if
-    nothing can be written there.
+    Raise `BadInput` if there are outputs and neither `resume` nor `overwrite`, if the folder to
+    overwrite is not a run's, or if nothing can be written there.
     """
     with guard_writing(f"--out: {path}", kind=BadInput):
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -162,7 +195,10 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
                 kind = "not a folder" if name in FOLDERS else "a folder"
                 raise BadInput(f"--out: {path}: {name} is {kind}, so it is not a run's")
         if outputs and not (resume or overwrite):
-            raise BadInput(f"--out: {path}: contains another run ({outputs[0]}): give --resume, --overwrite or another folder")
+            raise BadInput(
+                f"--out: {path}: contains another run ({outputs[0]}): give --resume, --overwrite "
+                f"or another folder"
+            )
         foreign = _find_foreign(path, outputs) if overwrite else None
         if foreign is not None:
             why = "the folder is not a run's: give another folder, or empty it"
@@ -170,8 +206,10 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
     return outputs
 
 
-def _find_foreign(path: Path, outputs: List[str]) -> Optional[str]:
-    """Return the reason why a folder is not the folder of a run or of several runs; None if it is, or if it is empty."""
+def _find_foreign(path: Path, outputs: list[str]) -> str | None:
+    """Return the reason why a folder is not the folder of a run or of several runs; None if it is,
+    or if it is empty.
+    """
     if outputs:
         return None if _is_run(path) else f"{outputs[0]} is there, but no config.yaml of a run"
     for entry in _list_entries(path):
@@ -181,7 +219,7 @@ def _find_foreign(path: Path, outputs: List[str]) -> Optional[str]:
     return None
 
 
-def _list_entries(path: Path) -> List[Path]:
+def _list_entries(path: Path) -> list[Path]:
     """List the entries of the folder except the lock."""
     return sorted(entry for entry in path.iterdir() if entry.name != LOCK) if path.is_dir() else []
 
@@ -189,38 +227,49 @@ def _list_entries(path: Path) -> List[Path]:
 def _is_run(path: Path) -> bool:
     """Return whether the folder has a config.yaml that a run wrote."""
     try:
-        return (path / "config.yaml").is_file() and SPELT_OUT <= read_yaml(path / "config.yaml").keys()
+        return (path / "config.yaml").is_file() and SPELT_OUT <= read_yaml(
+            path / "config.yaml"
+        ).keys()
     except BadInput:
         return False
 
 
-def read_summary(path: Path) -> Optional[Dict[str, Any]]:
-    """Return the summary of the run in the folder `path`, None if it has not ended. Raise `BadInput` for another version's."""
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """Return the summary of the run in the folder `path`, None if it has not ended. Raise
+    `BadInput` for another version's.
+    """
     summary = _read_json(path / "summary.json")
     if not isinstance(summary, dict):
         return None
     schema = summary.get("schema", SCHEMA)
     if schema != SCHEMA:
         remedy = "use the ipu_pipe that wrote it, or --overwrite"
-        raise BadInput(f"{path / 'summary.json'}: schema: {show(schema)}: this version reads {SCHEMA}: {remedy}")
+        raise BadInput(
+            f"{path / 'summary.json'}: schema: {show(schema)}: this version reads {SCHEMA}: "
+            f"{remedy}"
+        )
     return summary
 
 
-def read_starts(path: Path) -> List[Any]:
+def read_starts(path: Path) -> list[Any]:
     """Return the records of a run's starts so far, [] if they are missing or unreadable."""
     starts = _read_json(path / "record.json")
     return starts if isinstance(starts, list) else []
 
 
 def is_restarted(path: Path) -> bool:
-    """Return whether the launcher has restarted this process, and also made the newest start of the run in `path`."""
+    """Return whether the launcher has restarted this process, and also made the newest start of the
+    run in `path`.
+    """
     launch = read_launch()
     starts = read_starts(path) if launch.attempt else []
     return bool(starts) and isinstance(starts[-1], dict) and starts[-1].get("job") == launch.job
 
 
 def _read_json(file: Path) -> Any:
-    """Return the content of a JSON file, None if it is missing or unreadable; a pipe, which would block, is not read."""
+    """Return the content of a JSON file, None if it is missing or unreadable; a pipe, which would
+    block, is not read.
+    """
     try:
         return json.loads(read_file(file))
     except (OSError, ValueError, RecursionError):
@@ -231,8 +280,9 @@ class RunFolder:
     """The folder of one run, made or emptied as `check_folder` allows."""
 
     def __init__(self, path: Path, resume: bool = False, overwrite: bool = False) -> None:
-        self.path, self.checkpoints = path, path / "checkpoints"
-        self._metrics: Optional[TextIO] = None
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._metrics: TextIO | None = None
         outputs = check_folder(path, resume, overwrite)
         with guard_writing(f"--out: {path}", kind=BadInput):
             path.mkdir(parents=True, exist_ok=True)
@@ -247,7 +297,9 @@ class RunFolder:
                 _remove(path / "traceback.txt")
 
     def forget_after(self, update: int, say: Callable[[str], None]) -> None:
-        """Delete the final files of a finished run and the checkpoints after `update`, from which the run continues."""
+        """Delete the final files of a finished run and the checkpoints after `update`, from which
+        the run continues.
+        """
         # these are written at the end of a run
         for name in ("summary.json", "ema.safetensors", "trace/modelled.trace"):
             self.forget(name)
@@ -263,9 +315,11 @@ class RunFolder:
             _remove(self.path / name)
 
     def open_metrics(self, last_step: int, retested: bool = False) -> None:
-        """Open metrics.jsonl for more lines; drop the lines after update `last_step`, which will be written again.
+        """Open metrics.jsonl for more lines; drop the lines after update `last_step`, which will be
+        written again.
 
-        `retested`: also drop the test at `last_step`, which was the final test of a run with a validation set.
+        `retested`: also drop the test at `last_step`, which was the final test of a run with a
+        validation set.
         """
         path = self.path / "metrics.jsonl"
         # reading a pipe or a device might never end
@@ -283,7 +337,7 @@ class RunFolder:
             write_text(path, "".join(past))
             self._metrics = open(path, "a")
 
-    def write_metrics(self, record: Dict[str, Any]) -> None:
+    def write_metrics(self, record: dict[str, Any]) -> None:
         """Append one record to metrics.jsonl."""
         assert self._metrics is not None
         with guard_writing(self.path / "metrics.jsonl"):
@@ -299,11 +353,15 @@ class RunFolder:
 
 
 def _remove(path: Path) -> None:
-    """Delete an output of a run: a file, or the run's files in a folder and then the folder, if it is empty."""
+    """Delete an output of a run: a file, or the run's files in a folder and then the folder, if it
+    is empty.
+    """
     if path.is_dir():
         for entry in path.iterdir():
             if FOLDERS[path.name].fullmatch(entry.name):
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+                shutil.rmtree(
+                    entry
+                ) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         # the folder may contain other files, or be a link
         with contextlib.suppress(OSError):
             path.rmdir()

@@ -1,4 +1,6 @@
-"""The schema of a checkpoint's manifest: the type of each key, as every version that this one resumes has written it."""
+"""The schema of a checkpoint's manifest: the type of each key, as every version that this one
+resumes has written it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class _Record(BaseModel):
 
 
 class _PositionRecord(_Record):
-    """The position of a run (`ipu_pipe.report.position`). `best_loss`: the name of `best_value` in early checkpoints."""
+    """The position of a run (`ipu_pipe.report.position`). `best_loss`: the name of `best_value` in
+    early checkpoints.
+    """
 
     # the run would continue without what it does not know
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -34,7 +38,10 @@ class _PositionRecord(_Record):
     best_loss: Optional[float] = None
     best_step: Optional[Count] = None
     # a list in JSON
-    initial: Annotated[Tuple[Optional[float], Dict[str, Optional[float]]], Field(strict=False)] = (None, {})
+    initial: Annotated[Tuple[Optional[float], Dict[str, Optional[float]]], Field(strict=False)] = (
+        None,
+        {},
+    )
     plateau: Optional[Dict[str, Optional[float]]] = None
 
 
@@ -44,7 +51,9 @@ class _CallbackRecord(_Record):
 
 
 class _Manifest(_Record):
-    """The keys of a manifest. Their types are checked here; a resumed run needs those of `NEEDED`."""
+    """The keys of a manifest. Their types are checked here; a resumed run needs those of
+    `NEEDED`.
+    """
 
     step: Count = 0
     updates: Count = 0

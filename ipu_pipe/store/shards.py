@@ -1,12 +1,13 @@
-"""Sharded checkpoints: each process writes its own files by torch.distributed.checkpoint (DCP), without pickled metadata.
+"""Sharded checkpoints: each process writes its own files by torch.distributed.checkpoint (DCP),
+without pickled metadata.
 
     step-120/model-00001-of-00004.safetensors       weights and buffers of the first process's stages
              optimizer-00001-of-00004.safetensors   their optimizer state
              ...
              manifest.json                          written last, by rank 0, when all processes have written their files
 
-DCP synchronizes the processes, removes duplicates, and reports the failure of a process to all. The files are plain safetensors
-of whole tensors, which DCP's `HuggingFaceStorageReader` also reads.
+DCP synchronizes the processes, removes duplicates, and reports the failure of a process to all. The
+files are plain safetensors of whole tensors, which DCP's `HuggingFaceStorageReader` also reads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Mapping
+from typing import Any, Mapping
 
 import torch
 from torch.distributed import checkpoint as dcp
@@ -25,25 +26,42 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ipu_pipe.backends.interface import CheckpointState
 from ipu_pipe.backends.ranks import report_lost_rank
 from ipu_pipe.errors import RunFault
-from ipu_pipe.store.checkpoint import begin_step, delete_on_error, finish_step, guard_step, write_tensors
+from ipu_pipe.store.checkpoint import (
+    begin_step,
+    delete_on_error,
+    finish_step,
+    guard_step,
+    write_tensors,
+)
 
 KINDS = ("model", "optimizer")
 
 
-def save_shard(folder: Path, step: int, state: CheckpointState, entries: Mapping[str, Any], group: Any) -> Path:
-    """Write this process's part of `folder/step-K`; return the folder when all processes of `group` have written their parts.
+def save_shard(
+    folder: Path, step: int, state: CheckpointState, entries: Mapping[str, Any], group: Any
+) -> Path:
+    """Write this process's part of `folder/step-K`; return the folder when all processes of `group`
+    have written their parts.
 
-    `entries`: entries of the manifest; rank 0's are written. Raise `RunFault` on all processes if one cannot write or is lost.
+    `entries`: entries of the manifest; rank 0's are written. Raise `RunFault` on all processes if
+    one cannot write or is lost.
     """
-    tensors = {f"{kind}.{name}": value for kind, part in zip(KINDS, state) for name, value in part.items()}
-    writer, planner = ShardWriter(folder, step, state.plain, entries), dcp.DefaultSavePlanner(flatten_state_dict=False)
+    tensors = {
+        f"{kind}.{name}": value for kind, part in zip(KINDS, state) for name, value in part.items()
+    }
+    writer = ShardWriter(folder, step, state.plain, entries)
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     with delete_on_error(folder, step):
         try:
             with report_lost_rank():
                 dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
             first = error.failures[min(error.failures)][0]
-            raise first if isinstance(first, RunFault) else RunFault(f"{folder / f'step-{step}'}: {first}") from None
+            raise (
+                first
+                if isinstance(first, RunFault)
+                else RunFault(f"{folder / f'step-{step}'}: {first}")
+            ) from None
     return folder / f"step-{step}"
 
 
@@ -53,8 +71,13 @@ class ShardWriter(dcp.StorageWriter):
     `plain`: the plain values of the process's optimizer state, which are written into the manifest.
     """
 
-    def __init__(self, folder: Path, step: int, plain: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
-        self._folder, self._step, self._plain, self._entries = folder, step, plain, entries
+    def __init__(
+        self, folder: Path, step: int, plain: Mapping[str, Any], entries: Mapping[str, Any]
+    ) -> None:
+        self._folder = folder
+        self._step = step
+        self._plain = plain
+        self._entries = entries
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: a writer writes one checkpoint."""
@@ -66,34 +89,41 @@ class ShardWriter(dcp.StorageWriter):
         """Return the plan unchanged."""
         return plan
 
-    def prepare_global_plan(self, plans: List[dcp.SavePlan]) -> List[dcp.SavePlan]:
-        """Make the folder and number the processes that have something to write; called on rank 0."""
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        """Make the folder and number the processes that have something to write; called on rank
+        0.
+        """
         with guard_step(self._folder, self._step):
             begin_step(self._folder, self._step)
         # a process without items writes nothing and gets no number of its own
         numbers = list(itertools.accumulate(int(bool(plan.items)) for plan in plans))
-        return [replace(plan, storage_data=f"{number:05}-of-{numbers[-1]:05}") for plan, number in zip(plans, numbers)]
+        return [
+            replace(plan, storage_data=f"{number:05}-of-{numbers[-1]:05}")
+            for plan, number in zip(plans, numbers)
+        ]
 
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[List[WriteResult]]:
+    def write_data(
+        self, plan: dcp.SavePlan, planner: dcp.SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         """Write this process's files, and send their hashes and the plain values to rank 0."""
-        by_kind: Dict[str, Dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
+        by_kind: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
         for item in plan.items:
             kind, _, name = item.index.fqn.partition(".")
             by_kind[kind][name] = planner.resolve_data(item)  # type: ignore[assignment]
-        hashes: Dict[str, str] = {}
+        hashes: dict[str, str] = {}
         with guard_step(self._folder, self._step):
             for kind, tensors in by_kind.items():
                 if tensors:
                     name = f"{kind}-{plan.storage_data}.safetensors"
                     hashes[name] = write_tensors(self._folder, self._step, name, tensors)
-        written: torch.futures.Future[List[WriteResult]] = torch.futures.Future()
+        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result([WriteResult(MetadataIndex(""), 0, (hashes, self._plain))])
         return written
 
-    def finish(self, metadata: Metadata, results: List[List[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest instead of DCP's metadata, and rename the folder; called on rank 0."""
-        files: Dict[str, str] = {}
-        plain: Dict[str, Any] = {}
+        files: dict[str, str] = {}
+        plain: dict[str, Any] = {}
         for (result,) in results:
             files.update(result.storage_data[0])
             plain.update(result.storage_data[1])

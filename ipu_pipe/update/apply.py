@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -37,44 +37,57 @@ from ipu_pipe.update.rules import (
 
 Floats = NDArray[np.float64]
 
-# codes of the correction of a version; -n: the correction of a rule with `reads_lag` for a backward of lag n
-PLAIN, FORWARD, BACKWARD = 0, 1, 2
+# codes of the correction of a version; -n: the correction of a rule with `reads_lag` for a backward
+# of lag n
+PLAIN = 0
+FORWARD = 1
+BACKWARD = 2
 
 
 @dataclass
 class StageState:
     """A stage's groups in the optimizer, with the trained parameters.
 
-    `state`: the optimizer's `state`; `shares`: the ratio of each group's learning rate to the schedule's;
-    `kinds`: the kind of each group's optimizer.
+    `state`: the optimizer's `state`; `shares`: the ratio of each group's learning rate to the
+    schedule's; `kinds`: the kind of each group's optimizer.
     """
 
     index: int
-    groups: List[Dict[str, Any]]
+    groups: list[dict[str, Any]]
     state: Any
-    shares: List[float]
-    kinds: List[str]
+    shares: list[float]
+    kinds: list[str]
 
     @property
-    def parameters(self) -> List[torch.nn.Parameter]:
+    def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of all groups, in order."""
         return [p for group in self.groups for p in group["params"]]
 
-    def get_entry(self, name: str) -> Optional[Tensors]:
-        """Return the entry `name` of the optimizer's state for each parameter, None if no parameter has it yet.
+    def get_entry(self, name: str) -> Tensors | None:
+        """Return the entry `name` of the optimizer's state for each parameter, None if no parameter
+        has it yet.
 
         It is 0 for a parameter that has had no gradient. `STEP` is computed from the state.
         """
         if name == STEP:
             kinds = zip(self.groups, self.kinds)
-            values = [self._compute_direction(p, group, kind) for group, kind in kinds for p in group["params"]]
+            values = [
+                self._compute_direction(p, group, kind)
+                for group, kind in kinds
+                for p in group["params"]
+            ]
         else:
             values = [self.state[p].get(name) if p in self.state else None for p in self.parameters]
         if all(value is None for value in values):
             return None
-        return [torch.zeros_like(p) if value is None else value for p, value in zip(self.parameters, values)]
+        return [
+            torch.zeros_like(p) if value is None else value
+            for p, value in zip(self.parameters, values)
+        ]
 
-    def _compute_direction(self, p: torch.nn.Parameter, group: Mapping[str, Any], kind: str) -> Optional[torch.Tensor]:
+    def _compute_direction(
+        self, p: torch.nn.Parameter, group: Mapping[str, Any], kind: str
+    ) -> torch.Tensor | None:
         entry, compute = DIRECTIONS[kind]
         return compute(group, self.state[p]) if p in self.state and entry in self.state[p] else None
 
@@ -82,7 +95,9 @@ class StageState:
         """Multiply tensors, one for each parameter, by the factor of the parameter's group."""
         if all(factor == 1 for factor in factors):
             return tensors
-        by_parameter = [factor for group, factor in zip(self.groups, factors) for _ in group["params"]]
+        by_parameter = [
+            factor for group, factor in zip(self.groups, factors) for _ in group["params"]
+        ]
         return [x * factor for x, factor in zip(tensors, by_parameter)]
 
 
@@ -94,22 +109,26 @@ GroupSettings = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
 
 
 class _SteppedGroup(NamedTuple):
-    """The parameters of one group that have a gradient in an update, and their gradients with weight decay added."""
+    """The parameters of one group that have a gradient in an update, and their gradients with
+    weight decay added.
+    """
 
     stage: StageState
     group: Mapping[str, Any]
-    parameters: List[torch.nn.Parameter]
+    parameters: list[torch.nn.Parameter]
     gradients: Tensors
 
 
 class UpdateRules:
     """All rules of a run over one optimizer.
 
-    `rate(k)`: the learning rate of update k. `switch`: the first asynchronous update; earlier updates are plain, and no state
-    of a rule changes. `masters`: the master copies, if the optimizer's parameters are master copies of a model's weights.
-    `base`: the rate of which each parameter group's rate is a share. `decay`: the decay of a moving average of the weights in
-    the optimizer's state, None for no average. `settings(k, group)`: the settings of a parameter group for
-    update k, with its learning rate `lr` before the group's share and the rules; by default `rate(k)` alone.
+    `rate(k)`: the learning rate of update k. `switch`: the first asynchronous update; earlier
+    updates are plain, and no state of a rule changes. `masters`: the master copies, if the
+    optimizer's parameters are master copies of a model's weights. `base`: the rate of which each
+    parameter group's rate is a share. `decay`: the decay of a moving average of the weights in the
+    optimizer's state, None for no average. `settings(k, group)`: the settings of a parameter group
+    for update k, with its learning rate `lr` before the group's share and the rules; by default
+    `rate(k)` alone.
     """
 
     def __init__(
@@ -121,20 +140,28 @@ class UpdateRules:
         optimizer: torch.optim.Optimizer,
         rate: Callable[[int], float],
         switch: int = 0,
-        masters: Optional[Masters] = None,
-        base: Optional[float] = None,
-        decay: Optional[float] = None,
-        settings: Optional[GroupSettings] = None,
+        masters: Masters | None = None,
+        base: float | None = None,
+        decay: float | None = None,
+        settings: GroupSettings | None = None,
     ) -> None:
         self._settings: GroupSettings = settings or (lambda k, group: {"lr": rate(k)})
         self.decay = decay
-        self.optimizer, self._rate, self.switch = optimizer, rate, switch
+        self.optimizer = optimizer
+        self._rate = rate
+        self.switch = switch
         self.stages = _group_by_stage(optimizer, base)
         trained = [p for stage in self.stages.values() for p in stage.parameters]
         self.weight_master_pairs = masters.list_pairs(trained) if masters is not None else []
         # each rule with its setting for each stage of the run, in order
-        self._rules: List[Tuple[Rule, Sequence[Setting]]] = [
-            (rule, [Setting(values, s, stage_lag, method, accumulate) for s, stage_lag in enumerate(lag.tolist())])
+        self._rules: list[tuple[Rule, Sequence[Setting]]] = [
+            (
+                rule,
+                [
+                    Setting(values, s, stage_lag, method, accumulate)
+                    for s, stage_lag in enumerate(lag.tolist())
+                ],
+            )
             for rule, values in select_rules(args, method)
         ]
         # the rules that act on the stages of this process
@@ -144,35 +171,53 @@ class UpdateRules:
             for stage in self.stages.values()
             if rule.acts_on(settings[stage.index])
         ]
-        # called with each update and its stages at its beginning: after rules' `compensate`, before clipping and their `gradient`
-        self.observe: Optional[Callable[[int, Sequence[int]], None]] = None
+        # called with each update and its stages at its beginning: after rules' `compensate`, before
+        # clipping and their `gradient`
+        self.observe: Callable[[int, Sequence[int]], None] | None = None
         # entries that `compensate` changes with each microbatch
-        self._compensated: Dict[Tuple[torch.nn.Parameter, str], torch.Tensor] = {}
-        self._batches_per_step: List[int] = args.get("block_accumulation") or [1] * len(lag)
+        self._compensated: dict[tuple[torch.nn.Parameter, str], torch.Tensor] = {}
+        self._batches_per_step: list[int] = args.get("block_accumulation") or [1] * len(lag)
         # whether `compensate` does more than `collect`
         self.compensates = any(rule.compensate is not None for rule, _ in self._rules)
         self._stage_count = len(lag)
         self._reads_lag = any(rule.read is not None and rule.reads_lag for rule, _ in self._rules)
         self._codes = {code: self._encode_stages(code) for code in (FORWARD, BACKWARD)}
 
-    def list_entries(self, stage: int) -> List[str]:
-        """List the names of the state that rules keep for each parameter of the stage beside the optimizer's own."""
-        return [name for rule, setting in self._list_acting(stage) if rule.state is not None for name in rule.state(setting)]
+    def list_entries(self, stage: int) -> list[str]:
+        """List the names of the state that rules keep for each parameter of the stage beside the
+        optimizer's own.
+        """
+        return [
+            name
+            for rule, setting in self._list_acting(stage)
+            if rule.state is not None
+            for name in rule.state(setting)
+        ]
 
-    def _list_acting(self, stage: int) -> List[Tuple[Rule, Setting]]:
+    def _list_acting(self, stage: int) -> list[tuple[Rule, Setting]]:
         """List the rules that act on a stage, with their settings."""
-        return [(rule, settings[stage]) for rule, settings in self._rules if rule.acts_on(settings[stage])]
+        return [
+            (rule, settings[stage])
+            for rule, settings in self._rules
+            if rule.acts_on(settings[stage])
+        ]
 
     # ---- corrections of the weights that passes read
 
     def _encode_stages(self, code: int) -> IntArray:
-        """Return for each stage (P,) `code` if a rule corrects the weights that such a pass reads, else PLAIN."""
+        """Return for each stage (P,) `code` if a rule corrects the weights that such a pass reads,
+        else PLAIN.
+        """
         reading = Reading(code == FORWARD, rate=1.0)
-        corrects = [any(c for _, c in self._read(stage, reading)) for stage in range(self._stage_count)]
+        corrects = [
+            any(c for _, c in self._read(stage, reading)) for stage in range(self._stage_count)
+        ]
         return np.where(corrects, code, PLAIN)
 
-    def _read(self, stage: int, reading: Reading) -> List[Tuple[str, float]]:
-        """List the (entry, c) pairs of a stage's rules: of rules with `reads_lag` if `reading` has a lag, else of the others."""
+    def _read(self, stage: int, reading: Reading) -> list[tuple[str, float]]:
+        """List the (entry, c) pairs of a stage's rules: of rules with `reads_lag` if `reading` has
+        a lag, else of the others.
+        """
         return [
             pair
             for rule, setting in self._list_acting(stage)
@@ -181,11 +226,15 @@ class UpdateRules:
         ]
 
     def encode_forwards(self, versions: IntArray) -> IntArray:
-        """Return the code of the correction for each forward that reads `versions`, (P,) or (P, n)."""
+        """Return the code of the correction for each forward that reads `versions`, (P,) or (P,
+        n).
+        """
         return np.where(versions >= self.switch, self._broadcast_code(FORWARD, versions), PLAIN)
 
     def encode_backwards(self, versions: IntArray, forward: IntArray) -> IntArray:
-        """Return the code of the correction for each backward or recomputation; `forward`: the versions of the forwards."""
+        """Return the code of the correction for each backward or recomputation; `forward`: the
+        versions of the forwards.
+        """
         if self._reads_lag:
             return np.where(versions >= self.switch, forward - versions, PLAIN)
         return np.where(versions >= self.switch, self._broadcast_code(BACKWARD, versions), PLAIN)
@@ -194,15 +243,22 @@ class UpdateRules:
         codes = self._codes[code]
         return codes if like.ndim == 1 else codes[:, None]
 
-    def compute_corrections(self, stage: int, code: int, version: int) -> List[Tuple[Tensors, float]]:
-        """Return (x, c) pairs that correct the weights w of a stage's *newest* version to w + the sum of c x; may be empty."""
+    def compute_corrections(
+        self, stage: int, code: int, version: int
+    ) -> list[tuple[Tensors, float]]:
+        """Return (x, c) pairs that correct the weights w of a stage's *newest* version to w + the
+        sum of c x; may be empty.
+        """
         state = self.stages[stage]
         rates = [float(self._settings(version, group)["lr"]) for group in state.groups]
         # the rules are asked for one rate, of which each group's is a multiple
         reference = next(filter(None, rates), 0.0)
-        factors = [share * (rate / reference if reference else 1.0) for rate, share in zip(rates, state.shares)]
+        factors = [
+            share * (rate / reference if reference else 1.0)
+            for rate, share in zip(rates, state.shares)
+        ]
         rate = self._stage_rate(stage, version, reference)
-        corrections: List[Tuple[Tensors, float]] = []
+        corrections: list[tuple[Tensors, float]] = []
         for entry, c in self._read(stage, Reading(code == FORWARD, max(-code, 0), rate)):
             x = state.get_entry(entry) if c else None
             if x is not None:
@@ -213,12 +269,13 @@ class UpdateRules:
 
     @contextlib.contextmanager
     def compensate(
-        self, k: int, stages: Sequence[int], compute_age: Callable[[int], Optional[Tensors]]
+        self, k: int, stages: Sequence[int], compute_age: Callable[[int], Tensors | None]
     ) -> Iterator[None]:
-        """Correct the gradients of the backward inside the context before they are added to the earlier ones of update k.
+        """Correct the gradients of the backward inside the context before they are added to the
+        earlier ones of update k.
 
-        `stages`: the stages of the backward. `compute_age(stage)`: the newest weights minus the weights that the microbatch read,
-        None if equal.
+        `stages`: the stages of the backward. `compute_age(stage)`: the newest weights minus the
+        weights that the microbatch read, None if equal.
         """
         active = self._active if k >= self.switch else []
         acting = [
@@ -234,16 +291,24 @@ class UpdateRules:
             indices = [i for i, p in enumerate(stage.parameters) if p.grad is not None]
             parameters = [stage.parameters[i] for i in indices]
             names = list(rule.state(setting)) if rule.state is not None else []
-            entries = {name: [self._get_compensated(stage, p, name) for p in parameters] for name in names}
+            entries = {
+                name: [self._get_compensated(stage, p, name) for p in parameters] for name in names
+            }
             age = compute_age(stage.index)
-            ages = None if age is None else [age[i].to(p.dtype) for i, p in zip(indices, parameters)]
+            ages = (
+                None if age is None else [age[i].to(p.dtype) for i, p in zip(indices, parameters)]
+            )
             if parameters:
-                rule.compensate(setting, [p.grad for p in parameters if p.grad is not None], ages, entries)
+                rule.compensate(
+                    setting, [p.grad for p in parameters if p.grad is not None], ages, entries
+                )
         for p, gradient in earlier:
             p.grad = gradient if p.grad is None else gradient + p.grad
 
     def _get_compensated(self, stage: StageState, p: torch.nn.Parameter, name: str) -> torch.Tensor:
-        """Return an entry that microbatches change; it joins the state after the optimizer's first step, which needs it empty."""
+        """Return an entry that microbatches change; it joins the state after the optimizer's first
+        step, which needs it empty.
+        """
         if (p, name) not in self._compensated:
             entry = stage.state[p].get(name) if p in stage.state else None
             self._compensated[p, name] = torch.zeros_like(p) if entry is None else entry
@@ -265,8 +330,10 @@ class UpdateRules:
         base = float(self._rate(k))
         return np.array([self._stage_rate(stage, k, base) for stage in range(self._stage_count)])
 
-    def get_settings(self, k: int, group: Mapping[str, Any]) -> Dict[str, Any]:
-        """Return the settings of a parameter group for update k, with the learning rate `lr` that the rules make of it."""
+    def get_settings(self, k: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of a parameter group for update k, with the learning rate `lr` that
+        the rules make of it.
+        """
         settings = dict(self._settings(k, group))
         settings["lr"] = float(self._stage_rate(group["stage"], k, float(settings["lr"])))
         return settings
@@ -274,29 +341,40 @@ class UpdateRules:
     def _stage_rate(self, stage: int, k: int, rate: float) -> float:
         """Return the learning rate of one stage; `rate`: the schedule's."""
         for rule, settings in self._rules if k >= self.switch else ():
-            rate = rule.rate(settings[stage], rate, k - self.switch) if rule.rate is not None else rate
+            rate = (
+                rule.rate(settings[stage], rate, k - self.switch) if rule.rate is not None else rate
+            )
         return rate
 
-    def step(self, k: int, clip: Optional[Callable[[int], None]], stages: Optional[Sequence[int]] = None) -> None:
-        """Carry out update k of these stages (all if None) from their gradients, and delete the gradients.
+    def step(
+        self, k: int, clip: Callable[[int], None] | None, stages: Sequence[int] | None = None
+    ) -> None:
+        """Carry out update k of these stages (all if None) from their gradients, and delete the
+        gradients.
 
-        `clip(k)` clips them, None for no clipping. Gradients of other stages, and of blocks that accumulate several batches,
-        stay. Steps [2] to [5] carry out the rules (`update.rules`).
+        `clip(k)` clips them, None for no clipping. Gradients of other stages, and of blocks that
+        accumulate several batches, stay. Steps [2] to [5] carry out the rules (`update.rules`).
         """
         if self.observe is not None:
             self.observe(k, list(self.stages) if stages is None else stages)
         # [1] take away the gradients that stay, because the optimizer steps all that it finds
         active = self._active if k >= self.switch else []
         weight_master_pairs = self.weight_master_pairs
-        others: List[StageState] = []
+        others: list[StageState] = []
         if stages is not None:
-            active = [(stage, rule, setting) for stage, rule, setting in active if stage.index in stages]
+            active = [
+                (stage, rule, setting) for stage, rule, setting in active if stage.index in stages
+            ]
             others = [stage for stage in self.stages.values() if stage.index not in stages]
-        other_gradients: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
+        other_gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         if others:
             other_gradients += _take_gradients(others)
             unchanged = {id(p) for stage in others for p in stage.parameters}
-            weight_master_pairs = [(weight, master) for weight, master in weight_master_pairs if id(master) not in unchanged]
+            weight_master_pairs = [
+                (weight, master)
+                for weight, master in weight_master_pairs
+                if id(master) not in unchanged
+            ]
         if max(self._batches_per_step) > 1:
             other_gradients += _take_incomplete(self.stages.values(), self._batches_per_step, k)
         # [2] the settings of this update; stages that step later may have others
@@ -304,9 +382,17 @@ class UpdateRules:
             if stage not in others:
                 self._apply_settings(stage, k)
         # the rules with entries that step [5] moves
-        tracking = [(stage, rule, rule.state(setting)) for stage, rule, setting in active if rule.state is not None]
-        tracking = [(stage, rule, entries) for stage, rule, entries in tracking if any(entries.values())]
-        before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in tracking}
+        tracking = [
+            (stage, rule, rule.state(setting))
+            for stage, rule, setting in active
+            if rule.state is not None
+        ]
+        tracking = [
+            (stage, rule, entries) for stage, rule, entries in tracking if any(entries.values())
+        ]
+        before = {
+            stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in tracking
+        }
         averages = self._begin_averages(others) if self.decay is not None else {}
         with torch.no_grad():
             # [3] gradients
@@ -317,7 +403,9 @@ class UpdateRules:
                 clip(k)
             # [4] the step; weight decay in the gradients of rules reads the weights before it
             changing = [
-                (rule.step, setting, _list_stepped_groups(stage)) for stage, rule, setting in active if rule.step is not None
+                (rule.step, setting, _list_stepped_groups(stage))
+                for stage, rule, setting in active
+                if rule.step is not None
             ]
             self.optimizer.step()
             steps = {s: _compute_step(self.stages[s], old) for s, old in before.items()}
@@ -327,7 +415,11 @@ class UpdateRules:
             # [5] the state of rules
             for stage, rule, entries in tracking:
                 ignores_changes = rule.follows_optimizer or not changing
-                step = steps[stage.index] if ignores_changes else _compute_step(stage, before[stage.index])
+                step = (
+                    steps[stage.index]
+                    if ignores_changes
+                    else _compute_step(stage, before[stage.index])
+                )
                 _move_entries(stage, entries, step)
         for (p, name), entry in self._compensated.items():
             # SGD without momentum makes no state of its own
@@ -343,7 +435,9 @@ class UpdateRules:
             p.grad = gradient
 
     def _apply_settings(self, stage: StageState, k: int) -> None:
-        """Write the settings of update k, and the learning rate that the rules make of it, into a stage's groups."""
+        """Write the settings of update k, and the learning rate that the rules make of it, into a
+        stage's groups.
+        """
         for group, share in zip(stage.groups, stage.shares):
             settings = self._settings(k, group)
             group.update(settings)
@@ -351,12 +445,16 @@ class UpdateRules:
 
     # ---- the moving average of the weights, as in torch.optim.swa_utils.AveragedModel
 
-    def _begin_averages(self, others: Sequence[StageState]) -> Dict[torch.nn.Parameter, torch.Tensor]:
-        """Return the average so far of each parameter that has had a gradient, except of the stages `others`.
+    def _begin_averages(
+        self, others: Sequence[StageState]
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Return the average so far of each parameter that has had a gradient, except of the stages
+        `others`.
 
-        A parameter without any gradient has not moved and must get no state, because optimizers initialize it when it has none.
+        A parameter without any gradient has not moved and must get no state, because optimizers
+        initialize it when it has none.
         """
-        averages: Dict[torch.nn.Parameter, torch.Tensor] = {}
+        averages: dict[torch.nn.Parameter, torch.Tensor] = {}
         for stage in self.stages.values():
             for p in stage.parameters if stage not in others else ():
                 average = stage.state[p].get(AVERAGE) if p in stage.state else None
@@ -365,16 +463,24 @@ class UpdateRules:
         return averages
 
     def _move_averages(self, k: int, averages: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Move the averages towards the weights after update k; the first update's weights are the first average."""
+        """Move the averages towards the weights after update k; the first update's weights are the
+        first average.
+        """
         assert self.decay is not None
         for p, average in averages.items():
             # one parameter at a time, so that the same kernel runs on every backend
-            self.optimizer.state[p][AVERAGE] = average.copy_(p.detach()) if k == 0 else average.lerp_(p.detach(), 1 - self.decay)
+            self.optimizer.state[p][AVERAGE] = (
+                average.copy_(p.detach()) if k == 0 else average.lerp_(p.detach(), 1 - self.decay)
+            )
 
     @contextlib.contextmanager
     def hold_averages(self) -> Iterator[None]:
-        """Put the averages of the weights into the model inside the context; without averages leave the newest weights."""
-        weights: Dict[torch.Tensor, torch.Tensor] = {master: weight for weight, master in self.weight_master_pairs}
+        """Put the averages of the weights into the model inside the context; without averages leave
+        the newest weights.
+        """
+        weights: dict[torch.Tensor, torch.Tensor] = {
+            master: weight for weight, master in self.weight_master_pairs
+        }
         entries = [] if self.decay is None else list(self.optimizer.state.items())
         averages = [(weights.get(p, p), state[AVERAGE]) for p, state in entries if AVERAGE in state]
         newest = [weight.data for weight, _ in averages]
@@ -387,19 +493,23 @@ class UpdateRules:
                 weight.data = value
 
 
-def _group_by_stage(optimizer: torch.optim.Optimizer, base: Optional[float]) -> Dict[int, StageState]:
+def _group_by_stage(optimizer: torch.optim.Optimizer, base: float | None) -> dict[int, StageState]:
     """Return the stages of the optimizer's parameter groups."""
-    stages: Dict[int, StageState] = {}
+    stages: dict[int, StageState] = {}
     for group in optimizer.param_groups:
-        stage = stages.setdefault(group["stage"], StageState(group["stage"], [], optimizer.state, [], []))
+        stage = stages.setdefault(
+            group["stage"], StageState(group["stage"], [], optimizer.state, [], [])
+        )
         stage.groups.append(group)
         stage.shares.append(group["lr"] / base if base else 1.0)
         stage.kinds.append(get_kind(optimizer, group))
     return stages
 
 
-def _take_gradients(stages: Iterable[StageState]) -> List[Tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Remove the gradients of stages and return them, because no optimizer steps a parameter without a gradient."""
+def _take_gradients(stages: Iterable[StageState]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Remove the gradients of stages and return them, because no optimizer steps a parameter
+    without a gradient.
+    """
     taken = [(p, p.grad) for stage in stages for p in stage.parameters if p.grad is not None]
     for p, _ in taken:
         p.grad = None
@@ -408,10 +518,10 @@ def _take_gradients(stages: Iterable[StageState]) -> List[Tuple[torch.nn.Paramet
 
 def _take_incomplete(
     stages: Iterable[StageState], batches_per_step: Sequence[int], k: int
-) -> List[Tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Remove and return the gradients of stages that do not step at update k; divide those of stages that do by their number of
-    batches."""
-    taken: List[Tuple[torch.nn.Parameter, torch.Tensor]] = []
+) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Remove and return the gradients of stages that do not step at update k; divide those of
+    stages that do by their number of batches."""
+    taken: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     for stage in stages:
         count = batches_per_step[stage.index]
         if (k + 1) % count:
@@ -423,15 +533,19 @@ def _take_incomplete(
     return taken
 
 
-def _change_gradients(change: Callable[[Setting, Tensors], Tensors], setting: Setting, stage: StageState) -> None:
+def _change_gradients(
+    change: Callable[[Setting, Tensors], Tensors], setting: Setting, stage: StageState
+) -> None:
     """Replace the gradients of a stage by those that a rule returns."""
     parameters = [p for p in stage.parameters if p.grad is not None]
     if parameters:
-        for p, gradient in zip(parameters, change(setting, [p.grad for p in parameters if p.grad is not None])):
+        for p, gradient in zip(
+            parameters, change(setting, [p.grad for p in parameters if p.grad is not None])
+        ):
             p.grad = gradient
 
 
-def _list_stepped_groups(stage: StageState) -> List[_SteppedGroup]:
+def _list_stepped_groups(stage: StageState) -> list[_SteppedGroup]:
     """List the parameters that the update steps, by parameter group."""
     stepped = []
     for group in stage.groups:
@@ -450,8 +564,12 @@ def _compute_step(stage: StageState, before: Tensors) -> Tensors:
     return list(torch._foreach_sub([p.detach() for p in stage.parameters], before))
 
 
-def _change_step(change: Step, setting: Setting, stepped: _SteppedGroup, steps: Optional[Tensors]) -> None:
-    """Add a rule's part to the step of the optimizer; `steps`: the steps of the stage's parameters, if they are known."""
+def _change_step(
+    change: Step, setting: Setting, stepped: _SteppedGroup, steps: Tensors | None
+) -> None:
+    """Add a rule's part to the step of the optimizer; `steps`: the steps of the stage's parameters,
+    if they are known.
+    """
     by_id = {id(p): step for p, step in zip(stepped.stage.parameters, steps or ())}
     states = [stepped.stage.state[p] for p in stepped.parameters]
     group_steps = [by_id[id(p)] for p in stepped.parameters if by_id]
@@ -460,10 +578,11 @@ def _change_step(change: Step, setting: Setting, stepped: _SteppedGroup, steps: 
         torch._foreach_add_(values, x, alpha=c)
 
 
-def _move_entries(stage: StageState, entries: Mapping[str, Optional[Follow]], step: Tensors) -> None:
+def _move_entries(stage: StageState, entries: Mapping[str, Follow | None], step: Tensors) -> None:
     """Move a rule's entries by `step`.
 
-    A parameter without a gradient has not moved and must get no state, because optimizers initialize it when it has none.
+    A parameter without a gradient has not moved and must get no state, because optimizers
+    initialize it when it has none.
     """
     for entry, follow in entries.items():
         if follow is None:

@@ -1,14 +1,14 @@
 """Clip gradients by their norm, in the same way on all backends.
 
-    stage            each stage by its own norm
-    global           all stages by the global norm, if the pipeline is empty before every update
-    delayed_global   all stages by the global norm of an earlier update (`DelayedGlobalNorm`)
+stage            each stage by its own norm
+global           all stages by the global norm, if the pipeline is empty before every update
+delayed_global   all stages by the global norm of an earlier update (`DelayedGlobalNorm`)
 """
 
 from __future__ import annotations
 
 import math
-from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,39 +16,48 @@ from ipu_pipe.schedule.table import Kind, Schedule
 
 
 def explain_stage_scope(norm: float, stages: int) -> str:
-    """Return the remedy for a global `norm` that is not known: clipping by stage, with the norm that bounds all stages alike."""
+    """Return the remedy for a global `norm` that is not known: clipping by stage, with the norm
+    that bounds all stages alike.
+    """
     by_stage = norm / math.sqrt(stages)
-    return f"scope: stage with norm: {by_stage:.4g} (norm / sqrt(stages): together {stages} stages stay within {norm:g})"
+    return (
+        f"scope: stage with norm: {by_stage:.4g} (norm / sqrt(stages): together {stages} stages "
+        f"stay within {norm:g})"
+    )
 
 
 # added to a norm, as in torch's own clipping
 MARGIN = 1e-6
 
 
-def compute_gradient_norms(parameters: Iterable[torch.Tensor]) -> List[torch.Tensor]:
+def compute_gradient_norms(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the Euclidean norm of each gradient that is not None.
 
-    Each tensor has its own kernel call, so that the same kernels run whether or not a stage has its own process; torch's clipping
-    would take all tensors of a GPU at once.
+    Each tensor has its own kernel call, so that the same kernels run whether or not a stage has its
+    own process; torch's clipping would take all tensors of a GPU at once.
     """
     return [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
 
 
-def clip_to_norm(norm: float, parameters: Iterable[torch.Tensor], norms: Sequence[torch.Tensor]) -> None:
-    """Scale gradients so that the norm over all tensors of `norms`, which may be more than these gradients, is at most `norm`."""
+def clip_to_norm(
+    norm: float, parameters: Iterable[torch.Tensor], norms: Sequence[torch.Tensor]
+) -> None:
+    """Scale gradients so that the norm over all tensors of `norms`, which may be more than these
+    gradients, is at most `norm`.
+    """
     if not norms:
         return
     total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     _multiply(parameters, torch.clamp(norm / (total + MARGIN), max=1.0))
 
 
-def _multiply(parameters: Iterable[torch.Tensor], scale: Union[float, torch.Tensor]) -> None:
+def _multiply(parameters: Iterable[torch.Tensor], scale: float | torch.Tensor) -> None:
     for p in parameters:
         if p.grad is not None:
             p.grad.mul_(scale.to(p.grad.device) if isinstance(scale, torch.Tensor) else scale)
 
 
-def compute_norm(parameters: Iterable[torch.Tensor]) -> Optional[float]:
+def compute_norm(parameters: Iterable[torch.Tensor]) -> float | None:
     """Return the Euclidean norm of all gradients of these parameters, None if there is none."""
     norms = compute_gradient_norms(parameters)
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None
@@ -57,17 +66,18 @@ def compute_norm(parameters: Iterable[torch.Tensor]) -> Optional[float]:
 class DelayedGlobalNorm:
     """Clip asynchronous methods by a global norm.
 
-    A stage updates before the other stages have their gradients. So it uses the norm of the newest update that all stages have
-    done before any of them does this one, `lag` updates back. Right after a drain there is none, and the stage's own norm is
-    used.
+    A stage updates before the other stages have their gradients. So it uses the norm of the newest
+    update that all stages have done before any of them does this one, `lag` updates back. Right
+    after a drain there is none, and the stage's own norm is used.
     """
 
     def __init__(self, norm: float, schedule: Schedule) -> None:
-        self._norm, self._schedule = norm, schedule
+        self._norm = norm
+        self._schedule = schedule
         self.lag = _find_common_lag(schedule)
-        self._totals: Dict[int, float] = {}
+        self._totals: dict[int, float] = {}
 
-    def get_source(self, k: int) -> Optional[int]:
+    def get_source(self, k: int) -> int | None:
         """Return the update whose global norm clips update k, None if the stage's own norm does."""
         begin, _ = self._schedule.get_drain_interval(k)
         return k - self.lag if k - self.lag >= begin else None
@@ -76,12 +86,12 @@ class DelayedGlobalNorm:
         """Return whether the norm of update k clips a later update."""
         return k + self.lag < self._schedule.get_drain_interval(k)[1]
 
-    def remember(self, k: int, norms: Sequence[Optional[float]]) -> None:
+    def remember(self, k: int, norms: Sequence[float | None]) -> None:
         """Store the global norm of update k; `norms`: the norms of the stages."""
         self._totals[k] = math.sqrt(sum(n * n for n in norms if n is not None))
         self._totals.pop(k - 2 * self.lag - 1, None)
 
-    def clip(self, k: int, parameters: Sequence[torch.Tensor], norm: Optional[float]) -> None:
+    def clip(self, k: int, parameters: Sequence[torch.Tensor], norm: float | None) -> None:
         """Scale a stage's gradients of update k; `norm`: the stage's own norm."""
         source = self.get_source(k)
         clipping_norm = norm if source is None else self._totals[source]
@@ -90,12 +100,15 @@ class DelayedGlobalNorm:
 
 
 def _find_common_lag(schedule: Schedule) -> int:
-    """Return the least lag such that all stages have done update k - lag before any stage does update k, for any k."""
+    """Return the least lag such that all stages have done update k - lag before any stage does
+    update k, for any k.
+    """
     longest = max(schedule.stretches, key=lambda part: part.microbatches)
     first = longest.first_microbatch // schedule.accumulate
     count = min(longest.microbatches // schedule.accumulate, 4 * schedule.stages + 8)
     slots = schedule.slots(Kind.UPDATE, first, first + count)
-    earliest, latest = slots.min(axis=0), slots.max(axis=0)
+    earliest = slots.min(axis=0)
+    latest = slots.max(axis=0)
     for lag in range(1, count):
         if (latest[:-lag] < earliest[lag:]).all():
             return lag
@@ -103,16 +116,22 @@ def _find_common_lag(schedule: Schedule) -> int:
 
 
 class OtherStages:
-    """The interface to the norms of stages on other ranks; this class is for a process that has all stages."""
+    """The interface to the norms of stages on other ranks; this class is for a process that has all
+    stages.
+    """
 
-    def gather_norms(self, norms: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """Return the norm of every parameter's gradient in the order of the stages; `norms`: those of this process's stages."""
+    def gather_norms(self, norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the norm of every parameter's gradient in the order of the stages; `norms`: those
+        of this process's stages.
+        """
         return list(norms)
 
-    def send(self, k: int, norms: Mapping[int, Optional[float]]) -> None:
-        """Send the norms of this process's stages of update k to other ranks; None means that a stage has no gradient."""
+    def send(self, k: int, norms: Mapping[int, float | None]) -> None:
+        """Send the norms of this process's stages of update k to other ranks; None means that a
+        stage has no gradient.
+        """
 
-    def receive(self, k: int) -> Dict[int, Optional[float]]:
+    def receive(self, k: int) -> dict[int, float | None]:
         """Return the norms of the other stages of update k."""
         return {}
 
@@ -121,22 +140,28 @@ class OtherStages:
 
 
 class GradientClipping:
-    """Clip the gradients of this process's stages: `clip(k)` clips update k; it is None for no clipping."""
+    """Clip the gradients of this process's stages: `clip(k)` clips update k; it is None for no
+    clipping.
+    """
 
     def __init__(
         self,
-        clip: Optional[Tuple[float, str]],
+        clip: tuple[float, str] | None,
         stages: Mapping[int, Sequence[torch.nn.Parameter]],
         schedule: Schedule,
-        others: Optional[OtherStages] = None,
+        others: OtherStages | None = None,
     ) -> None:
-        """`clip`: (norm, scope), None for no clipping; `stages`: stage -> parameters, for this process's stages."""
-        self._clip, self._stages, self._count = clip, stages, schedule.stages
+        """`clip`: (norm, scope), None for no clipping; `stages`: stage -> parameters, for this
+        process's stages.
+        """
+        self._clip = clip
+        self._stages = stages
+        self._count = schedule.stages
         self._others = others or OtherStages()
         # update -> stage -> norm, until the later update that uses it
-        self._norms: Dict[int, Dict[int, Optional[float]]] = {}
-        self.clip: Optional[Callable[[int], None]] = None if clip is None else self._clip_gradients
-        self.delayed: Optional[DelayedGlobalNorm] = None
+        self._norms: dict[int, dict[int, float | None]] = {}
+        self.clip: Callable[[int], None] | None = None if clip is None else self._clip_gradients
+        self.delayed: DelayedGlobalNorm | None = None
         if clip is not None and clip[1] == "delayed_global":
             self.delayed = DelayedGlobalNorm(clip[0], schedule)
 
@@ -148,7 +173,9 @@ class GradientClipping:
             self._clip_by_delayed_norm(self.delayed, k)
         elif scope == "global":
             parameters = [p for stage in self._stages.values() for p in stage]
-            clip_to_norm(norm, parameters, self._others.gather_norms(compute_gradient_norms(parameters)))
+            clip_to_norm(
+                norm, parameters, self._others.gather_norms(compute_gradient_norms(parameters))
+            )
         else:
             for stage in self._stages.values():
                 clip_to_norm(norm, stage, compute_gradient_norms(stage))

@@ -1,7 +1,9 @@
-"""The torch.optim optimizer of a run: its parameter groups, its factories, the size of its state, and its state in checkpoints.
+"""The torch.optim optimizer of a run: its parameter groups, its factories, the size of its state,
+and its state in checkpoints.
 
-All stages of a process share one optimizer, whose state (momentum and the like) belongs to parameters and so to stages. If the
-config's groups have different optimizers, `OptimizersByGroup` joins them.
+All stages of a process share one optimizer, whose state (momentum and the like) belongs to
+parameters and so to stages. If the config's groups have different optimizers, `OptimizersByGroup`
+joins them.
 """
 
 from __future__ import annotations
@@ -9,7 +11,18 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union, cast
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    cast,
+)
 
 import torch
 from torch import nn
@@ -21,9 +34,9 @@ from ipu_pipe.text import describe_kind, list_some, show
 
 # ---- the optimizer's parameter groups: by stage, by the config's `optimizer.groups`, and by `no_decay`
 #
-# A member is one entry of the config's `optimizer.groups`, with an optimizer of its own (without the key there is one member).
-# A parameter group has its stage (`group["stage"]`), by which rates and rules treat stages differently, and the number of its
-# member (`group["member"]`).
+# A member is one entry of the config's `optimizer.groups`, with an optimizer of its own (without
+# the key there is one member). # A parameter group has its stage (`group["stage"]`), by which rates
+# and rules treat stages differently, and the number of its # member (`group["member"]`).
 
 Groups = List[Dict[str, Any]]
 
@@ -35,11 +48,11 @@ _NORMS = (
 
 
 class Member(NamedTuple):
-    """The parameters that a member trains: those whose names match a pattern of `match` and that have `ndim` dimensions; None
-    means all."""
+    """The parameters that a member trains: those whose names match a pattern of `match` and that
+    have `ndim` dimensions; None means all."""
 
-    match: Optional[Sequence[str]] = None
-    ndim: Optional[int] = None
+    match: Sequence[str] | None = None
+    ndim: int | None = None
 
 
 # (name, parameter) -> the number of its member, None if it is not trained
@@ -49,22 +62,26 @@ ChooseMember = Callable[[str, nn.Parameter], Optional[int]]
 def make_groups(
     model: nn.Module,
     part: Partition,
-    no_decay: Union[str, Sequence[str]] = (),
+    no_decay: str | Sequence[str] = (),
     members: Sequence[Member] = (Member(),),
-    choose_member: Optional[ChooseMember] = None,
+    choose_member: ChooseMember | None = None,
 ) -> Groups:
-    """Make parameter groups in stage order. A parameter is in a group of the first of `members` that fits it.
+    """Make parameter groups in stage order. A parameter is in a group of the first of `members`
+    that fits it.
 
-    `choose_member` decides instead of what the members match; a parameter that it gives no member is left out.
+    `choose_member` decides instead of what the members match; a parameter that it gives no member
+    is left out.
 
-    Parameters whose names match `no_decay` (patterns as in a shell, or the word `norms_and_biases`) form groups of their own with
-    `weight_decay` 0. Parameters that need no gradient are left out. Raise `BadInput` if a pattern matches nothing, and for
-    parameters that fit no member.
+    Parameters whose names match `no_decay` (patterns as in a shell, or the word `norms_and_biases`)
+    form groups of their own with `weight_decay` 0. Parameters that need no gradient are left out.
+    Raise `BadInput` if a pattern matches nothing, and for parameters that fit no member.
     """
     parameters = dict(model.named_parameters())
-    undecayed = _list_undecayed(model, parameters, [no_decay] if isinstance(no_decay, str) else list(no_decay))
+    undecayed = _list_undecayed(
+        model, parameters, [no_decay] if isinstance(no_decay, str) else list(no_decay)
+    )
     if choose_member is None:
-        member_of: Mapping[str, Optional[int]] = _assign_members(parameters, members)
+        member_of: Mapping[str, int | None] = _assign_members(parameters, members)
     else:
         member_of = {name: choose_member(name, p) for name, p in parameters.items()}
     groups: Groups = []
@@ -72,51 +89,76 @@ def make_groups(
         trained = [name for name in stage.parameters if parameters[name].requires_grad]
         for number in range(len(members)):
             for decays in (True, False):
-                chosen = [n for n in trained if member_of.get(n) == number and (n not in undecayed) == decays]
+                chosen = [
+                    n
+                    for n in trained
+                    if member_of.get(n) == number and (n not in undecayed) == decays
+                ]
                 if chosen:
-                    group: Dict[str, Any] = {"params": [parameters[n] for n in chosen], "stage": stage.index, "member": number}
+                    group: dict[str, Any] = {
+                        "params": [parameters[n] for n in chosen],
+                        "stage": stage.index,
+                        "member": number,
+                    }
                     groups.append(group if decays else {**group, "weight_decay": 0.0})
     if not groups:
         raise BadInput("model: it has no parameter that needs a gradient: nothing to train")
     return groups
 
 
-def _assign_members(parameters: Mapping[str, nn.Parameter], members: Sequence[Member]) -> Dict[str, int]:
+def _assign_members(
+    parameters: Mapping[str, nn.Parameter], members: Sequence[Member]
+) -> dict[str, int]:
     """Return the number of the first member that fits each trained parameter, by name.
 
     Raise `BadInput` for parameters that fit none, and for patterns that match no parameter.
     """
-    member_of: Dict[str, int] = {}
+    member_of: dict[str, int] = {}
     for number, (patterns, ndim) in enumerate(members):
         matched = list(parameters) if patterns is None else []
         for pattern in patterns or ():
             names = fnmatch.filter(parameters, pattern)
             if not names:
-                raise BadInput(f"optimizer.groups.{number}.match: {show(pattern)}: matches no parameter of the model")
+                raise BadInput(
+                    f"optimizer.groups.{number}.match: {show(pattern)}: matches no parameter of "
+                    f"the model"
+                )
             matched += names
         for name in matched:
             if ndim is None or parameters[name].dim() == ndim:
                 member_of.setdefault(name, number)
     others = [name for name, p in parameters.items() if p.requires_grad and name not in member_of]
     if others:
-        raise BadInput(f"optimizer.groups: {list_some(others)}: in no group: add one for the rest, without match and ndim")
+        raise BadInput(
+            f"optimizer.groups: {list_some(others)}: in no group: add one for the rest, without "
+            f"match and ndim"
+        )
     return member_of
 
 
-def spread_settings(by_stage: Mapping[str, Any], delays: Sequence[float], place: str = "optimizer") -> List[Dict[str, Any]]:
+def spread_settings(
+    by_stage: Mapping[str, Any], delays: Sequence[float], place: str = "optimizer"
+) -> list[dict[str, Any]]:
     """Return the settings of each stage, whose delays in updates are `delays` (P,).
 
-    A setting is a list of one value a stage, or {from: a, to: b}, numbers or lists of them: a + (b - a) D / D_max, D the stage's
-    delay and D_max the greatest; with over: stages, a + (b - a) D / P. Raise `BadInput`, about the optimizer at `place`, for a
-    list of another length.
+    A setting is a list of one value a stage, or {from: a, to: b}, numbers or lists of them:
+    a + (b - a) D / D_max, D the stage's delay and D_max the greatest; with over: stages,
+    a + (b - a) D / P. Raise `BadInput`, about the optimizer at `place`, for a list of another
+    length.
     """
-    settings: List[Dict[str, Any]] = [{} for _ in delays]
+    settings: list[dict[str, Any]] = [{} for _ in delays]
     for key, values in by_stage.items():
         if isinstance(values, Mapping):
             over = len(delays) if "over" in values else max(delays)
-            values = [_interpolate(values["from"], values["to"], delay / over if over else 0.0) for delay in delays]
+            values = [
+                _interpolate(values["from"], values["to"], delay / over if over else 0.0)
+                for delay in delays
+            ]
         elif len(values) != len(delays):
-            raise BadInput(f"{place}.by_stage.{key}: {show(values)}: must be one for each of {len(delays)} stages")
+            raise BadInput(
+                f"{place}.by_stage.{key}: {show(values)}: must be one for each of {len(delays)} "
+                f"stages"
+            )
         for stage_settings, value in zip(settings, values):
             stage_settings[key] = value
     return settings
@@ -130,7 +172,9 @@ def _interpolate(first: Any, last: Any, share: float) -> Any:
 
 
 def replace_parameters(groups: Groups, replace: Callable[[nn.Parameter], nn.Parameter]) -> Groups:
-    """Replace each parameter by the tensor that the optimizer updates instead, such as its master copy."""
+    """Replace each parameter by the tensor that the optimizer updates instead, such as its master
+    copy.
+    """
     return [{**group, "params": [replace(p) for p in group["params"]]} for group in groups]
 
 
@@ -143,24 +187,34 @@ def select_stage(groups: Groups, stage: int) -> Groups:
     return stage_groups or [make_placeholder(stage)]
 
 
-def make_placeholder(stage: int) -> Dict[str, Any]:
-    """Make a group of one empty parameter with two dimensions, which the strictest optimizer (Muon) requires."""
+def make_placeholder(stage: int) -> dict[str, Any]:
+    """Make a group of one empty parameter with two dimensions, which the strictest optimizer (Muon)
+    requires.
+    """
     return {"params": [nn.Parameter(torch.zeros(0, 0))], "stage": stage, "member": 0}
 
 
-def select_parameters(groups: Groups, wanted: Set[int]) -> Groups:
+def select_parameters(groups: Groups, wanted: set[int]) -> Groups:
     """Return the groups with only those parameters whose id is in `wanted`."""
-    narrowed = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups]
+    narrowed = [
+        {**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups
+    ]
     return [group for group in narrowed if group["params"]]
 
 
-def _list_undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) -> List[str]:
-    """List the names of the parameters that match a pattern. Raise `BadInput` if a pattern matches nothing."""
-    chosen: List[str] = []
+def _list_undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """List the names of the parameters that match a pattern. Raise `BadInput` if a pattern matches
+    nothing.
+    """
+    chosen: list[str] = []
     for pattern in patterns:
         if pattern == "norms_and_biases":
             norms = {name for name, module in model.named_modules() if isinstance(module, _NORMS)}
-            matched = [n for n in names if n.rpartition(".")[0] in norms or n.rpartition(".")[2].startswith("bias")]
+            matched = [
+                n
+                for n in names
+                if n.rpartition(".")[0] in norms or n.rpartition(".")[2].startswith("bias")
+            ]
         else:
             matched = fnmatch.filter(list(names), pattern)
             if not matched:
@@ -175,14 +229,21 @@ OptimizerFactory = Callable[[Groups], torch.optim.Optimizer]
 
 
 def make_factory_by_name(name: str, **settings: Any) -> OptimizerFactory:
-    """Return a function that makes `sgd`, `adam` or `adamw` of torch.optim with these settings from parameter groups."""
+    """Return a function that makes `sgd`, `adam` or `adamw` of torch.optim with these settings from
+    parameter groups.
+    """
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     if name not in kinds:
         raise BadInput(f"optimizer.name: {name}: must be one of {', '.join(kinds)}")
     return functools.partial(kinds[name], **settings)
 
 
-KINDS = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw", torch.optim.RMSprop: "rmsprop"}
+KINDS = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+    torch.optim.RMSprop: "rmsprop",
+}
 # state without a dimension; the second is NAdam's
 COUNTS = ("step", "mu_product")
 # assumed for optimizers that `count_moments` does not know
@@ -190,10 +251,17 @@ MOST_MOMENTS = 2
 
 
 class OptimizersByGroup(torch.optim.Optimizer):
-    """Several optimizers as one: with the parameter groups and the state of all, in the order of the stages."""
+    """Several optimizers as one: with the parameter groups and the state of all, in the order of
+    the stages.
+    """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__(sorted((group for part in parts for group in part.param_groups), key=lambda g: g["stage"]), {})
+        super().__init__(
+            sorted(
+                (group for part in parts for group in part.param_groups), key=lambda g: g["stage"]
+            ),
+            {},
+        )
         self.parts = {part.param_groups[0]["member"]: part for part in parts}
         for part in parts:
             part.state = self.state
@@ -204,22 +272,26 @@ class OptimizersByGroup(torch.optim.Optimizer):
             part.step()
 
 
-def list_parts(optimizer: torch.optim.Optimizer) -> List[torch.optim.Optimizer]:
+def list_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the parts of an `OptimizersByGroup`, or the optimizer itself."""
-    return list(optimizer.parts.values()) if isinstance(optimizer, OptimizersByGroup) else [optimizer]
+    return (
+        list(optimizer.parts.values()) if isinstance(optimizer, OptimizersByGroup) else [optimizer]
+    )
 
 
 def get_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
     """Return the kind of optimizer that steps a parameter group of `optimizer`.
 
-    It is sgd, adam, adamw or rmsprop for PyTorch's own classes, else the name of the class, because a subclass may step
-    differently.
+    It is sgd, adam, adamw or rmsprop for PyTorch's own classes, else the name of the class, because
+    a subclass may step differently.
     """
-    part = optimizer.parts[group["member"]] if isinstance(optimizer, OptimizersByGroup) else optimizer
+    part = (
+        optimizer.parts[group["member"]] if isinstance(optimizer, OptimizersByGroup) else optimizer
+    )
     return KINDS.get(type(part), type(part).__name__)
 
 
-def list_kinds(optimizer: torch.optim.Optimizer) -> List[str]:
+def list_kinds(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the kinds of an optimizer's parts, each once."""
     return list(dict.fromkeys(get_kind(optimizer, group) for group in optimizer.param_groups))
 
@@ -227,8 +299,8 @@ def list_kinds(optimizer: torch.optim.Optimizer) -> List[str]:
 def count_moments(kind: str, settings: Mapping[str, Any]) -> int:
     """Return the number of tensors of a parameter's shape in an optimizer's state for it.
 
-    `kind`: as `get_kind` returns it, or a config's name; `settings`: the settings of the parameter's group. Memory, planning and
-    the papers' figures all use this function.
+    `kind`: as `get_kind` returns it, or a config's name; `settings`: the settings of the
+    parameter's group. Memory, planning and the papers' figures all use this function.
     """
     name = kind.rpartition(".")[2].lower()
     if name == "sgd":
@@ -241,33 +313,49 @@ def count_moments(kind: str, settings: Mapping[str, Any]) -> int:
 
 
 def make_factory_by_group(factories: Sequence[OptimizerFactory]) -> OptimizerFactory:
-    """Return a function that makes one optimizer from parameter groups: factory i makes the part for the groups of member i."""
+    """Return a function that makes one optimizer from parameter groups: factory i makes the part
+    for the groups of member i.
+    """
 
     def make(groups: Groups) -> torch.optim.Optimizer:
-        chosen = [[group for group in groups if group["member"] == number] for number in range(len(factories))]
-        return OptimizersByGroup([call_factory(factory, part) for factory, part in zip(factories, chosen) if part])
+        chosen = [
+            [group for group in groups if group["member"] == number]
+            for number in range(len(factories))
+        ]
+        return OptimizersByGroup(
+            [call_factory(factory, part) for factory, part in zip(factories, chosen) if part]
+        )
 
     return make
 
 
 def call_factory(factory: OptimizerFactory, groups: Groups) -> torch.optim.Optimizer:
-    """Make an optimizer. Raise `BadInput` if the user's function returns something else, or ignores its groups."""
+    """Make an optimizer. Raise `BadInput` if the user's function returns something else, or ignores
+    its groups.
+    """
     optimizer: Any = factory(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise BadInput(f"optimizer: returned {describe_kind(optimizer)}: must return a torch.optim.Optimizer")
+        raise BadInput(
+            f"optimizer: returned {describe_kind(optimizer)}: must return a torch.optim.Optimizer"
+        )
     if not all("stage" in group for group in optimizer.param_groups):
-        why = "has other parameters: must be made from the groups of its argument, as functools.partial(torch.optim.SGD, lr=0.1)"
+        why = (
+            "has other parameters: must be made from the groups of its argument, as "
+            "functools.partial(torch.optim.SGD, lr=0.1)"
+        )
         raise BadInput(f"optimizer: {why}")
     return optimizer
 
 
 ALLOWED = (
-    "a torch.optim class (with optimizer_args, or as (class, {...})), an optimizer, or a function of parameter groups"
+    "a torch.optim class (with optimizer_args, or as (class, {...})), an optimizer, or a "
+    "function of parameter groups"
 )
 
 
-def make_factory_of(optimizer: Any, args: Optional[Mapping[str, Any]] = None) -> OptimizerFactory:
-    """Return a function that makes an optimizer from Python from parameter groups, of which each stage has one or more.
+def make_factory_of(optimizer: Any, args: Mapping[str, Any] | None = None) -> OptimizerFactory:
+    """Return a function that makes an optimizer from Python from parameter groups, of which each
+    stage has one or more.
 
         factory     functools.partial(torch.optim.SGD, lr=0.1)          called with the groups
         class       torch.optim.AdamW with its arguments `args`         the same
@@ -280,21 +368,31 @@ def make_factory_of(optimizer: Any, args: Optional[Mapping[str, Any]] = None) ->
         optimizer, args = optimizer[0], {**optimizer[1], **(args or {})}
     if isinstance(optimizer, torch.optim.Optimizer):
         if args:
-            raise BadInput("optimizer_args: cannot be combined with an optimizer instance, which has its own settings")
+            raise BadInput(
+                "optimizer_args: cannot be combined with an optimizer instance, which has its own "
+                "settings"
+            )
         return _CopyFactory(optimizer)
-    if (inspect.isclass(optimizer) and not issubclass(optimizer, torch.optim.Optimizer)) or not callable(optimizer):
+    if (
+        inspect.isclass(optimizer) and not issubclass(optimizer, torch.optim.Optimizer)
+    ) or not callable(optimizer):
         raise BadInput(f"optimizer: {describe_kind(optimizer)}: must be {ALLOWED}")
     return _CallFactory(optimizer, dict(args or {}))
 
 
 class _CallFactory:
-    """A factory that calls a class or a function with its arguments, and reports wrong arguments in one line."""
+    """A factory that calls a class or a function with its arguments, and reports wrong arguments in
+    one line.
+    """
 
-    def __init__(self, function: Any, args: Dict[str, Any]) -> None:
-        self._function, self._args = function, args
+    def __init__(self, function: Any, args: dict[str, Any]) -> None:
+        self._function = function
+        self._args = args
 
     def __call__(self, groups: Groups) -> torch.optim.Optimizer:
-        inner = self._function.func if isinstance(self._function, functools.partial) else self._function
+        inner = (
+            self._function.func if isinstance(self._function, functools.partial) else self._function
+        )
         if not self._args and not inspect.isclass(inner):
             return self._function(groups)  # type: ignore[no-any-return]
         name = getattr(inner, "__name__", type(inner).__name__)
@@ -307,17 +405,24 @@ class _CallFactory:
 
 
 class _CopyFactory:
-    """A factory that makes optimizers of the class and settings of an existing one, over the same parameters."""
+    """A factory that makes optimizers of the class and settings of an existing one, over the same
+    parameters.
+    """
 
     def __init__(self, original: torch.optim.Optimizer) -> None:
         if original.state:
             raise BadInput(
-                f"optimizer: {type(original).__name__}: has stepped already, and its state would be lost: give a new one, or its"
+                f"optimizer: {type(original).__name__}: has stepped already, and its state would "
+                f"be lost: give a new one, or its"
                 " class and arguments"
             )
-        self._kind, self._defaults = type(original), original.defaults
+        self._kind = type(original)
+        self._defaults = original.defaults
         self._settings = {
-            id(p): (number, {key: value for key, value in group.items() if key not in ("params", "initial_lr")})
+            id(p): (
+                number,
+                {key: value for key, value in group.items() if key not in ("params", "initial_lr")},
+            )
             for number, group in enumerate(original.param_groups)
             for p in group["params"]
         }
@@ -325,10 +430,14 @@ class _CopyFactory:
     def __call__(self, groups: Groups) -> torch.optim.Optimizer:
         accepted = inspect.signature(self._kind.__init__).parameters
         defaults = {key: value for key, value in self._defaults.items() if key in accepted}
-        return self._kind([subgroup for group in groups for subgroup in self._divide(group)], **defaults)
+        return self._kind(
+            [subgroup for group in groups for subgroup in self._divide(group)], **defaults
+        )
 
-    def _divide(self, group: Mapping[str, Any]) -> List[Dict[str, Any]]:
-        """Divide the group of a stage into the groups of the optimizer that is copied, in its order."""
+    def _divide(self, group: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Divide the group of a stage into the groups of the optimizer that is copied, in its
+        order.
+        """
         others = {key: value for key, value in group.items() if key != "params"}
         # a stage may have no weights
         if not any(p.numel() for p in group["params"]):
@@ -336,18 +445,22 @@ class _CopyFactory:
         missing = sum(id(p) not in self._settings for p in group["params"])
         if missing:
             raise BadInput(
-                f"optimizer: {self._kind.__name__}: lacks {missing} of the {len(group['params'])} parameters of stage"
-                f" {group['stage']}: it must be made from all parameters of the given model; use requires_grad_(False) for those"
+                f"optimizer: {self._kind.__name__}: lacks {missing} of the {len(group['params'])} "
+                f"parameters of stage"
+                f" {group['stage']}: it must be made from all parameters of the given model; use "
+                f"requires_grad_(False) for those"
                 " that are not trained"
             )
-        groups: Dict[int, Dict[str, Any]] = {}
+        groups: dict[int, dict[str, Any]] = {}
         for p in group["params"]:
             number, settings = self._settings[id(p)]
             groups.setdefault(number, {**settings, **others, "params": []})["params"].append(p)
         return [groups[number] for number in sorted(groups)]
 
 
-def count_state_bytes(optimizer: torch.optim.Optimizer, stages: int, others: Sequence[Mapping[Any, Any]] = ()) -> List[int]:
+def count_state_bytes(
+    optimizer: torch.optim.Optimizer, stages: int, others: Sequence[Mapping[Any, Any]] = ()
+) -> list[int]:
     """Count the bytes of optimizer state (momentum, moments, step counts) of each stage.
 
     `others`: state of the same parameters that is kept elsewhere, by parameter.
@@ -361,13 +474,13 @@ def count_state_bytes(optimizer: torch.optim.Optimizer, stages: int, others: Seq
 
 def export_state(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
-) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return (tensors, plain values) of the optimizer's state, keyed `parameter/entry`.
 
     `names` maps parameters to their names in the model before it was split; others are left out.
     """
-    tensors: Dict[str, torch.Tensor] = {}
-    plain: Dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, Any] = {}
     for parameter, state in optimizer.state.items():
         name = names.get(cast(nn.Parameter, parameter))
         for entry, value in state.items() if name is not None else ():
@@ -387,15 +500,18 @@ def import_state(
 ) -> None:
     """Put back the state that `export_state` returned, whatever the number of stages was then.
 
-    State of parameters that this optimizer does not hold is skipped. Raise `BadInput` for a name that the model does not have.
+    State of parameters that this optimizer does not hold is skipped. Raise `BadInput` for a name
+    that the model does not have.
     """
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: parameter for parameter, name in names.items()}
-    entries: Dict[str, Dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for key, value in [*tensors.items(), *plain.items()]:
         name, _, entry = key.rpartition("/")
         if name not in by_name:
-            raise BadInput(f"checkpoint: optimizer state of {name}: the model has no parameter of that name")
+            raise BadInput(
+                f"checkpoint: optimizer state of {name}: the model has no parameter of that name"
+            )
         entries.setdefault(name, {})[entry] = value
     for name, state in entries.items():
         parameter = by_name[name]

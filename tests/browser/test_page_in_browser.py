@@ -45,7 +45,10 @@ class Page:
     def __init__(self, driver: Any, path: Path) -> None:
         self.driver = driver
         driver.get("about:blank")
-        driver.get_log("browser"), driver.get_log("performance")  # the page's before, and a new tab's own
+        (
+            driver.get_log("browser"),
+            driver.get_log("performance"),
+        )  # the page's before, and a new tab's own
         driver.get(path.as_uri())
         self.until(lambda: self.script("return document.documentElement.dataset.ready === 'true'"))
 
@@ -67,7 +70,9 @@ class Page:
 
     def settled(self) -> List[float]:
         """Return the stretch of time that is drawn, in nanoseconds, once nothing is left to draw."""
-        self.script("window.drawn = 0; requestAnimationFrame(() => requestAnimationFrame(() => window.drawn = 1))")
+        self.script(
+            "window.drawn = 0; requestAnimationFrame(() => requestAnimationFrame(() => window.drawn = 1))"
+        )
         self.until(lambda: self.script("return window.drawn"))
         return [float(self.one("#canvas").get_attribute(f"data-{end}")) for end in ("from", "to")]
 
@@ -77,7 +82,10 @@ class Page:
 
         canvas = self.one("#canvas")
         self.script("arguments[0].scrollIntoView({block: 'center'})", canvas)
-        box = self.script("const r = arguments[0].getBoundingClientRect(); return [r.left, r.top, r.width]", canvas)
+        box = self.script(
+            "const r = arguments[0].getBoundingClientRect(); return [r.left, r.top, r.width]",
+            canvas,
+        )
         x, y = box[0] + 84 + share * (box[2] - 84), box[1] + 24 + 44 * row + 12
         actions = ActionChains(self.driver)
         actions.w3c_actions.pointer_action.move_to_location(int(x), int(y))
@@ -110,8 +118,14 @@ class Page:
 
     def quiet(self) -> None:
         assert self.driver.get_log("browser") == []
-        asked = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        urls = [message["params"]["request"]["url"] for message in asked if message["method"] == "Network.requestWillBeSent"]
+        asked = [
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
+        ]
+        urls = [
+            message["params"]["request"]["url"]
+            for message in asked
+            if message["method"] == "Network.requestWillBeSent"
+        ]
         assert urls and all(url.startswith(("file:", "data:")) for url in urls), urls
 
 
@@ -129,10 +143,14 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     pages[-1].quiet()
 
 
-def test_the_answer_comes_first_and_every_figure_says_what_it_is(opened: Callable[..., Page]) -> None:
+def test_the_answer_comes_first_and_every_figure_says_what_it_is(
+    opened: Callable[..., Page],
+) -> None:
     page = opened(*example())
     assert page.text("h1") == "Trace of an example" and "740 events" in page.text("#subtitle")
-    assert page.text("#bottleneck").startswith("Stage 1 (from blocks.1.0) on device 1: device 1 with stage 1 computes 6.15 ms")
+    assert page.text("#bottleneck").startswith(
+        "Stage 1 (from blocks.1.0) on device 1: device 1 with stage 1 computes 6.15 ms"
+    )
     tiles = {
         t.text.split("\n")[0]: t.text.replace("\u202f", " ").split("\n")[1:]
         for t in page.driver.find_elements("css selector", ".tile")
@@ -140,7 +158,9 @@ def test_the_answer_comes_first_and_every_figure_says_what_it_is(opened: Callabl
     assert tiles["Utilization of devices"] == ["50.3 %", "measured"]
     assert tiles["Utilization of the schedule"] == ["57.0 %", "planned"]
     assert tiles["Gain by moving boundaries"] == ["+2.1 %", "predicted"]
-    sections = page.driver.find_elements("css selector", "main > section:not(#answer):not(#notes) h2")
+    sections = page.driver.find_elements(
+        "css selector", "main > section:not(#answer):not(#notes) h2"
+    )
     assert len(sections) == 7 and all(heading.text.endswith("measured") for heading in sections)
     assert page.one("html").get_attribute("lang") == "en"
     for labelled in page.driver.find_elements("css selector", "canvas, svg, .stacked"):
@@ -166,7 +186,9 @@ def test_zooming_panning_and_the_whole_run_again(opened: Callable[..., Page]) ->
     assert near[0] + 0.25 * (near[1] - near[0]) == pytest.approx(
         before, rel=0.02
     )  # what was under the pointer still is
-    ActionChains(page.driver).move_to_element(canvas).click_and_hold().move_by_offset(-200, 0).release().perform()
+    ActionChains(page.driver).move_to_element(canvas).click_and_hold().move_by_offset(
+        -200, 0
+    ).release().perform()
     panned = page.settled()
     assert panned[0] - near[0] == pytest.approx(200 / (width - 84) * (near[1] - near[0]), rel=0.02)
     ActionChains(page.driver).double_click(canvas).perform()
@@ -187,12 +209,17 @@ def test_searching_hovering_and_choosing_kinds(opened: Callable[..., Page]) -> N
     whole = page.settled()
     page.keys("13\n", "#microbatch")
     results = page.settled()
-    assert page.text("#status").startswith("microbatch 13: 16 events") and results[1] - results[0] < 0.2 * whole[1]
+    assert (
+        page.text("#status").startswith("microbatch 13: 16 events")
+        and results[1] - results[0] < 0.2 * whole[1]
+    )
     trace, _ = example()
     mine = [e for e in trace.events.rows() if e.microbatch == 13 and e.kind != "update"]
     assert results[0] < min(e.start_ns for e in mine) and max(e.end_ns for e in mine) < results[1]
     (forward,) = [e for e in mine if e.kind == "forward" and e.stage == 1]
-    page.hover(((forward.start_ns + forward.end_ns) / 2 - results[0]) / (results[1] - results[0]), row=1)
+    page.hover(
+        ((forward.start_ns + forward.end_ns) / 2 - results[0]) / (results[1] - results[0]), row=1
+    )
     page.until(lambda: page.one("#tip").is_displayed())
     assert page.text("#tip").split("\n") == [
         "forward of microbatch 13", "stage 1, device 1", "2.1 ms from 92.0 ms (measured)", "reads weights' version 3",
@@ -214,9 +241,14 @@ def test_searching_hovering_and_choosing_kinds(opened: Callable[..., Page]) -> N
     page.until(lambda: page.text("#status") == "no events of microbatch 9999")
 
 
-def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(opened: Callable[..., Page]) -> None:
+def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(
+    opened: Callable[..., Page],
+) -> None:
     page = opened(*split_example())
-    kinds = [button.get_attribute("data-kind") for button in page.driver.find_elements("css selector", "#legend button")]
+    kinds = [
+        button.get_attribute("data-kind")
+        for button in page.driver.find_elements("css selector", "#legend button")
+    ]
     assert {"backward", "input gradient", "weight gradient"} < set(kinds)
     inks = page.script(
         "return [...document.querySelectorAll('#legend .swatch')].map(swatch => getComputedStyle(swatch).backgroundColor)"
@@ -227,7 +259,9 @@ def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(opened: Ca
     page.one("#in-view summary").click()
     page.until(lambda: "weight gradient of microbatch" in page.text("#in-view"))
     assert "0 (" in page.text("#devices tbody tr") and "3 (" in page.text("#devices tbody tr")
-    assert page.text("#stages thead").endswith("forward backward input gradient weight gradient update FLOP/s")
+    assert page.text("#stages thead").endswith(
+        "forward backward input gradient weight gradient update FLOP/s"
+    )
     page.shot("halves")
 
 
@@ -243,17 +277,28 @@ def test_without_a_mouse_and_as_tables(opened: Callable[..., Page]) -> None:
     page.until(lambda: len(page.driver.find_elements("css selector", "#in-view tbody tr")) == 200)
     page.keys("13\n", "#microbatch")
     page.settled()
-    page.until(lambda: 16 <= len(page.driver.find_elements("css selector", "#in-view tbody tr")) < 100)
+    page.until(
+        lambda: 16 <= len(page.driver.find_elements("css selector", "#in-view tbody tr")) < 100
+    )
     assert "forward of microbatch 13" in page.text("#in-view")
 
 
 def test_memory_traffic_and_the_other_views(opened: Callable[..., Page]) -> None:
     trace, analysis = example()
     longest = [{"microbatch": 7, "at_ns": 60_000_000, "duration_ns": 3_500_000}]
-    row = {"stage": 3, "kind": "forward", "count": 2, "lost_ns": 5_000_000, "median_ns": 9e5, "longest": longest}
+    row = {
+        "stage": 3,
+        "kind": "forward",
+        "count": 2,
+        "lost_ns": 5_000_000,
+        "median_ns": 9e5,
+        "longest": longest,
+    }
     page = opened(trace, {**analysis, "stragglers": [row]})
     figures = page.driver.find_elements("css selector", "#memory figure")
-    assert len(figures) == STAGES and all(len(f.find_elements("css selector", "path")) == 4 for f in figures)
+    assert len(figures) == STAGES and all(
+        len(f.find_elements("css selector", "path")) == 4 for f in figures
+    )
     assert "device 0: peak 8 MiB at 4 ms" in page.text("#memory")
     assert "microbatches under way: 0, 1, 2, 3" in page.text("#memory")
     assert page.text("#traffic tbody tr") == "0 \u00b7 20 MiB \u00b7 \u00b7"
@@ -261,7 +306,9 @@ def test_memory_traffic_and_the_other_views(opened: Callable[..., Page]) -> None
     assert len(page.driver.find_elements("css selector", "#devices tbody tr")) == STAGES
     waits = page.text("#waits tbody").split("\n")
     assert len(waits) == STAGES and waits[0].split()[1] == "\u00b7"
-    assert "0 (at most 0)" in page.text("#staleness") and "3.5 ms (microbatch 7)" in page.text("#stragglers")
+    assert "0 (at most 0)" in page.text("#staleness") and "3.5 ms (microbatch 7)" in page.text(
+        "#stragglers"
+    )
     assert "stage 1 (from blocks.1.0)" in page.text("#stages")
 
 
@@ -269,13 +316,18 @@ def test_memory_traffic_and_the_other_views(opened: Callable[..., Page]) -> None
 def test_both_colour_schemes_and_a_narrow_window(opened: Callable[..., Page], scheme: str) -> None:
     page = opened(*example())
     emulate = page.driver.execute_cdp_cmd
-    emulate("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    emulate(
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+    )
     grounds = []
     for width in (1400, 800):
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         emulate("Emulation.setDeviceMetricsOverride", size)
         page.settled()
-        assert page.script("return document.documentElement.scrollWidth") <= width  # nothing is cut off at the side
+        assert (
+            page.script("return document.documentElement.scrollWidth") <= width
+        )  # nothing is cut off at the side
         assert page.colours() >= 5
         grounds.append(page.script("return getComputedStyle(document.body).backgroundColor"))
         page.shot(f"{scheme}-{width}")
@@ -288,7 +340,10 @@ def test_names_are_only_ever_text(opened: Callable[..., Page]) -> None:
     analysis["bottleneck"].update(what="link", device=3, why=HOSTILE, do=HOSTILE)
     analysis["notes"] = [HOSTILE, "</script>" + HOSTILE]
     page = opened(trace, analysis)
-    assert page.text("h1") == f"Trace of {HOSTILE}" and page.script("return document.title") == f"Trace of {HOSTILE}"
+    assert (
+        page.text("h1") == f"Trace of {HOSTILE}"
+        and page.script("return document.title") == f"Trace of {HOSTILE}"
+    )
     assert page.script("return window.hostile === undefined && document.images.length === 0")
     assert page.text("#bottleneck").startswith(f"The link from device 3: {HOSTILE}")
     assert HOSTILE in page.text("#stages") and HOSTILE in page.text("#answer")
@@ -303,7 +358,9 @@ def test_a_script_that_was_let_in_does_not_run(browser: Any, tmp_path: Path) -> 
         '<a id="link" href="javascript:window.hostile = true">x</a>', "<style>h1 { display: none }</style>",
         '<base href="http://localhost:9/">',
     )  # fmt: skip
-    (tmp_path / "page.html").write_text(text.replace("<header>", "".join(inserted) + "<header>", 1), encoding="utf-8")
+    (tmp_path / "page.html").write_text(
+        text.replace("<header>", "".join(inserted) + "<header>", 1), encoding="utf-8"
+    )
     page = Page(browser, tmp_path / "page.html")
     page.settled()
     assert page.colours() >= 5 and page.one("h1").is_displayed()
@@ -311,7 +368,10 @@ def test_a_script_that_was_let_in_does_not_run(browser: Any, tmp_path: Path) -> 
     # a frame later the clicks have had their effect, had they any
     page.settled()
     assert page.script("return window.hostile === undefined")
-    assert page.script("return getComputedStyle(document.getElementById('attribute')).position") == "static"
+    assert (
+        page.script("return getComputedStyle(document.getElementById('attribute')).position")
+        == "static"
+    )
     assert page.script("return document.baseURI").startswith("file:")
     messages = [entry["message"] for entry in browser.get_log("browser")]
     assert messages and all("Content Security Policy" in message for message in messages)
@@ -327,7 +387,11 @@ def test_what_the_analysis_does_not_know_is_called_not_known(opened: Callable[..
     ):
         page = opened(trace, analysis_given)
         assert "not known" in page.text("#answer") and page.settled()[1] > 0
-    empty = trace._replace(events=trace.events.select(slice(0)), counters=type(trace.counters).from_rows([]), metadata={})
+    empty = trace._replace(
+        events=trace.events.select(slice(0)),
+        counters=type(trace.counters).from_rows([]),
+        metadata={},
+    )
     assert "0 events" in opened(empty, {}).text("#subtitle")
 
 

@@ -39,7 +39,21 @@ class Case(NamedTuple):
 
 Make = Callable[[random.Random, Path, Bases], Case]
 
-HUGE: List[Any] = [2**31, 2**31 - 1, 2**53, 2**63, 2**64, 10**30, 10**309, -1, -(2**63), 0, 1, 3, 1000]
+HUGE: List[Any] = [
+    2**31,
+    2**31 - 1,
+    2**53,
+    2**63,
+    2**64,
+    10**30,
+    10**309,
+    -1,
+    -(2**63),
+    0,
+    1,
+    3,
+    1000,
+]
 FLOATS: List[Any] = [
     1e308, -1e308, 1e-308, 5e-324, float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 0.5, 1.0, 1e18,
 ]  # fmt: skip
@@ -85,7 +99,17 @@ def damage(content: bytes, rng: random.Random) -> bytes:
         return content[:end] + content[at:end] * rng.choice([1, 2, 50]) + content[end:]
     if how == 4:
         junk = rng.choice(
-            [b"\0", b"\xff\xfe", b"\xed\xa0\x80", b"\n", b"\t", b"\x1b[2J", b"9" * 5000, b"[" * 600, b"{" * 600]
+            [
+                b"\0",
+                b"\xff\xfe",
+                b"\xed\xa0\x80",
+                b"\n",
+                b"\t",
+                b"\x1b[2J",
+                b"9" * 5000,
+                b"[" * 600,
+                b"{" * 600,
+            ]
         )
         return content[:at] + junk + content[at:]
     if how == 5:
@@ -98,7 +122,8 @@ def damage(content: bytes, rng: random.Random) -> bytes:
 def damage_file(path: Path, rng: random.Random) -> str:
     """Damage one file in its place, or put something else there; what was done, in words."""
     how = rng.choice(
-        ["bytes"] * 6 + ["gone", "renamed", "folder", "pipe", "link to itself", "dead link", "device", "empty"]
+        ["bytes"] * 6
+        + ["gone", "renamed", "folder", "pipe", "link to itself", "dead link", "device", "empty"]
     )
     if how == "bytes":
         path.write_bytes(damage(path.read_bytes(), rng))
@@ -137,7 +162,9 @@ def word(rng: random.Random) -> str:
 def odd_output(rng: random.Random, folder: Path, name: str) -> str:
     """Return a path to write to: a new one, a device, a link, a folder, or one that cannot be."""
     path = folder / name
-    how = rng.choice(["new", "new", "device", "full", "link", "dead link", "loop", "folder", "below a file"])
+    how = rng.choice(
+        ["new", "new", "device", "full", "link", "dead link", "loop", "folder", "below a file"]
+    )
     if how == "link":
         (folder / "target").touch()
         path.symlink_to("target")
@@ -145,7 +172,10 @@ def odd_output(rng: random.Random, folder: Path, name: str) -> str:
         path.symlink_to("nowhere" if how == "dead link" else path.name)
     elif how == "folder":
         path.mkdir()
-    elif how in ("device", "full"):  # by a link, so that a mistake of ours replaces no device of the machine
+    elif how in (
+        "device",
+        "full",
+    ):  # by a link, so that a mistake of ours replaces no device of the machine
         path.symlink_to("/dev/null" if how == "device" else "/dev/full")
     elif how == "below a file":
         (folder / "file").touch()

@@ -25,7 +25,8 @@ def differs_from(end: Path, run: Path) -> Optional[str]:
             return f"no {LAST}/{name}"
         ours, theirs = load_file(run / LAST / name), load_file(end / LAST / name)
         if ours.keys() != theirs.keys() or any(
-            ours[key].dtype != theirs[key].dtype or ours[key].tolist() != theirs[key].tolist() for key in ours
+            ours[key].dtype != theirs[key].dtype or ours[key].tolist() != theirs[key].tolist()
+            for key in ours
         ):
             return f"{LAST}/{name} is not that of the run that was never cut off"
     ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (run, end))
@@ -44,8 +45,16 @@ def resumed(folder: Path, bases: Bases, what: str) -> Case:
 
 
 def _places(held: Any, above: Tuple[Any, ...] = ()) -> List[Tuple[Any, ...]]:
-    items = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
-    return [place for key, item in items for place in ((*above, key), *_places(item, (*above, key)))]
+    items = (
+        held.items()
+        if isinstance(held, dict)
+        else enumerate(held)
+        if isinstance(held, list)
+        else ()
+    )
+    return [
+        place for key, item in items for place in ((*above, key), *_places(item, (*above, key)))
+    ]
 
 
 def _change_json(path: Path, rng: random.Random) -> str:
@@ -72,7 +81,10 @@ def _change_json(path: Path, rng: random.Random) -> str:
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Return a resumed or evaluated checkpoint, damaged."""
     shutil.copytree(bases.run, folder / "run")
-    checkpoints = sorted((folder / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+    checkpoints = sorted(
+        (folder / "run" / "checkpoints").glob("step-*"),
+        key=lambda path: int(path.name.split("-")[1]),
+    )
     newest = checkpoints[-1]
     files = sorted(path for path in newest.iterdir() if path.is_file())
     said = []
@@ -93,7 +105,9 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
             said.append(f"{file.name} of {other.parent.name}")
         elif how < 0.65:
             newest = newest.rename(
-                newest.with_name(rng.choice(["step-5", "step-4000000000", "step-0", "step-04", "step-x"]))
+                newest.with_name(
+                    rng.choice(["step-5", "step-4000000000", "step-0", "step-04", "step-x"])
+                )
             )
             said.append(f"called {newest.name}")
             break
@@ -106,7 +120,16 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
 
         def differs(text: str) -> Optional[str]:
             got = json.loads(text)
-            return None if all(got[key] == known[key] for key in keys) else f"evaluated as {got}, was {known}"
+            return (
+                None
+                if all(got[key] == known[key] for key in keys)
+                else f"evaluated as {got}, was {known}"
+            )
 
-        return Case("train", ["run/config.yaml", "--evaluate", f"run/checkpoints/{newest.name}"], what, differs)
+        return Case(
+            "train",
+            ["run/config.yaml", "--evaluate", f"run/checkpoints/{newest.name}"],
+            what,
+            differs,
+        )
     return resumed(folder, bases, what)

@@ -28,7 +28,9 @@ def _override(rng: random.Random) -> str:
         return word(rng)
     key = ".".join(rng.choice(HARMLESS))
     if how < 0.2:
-        key = rng.choice(["a." * 3000 + "a", key + ".x", "." + key, key + ".", key.upper(), os.fsdecode(b"\xff")])
+        key = rng.choice(
+            ["a." * 3000 + "a", key + ".x", "." + key, key + ".", key.upper(), os.fsdecode(b"\xff")]
+        )
     text = rng.choice(SNIPPETS).partition(": ")[2] if how < 0.4 else word(rng)
     return f"{key}={text}".replace("\0", "")
 
@@ -48,7 +50,10 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
             ]
         return Case("schedule", argv, "an odd command line")
     (folder / "config.yaml").write_text(yaml.safe_dump(BASE, sort_keys=False))
-    words: List[str] = [rng.choice(["config.yaml"] * 8 + ["", ".", "/dev/null", "gone.yaml", word(rng)]), "--dry-run"]
+    words: List[str] = [
+        rng.choice(["config.yaml"] * 8 + ["", ".", "/dev/null", "gone.yaml", word(rng)]),
+        "--dry-run",
+    ]
     for _ in range(rng.choice([1, 1, 2, 3])):
         if rng.random() < 0.7:
             words += ["--set", *(_override(rng) for _ in range(rng.choice([1, 1, 3])))]

@@ -28,9 +28,21 @@ def _keys(model: Any, above: Tuple[str, ...] = ()) -> List[Tuple[str, ...]]:
 KEYS = [*_keys(Config), *(("model", "args", name) for name in BASE["model"]["args"])]
 # what a config could run is not ours to judge: only keys that name no function get any text
 HARMLESS = [
-    key for key in KEYS if key not in (("model", "entry"), ("loss",), ("data", "name"), ("method_args", "head"))
+    key
+    for key in KEYS
+    if key not in (("model", "entry"), ("loss",), ("data", "name"), ("method_args", "head"))
 ]
-LOADED = ["digits", "cifar10", "image_folder", "synthetic", "nothing", "models.mlp:none", "a:b", "", 3]
+LOADED = [
+    "digits",
+    "cifar10",
+    "image_folder",
+    "synthetic",
+    "nothing",
+    "models.mlp:none",
+    "a:b",
+    "",
+    3,
+]
 
 # each line repeats the one before: 9 to the power of 6 values
 _BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
@@ -70,11 +82,18 @@ def change_config(rng: random.Random) -> Tuple[Dict[Any, Any], List[str]]:
             _put(config, key, value(rng))
             said.append(".".join(key))
         elif what < 0.7:
-            config["data"] = {"name": rng.choice(LOADED), "root": rng.choice(["", ".", "/", "gone", "a" * 300])}
+            config["data"] = {
+                "name": rng.choice(LOADED),
+                "root": rng.choice(["", ".", "/", "gone", "a" * 300]),
+            }
             said.append("data")
         elif what < 0.8:
             key = rng.choice(HARMLESS)
-            _put(config, (*key[:-1], rng.choice(["", "x", key[-1] + "s", "ß", "a" * 3000, "a.b"])), value(rng))
+            _put(
+                config,
+                (*key[:-1], rng.choice(["", "x", key[-1] + "s", "ß", "a" * 3000, "a.b"])),
+                value(rng),
+            )
             said.append(f"an unknown key in {'.'.join(key[:-1]) or 'the config'}")
         elif what < 0.9:
             name = rng.choice(list(config))
@@ -96,7 +115,10 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=rng.random() < 0.5)
     if how < 0.12:
         snippet = rng.choice(SNIPPETS)
-        text, said = rng.choice([text + snippet + "\n", snippet + "\n" + text]), [f"with {snippet[:60]}"]
+        text, said = (
+            rng.choice([text + snippet + "\n", snippet + "\n" + text]),
+            [f"with {snippet[:60]}"],
+        )
     content = text.encode("utf-8", "surrogatepass")
     if 0.12 <= how < 0.25:
         content, said = damage(content, rng), ["damaged bytes"]

@@ -36,7 +36,9 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
         files = sorted(path for path in (folder / "images").rglob("*") if path.is_file())
         what = damage_file(rng.choice(files), rng)
         if rng.random() < 0.2:
-            shutil.rmtree(rng.choice([path for path in (folder / "images").rglob("*") if path.is_dir()]))
+            shutil.rmtree(
+                rng.choice([path for path in (folder / "images").rglob("*") if path.is_dir()])
+            )
             what += ", a folder gone"
     else:
         import torch
@@ -51,5 +53,9 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
         what = damage_file(file, rng)
         config["init_from"] = file.name
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    argv = ["config.yaml", "--dry-run"] if rng.random() < 0.5 else ["config.yaml", "--out", "run", "--set", "steps=2"]
+    argv = (
+        ["config.yaml", "--dry-run"]
+        if rng.random() < 0.5
+        else ["config.yaml", "--out", "run", "--set", "steps=2"]
+    )
     return Case("train", argv, what)

@@ -130,7 +130,9 @@ class _Counted:
 def make_callback(where: str, how: str, after: int = 0) -> ipu_pipe.Callback:
     """Return a callback, of whose methods one misbehaves."""
     callback = ipu_pipe.Callback()
-    method = wrong_signature if how == "signature" else _Counted(how, after, getattr(callback, where))
+    method = (
+        wrong_signature if how == "signature" else _Counted(how, after, getattr(callback, where))
+    )
     kind = type("Faulty", (ipu_pipe.Callback,), {where: staticmethod(method)})
     faulty: ipu_pipe.Callback = kind()
     return faulty

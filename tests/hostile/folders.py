@@ -30,7 +30,9 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
         how = rng.random()
         if how < 0.6:
             file = rng.choice(files)
-            said.append(damage_file(file, rng) if file.is_file() and not file.is_symlink() else "nothing")
+            said.append(
+                damage_file(file, rng) if file.is_file() and not file.is_symlink() else "nothing"
+            )
         elif how < 0.8:
             left = run / rng.choice(LEFT)
             if not left.exists() and left.parent.is_dir():

@@ -13,7 +13,17 @@ from tests.hostile.cases import NESTED, Bases, Case, value
 from tests.hostile.checkpoints import _places
 
 ZEROS = "0" * 64
-OUTSIDE = ["../model.safetensors", "/etc/passwd", "/dev/zero", "a\0b", "..", "", ".", "model.safetensors/x", "a" * 300]
+OUTSIDE = [
+    "../model.safetensors",
+    "/etc/passwd",
+    "/dev/zero",
+    "a\0b",
+    "..",
+    "",
+    ".",
+    "model.safetensors/x",
+    "a" * 300,
+]
 # values as deep as what has a type there, and of another type
 ODD: List[Any] = [*NESTED, None, True, 0, -1, 1.5, 1e308, "", "text", "3"]
 
@@ -36,7 +46,9 @@ def _change_files(manifest: Dict[str, Any], rng: random.Random) -> str:
 
 
 def _change_section(manifest: Dict[str, Any], rng: random.Random) -> str:
-    key = rng.choice(["optimizer", "position", "callbacks", "keys", "updates", "step", "schema", "files"])
+    key = rng.choice(
+        ["optimizer", "position", "callbacks", "keys", "updates", "step", "schema", "files"]
+    )
     manifest[key] = rng.choice([rng.choice(ODD), value(rng)])
     return key
 

@@ -20,7 +20,11 @@ READERS: List[Tuple[str, List[str], str]] = [
     ("schedule", ["rows", *ROWS, "--file", "FILE"], ".csv"),
     ("schedule", ["gpipe", *ROWS, "--file", "FILE"], ".csv"),
     ("train", ["FILE", "--dry-run"], ".yaml"),
-    ("train", ["config.yaml", "--dry-run", "--set", "method=rows", "method_args.file=FILE"], ".csv"),
+    (
+        "train",
+        ["config.yaml", "--dry-run", "--set", "method=rows", "method_args.file=FILE"],
+        ".csv",
+    ),
     ("train", ["config.yaml", "--dry-run", "--set", "hardware=FILE"], ".yaml"),
     ("train", ["config.yaml", "--dry-run", "--set", "extends=FILE"], ".yaml"),
     ("train", ["config.yaml", "--dry-run", "--set", "init_from=FILE"], ".safetensors"),
@@ -56,7 +60,9 @@ def put_something(path: Path, rng: random.Random) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file():
         path.unlink()
-    how = rng.choice(["pipe", "pipe", "zeros", "zeros", "null", "folder", "loop", "socket", "sparse", "closed"])
+    how = rng.choice(
+        ["pipe", "pipe", "zeros", "zeros", "null", "folder", "loop", "socket", "sparse", "closed"]
+    )
     if how == "pipe":
         os.mkfifo(path)
     elif how in ("zeros", "null"):
@@ -153,7 +159,9 @@ def call() -> None:
         lambda path: plan.main(["config.yaml", "--hardware", path]),
         lambda path: plan.main(["config.yaml", "--hardware", "v100x8", "--write", path]),
         lambda path: collect.main(["config.yaml", "--out", path, "--steps", "0"]),
-        lambda path: schedule.main(["rows", "--stages", "2", "--microbatches", "4", "--file", path]),
+        lambda path: schedule.main(
+            ["rows", "--stages", "2", "--microbatches", "4", "--file", path]
+        ),
         lambda path: stability.main([path]),
         lambda path: fetch_data.main(["mnist", "--root", path]),
     ]

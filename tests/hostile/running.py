@@ -104,13 +104,19 @@ def make_bases(scratch: Path) -> Bases:
     (scratch / "config.yaml").write_text(yaml.safe_dump(BASE, sort_keys=False))
     _quietly(Case("train", [str(scratch / "config.yaml"), "--out", str(bases.end)], ""), scratch)
     said = _quietly(
-        Case("train", [str(scratch / "config.yaml"), "--evaluate", str(bases.end / checkpoints.LAST)], ""), scratch
+        Case(
+            "train",
+            [str(scratch / "config.yaml"), "--evaluate", str(bases.end / checkpoints.LAST)],
+            "",
+        ),
+        scratch,
     )
     shutil.copytree(bases.end, bases.run)
     shutil.rmtree(bases.run / checkpoints.LAST)
     (bases.run / "summary.json").unlink()
     known = _quietly(
-        Case("train", ["config.yaml", "--evaluate", str(bases.run / "checkpoints" / "step-4")], ""), scratch
+        Case("train", ["config.yaml", "--evaluate", str(bases.run / "checkpoints" / "step-4")], ""),
+        scratch,
     )
     assert known != said, "two checkpoints that evaluate alike tell nothing apart"
     (bases.end / "evaluated.json").write_text(known)
@@ -161,7 +167,9 @@ def _be(case: Case, folder: Path, out: Path) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
-        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
         resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MORE_MEMORY, used_bytes + MORE_MEMORY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -201,8 +209,17 @@ def _ended(child: _Child, left: float) -> Tuple[Optional[int], str, str]:
             os.killpg(child.pid, signal.SIGKILL)
     _, status = os.waitpid(child.pid, 0)
     os.close(child.end)
-    code = None if not ready else -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-    said, wrong = (Path(f"{child.out}.{name}").read_text(encoding="utf-8", errors="replace") for name in ("out", "err"))
+    code = (
+        None
+        if not ready
+        else -os.WTERMSIG(status)
+        if os.WIFSIGNALED(status)
+        else os.WEXITSTATUS(status)
+    )
+    said, wrong = (
+        Path(f"{child.out}.{name}").read_text(encoding="utf-8", errors="replace")
+        for name in ("out", "err")
+    )
     return code, said, wrong
 
 
@@ -250,7 +267,9 @@ def judged(case: Case, code: Optional[int], said: str, wrong: str) -> str:
     return ""
 
 
-def run_cases(wanted: Sequence[Tuple[str, int]], seed: int, scratch: Path, workers: int) -> Iterator[Result]:
+def run_cases(
+    wanted: Sequence[Tuple[str, int]], seed: int, scratch: Path, workers: int
+) -> Iterator[Result]:
     """Run the cases (kind, number), `workers` at a time, as they end."""
     bases = make_bases(scratch)
     waiting, running = list(reversed(wanted)), []  # type: ignore[var-annotated]
@@ -262,7 +281,9 @@ def run_cases(wanted: Sequence[Tuple[str, int]], seed: int, scratch: Path, worke
             case = make_case(kind, number, seed, folder, bases)
             running.append((kind, number, case, folder, _start(case, folder, "case")))
         first = min(entry[4].started for entry in running)
-        ready, _, _ = select.select([e[4].end for e in running], [], [], max(first + SECONDS - time.monotonic(), 0))
+        ready, _, _ = select.select(
+            [e[4].end for e in running], [], [], max(first + SECONDS - time.monotonic(), 0)
+        )
         for entry in list(running):
             kind, number, case, folder, child = entry
             age = time.monotonic() - child.started
@@ -270,14 +291,30 @@ def run_cases(wanted: Sequence[Tuple[str, int]], seed: int, scratch: Path, worke
                 running.remove(entry)
                 code, said, wrong = _ended(child, 0)
                 yield Result(
-                    kind, number, case.what, [case.tool, *case.argv], code, age, judged(case, code, said, wrong), wrong
+                    kind,
+                    number,
+                    case.what,
+                    [case.tool, *case.argv],
+                    code,
+                    age,
+                    judged(case, code, said, wrong),
+                    wrong,
                 )
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def table(results: Sequence[Result]) -> str:
     """Return how the cases ended, a row a kind."""
-    bads = ("traceback", "hang", "exit code", "no line", "our line", "differs", "warning", "not printable")
+    bads = (
+        "traceback",
+        "hang",
+        "exit code",
+        "no line",
+        "our line",
+        "differs",
+        "warning",
+        "not printable",
+    )
     columns: List[Tuple[str, Callable[[Result], bool]]] = [("cases", lambda r: True)]
     columns += [(f"exit {code}", lambda r, code=code: r.code == code) for code in (0, 1, 2)]  # type: ignore[misc]
     columns += [(bad, lambda r, bad=bad: r.bad.startswith(bad)) for bad in bads]  # type: ignore[misc]

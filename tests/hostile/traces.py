@@ -15,7 +15,16 @@ from tests.hostile.cases import FLOATS, HUGE, Bases, Case, damage, damage_file, 
 # events of PyTorch's profiler, of another program, and of none
 FOREIGN = [
     {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0},
-    {"ph": "X", "name": "gemm", "cat": "kernel", "pid": 0, "tid": 7, "ts": 3.5, "dur": 1e9, "args": {"stream": 7}},
+    {
+        "ph": "X",
+        "name": "gemm",
+        "cat": "kernel",
+        "pid": 0,
+        "tid": 7,
+        "ts": 3.5,
+        "dur": 1e9,
+        "args": {"stream": 7},
+    },
     {"ph": "B", "name": "open for ever", "pid": 1, "tid": 1, "ts": 0},
     {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "\x1b[31mred"}},
     {"ph": "X"},
@@ -47,7 +56,11 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Analyze a damaged trace, or a whole one into an odd file."""
     run = folder / "run"
     shutil.copytree(bases.end, run)
-    stores = sorted(path for path in (run / "trace").rglob("*") if path.is_file()) if (run / "trace").is_dir() else []
+    stores = (
+        sorted(path for path in (run / "trace").rglob("*") if path.is_file())
+        if (run / "trace").is_dir()
+        else []
+    )
     chrome = run / "trace.json.gz"
     asked, how = "run", rng.random()
     if how < 0.35 and chrome.is_file():

@@ -24,18 +24,28 @@ OF_MODULES = ("state_dict", "load_state_dict")
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Return a run whose objects misbehave in one place."""
     config = copy.deepcopy(BASE)
-    how, after = rng.choice([*HOW, "signature", "signature", "signature"]), rng.choice([0, 0, 1, 2, 5, 9, 30])
+    how, after = (
+        rng.choice([*HOW, "signature", "signature", "signature"]),
+        rng.choice([0, 0, 1, 2, 5, 9, 30]),
+    )
     config.update(method="pipedream", stages=2, gradient_accumulation=2, steps=4)
     if rng.random() < 0.4:
         where = rng.choice([*HOOKS, "state", "load"])
-        entry = {"entry": f"{FAULTY}:make_callback", "args": {"where": where, "how": how, "after": after % 3}}
+        entry = {
+            "entry": f"{FAULTY}:make_callback",
+            "args": {"where": where, "how": how, "after": after % 3},
+        }
         config["callbacks"] = [entry]
     else:
         where = rng.choice(PLACES)
         how = rng.choice(RAISING) if where in OF_MODULES else how
         args = {"where": where, "how": how, "after": after}
         config["model"] = {"entry": f"{FAULTY}:Model", "args": args}
-        config.update(data={"name": f"{FAULTY}:make_data"}, loss=f"{FAULTY}:loss", metrics=[f"{FAULTY}:metric"])
+        config.update(
+            data={"name": f"{FAULTY}:make_data"},
+            loss=f"{FAULTY}:loss",
+            metrics=[f"{FAULTY}:metric"],
+        )
         config["optimizer"] = {"name": f"{FAULTY}:Optimizer", "lr": 0.1}
         config["lr_schedule"] = {"name": f"{FAULTY}:make_scheduler"}
     config["checkpoint"]["background"] = rng.random() < 0.5

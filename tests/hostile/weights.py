@@ -20,7 +20,9 @@ ODD: List[Callable[[torch.Tensor], Any]] = [
     lambda t: t.to_sparse(),
     lambda t: t.reshape(-1, t.shape[-1]).to_sparse_csr() if t.dim() > 1 else t.to_sparse(),
     lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
-    lambda t: torch.quantize_per_channel(t.float(), torch.ones(len(t)), torch.zeros(len(t)), 0, torch.qint8),
+    lambda t: torch.quantize_per_channel(
+        t.float(), torch.ones(len(t)), torch.zeros(len(t)), 0, torch.qint8
+    ),
     lambda t: torch.nested.nested_tensor([t, t[:1]]),
     lambda t: t.to("meta"),
     lambda t: t.to(torch.complex64),
@@ -71,7 +73,9 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
 
     weights: Dict[Any, Any] = dict(load_file(bases.end / LAST / "model.safetensors"))
     what = change_weights(weights, rng)
-    outer: Any = rng.choice([weights] * 6 + [OrderedDict(weights), {"model": weights}, [weights], list(weights.items())])
+    outer: Any = rng.choice(
+        [weights] * 6 + [OrderedDict(weights), {"model": weights}, [weights], list(weights.items())]
+    )
     try:
         torch.save(outer, folder / "w.pt")
     # a kind that PyTorch does not save
@@ -81,6 +85,10 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
     argv = ["config.yaml", "--evaluate", "w.pt"]
     if rng.random() < 0.5:
         config["init_from"] = rng.choice(["w.pt", {"path": "w.pt", "strict": False}])
-        argv = ["config.yaml", "--dry-run"] if rng.random() < 0.5 else ["config.yaml", "--out", "r", "--set", "steps=2"]
+        argv = (
+            ["config.yaml", "--dry-run"]
+            if rng.random() < 0.5
+            else ["config.yaml", "--out", "r", "--set", "steps=2"]
+        )
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return Case("train", argv, what)

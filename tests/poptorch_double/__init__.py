@@ -34,7 +34,9 @@ _loaded: Dict[str, ModuleType] = {}  # imported once, for the time that it saves
 
 
 def _ours() -> Dict[str, ModuleType]:
-    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES}
+    return {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES
+    }
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:

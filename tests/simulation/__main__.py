@@ -42,7 +42,11 @@ def main() -> int:
     asked = parser.parse_args()
     from tests.simulation.ranks import split_by_case
 
-    blocks, begin, failed = split_by_case(range(asked.start, asked.start + asked.seeds)), time.monotonic(), 0
+    blocks, begin, failed = (
+        split_by_case(range(asked.start, asked.start + asked.seeds)),
+        time.monotonic(),
+        0,
+    )
     with ProcessPoolExecutor(asked.jobs) as pool:
         for number, failures in enumerate(pool.map(run_block, blocks)):
             for failure in failures:
@@ -50,7 +54,10 @@ def main() -> int:
             failed += len(failures)
             if number % REPORTED == 0 or number == len(blocks) - 1:
                 seeds = blocks[number][-1] + 1 - asked.start
-                print(f"{seeds - failed} of {seeds} seeds passed in {time.monotonic() - begin:.0f} s", flush=True)
+                print(
+                    f"{seeds - failed} of {seeds} seeds passed in {time.monotonic() - begin:.0f} s",
+                    flush=True,
+                )
     return int(failed > 0)
 
 

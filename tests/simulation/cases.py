@@ -31,13 +31,22 @@ FILES = {  # of rows, and their microbatches
     "handed_over.csv": 3,  # several activations and gradients wait at once, in another order, for the next stage of their rank
 }
 WHOLE = [
-    name for name, row in METHODS.items() if row.is_pipeline and row.rounds is None and row.history is None and row.order is None
+    name
+    for name, row in METHODS.items()
+    if row.is_pipeline and row.rounds is None and row.history is None and row.order is None
 ]
 LOCAL = [name for name, row in METHODS.items() if row.structure is not None]
 BY_DEVICE = [name for name, row in METHODS.items() if row.order is not None and name != "rows"]
 VARIANTS: Dict[str, List[Dict[str, Any]]] = {
-    "pipemare": [{"t1": {"anneal_updates": 4}, "t2": {"decay": 0.1}}, {"recompute": {"segments": 2}}, {"stash": True}],
-    "pipelined_backprop": [{"weight_prediction": {"form": "velocity", "scale": 1.0}}, {"schedule": "1f1b"}],
+    "pipemare": [
+        {"t1": {"anneal_updates": 4}, "t2": {"decay": 0.1}},
+        {"recompute": {"segments": 2}},
+        {"stash": True},
+    ],
+    "pipelined_backprop": [
+        {"weight_prediction": {"form": "velocity", "scale": 1.0}},
+        {"schedule": "1f1b"},
+    ],
     "pipedream": [{"schedule": "dataflow"}, {"stash": False}],
 }
 
@@ -74,7 +83,19 @@ def draw_case(draw: random.Random) -> Case:
     """Return a case, which may be refused: not every method goes with everything."""
     devices = draw.choice((2, 2, 2, 3, 3, 4))
     model = draw.choice(("mlp", "mlp", "tied", "norm", "dropout", "skipping"))
-    family = draw.choice(("whole", "whole", "by device", "by device", "virtual", "virtual", "local", "local_sgd", "rows"))
+    family = draw.choice(
+        (
+            "whole",
+            "whole",
+            "by device",
+            "by device",
+            "virtual",
+            "virtual",
+            "local",
+            "local_sgd",
+            "rows",
+        )
+    )
     stages = devices * draw.choice((1, 1, 1, 2)) + draw.choice((0, 0, 0, 1))
     keys: Dict[str, Any] = {}
     if family == "whole":
@@ -90,7 +111,9 @@ def draw_case(draw: random.Random) -> Case:
             keys["stages_per_device"] = per_device
     elif family == "virtual":
         devices, per_device = draw.choice((2, 2, 2, 3)), draw.choice((1, 2))
-        keys.update(method=draw.choice(("pipedream", "pipelined_backprop")), stages_per_device=per_device)
+        keys.update(
+            method=draw.choice(("pipedream", "pipelined_backprop")), stages_per_device=per_device
+        )
         if per_device == 1 or draw.random() < 0.5:
             keys["method_args"] = {"split_backward": True}
         stages = per_device * devices
@@ -104,26 +127,40 @@ def draw_case(draw: random.Random) -> Case:
         if keys["method"] == "local_chunked":
             keys["method_args"] = {"blocks": devices}
     else:
-        keys.update(method="local_sgd", method_args={"replicas": draw.choice((2, 3)), "local_steps": draw.choice((1, 2))})
+        keys.update(
+            method="local_sgd",
+            method_args={"replicas": draw.choice((2, 3)), "local_steps": draw.choice((1, 2))},
+        )
         stages = min(stages, 4)
     row = METHODS[keys["method"]]
-    accumulate = draw.choice((1, 1, 2, 3)) if row.order is None else devices * draw.choice((1, 1, 2))
+    accumulate = (
+        draw.choice((1, 1, 2, 3)) if row.order is None else devices * draw.choice((1, 1, 2))
+    )
     if family == "rows":
         accumulate = FILES[file]
     if keys["method"] == "pipedream_2bw":
         accumulate = max(accumulate, stages)
     if family == "virtual":
         accumulate = draw.choice((1, 2))
-    keys["gradient_accumulation"] = 1 if family == "local_sgd" or keys["method"] == "naive" else accumulate
+    keys["gradient_accumulation"] = (
+        1 if family == "local_sgd" or keys["method"] == "naive" else accumulate
+    )
     if draw.random() < 0.25 and devices < 4 and family != "local_sgd":
         keys["replicas"] = 2
     if draw.random() < 0.3 and family in ("whole", "by device", "virtual"):
-        keys["clip"] = {"norm": 0.3, "scope": draw.choice(("stage", "global" if row.flushes else "delayed_global"))}
+        keys["clip"] = {
+            "norm": 0.3,
+            "scope": draw.choice(("stage", "global" if row.flushes else "delayed_global")),
+        }
     keys["optimizer"] = draw.choice((
         {"name": "adamw", "lr": 0.01, "weight_decay": 0.01}, *2 * ({"name": "sgd", "lr": 0.05, "momentum": 0.9},)
     ))  # fmt: skip
     # a few more than fill the pipeline where it never drains
-    updates = draw.randint(2, 3) if row.flushes else max(2, min(stages + draw.randint(0, 2), 5) // accumulate)
+    updates = (
+        draw.randint(2, 3)
+        if row.flushes
+        else max(2, min(stages + draw.randint(0, 2), 5) // accumulate)
+    )
     keys["steps"] = 2 * keys["method_args"]["local_steps"] if family == "local_sgd" else updates
     keys["stages"] = stages
     keys["micro_batch_size"] = 2 if model == "norm" else draw.choice((1, 2))
@@ -146,7 +183,9 @@ class Skipping(nn.Module):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([begin_stage(nn.Linear(WIDTH, WIDTH)) for _ in range(layers - 1)])
+        self.layers = nn.ModuleList(
+            [begin_stage(nn.Linear(WIDTH, WIDTH)) for _ in range(layers - 1)]
+        )
         self.head = begin_stage(nn.Linear(WIDTH, CLASSES))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -171,14 +210,19 @@ def make_model(name: str, count: int) -> nn.Module:
             linear.weight = layers[0][0].weight  # type: ignore[index]
         extra = {"norm": nn.BatchNorm1d(WIDTH), "dropout": nn.Dropout(0.25)}.get(name)
         layers.append(nn.Sequential(*[m for m in (linear, extra, nn.Tanh()) if m is not None]))
-    return nn.Sequential(*[begin_stage(layer) for layer in layers], begin_stage(nn.Linear(WIDTH, CLASSES)))
+    return nn.Sequential(
+        *[begin_stage(layer) for layer in layers], begin_stage(nn.Linear(WIDTH, CLASSES))
+    )
 
 
 @functools.lru_cache(maxsize=1)
 def make_data() -> TensorData:
     """Return random samples."""
     draw = torch.Generator().manual_seed(5)
-    x, y = torch.randn(512, WIDTH, generator=draw), torch.randint(0, CLASSES, (512,), generator=draw)
+    x, y = (
+        torch.randn(512, WIDTH, generator=draw),
+        torch.randint(0, CLASSES, (512,), generator=draw),
+    )
     return TensorData((x, y), (x[:4], y[:4]), 0)
 
 

@@ -25,7 +25,19 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Callable, Deque, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Deque,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 import torch.distributed as dist
@@ -38,7 +50,14 @@ UNITS = (0.0, 1e-4, 1e-3, 1e-2, 0.1)  # seconds, of which a seed draws the scale
 LONGEST = 20  # deadlines after which a run must have ended
 HELD_BACK = 0.8  # of the deadline: a message that comes so late is no fault
 REPLACED = "isend irecv send recv all_gather all_reduce barrier all_gather_object gather_object broadcast_object_list".split()
-REPLACED += ["get_rank", "get_world_size", "get_process_group_ranks", "is_initialized", "new_group", "destroy_process_group"]
+REPLACED += [
+    "get_rank",
+    "get_world_size",
+    "get_process_group_ranks",
+    "is_initialized",
+    "new_group",
+    "destroy_process_group",
+]
 REPLACED += ["is_nccl_available"]
 POISON = -77  # in a buffer of integers that nothing has come into
 
@@ -117,13 +136,22 @@ class Post:
     shape: Tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        self.content, self.shape = _to_bytes(self.tensor), (tuple(self.tensor.shape), self.tensor.dtype)
+        self.content, self.shape = (
+            _to_bytes(self.tensor),
+            (tuple(self.tensor.shape), self.tensor.dtype),
+        )
 
 
 class Work:
     """What isend, irecv and collectives return. It must not be forgotten before it is through."""
 
-    def __init__(self, network: Network, through: Completion, label: str, finish: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        through: Completion,
+        label: str,
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
         self._network, self._through, self._label, self._finish = network, through, label, finish
         self._rank = network.current
 
@@ -192,7 +220,9 @@ class Store:
         answer: List[Any] = []
         done = Completion()
         self._send(what, lambda: answer.append(act()), done)
-        self._network.wait(done, f"the store's answer to {what}", self._network.current.limit, TimeoutError)
+        self._network.wait(
+            done, f"the store's answer to {what}", self._network.current.limit, TimeoutError
+        )
         return answer[0]
 
     def _send(self, what: str, act: Callable[[], None], done: Completion) -> None:
@@ -217,7 +247,14 @@ class Network:
     `limit`: seconds, of waits that take none. `loss`: of a rank. `holds_back`: one message is `HELD_BACK` of the deadline late.
     """
 
-    def __init__(self, seed: int, ranks: int, deadline: float, loss: Optional[Loss] = None, holds_back: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        ranks: int,
+        deadline: float,
+        loss: Optional[Loss] = None,
+        holds_back: bool = False,
+    ) -> None:
         self.random = random.Random(seed)
         self.ranks = [Rank(number) for number in range(ranks)]
         self.current = self.ranks[0]
@@ -230,7 +267,9 @@ class Network:
         self._main, self._fault = _make_baton(), ""
         self._is_over = False
         self._everyone = Group(tuple(range(ranks)))
-        self._groups: List[Tuple[Dict[int, Any], Group]] = []  # what ranks have asked for, the group
+        self._groups: List[
+            Tuple[Dict[int, Any], Group]
+        ] = []  # what ranks have asked for, the group
         self._grouped = [0] * ranks  # by rank, its calls of new_group
         self._sends: Dict[Any, Deque[Post]] = {}
         self._receives: Dict[Any, Deque[Post]] = {}
@@ -248,7 +287,10 @@ class Network:
         """Call `act` in so many seconds; it may return a rank that goes on."""
         self._numbered += 1
         self._in_flight += not is_timeout
-        heapq.heappush(self._events, (self.now + seconds, self.random.random(), self._numbered, is_timeout, act))
+        heapq.heappush(
+            self._events,
+            (self.now + seconds, self.random.random(), self._numbered, is_timeout, act),
+        )
 
     def draw_delay(self) -> float:
         """Return a delay in seconds, which may be nothing."""
@@ -295,7 +337,9 @@ class Network:
         self.after(seconds, lambda: self._resume(rank, token))
         self._switch()
 
-    def wait(self, what: Completion, label: str, limit: Optional[float], error: type = RuntimeError) -> None:
+    def wait(
+        self, what: Completion, label: str, limit: Optional[float], error: type = RuntimeError
+    ) -> None:
         """Let the running rank wait until something is done. Raise `error` after the limit, or if it failed."""
         rank = self.current
         if not what.is_done:
@@ -338,7 +382,12 @@ class Network:
         while self._events and not self._fault:
             moment, _, _, is_timeout, act = heapq.heappop(self._events)
             self._in_flight -= not is_timeout
-            if is_timeout and self.lost_at < 0 and not self._in_flight and not any(rank.has_failed for rank in self.ranks):
+            if (
+                is_timeout
+                and self.lost_at < 0
+                and not self._in_flight
+                and not any(rank.has_failed for rank in self.ranks)
+            ):
                 if all(rank.token is None for rank in self.ranks if rank.outcome is None):
                     continue
                 self.break_rule(self._describe_waits("deadlock"))
@@ -356,18 +405,27 @@ class Network:
         return None
 
     def _describe_waits(self, what: str) -> str:
-        lines = [f"rank {rank.number} waits for {rank.waits_for}" for rank in self.ranks if rank.outcome is None]
+        lines = [
+            f"rank {rank.number} waits for {rank.waits_for}"
+            for rank in self.ranks
+            if rank.outcome is None
+        ]
         return "\n  ".join([what, *lines])
 
     def break_rule(self, why: str) -> None:
         """End the run for a rule that is broken: the first is told."""
-        self._fault = self._fault or f"at {self.now:.6f} s, while rank {self.current.number} runs: {why}"
+        self._fault = (
+            self._fault or f"at {self.now:.6f} s, while rank {self.current.number} runs: {why}"
+        )
 
     # ---- the ranks
 
     def run(self, work: Callable[[int], Any]) -> List[Outcome]:
         """Call `work(rank)` on all ranks, and return how they ended. Raise `BrokenRule`."""
-        threads = [threading.Thread(target=self._live, args=(rank, work), daemon=True) for rank in self.ranks]
+        threads = [
+            threading.Thread(target=self._live, args=(rank, work), daemon=True)
+            for rank in self.ranks
+        ]
         for thread, rank in zip(threads, self.ranks):
             rank.token = token = object()
             self.after(self.draw_delay(), lambda rank=rank, token=token: self._resume(rank, token))
@@ -377,12 +435,18 @@ class Network:
             self._hand_over(due)
             self._main.acquire()
         self._is_over = True
-        for thread, rank in zip(threads, self.ranks):  # those that are stopped, or wait, end one by one
+        for thread, rank in zip(
+            threads, self.ranks
+        ):  # those that are stopped, or wait, end one by one
             if thread.is_alive():
                 self.current = rank
                 rank.baton.release()
                 thread.join()
-        if not self._fault and not any(rank.has_failed or rank.is_stopped for rank in self.ranks) and self.lost_at < 0:
+        if (
+            not self._fault
+            and not any(rank.has_failed or rank.is_stopped for rank in self.ranks)
+            and self.lost_at < 0
+        ):
             self._refuse_left_over()
         if self._fault:
             raise BrokenRule(self._fault)
@@ -399,7 +463,9 @@ class Network:
         except BaseException as error:
             outcome = Outcome(None, error)
             rank.has_failed = True
-        outcome = outcome._replace(seconds=self.now, place=sum(other.outcome is not None for other in self.ranks))
+        outcome = outcome._replace(
+            seconds=self.now, place=sum(other.outcome is not None for other in self.ranks)
+        )
         if self._is_over:
             if not rank.is_stopped:
                 rank.outcome = outcome
@@ -411,9 +477,13 @@ class Network:
         self._hand_over(self._find_next())
 
     def _is_pending(self, rank: Rank) -> str:
-        posts = [post for posts in (*self._sends.values(), *self._receives.values()) for post in posts]
+        posts = [
+            post for posts in (*self._sends.values(), *self._receives.values()) for post in posts
+        ]
         posts += [post for pair in self._on_way for post in pair]
-        return ", ".join(post.label for post in posts if post.rank is rank and not post.through.is_done)
+        return ", ".join(
+            post.label for post in posts if post.rank is rank and not post.through.is_done
+        )
 
     def _close(self, rank: Rank) -> None:
         """Close the connections of a rank that has ended: what others wait for from it fails, or has just come through."""
@@ -423,10 +493,20 @@ class Network:
                 self._fail_later([send.through, receive.through])
         for queues in (self._sends, self._receives):
             for posts in queues.values():
-                self._fail_later([post.through for post in posts if rank.number in (post.rank.number, post.other)])
+                self._fail_later(
+                    [
+                        post.through
+                        for post in posts
+                        if rank.number in (post.rank.number, post.other)
+                    ]
+                )
         for (group, _), collective in self._collectives.items():
             ranks = self._group_of(group).ranks  # one that has ended well has sent all of its part
-            if rank.number in ranks and (len(collective.values) < len(ranks) or rank.has_failed and self.random.random() < 0.5):
+            if rank.number in ranks and (
+                len(collective.values) < len(ranks)
+                or rank.has_failed
+                and self.random.random() < 0.5
+            ):
                 self._fail_later(list(collective.through.values()))
         for _, channel in self._groups:
             if rank.number in channel.ranks and channel.use is not None:
@@ -435,7 +515,10 @@ class Network:
     def _fail_later(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
             if not completion.is_done:
-                self.after(self.draw_delay(), lambda completion=completion: self.complete(completion, CLOSED))
+                self.after(
+                    self.draw_delay(),
+                    lambda completion=completion: self.complete(completion, CLOSED),
+                )
 
     def _refuse_left_over(self) -> None:
         for what, queues in (("nobody receives", self._sends), ("nobody sends", self._receives)):
@@ -445,7 +528,9 @@ class Network:
         for (group, _), collective in self._collectives.items():
             missing = {*self._group_of(group).ranks} - {*collective.values}
             if missing:
-                self.break_rule(f"left over at the end: {collective.kind} of a group, without ranks {missing}")
+                self.break_rule(
+                    f"left over at the end: {collective.kind} of a group, without ranks {missing}"
+                )
 
     # ---- messages
 
@@ -467,8 +552,18 @@ class Network:
         """Receive into a tensor."""
         self.irecv(tensor, src, group, tag).wait()
 
-    def _post(self, kind: str, queues: Dict[Any, Deque[Post]], tensor: torch.Tensor, other: int, group: Any, tag: int) -> Work:
-        label = f"{kind} between {self.current.number} and {other}, tag {tag}, {tuple(tensor.shape)}"
+    def _post(
+        self,
+        kind: str,
+        queues: Dict[Any, Deque[Post]],
+        tensor: torch.Tensor,
+        other: int,
+        group: Any,
+        tag: int,
+    ) -> Work:
+        label = (
+            f"{kind} between {self.current.number} and {other}, tag {tag}, {tuple(tensor.shape)}"
+        )
         self.call(label)
         rank, members = self.current, self._everyone if group is None else group
         if other == rank.number or other not in members.ranks or rank.number not in members.ranks:
@@ -495,7 +590,12 @@ class Network:
         group.use = group.use or Completion()
         if len(group.touched) == len(group.ranks):
             self.complete(group.use)
-        self.wait(group.use, f"the first use of the channel of ranks {group.ranks}", self.current.limit, TimeoutError)
+        self.wait(
+            group.use,
+            f"the first use of the channel of ranks {group.ranks}",
+            self.current.limit,
+            TimeoutError,
+        )
 
     def _carry(self, key: Any, send: Post, receive: Post) -> None:
         """Let a message come through in a while, later than those before it of the same tag or channel."""
@@ -566,7 +666,9 @@ class Network:
     def _group_of(self, number: int) -> Group:
         return self._everyone if number < 0 else self._groups[number][1]
 
-    def _begin(self, kind: Tuple[Any, ...], value: Any, group: Optional[Group]) -> Tuple[Collective, Completion]:
+    def _begin(
+        self, kind: Tuple[Any, ...], value: Any, group: Optional[Group]
+    ) -> Tuple[Collective, Completion]:
         """Bring a value to the next collective of a group, which is through on each rank in its own time."""
         number = next((n for n, (_, other) in enumerate(self._groups) if other is group), -1)
         members, rank = self._group_of(number), self.current
@@ -575,27 +677,43 @@ class Network:
         self._collected[number, rank.number] = index + 1
         collective = self._collectives.setdefault((number, index), Collective(kind))
         if collective.kind != kind:
-            self.break_rule(f"rank {rank.number} calls {kind}, others {collective.kind} (number {index} of {members.ranks})")
+            self.break_rule(
+                f"rank {rank.number} calls {kind}, others {collective.kind} (number {index} of {members.ranks})"
+            )
         through = collective.through[rank.number] = Completion()
         collective.values[rank.number] = value
         if len(collective.values) == len(members.ranks):
             for completion in collective.through.values():
-                self.after(self.draw_delay(), lambda completion=completion: self.complete(completion))
+                self.after(
+                    self.draw_delay(), lambda completion=completion: self.complete(completion)
+                )
         elif any(self.ranks[other].outcome is not None for other in members.ranks):
             self._fail_later([through])
         return collective, through
 
     def _collect(
-        self, kind: Tuple[Any, ...], value: Any, group: Optional[Group], limit: Optional[float] = None
+        self,
+        kind: Tuple[Any, ...],
+        value: Any,
+        group: Optional[Group],
+        limit: Optional[float] = None,
     ) -> Dict[int, Any]:
         collective, through = self._begin(kind, value, group)
         self.wait(through, f"{kind} (here are {sorted(collective.values)})", limit or self.limit)
         return collective.values
 
-    def all_gather(self, tensors: List[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Work:
+    def all_gather(
+        self,
+        tensors: List[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work:
         """Gather the tensors of all ranks of a group, of one shape and dtype."""
         content = _to_bytes(tensor)
-        collective, through = self._begin(("all_gather", tuple(tensor.shape), tensor.dtype), tensor.clone(), group)
+        collective, through = self._begin(
+            ("all_gather", tuple(tensor.shape), tensor.dtype), tensor.clone(), group
+        )
 
         def finish() -> None:
             if _to_bytes(tensor) != content:
@@ -609,12 +727,18 @@ class Network:
         return work
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Work:
         """Put the sum of all ranks' elements into a tensor, or the greatest: no other operation is used."""
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
         content = _to_bytes(tensor)
-        collective, through = self._begin(("all_reduce", tuple(tensor.shape), tensor.dtype, str(op)), tensor.clone(), group)
+        collective, through = self._begin(
+            ("all_reduce", tuple(tensor.shape), tensor.dtype, str(op)), tensor.clone(), group
+        )
 
         def finish() -> None:
             if _to_bytes(tensor) != content:
@@ -636,7 +760,9 @@ class Network:
         values = self._collect(("all_gather_object",), pickle.dumps(value), group)
         objects[:] = [pickle.loads(values[rank]) for rank in sorted(values)]
 
-    def gather_object(self, value: Any, objects: Optional[List[Any]] = None, dst: int = 0, group: Any = None) -> None:
+    def gather_object(
+        self, value: Any, objects: Optional[List[Any]] = None, dst: int = 0, group: Any = None
+    ) -> None:
         """Gather a value of each rank on one."""
         values = self._collect(("gather_object", dst), pickle.dumps(value), group)
         if (objects is not None) != (self.current.number == dst):
@@ -646,7 +772,9 @@ class Network:
 
     def broadcast_object_list(self, objects: List[Any], src: int = 0, group: Any = None) -> None:
         """Copy the values of one rank to all."""
-        values = self._collect(("broadcast_object_list", src, len(objects)), pickle.dumps(objects), group)
+        values = self._collect(
+            ("broadcast_object_list", src, len(objects)), pickle.dumps(objects), group
+        )
         objects[:] = pickle.loads(values[src])
 
     # ---- in the place of what the library calls
@@ -668,15 +796,30 @@ class Network:
             perf_counter=lambda: self.now,
         )  # fmt: skip
         launch = functools.partial(Launch, has_agent=self.store.has_agent)
-        places: List[Tuple[Any, str, Any]] = [(dist, name, getattr(self, name)) for name in REPLACED]
-        places += [(dist.distributed_c10d, "_get_default_store", lambda: self.store), (nccl, "_has_each_a_gpu", lambda: True)]
+        places: List[Tuple[Any, str, Any]] = [
+            (dist, name, getattr(self, name)) for name in REPLACED
+        ]
+        places += [
+            (dist.distributed_c10d, "_get_default_store", lambda: self.store),
+            (nccl, "_has_each_a_gpu", lambda: True),
+        ]
         for name, module in list(sys.modules.items()):
             if name.startswith("ipu_pipe.backends.") and ".ipu" not in name:
-                for attribute, double in (("time", clock), ("answer_within", self.answer_within), ("read_launch", launch)):
+                for attribute, double in (
+                    ("time", clock),
+                    ("answer_within", self.answer_within),
+                    ("read_launch", launch),
+                ):
                     if hasattr(module, attribute):
                         places.append((module, attribute, double))
                 if hasattr(module, "identify_clock"):
-                    places.append((module, "identify_clock", lambda: "one" if self.has_one_clock else str(self.current.number)))
+                    places.append(
+                        (
+                            module,
+                            "identify_clock",
+                            lambda: "one" if self.has_one_clock else str(self.current.number),
+                        )
+                    )
         before = [(module, name, getattr(module, name)) for module, name, _ in places]
         try:
             for module, name, double in places:

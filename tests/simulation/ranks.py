@@ -87,7 +87,9 @@ def train(prepared: Prepared, network: Network) -> List[Outcome]:
 
 def _make_channels(job: Job, layout: RankLayout, tied: Sequence[Any]) -> Optional[Dict[Any, Any]]:
     """Make the groups that ranks with a GPU each have."""
-    with_gpu: Any = SimpleNamespace(device=torch.device("cuda"), method=job.method, config=job.config)
+    with_gpu: Any = SimpleNamespace(
+        device=torch.device("cuda"), method=job.method, config=job.config
+    )
     return make_channels(with_gpu, layout, tied)
 
 
@@ -106,8 +108,14 @@ def run_seeds(seeds: Sequence[int]) -> List[str]:
             check_seed(seed, prepared)
         except Exception as error:  # of the code under test, whatever it is
             case = "" if prepared is None else f"\n{prepared.case}"
-            why = str(error) if isinstance(error, AssertionError) and prepared is not None else format_error(error)
-            failures.append(f"seed {seed} failed: make simulate SEEDS=1 START={seed}{case}\n{why}\n")
+            why = (
+                str(error)
+                if isinstance(error, AssertionError) and prepared is not None
+                else format_error(error)
+            )
+            failures.append(
+                f"seed {seed} failed: make simulate SEEDS=1 START={seed}{case}\n{why}\n"
+            )
     return failures
 
 
@@ -125,7 +133,11 @@ def check_seed(seed: int, prepared: Prepared) -> None:
 def check_run(prepared: Prepared, network: Network) -> None:
     """Run a case on a network. Raise `AssertionError` if a rank does anything but what it should."""
     outcomes = train(prepared, network)
-    bad = [o for o in outcomes if o.error is not None and not (network.lost_at >= 0 and isinstance(o.error, RunFault))]
+    bad = [
+        o
+        for o in outcomes
+        if o.error is not None and not (network.lost_at >= 0 and isinstance(o.error, RunFault))
+    ]
     if bad:
         first = min(bad, key=lambda outcome: outcome.place)
         assert first.error is not None
@@ -137,16 +149,24 @@ def check_run(prepared: Prepared, network: Network) -> None:
 
 
 def _compare(result: Result, expected: Result) -> None:
-    assert result.losses == expected.losses, f"losses {result.losses}, of the emulator {expected.losses}"
-    assert result.evaluations == expected.evaluations, f"evaluations {result.evaluations}, of the emulator {expected.evaluations}"
+    assert result.losses == expected.losses, (
+        f"losses {result.losses}, of the emulator {expected.losses}"
+    )
+    assert result.evaluations == expected.evaluations, (
+        f"evaluations {result.evaluations}, of the emulator {expected.evaluations}"
+    )
     assert len(result.states) == len(expected.states)
     for number, (state, other) in enumerate(zip(result.states, expected.states)):
         assert state is not None and other is not None
         for part, one, two in zip(CheckpointState._fields, state, other):
-            assert one.keys() == two.keys(), f"checkpoint {number}: {part}: {sorted(one)}, of the emulator {sorted(two)}"
+            assert one.keys() == two.keys(), (
+                f"checkpoint {number}: {part}: {sorted(one)}, of the emulator {sorted(two)}"
+            )
             for key, value in one.items():
                 same = torch.equal(value, two[key]) if torch.is_tensor(value) else value == two[key]
-                assert same, f"checkpoint {number}: {part}: {key}: {value}, of the emulator {two[key]}"
+                assert same, (
+                    f"checkpoint {number}: {part}: {key}: {value}, of the emulator {two[key]}"
+                )
 
 
 def _check_loss(network: Network, outcomes: Sequence[Outcome], loss: Loss) -> None:
@@ -157,8 +177,12 @@ def _check_loss(network: Network, outcomes: Sequence[Outcome], loss: Loss) -> No
     for rank, outcome in enumerate(outcomes):
         if rank == loss.rank:
             continue
-        assert outcome.error is not None or outcome.result is not None, f"rank {rank} does not end after {loss}"
-        assert outcome.seconds <= limit, f"rank {rank} ends at {outcome.seconds:.1f} s, later than {limit:.1f}: {outcome.error}"
+        assert outcome.error is not None or outcome.result is not None, (
+            f"rank {rank} does not end after {loss}"
+        )
+        assert outcome.seconds <= limit, (
+            f"rank {rank} ends at {outcome.seconds:.1f} s, later than {limit:.1f}: {outcome.error}"
+        )
     if faults:
         first = min(faults, key=lambda rank: faults[rank].place)
         named = re.search(r"ranks? ([\d, ]+) is lost", str(faults[first].error))

@@ -13,7 +13,10 @@ from ipu_pipe.data import DataSource
 
 def epoch_of(source: DataSource, epoch: int, batch_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and labels of an epoch, read in batches."""
-    batches = [source.train_batch(epoch, i, batch_size) for i in range(source.train_batches_per_epoch(batch_size))]
+    batches = [
+        source.train_batch(epoch, i, batch_size)
+        for i in range(source.train_batches_per_epoch(batch_size))
+    ]
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 

@@ -39,7 +39,10 @@ class Source(TensorData):
 
     def __init__(self, at: int = -1, error: Any = None) -> None:
         generator = torch.Generator().manual_seed(5)
-        x, y = torch.randn(700, 12, generator=generator), torch.randint(0, 4, (700,), generator=generator)
+        x, y = (
+            torch.randn(700, 12, generator=generator),
+            torch.randint(0, 4, (700,), generator=generator),
+        )
         super().__init__((x[:650], y[:650]), (x[650:], y[650:]), 5)
         self.at, self.error = at, error
 
@@ -72,7 +75,13 @@ def make_config(method: str = "gpipe", on: str = "emulator", ipu: Any = None, **
 
 def run(settings: Any, out: Path, name: str = "residual", **keys: Any) -> Dict[str, Any]:
     """Train and return the summary."""
-    keys = {"model": make_model(name), "data": Source(), "overwrite": not keys.get("resume"), "quiet": True, **keys}
+    keys = {
+        "model": make_model(name),
+        "data": Source(),
+        "overwrite": not keys.get("resume"),
+        "quiet": True,
+        **keys,
+    }
     return train(settings, out, **keys)
 
 

@@ -54,7 +54,9 @@ class Stream:
     def train_batches_per_epoch(self, batch_size: int) -> int:
         return self.per_epoch
 
-    def train_batch(self, epoch: int, index: int, batch_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    def train_batch(
+        self, epoch: int, index: int, batch_size: int
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(epoch * self.per_epoch + index)
         x = torch.randn(batch_size, 6, generator=generator, dtype=torch.float64)
         return x, torch.randint(0, 5, (batch_size,), generator=generator)
@@ -96,7 +98,9 @@ def compute_factor(k: int) -> float:
     return 1.0 / (1 + k / 10)
 
 
-def train_with_config(case: Case, folder: Path, dropout: float = 0.0, **objects: Any) -> Tuple[nn.Module, List[float]]:
+def train_with_config(
+    case: Case, folder: Path, dropout: float = 0.0, **objects: Any
+) -> Tuple[nn.Module, List[float]]:
     """Train by `ipu_pipe.train` on the emulator, with a drain after each epoch. Return the model and the updates' losses."""
     model, losses = make_model(dropout), []
     args = dict(case.args)
@@ -165,7 +169,13 @@ class Loop:
     `share` turns a batch of all replicas into this process's.
     """
 
-    def __init__(self, case: Case, dropout: float = 0.0, share: Callable[..., Any] = lambda pipe, x, y: (x, y), **keys: Any):
+    def __init__(
+        self,
+        case: Case,
+        dropout: float = 0.0,
+        share: Callable[..., Any] = lambda pipe, x, y: (x, y),
+        **keys: Any,
+    ):
         self.case, self._share = case, share
         self.model = make_model(dropout)
         self.optimizer = make_sgd(self.model.parameters())
@@ -188,6 +198,8 @@ class Loop:
         return self.model
 
 
-def take_share(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+def take_share(
+    pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor
+) -> Tuple[torch.Tensor, torch.Tensor]:
     """Return this replica's part of a batch."""
     return x.chunk(pipe.replicas)[pipe.replica], y.chunk(pipe.replicas)[pipe.replica]

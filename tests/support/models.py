@@ -35,7 +35,9 @@ class Versioned(nn.Sequential):
 
     _version = 2
 
-    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, local_metadata: Any, *others: Any
+    ) -> None:
         if local_metadata.get("version") not in (1, 2):
             raise ValueError("version should be set to 1 or 2")
         super()._load_from_state_dict(state, prefix, local_metadata, *others)
@@ -52,13 +54,19 @@ def count_weights(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def find_unreached_weights(make: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor) -> List[str]:
+def find_unreached_weights(
+    make: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor
+) -> List[str]:
     """Return the weights that a gradient of cross-entropy does not reach. The seed alone decides a model's first weights."""
     models = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
         models.append(make())
-    first, again, other = (torch.cat([p.detach().flatten() for p in m.parameters()]) for m in models)
+    first, again, other = (
+        torch.cat([p.detach().flatten() for p in m.parameters()]) for m in models
+    )
     assert torch.equal(first, again) and not torch.equal(first, other)
     F.cross_entropy(models[0](x), y).backward()
-    return [n for n, p in models[0].named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    return [
+        n for n, p in models[0].named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
+    ]

@@ -16,10 +16,14 @@ from ipu_pipe.errors import end_process
 from tests.forked import in_ranks
 from tests.support.runs import assert_same_weights, read_summary
 
-Runs = Mapping[str, Callable[[], Dict[str, Any]]]  # name -> a function of the arguments of `ipu_pipe.train`
+Runs = Mapping[
+    str, Callable[[], Dict[str, Any]]
+]  # name -> a function of the arguments of `ipu_pipe.train`
 
 
-def run_in_group(ranks: int, work: Callable[..., None], folder: Path, *arguments: Any, seconds: float = 120) -> None:
+def run_in_group(
+    ranks: int, work: Callable[..., None], folder: Path, *arguments: Any, seconds: float = 120
+) -> None:
     """Call `work(rank, folder, *arguments)` in forks of this process that are the ranks of a group; all must end well."""
     in_ranks(ranks, _work_in_group, ranks, work, folder, arguments, seconds=seconds)
 
@@ -35,10 +39,14 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _work_in_group(rank: int, ranks: int, work: Callable[..., None], folder: Path, arguments: Sequence[Any]) -> None:
+def _work_in_group(
+    rank: int, ranks: int, work: Callable[..., None], folder: Path, arguments: Sequence[Any]
+) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
     try:
         work(rank, folder, *arguments)
         torch.distributed.barrier()

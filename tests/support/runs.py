@@ -16,7 +16,8 @@ from ipu_pipe.errors import BadInput
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
 needs_processes = pytest.mark.skipif(
-    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
+    not torch.distributed.is_available()
+    or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
     reason="processes need torch 2.4",
 )
 
@@ -45,12 +46,18 @@ def read_summary(run: Path) -> Any:
 
 def read_metrics(run: Path) -> List[Dict[str, Any]]:
     """Return the lines of a run's metrics."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def read_numbers(run: Path) -> List[Dict[str, Any]]:
     """Return the lines of a run's metrics without speeds, which differ from run to run."""
-    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in read_metrics(run)]
+    return [
+        {key: value for key, value in line.items() if key != "samples_per_second"}
+        for line in read_metrics(run)
+    ]
 
 
 def read_column(run: Path, key: str) -> List[Any]:
@@ -72,8 +79,13 @@ def read_weights(run: Path, step: Optional[int] = None) -> Dict[str, torch.Tenso
 
 def read_state(run: Path, step: Optional[int] = None) -> Dict[str, torch.Tensor]:
     """Return the weights and the optimizer state of a run's checkpoint."""
-    files = {name: load_file(find_checkpoint(run, step) / f"{name}.safetensors") for name in ("model", "optimizer")}
-    return {f"{name}/{key}": value for name, tensors in files.items() for key, value in tensors.items()}
+    files = {
+        name: load_file(find_checkpoint(run, step) / f"{name}.safetensors")
+        for name in ("model", "optimizer")
+    }
+    return {
+        f"{name}/{key}": value for name, tensors in files.items() for key, value in tensors.items()
+    }
 
 
 def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:

@@ -15,14 +15,23 @@ def join_units(units: Sequence[Unit]) -> Unit:
     """
     by_size = [{passes.samples: passes for passes in unit.measured} for unit in units]
     sizes = sorted(set.intersection(*(set(passes) for passes in by_size)))
-    summed = ("forward_flops", "backward_flops", "parameters", "update_seconds", "forward_moved", "backward_moved")
+    summed = (
+        "forward_flops",
+        "backward_flops",
+        "parameters",
+        "update_seconds",
+        "forward_moved",
+        "backward_moved",
+    )
     return replace(
         units[0],
         output_bytes=units[-1].output_bytes,
         activation_bytes=sum(unit.activation_bytes for unit in units)
         + sum(size for i, unit in enumerate(units) for back, size in unit.also_kept if back > i),
         measured=tuple(
-            MeasuredPasses(size, sum(p[size].forward for p in by_size), sum(p[size].backward for p in by_size))
+            MeasuredPasses(
+                size, sum(p[size].forward for p in by_size), sum(p[size].backward for p in by_size)
+            )
             for size in sizes
         ),
         also_kept=(),

@@ -86,22 +86,35 @@ def _replay(
             block = slice(j * size, (j + 1) * size)
             stale[block] = history[len(history) - 1 - delays[j, k]][block]
         b, s = int(microbatches[k]) % objective.batches, int(stages[k])
-        block, rows = slice(s * size, (s + 1) * size), slice(b * objective.batch_size, (b + 1) * objective.batch_size)
+        block, rows = (
+            slice(s * size, (s + 1) * size),
+            slice(b * objective.batch_size, (b + 1) * objective.batch_size),
+        )
         A = objective.A[rows]
         new = history[-1].copy()
-        new[block] -= rate * (A[:, block].T @ (A @ stale - objective.b[rows])) / objective.batch_size
+        new[block] -= (
+            rate * (A[:, block].T @ (A @ stale - objective.b[rows])) / objective.batch_size
+        )
         history = append(history, new, bound)
     return np.asarray(history[-1])
 
 
-def replay_in_an_array(objective: Quadratic, source: RandomizedReplays, bound: int, rate: float, count: int) -> Floats:
+def replay_in_an_array(
+    objective: Quadratic, source: RandomizedReplays, bound: int, rate: float, count: int
+) -> Floats:
     """Return the iterate (d,) after `count` block updates from 0, by Algorithm 1 with the batch's own rows."""
-    return _replay(_append_to_array, np.zeros((1, objective.dimension)), objective, source, bound, rate, count)
+    return _replay(
+        _append_to_array, np.zeros((1, objective.dimension)), objective, source, bound, rate, count
+    )
 
 
-def replay_in_a_list(objective: Quadratic, source: RandomizedReplays, bound: int, rate: float, count: int) -> Floats:
+def replay_in_a_list(
+    objective: Quadratic, source: RandomizedReplays, bound: int, rate: float, count: int
+) -> Floats:
     """Return the same with the history in a list."""
-    return _replay(_append_to_list, [np.zeros(objective.dimension)], objective, source, bound, rate, count)
+    return _replay(
+        _append_to_list, [np.zeros(objective.dimension)], objective, source, bound, rate, count
+    )
 
 
 PLAIN: Dict[str, Callable[[Quadratic, RandomizedReplays, int, float, int], Floats]] = {

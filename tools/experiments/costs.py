@@ -1,8 +1,10 @@
-"""The FLOPs of local-parallel training: a law for each structure (Laskin et al. 2020, appendix A), and the counts that it needs.
+"""The FLOPs of local-parallel training: a law for each structure (Laskin et al. 2020, appendix A),
+and the counts that it needs.
 
-The laws give total and sequential FLOPs from four numbers of a model: f, forward FLOPs of a layer (the mean); x, those of an
-auxiliary head with its loss; r, the cost of a backward as a multiple of its forward; L, the number of layers. K is the number
-of blocks. An update costs its examples and 10 FLOPs per parameter for the optimizer. *Total* is all work.
+The laws give total and sequential FLOPs from four numbers of a model: f, forward FLOPs of a layer
+(the mean); x, those of an auxiliary head with its loss; r, the cost of a backward as a multiple of
+its forward; L, the number of layers. K is the number of blocks. An update costs its examples and 10
+FLOPs per parameter for the optimizer. *Total* is all work.
 *Sequential* is the work that must be done one after another if each example has its own processor, and each block too if blocks
 do not wait for one another.
 
@@ -36,7 +38,9 @@ AVERAGING_FLOPS = 2
 
 @dataclass(frozen=True)
 class Flops:
-    """The numbers f, x, r and L of a model for one example, and its parameters without auxiliary heads."""
+    """The numbers f, x, r and L of a model for one example, and its parameters without auxiliary
+    heads.
+    """
 
     forward: float
     auxiliary: float
@@ -47,10 +51,11 @@ class Flops:
 
 @dataclass(frozen=True)
 class Law:
-    """The cost of a structure; k is the number of blocks of local_chunked, of layers of last_layers.
+    """The cost of a structure; k is the number of blocks of local_chunked, of layers of
+    last_layers.
 
-    `example(flops, k)` are the FLOPs of one example, `parallel(flops, k)` the divisor of the sequential cost besides the
-    batch size, `update` the FLOPs per parameter and update.
+    `example(flops, k)` are the FLOPs of one example, `parallel(flops, k)` the divisor of the
+    sequential cost besides the batch size, `update` the FLOPs per parameter and update.
     """
 
     example: Callable[[Flops, int], float]
@@ -65,45 +70,68 @@ def _count_overlapping(c: Flops, k: int) -> float:
 
 BACKPROPAGATION = "backpropagation"
 LAWS = {
-    BACKPROPAGATION: Law(lambda c, k: (1 + c.backward) * (c.forward * c.layers + c.auxiliary), lambda c, k: 1.0),
-    "local_greedy": Law(lambda c, k: (1 + c.backward) * (c.forward + c.auxiliary) * c.layers, lambda c, k: c.layers),
-    "local_overlapping": Law(_count_overlapping, lambda c, k: c.layers, OPTIMIZER_FLOPS + AVERAGING_FLOPS),
+    BACKPROPAGATION: Law(
+        lambda c, k: (1 + c.backward) * (c.forward * c.layers + c.auxiliary), lambda c, k: 1.0
+    ),
+    "local_greedy": Law(
+        lambda c, k: (1 + c.backward) * (c.forward + c.auxiliary) * c.layers, lambda c, k: c.layers
+    ),
+    "local_overlapping": Law(
+        _count_overlapping, lambda c, k: c.layers, OPTIMIZER_FLOPS + AVERAGING_FLOPS
+    ),
     "local_chunked": Law(
         lambda c, k: (1 + c.backward) * (c.forward * c.layers + k * c.auxiliary), lambda c, k: k
     ),
     "last_layers": Law(
-        lambda c, k: (c.forward * c.layers + c.auxiliary) + c.backward * (k * c.forward + c.auxiliary),
+        lambda c, k: (
+            (c.forward * c.layers + c.auxiliary) + c.backward * (k * c.forward + c.auxiliary)
+        ),
         lambda c, k: (c.layers + k * c.backward) / (k * (1 + c.backward)),
     ),
 }
 
 
 def compute_per_example(method: Union[str, Law], costs: Flops, k: int = 1) -> float:
-    """Return the FLOPs of one example in one update; k is the number of blocks of local_chunked, of layers of last_layers."""
+    """Return the FLOPs of one example in one update; k is the number of blocks of local_chunked, of
+    layers of last_layers.
+    """
     return _find_law(method).example(costs, k)
 
 
-def compute_total(method: Union[str, Law], costs: Flops, steps: int, batch: int, k: int = 1) -> float:
+def compute_total(
+    method: Union[str, Law], costs: Flops, steps: int, batch: int, k: int = 1
+) -> float:
     """Return the FLOPs of `steps` updates of `batch` examples."""
-    return compute_per_example(method, costs, k) * steps * batch + steps * _find_law(method).update * costs.parameters
+    return (
+        compute_per_example(method, costs, k) * steps * batch
+        + steps * _find_law(method).update * costs.parameters
+    )
 
 
-def compute_sequential(method: Union[str, Law], costs: Flops, steps: int, batch: int, k: int = 1) -> float:
+def compute_sequential(
+    method: Union[str, Law], costs: Flops, steps: int, batch: int, k: int = 1
+) -> float:
     """Return the FLOPs of `steps` updates that must be done one after another, the paper's time."""
-    return compute_total(method, costs, steps, batch, k) / (batch * _find_law(method).parallel(costs, k))
+    return compute_total(method, costs, steps, batch, k) / (
+        batch * _find_law(method).parallel(costs, k)
+    )
 
 
 def make_auglocal_law(depths: Sequence[int]) -> Law:
-    """Return the law of AugLocal's heads: the head of layer l is d_l layers like the model's, f each, and a usual head, x.
+    """Return the law of AugLocal's heads: the head of layer l is d_l layers like the model's, f
+    each, and a usual head, x.
 
-    An example costs (1+r) (f (L + sum of d_l) + x L); the sequential part is (1+r) (f + f max d_l + x).
+    An example costs (1+r) (f (L + sum of d_l) + x L); the sequential part is (1+r) (f + f max d_l +
+    x).
     """
 
     def example(c: Flops, k: int) -> float:
         return (1 + c.backward) * (c.forward * (c.layers + sum(depths)) + c.auxiliary * c.layers)
 
     def parallel(c: Flops, k: int) -> float:
-        return example(c, k) / ((1 + c.backward) * (c.forward * (1 + max(depths, default=0)) + c.auxiliary))
+        return example(c, k) / (
+            (1 + c.backward) * (c.forward * (1 + max(depths, default=0)) + c.auxiliary)
+        )
 
     return Law(example, parallel)
 
@@ -120,9 +148,11 @@ def _find_law(method: Union[str, Law]) -> Law:
 
 
 def count_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Flops:
-    """Count a multi-layer perceptron as the paper does, with r = 1.5. Raise `BadInput` for other modules.
+    """Count a multi-layer perceptron as the paper does, with r = 1.5. Raise `BadInput` for other
+    modules.
 
-    A linear layer of I inputs and N outputs has (2 I N - I) + N FLOPs, its ReLU 2 N, softmax cross-entropy 5 per class.
+    A linear layer of I inputs and N outputs has (2 I N - I) + N FLOPs, its ReLU 2 N, softmax
+    cross-entropy 5 per class.
     """
     by_block, by_head = _count_forward(blocks, x)
     heads = [flops + LOSS_FLOPS * classes for flops in by_head]
@@ -137,7 +167,9 @@ def count_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Flops:
 
 
 def count_by_torch(blocks: Blocks, x: torch.Tensor) -> Flops:
-    """Count a model of blocks by PyTorch's counter of matrix products, with r = 2: a backward is two products for each one."""
+    """Count a model of blocks by PyTorch's counter of matrix products, with r = 2: a backward is
+    two products for each one.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     totals = []
@@ -148,14 +180,24 @@ def count_by_torch(blocks: Blocks, x: torch.Tensor) -> Flops:
     heads, layers = len(blocks.heads), len(blocks.pieces)
     auxiliary = (totals[1] - totals[0]) / heads
     # the last block ends with the model's own head
-    return Flops((totals[0] - auxiliary) / layers, auxiliary, 2.0, layers, sum(p.numel() for p in blocks.model.parameters()))
+    return Flops(
+        (totals[0] - auxiliary) / layers,
+        auxiliary,
+        2.0,
+        layers,
+        sum(p.numel() for p in blocks.model.parameters()),
+    )
 
 
 def _count_forward(blocks: Blocks, x: torch.Tensor) -> Tuple[List[float], List[float]]:
     """Return the FLOPs of each block, and of each head, for an example."""
     by_block, by_head = [0.0 for _ in blocks.pieces], [0.0 for _ in blocks.heads]
     # id of a module -> where its FLOPs are added
-    counters = {id(module): (by_block, i) for i, piece in enumerate(blocks.pieces) for module in piece.modules()}
+    counters = {
+        id(module): (by_block, i)
+        for i, piece in enumerate(blocks.pieces)
+        for module in piece.modules()
+    }
     for i, head in enumerate(blocks.heads.values()):
         counters.update({id(module): (by_head, i) for module in head.modules()})
 
@@ -179,15 +221,18 @@ def _count_layer(module: nn.Module, output: torch.Tensor, samples: int) -> float
         return float(2 * output.numel() // samples)
     if isinstance(module, (nn.Flatten, nn.Identity)):
         return 0.0
-    raise BadInput(f"model: {type(module).__name__}: the paper has no count for it, only for linear layers and ReLUs")
+    raise BadInput(
+        f"model: {type(module).__name__}: the paper has no count for it, only for linear layers "
+        f"and ReLUs"
+    )
 
 
 # ---- fronts
 
 
 def find_front(points: Sequence[Tuple[float, float]]) -> List[Tuple[float, float]]:
-    """Return the Pareto front of (sequential, total) costs: points that no other point improves in one without loss in the
-    other."""
+    """Return the Pareto front of (sequential, total) costs: points that no other point improves in
+    one without loss in the other."""
     front: List[Tuple[float, float]] = []
     for point in sorted(set(points)):
         if not front or point[1] < front[-1][1]:

@@ -1,8 +1,8 @@
 """Run an experiment, several training runs at a time, and write its results.
 
-An `Experiment` is run for a `Request`, the options of the command line. Its `make_findings` makes the runs and returns
-`Findings`: rows, a table, and verdicts on the paper's claims. An `Outcome` is their report as JSON and Markdown. Runs are kept in
-a folder, and finished runs are not repeated.
+An `Experiment` is run for a `Request`, the options of the command line. Its `make_findings` makes
+the runs and returns `Findings`: rows, a table, and verdicts on the paper's claims. An `Outcome` is
+their report as JSON and Markdown. Runs are kept in a folder, and finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Request:
-    """The options of one call: the folder of runs, and seeds, rows and size in place of the experiment's own.
+    """The options of one call: the folder of runs, and seeds, rows and size in place of the
+    experiment's own.
 
     `jobs` runs are made at a time. `say` prints progress.
     """
@@ -47,9 +48,9 @@ class Request:
 class Findings:
     """The results of an experiment's runs.
 
-    `results` are the JSON keys that only this experiment has. The table has `columns` and `cells`. `conditions` are printed after
-    the command that made the table, `notes` are listed below it. `curves` go into results.json. `pictures` maps a file name to
-    the function that draws it.
+    `results` are the JSON keys that only this experiment has. The table has `columns` and `cells`.
+    `conditions` are printed after the command that made the table, `notes` are listed below it.
+    `curves` go into results.json. `pictures` maps a file name to the function that draws it.
     """
 
     results: Dict[str, Any]
@@ -64,7 +65,8 @@ class Findings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The report of an experiment: `results` is the JSON that programs read, `table` the same as Markdown.
+    """The report of an experiment: `results` is the JSON that programs read, `table` the same as
+    Markdown.
 
     `folder` is where the files go by default.
     """
@@ -79,7 +81,9 @@ class Outcome:
         with guard_writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         curves, pictures = self.findings.curves, self.findings.pictures
-        write_json(folder / "results.json", {**self.results, **({"curves": curves} if curves else {})})
+        write_json(
+            folder / "results.json", {**self.results, **({"curves": curves} if curves else {})}
+        )
         write_text(folder / "table.md", self.table)
         for name, draw in pictures.items():
             draw(folder / name)
@@ -90,10 +94,11 @@ class Outcome:
 class Experiment:
     """An experiment that tools/reproduce.py can list, check and run.
 
-    `size` describes its rows and seeds in words. `make_findings` makes the runs of a request in a folder; the request lists all
-    rows and seeds.
-    `labels` are the rows that can be chosen, `seeds` the default seeds, and `has_full` says whether the paper's size can be run.
-    Options without a choice are refused. `hours` is the approximate time on one core.
+    `size` describes its rows and seeds in words. `make_findings` makes the runs of a request in a
+    folder; the request lists all rows and seeds.
+    `labels` are the rows that can be chosen, `seeds` the default seeds, and `has_full` says whether
+    the paper's size can be run. Options without a choice are refused. `hours` is the approximate
+    time on one core.
     """
 
     name: str
@@ -117,7 +122,9 @@ class Experiment:
         unknown = [label for label in request.rows if label not in self.labels]
         if self.labels:
             allowed = f"must be one of {', '.join(self.labels)}"
-            faults += [f"--rows: {label}: {allowed}{suggest(label, self.labels)}" for label in unknown]
+            faults += [
+                f"--rows: {label}: {allowed}{suggest(label, self.labels)}" for label in unknown
+            ]
         raise_faults(faults)
 
     def describe(self) -> Dict[str, Any]:
@@ -129,10 +136,18 @@ class Experiment:
         full = request.full and self.has_full
         folder = request.runs / (self.name + ("-full" if full else ""))
         rows, seeds = request.rows or self.labels, request.seeds or self.seeds
-        return self.report(self.make_findings(replace(request, rows=rows, seeds=seeds, full=full), folder), folder, full)
+        return self.report(
+            self.make_findings(replace(request, rows=rows, seeds=seeds, full=full), folder),
+            folder,
+            full,
+        )
 
-    def publish(self, request: Request, out: Optional[Path], tell: Callable[[str], None]) -> Dict[str, Any]:
-        """Make the unfinished runs, write the results into `out/NAME` (None: beside the runs), tell them, and return the JSON."""
+    def publish(
+        self, request: Request, out: Optional[Path], tell: Callable[[str], None]
+    ) -> Dict[str, Any]:
+        """Make the unfinished runs, write the results into `out/NAME` (None: beside the runs), tell
+        them, and return the JSON.
+        """
         outcome = self.run(request)
         files = outcome.write(out / self.name if out else outcome.folder)
         tell(outcome.table)
@@ -140,7 +155,9 @@ class Experiment:
         return outcome.results
 
     def report(self, findings: Findings, folder: Path, full: bool = False) -> Outcome:
-        """Return findings as JSON and as Markdown: title, table, the verdicts on the paper's claims, notes."""
+        """Return findings as JSON and as Markdown: title, table, the verdicts on the paper's
+        claims, notes.
+        """
         command = f"python tools/reproduce.py {self.name}" + (" --full" if full else "")
         intro = f"Source: {self.source}. Made by `{command}`{findings.conditions}"
         lines = [f"# {self.title}", "", intro, "", *make_table(findings.columns, findings.cells)]
@@ -161,18 +178,24 @@ def run_all(
     request: Request,
     describe: Callable[[Key, Value], str],
 ) -> Dict[Key, Value]:
-    """Return `work(*arguments[key])` of each key in their order; say after each run how it ended and the time that is left.
+    """Return `work(*arguments[key])` of each key in their order; say after each run how it ended
+    and the time that is left.
 
-    `request.jobs` runs go on at a time, in processes of their own. A fault of one ends all: workers that go on would hold up
-    the end of this process. A fault of the user's code is raised as its `UserFault`, since not every exception can be pickled.
+    `request.jobs` runs go on at a time, in processes of their own. A fault of one ends all: workers
+    that go on would hold up the end of this process. A fault of the user's code is raised as its
+    `UserFault`, since not every exception can be pickled.
     """
     results: Dict[Key, Value] = {}
     start = time.monotonic()
     with ProcessPoolExecutor(
-        min(request.jobs, len(arguments)), mp_context=get_context("spawn"), initializer=_start_worker, initargs=(os.getpid(),)
+        min(request.jobs, len(arguments)),
+        mp_context=get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(os.getpid(),),
     ) as pool:
         waiting: Dict["Future[Value]", Key] = {
-            pool.submit(call_with_picklable_faults, work, values): key for key, values in arguments.items()
+            pool.submit(call_with_picklable_faults, work, values): key
+            for key, values in arguments.items()
         }
         try:
             while waiting:
@@ -180,13 +203,19 @@ def run_all(
                     key, result = waiting.pop(future), future.result()
                     results[key] = result
                     minutes_left = (time.monotonic() - start) / len(results) * len(waiting) / 60
-                    request.say(f"[{len(results)}/{len(arguments)}] {describe(key, result)} ({minutes_left:.0f} min left)")
+                    request.say(
+                        f"[{len(results)}/{len(arguments)}] {describe(key, result)} "
+                        f"({minutes_left:.0f} min left)"
+                    )
         except BaseException as error:
-            # a run in progress is resumed next time; the pool then fails the runs that wait by itself
+            # a run in progress is resumed next time; the pool then fails the runs that wait by
+            # itself
             for process in list((pool._processes or {}).values()):
                 process.terminate()
             if isinstance(error, BrokenProcessPool):
-                raise RunFault("a process that trains one of the runs was killed (out of memory?)") from error
+                raise RunFault(
+                    "a process that trains one of the runs was killed (out of memory?)"
+                ) from error
             raise
     return {key: results[key] for key in arguments}
 
@@ -198,7 +227,9 @@ def _start_worker(parent: int) -> None:
 
 
 def call_with_picklable_faults(work: Callable[..., Value], arguments: Sequence[Any]) -> Value:
-    """Return `work(*arguments)`; raise a fault of the user's code as `UserFault`, which can be pickled."""
+    """Return `work(*arguments)`; raise a fault of the user's code as `UserFault`, which can be
+    pickled.
+    """
     try:
         return work(*arguments)
     except Exception as error:
@@ -225,7 +256,9 @@ def make_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> List[str]:
 
 
 class PredictedRows(NamedTuple):
-    """The rows of a table of predictions, notes on its assumptions, and `pictures` as in `Findings`."""
+    """The rows of a table of predictions, notes on its assumptions, and `pictures` as in
+    `Findings`.
+    """
 
     rows: List[Dict[str, Any]]
     notes: List[str]
@@ -234,11 +267,17 @@ class PredictedRows(NamedTuple):
 
 
 def make_prediction(
-    name: str, title: str, source: str, columns: Mapping[str, str], predict: Callable[[], PredictedRows]
+    name: str,
+    title: str,
+    source: str,
+    columns: Mapping[str, str],
+    predict: Callable[[], PredictedRows],
 ) -> Experiment:
-    """Return a table of the planner's predictions beside a paper's measurements. `columns`: key of a row -> heading.
+    """Return a table of the planner's predictions beside a paper's measurements. `columns`: key of
+    a row -> heading.
 
-    No run is made: predictions are computed from model shapes, hardware files and schedules within seconds.
+    No run is made: predictions are computed from model shapes, hardware files and schedules within
+    seconds.
     """
 
     def make_findings(request: Request, folder: Path) -> Findings:
@@ -246,6 +285,8 @@ def make_prediction(
         results = {"predicted": True, "rows": rows, "notes": notes}
         conditions = ". Everything not printed in the paper is predicted."
         cells = [[row.get(key) for key in columns] for row in rows]
-        return Findings(results, verdicts, conditions, list(columns.values()), cells, notes, pictures=pictures)
+        return Findings(
+            results, verdicts, conditions, list(columns.values()), cells, notes, pictures=pictures
+        )
 
     return Experiment(name, title, source, "predicted", make_findings)

@@ -1,4 +1,6 @@
-"""Compute PipeDream's delays in the global history of block updates from its timeline, and draw LocalSGD's timelines."""
+"""Compute PipeDream's delays in the global history of block updates from its timeline, and draw
+LocalSGD's timelines.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ STAGES = range(2, 41)
 
 
 def find_delays(request: Request, folder: Path) -> Findings:
-    """Compare the delays of each number of stages with the paper's closed forms; nothing is trained."""
+    """Compare the delays of each number of stages with the paper's closed forms; nothing is
+    trained.
+    """
     delays = {P: compute_delays(P) for P in STAGES}
     deep = [P for P in STAGES if P >= 10]
-    exponents = {key: fit_exponent(deep, [delays[P][key] for P in deep]) for key in ("mean", "greatest")}
+    exponents = {
+        key: fit_exponent(deep, [delays[P][key] for P in deep]) for key in ("mean", "greatest")
+    }
     laws = {
         "the greatest is P^2 - P/2, for odd P P^2 - (P+1)/2": ("greatest", compute_greatest_delay),
         "the mean is (P^2 - 1)/2": ("mean", compute_mean_delay),
@@ -39,7 +45,13 @@ def find_delays(request: Request, folder: Path) -> Findings:
     claim = "both grow as P^2 (exponent fitted from P = 10 on within 0.05 of 2)"
     verdicts.append(judge_exactly(claim, difference < 0.05, difference))
     rows = [
-        {"method": "pipedream", "args": {"stages": P}, "step": None, "final": delays[P]["greatest"], **delays[P]}
+        {
+            "method": "pipedream",
+            "args": {"stages": P},
+            "step": None,
+            "final": delays[P]["greatest"],
+            **delays[P],
+        }
         for P in STAGES
     ]
     shown = ", ".join(f"{key} P^{value:.3f}" for key, value in exponents.items())
@@ -48,8 +60,14 @@ def find_delays(request: Request, folder: Path) -> Findings:
         verdicts,
         f", from the timeline; fitted from P = 10 on: {shown}.",
         ("P", "least", "10th percentile", "mean", "greatest"),
-        [(P, row["least"], f"{row['low']:g}", f"{row['mean']:g}", row["greatest"]) for P, row in delays.items()],
-        pictures={"delays.png": functools.partial(draw_delays, delays), "timelines.png": draw_timelines},
+        [
+            (P, row["least"], f"{row['low']:g}", f"{row['mean']:g}", row["greatest"])
+            for P, row in delays.items()
+        ],
+        pictures={
+            "delays.png": functools.partial(draw_delays, delays),
+            "timelines.png": draw_timelines,
+        },
     )
 
 
@@ -63,13 +81,20 @@ DELAYS = Experiment(
 
 
 def compute_delays(stages: int) -> Dict[str, float]:
-    """Return the least, tenth percentile, mean and greatest steady delay, in block updates, over active and read stages."""
+    """Return the least, tenth percentile, mean and greatest steady delay, in block updates, over
+    active and read stages.
+    """
     method = resolve_method("pipedream")
     table = VersionTable(make_schedule(method, stages, 8 * stages, 1), method)
     history = count_history_delays(table, 3 * stages, 4 * stages)
     delays = history.written[:, None, :] - history.read[None, :, :]
     low = float(np.percentile(delays, 10))
-    return {"least": int(delays.min()), "low": low, "mean": float(delays.mean()), "greatest": int(delays.max())}
+    return {
+        "least": int(delays.min()),
+        "low": low,
+        "mean": float(delays.mean()),
+        "greatest": int(delays.max()),
+    }
 
 
 def fit_exponent(stages: Sequence[int], values: Sequence[float]) -> float:
@@ -78,11 +103,18 @@ def fit_exponent(stages: Sequence[int], values: Sequence[float]) -> float:
 
 
 def draw_delays(delays: Mapping[int, Mapping[str, Any]], file: Path) -> None:
-    """Draw Figure 6: the mean, the range from the tenth percentile to the greatest, and the quadratic laws."""
+    """Draw Figure 6: the mean, the range from the tenth percentile to the greatest, and the
+    quadratic laws.
+    """
     stages = list(delays)
-    low, mean, greatest = ([row[key] for row in delays.values()] for key in ("low", "mean", "greatest"))
+    low, mean, greatest = (
+        [row[key] for row in delays.values()] for key in ("low", "mean", "greatest")
+    )
     title = "Delays of PipeDream in the global history of block updates, in the steady part"
-    note = "from the planned timeline, no training; band: from the tenth percentile to the greatest, over stages and blocks read"
+    note = (
+        "from the planned timeline, no training; band: from the tenth percentile to the "
+        "greatest, over stages and blocks read"
+    )
     with open_figure(file, (8, 5), title=title, note=note) as (axes,):
         (line,) = axes.plot(stages, mean, label="mean, from the timeline")
         axes.fill_between(stages, low, greatest, color=line.get_color(), alpha=0.2, linewidth=0)
@@ -93,7 +125,9 @@ def draw_delays(delays: Mapping[int, Mapping[str, Any]], file: Path) -> None:
 
 
 def draw_timelines(file: Path) -> None:
-    """Draw Figure 3: 1F1B and LocalSGD with short and long rounds; a row for each stage, a column for each slot (planned)."""
+    """Draw Figure 3: 1F1B and LocalSGD with short and long rounds; a row for each stage, a column
+    for each slot (planned).
+    """
     P, M = 4, 16
     schedules = {"PipeDream": make_schedule(resolve_method("pipedream"), P, M, 1)}
     for K in (1, 2):
@@ -101,13 +135,22 @@ def draw_timelines(file: Path) -> None:
         schedules[f"LocalSGD, R = {P}, K = {K}"] = make_schedule(method, P, M, P)
     longest = max(schedule.slot_count for schedule in schedules.values())
     title = f"Timelines of {M} microbatches on {P} stages (planned)"
-    note = "light: forward, dark: backward, white: idle; R replicas that are averaged every K local steps"
+    note = (
+        "light: forward, dark: backward, white: idle; R replicas that are averaged every K "
+        "local steps"
+    )
     with open_figure(file, (5, 2.8), len(schedules), title=title, note=note) as axes:
         for panel, (name, schedule) in zip(axes, schedules.items()):
             grids = schedule.spell_out(0, schedule.slot_count)
             cells = np.zeros((P, longest))
             for shade, kind in ((1, Kind.FORWARD), (2, Kind.BACKWARD)):
                 cells[:, : schedule.slot_count][grids[kind] >= 0] = shade
-            panel.imshow(cells, aspect="auto", cmap="Blues", vmin=0, vmax=3, interpolation="nearest")
+            panel.imshow(
+                cells, aspect="auto", cmap="Blues", vmin=0, vmax=3, interpolation="nearest"
+            )
             busy = schedule.busy_share()
-            panel.set(title=f"{name}: {schedule.slot_count} slots, {busy:.0%} busy", xlabel="slot", ylabel="stage")
+            panel.set(
+                title=f"{name}: {schedule.slot_count} slots, {busy:.0%} busy",
+                xlabel="slot",
+                ylabel="stage",
+            )

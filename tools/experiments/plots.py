@@ -1,4 +1,6 @@
-"""Describe an experiment's sizes and seeds in the note of its figure, and draw means with their range."""
+"""Describe an experiment's sizes and seeds in the note of its figure, and draw means with their
+range.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from ipu_pipe.config.schema import Config
 
 def describe_sizes(config: Config) -> str:
     """Describe the data and the length of a run for the note of its figure."""
-    data, batch = config.data.options(), config.micro_batch_size * config.gradient_accumulation * config.replicas
+    data, batch = (
+        config.data.options(),
+        config.micro_batch_size * config.gradient_accumulation * config.replicas,
+    )
     parts = [f"{data['size']}x{data['size']}"] if "size" in data else []
     parts += [
         f"{data[key]:,} {what} samples"
@@ -26,10 +31,15 @@ def describe_seeds(seeds: Sequence[int]) -> str:
     """Describe the lines and bands of `plot_mean_with_range` for runs with these seeds."""
     if len(set(seeds)) == 1:
         return f"seed {seeds[0]} alone"
-    return f"lines: means over seeds {', '.join(map(str, sorted(set(seeds))))}; bands: from the least to the greatest of them"
+    return (
+        f"lines: means over seeds {', '.join(map(str, sorted(set(seeds))))}; bands: from the "
+        f"least to the greatest of them"
+    )
 
 
-def plot_mean_with_range(axes: Any, x: Sequence[float], groups: Sequence[Sequence[float]], **how: Any) -> None:
+def plot_mean_with_range(
+    axes: Any, x: Sequence[float], groups: Sequence[Sequence[float]], **how: Any
+) -> None:
     """Draw a line through the mean of each group of values, and shade their range.
 
     Up to 30 lines differ in color or style.

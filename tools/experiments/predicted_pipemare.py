@@ -1,9 +1,12 @@
-"""Predict PipeMare's hardware columns (Yang et al. 2021): utilization and memory of Tables 2, 3 and 5, Figures 2, 3 and 9.
+"""Predict PipeMare's hardware columns (Yang et al. 2021): utilization and memory of Tables 2, 3 and
+5, Figures 2, 3 and 9.
 
-All follow from the weights by stage and the schedule; nothing is trained. One stage a weight, weight and bias of one operator
-together. Adam has four copies of the weights, momentum SGD three. The paper prints MiB and GiB as MB and GB. It prints no
-vocabularies: IWSLT'14's are those of fairseq's preparation (8,848 German and 6,632 English tokens); WMT's is fitted to the
-printed memory, and encoder, decoder and head share its embedding, as 91 stages require.
+All follow from the weights by stage and the schedule; nothing is trained. One stage a weight,
+weight and bias of one operator together. Adam has four copies of the weights, momentum SGD three.
+The paper prints MiB and GiB as MB and GB. It prints no
+vocabularies: IWSLT'14's are those of fairseq's preparation (8,848 German and 6,632 English tokens);
+WMT's is fitted to the printed memory, and encoder, decoder and head share its embedding, as 91
+stages require.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ IWSLT_VOCABULARIES, WMT_WIDTH = (8848, 6632), 512
 
 
 class Task(NamedTuple):
-    """A data set of Table 2: `stages`, `copies` of the weights, N of GPipe and of PipeDream, epochs of warm-up and to the target.
+    """A data set of Table 2: `stages`, `copies` of the weights, N of GPipe and of PipeDream, epochs
+    of warm-up and to the target.
 
-    As printed: GPipe's `utilization` and `memory`, the memory of `pipedream` over GPipe's, and the `amortized` utilization of a
-    run with warm-up.
+    As printed: GPipe's `utilization` and `memory`, the memory of `pipedream` over GPipe's, and the
+    `amortized` utilization of a run with warm-up.
     """
 
     name: str
@@ -94,7 +98,9 @@ def _count_finest(model: Any, x: torch.Tensor) -> Tuple[int, ...]:
 
 
 def group_weights(weights: Sequence[int], stages: int) -> List[int]:
-    """Return the weights of each of `stages` stages, which have equally many tensors (the paper's "evenly")."""
+    """Return the weights of each of `stages` stages, which have equally many tensors (the paper's
+    "evenly").
+    """
     return [int(part.sum()) for part in np.array_split(np.array(weights), stages)]
 
 
@@ -104,7 +110,9 @@ def compute_gpipe_utilization(stages: int, accumulate: int) -> float:
 
 
 def count_stored_microbatches(stages: int, segments: int) -> Tuple[List[float], List[float]]:
-    """Return the microbatches that each stage stores by PipeMare's schedule, without and with recomputation by segments."""
+    """Return the microbatches that each stage stores by PipeMare's schedule, without and with
+    recomputation by segments.
+    """
     method = resolve_method("pipemare")
     in_flight = make_schedule(method, stages, 3 * stages, 1).max_in_flight().tolist()
     by_segments = count_kept_microbatches(in_flight, False, segments, method.turn)
@@ -119,7 +127,13 @@ def predict_pipemare() -> PredictedRows:
     def add(item: str, what: str, printed: str, predicted: float, fitted: bool = False) -> None:
         error = "fitted" if fitted else f"{predicted / float(printed.split()[0]) - 1:+.1%}"
         rows.append(
-            {"item": item, "what": what, "printed": printed, "predicted": float(f"{predicted:.4g}"), "error": error}
+            {
+                "item": item,
+                "what": what,
+                "printed": printed,
+                "predicted": float(f"{predicted:.4g}"),
+                "error": error,
+            }
         )
         if not fitted:
             verdicts.append(judge_printed(f"{item}: {what} is {printed}", printed, predicted))
@@ -131,15 +145,31 @@ def predict_pipemare() -> PredictedRows:
         busy = compute_gpipe_utilization(task.stages, task.gpipe_n)
         add("Table 2", f"{task.name}, utilization of GPipe, %", task.utilization, 100 * busy)
         memory = task.copies * FP32 * sum(weights) / unit
-        add("Table 2", f"{task.name}, memory of GPipe", task.memory, memory, fitted=task.name == "WMT17")
+        add(
+            "Table 2",
+            f"{task.name}, memory of GPipe",
+            task.memory,
+            memory,
+            fitted=task.name == "WMT17",
+        )
         ratio = compare_pipedream(task, weights)
         add("Table 2", f"{task.name}, memory of PipeDream over GPipe's", task.pipedream, ratio)
-        add("Tables 2, 3", f"{task.name}, memory of PipeMare with T2 over GPipe's",
-            "1.33" if task.copies == 3 else "1.25", (task.copies + 1) / task.copies)  # fmt: skip
+        add(
+            "Tables 2, 3",
+            f"{task.name}, memory of PipeMare with T2 over GPipe's",
+            "1.33" if task.copies == 3 else "1.25",
+            (task.copies + 1) / task.copies,
+        )
         if task.amortized:
             phases = [(float(task.warmup), busy), (float(task.epochs - task.warmup), 1.0)]
             what = f"{task.name}, utilization of PipeMareW in {task.epochs} epochs, %"
-            add("Tables 2, 3", what, task.amortized, 100 * amortize_utilization(phases), fitted=task.name == "IWSLT14")
+            add(
+                "Tables 2, 3",
+                what,
+                task.amortized,
+                100 * amortize_utilization(phases),
+                fitted=task.name == "IWSLT14",
+            )
     cifar = TASKS[0]
     busy, ratio = (
         compute_gpipe_utilization(cifar.stages, cifar.gpipe_n),
@@ -148,12 +178,19 @@ def predict_pipemare() -> PredictedRows:
     add("abstract", "utilization of PipeMare over GPipe's", "14.3", 1 / busy)
     add("abstract", "memory of PipeDream over GPipe's", "2.7", ratio)
     for stages, printed in ORDERS:
-        add("Table 5", f"{stages} stages, activations with recomputation, by orders 1 / sqrt(P)", printed, stages**-0.5)
+        add(
+            "Table 5",
+            f"{stages} stages, activations with recomputation, by orders 1 / sqrt(P)",
+            printed,
+            stages**-0.5,
+        )
     for figure, task, depths in BY_STAGES:
         for stages in depths:
             for what, value in compute_columns(task, stages).items():
                 what = f"{task.name}, {stages} stages, {what}"
-                rows.append({"item": f"Figure {figure}", "what": what, "predicted": float(f"{value:.4g}")})
+                rows.append(
+                    {"item": f"Figure {figure}", "what": what, "predicted": float(f"{value:.4g}")}
+                )
     without, by_segments = count_stored_microbatches(*SEGMENTED)
     for with_or_without, counts in (("without", without), ("with", by_segments)):
         by_stage = " ".join(f"{count:g}" for count in counts)
@@ -163,11 +200,15 @@ def predict_pipemare() -> PredictedRows:
     counted = [sum(recomputed) / sum(in_flight) for in_flight, recomputed in stored]
     notes = [
         "a printed number is shown if the prediction rounds to it",
-        "PipeDream's tau is not rounded up, except in the figures (the paper's Table 1 rounds it up: 2.87, 1.79, 2.15); WMT's N"
+        "PipeDream's tau is not rounded up, except in the figures (the paper's Table 1 rounds it "
+        "up: 2.87, 1.79, 2.15); WMT's N"
         " of PipeDream is the 19 of Table 7",
-        f"IWSLT'14: vocabularies {IWSLT_VOCABULARIES[0]:,} and {IWSLT_VOCABULARIES[1]:,}, {sum(count_weights('IWSLT14')):,}"
-        f" parameters; WMT: {count_weights('WMT17')[0] // WMT_WIDTH:,} tokens are fitted to the printed memory",
-        "epochs to the target are not printed: all epochs for ImageNet and WMT; for IWSLT 35, which is fitted (all 60 give 55 %)",
+        f"IWSLT'14: vocabularies {IWSLT_VOCABULARIES[0]:,} and {IWSLT_VOCABULARIES[1]:,}, "
+        f"{sum(count_weights('IWSLT14')):,}"
+        f" parameters; WMT: {count_weights('WMT17')[0] // WMT_WIDTH:,} tokens are fitted to the "
+        f"printed memory",
+        "epochs to the target are not printed: all epochs for ImageNet and WMT; for IWSLT 35, "
+        "which is fitted (all 60 give 55 %)",
         "Table 5 prints the ratio of orders; counted microbatches give "
         + ", ".join(f"{ratio:.3f}" for ratio in counted),
         "Figures 2, 3 and 9 print no numbers",
@@ -194,8 +235,13 @@ def compute_columns(task: Task, stages: int) -> Dict[str, float]:
 
 
 def draw_stages(file: Path) -> None:
-    """Draw utilization and memory by number of stages; PipeMare's and PipeDream's utilization and GPipe's memory are 1."""
-    note = "from the weights by stage and the schedule, no training; memory of weights and optimizer, 1 for GPipe"
+    """Draw utilization and memory by number of stages; PipeMare's and PipeDream's utilization and
+    GPipe's memory are 1.
+    """
+    note = (
+        "from the weights by stage and the schedule, no training; memory of weights and "
+        "optimizer, 1 for GPipe"
+    )
     title = "PipeMare, Figures 2 and 3: hardware columns by stages"
     with open_figure(file, (6, 4), len(BY_STAGES), title=title, note=note) as panels:
         for axes, (_, task, depths) in zip(panels, BY_STAGES):
@@ -203,7 +249,10 @@ def draw_stages(file: Path) -> None:
             for what in columns[0]:
                 axes.plot(depths, [column[what] for column in columns], marker="o", label=what)
             axes.axhline(
-                (task.copies + 1) / task.copies, color="black", linestyle="--", label="memory of PipeMare with T2"
+                (task.copies + 1) / task.copies,
+                color="black",
+                linestyle="--",
+                label="memory of PipeMare with T2",
             )
             axes.set(xlabel="stages", title=task.name)
             axes.legend(fontsize="small")
@@ -212,7 +261,9 @@ def draw_stages(file: Path) -> None:
 def draw_segments(without: Sequence[float], by_segments: Sequence[float], file: Path) -> None:
     """Draw the microbatches that each stage keeps, with and without recomputation (Figure 9)."""
     title = f"PipeMare, Figure 9: {SEGMENTED[0]} stages in {SEGMENTED[1]} segments"
-    with open_figure(file, (7, 4), title=title, note="counted from the timeline, no training") as (axes,):
+    with open_figure(file, (7, 4), title=title, note="counted from the timeline, no training") as (
+        axes,
+    ):
         axes.bar(range(1, len(without) + 1), without, label="without recomputation")
         axes.bar(range(1, len(without) + 1), by_segments, label="with recomputation by segments")
         axes.set(xlabel="stage", ylabel="microbatches kept")
@@ -220,7 +271,15 @@ def draw_segments(without: Sequence[float], by_segments: Sequence[float], file: 
 
 
 COLUMNS_TABLE = make_prediction(
-    "plan_pipemare", "PipeMare's utilization and memory", f"{SOURCE}, Tables 2, 3 and 5, Figures 2, 3 and 9",
-    {"item": "item", "what": "what", "printed": "printed in the paper", "predicted": "predicted", "error": "error"},
+    "plan_pipemare",
+    "PipeMare's utilization and memory",
+    f"{SOURCE}, Tables 2, 3 and 5, Figures 2, 3 and 9",
+    {
+        "item": "item",
+        "what": "what",
+        "printed": "printed in the paper",
+        "predicted": "predicted",
+        "error": "error",
+    },
     predict_pipemare,
-)  # fmt: skip
+)

@@ -7,7 +7,15 @@ import json
 import os
 from pathlib import Path
 
-from ipu_pipe.cli.arguments import JSON, QUIET, command, int_in, option, parse_folder, parse_positive
+from ipu_pipe.cli.arguments import (
+    JSON,
+    QUIET,
+    command,
+    int_in,
+    option,
+    parse_folder,
+    parse_positive,
+)
 from ipu_pipe.errors import BadInput
 
 RUNS = Path("runs/experiments")
@@ -27,18 +35,49 @@ Exit codes: 0 done (also where results differ from the paper: the table says so)
 
 
 @command(
-    "Run the papers' experiments.", EPILOG,
-    option("experiment", metavar="EXPERIMENT", nargs="*", help="names, files, or all; none lists them"),
+    "Run the papers' experiments.",
+    EPILOG,
+    option(
+        "experiment", metavar="EXPERIMENT", nargs="*", help="names, files, or all; none lists them"
+    ),
     JSON,
-    option("--out", type=parse_folder, metavar="DIR", help="write tables and plots to DIR/EXPERIMENT (default: with the runs)"),
-    option("--runs", type=parse_folder, default=RUNS, metavar="DIR", help="folder of runs (default %(default)s)"),
-    option("--seeds", type=int_in(0, 2**63 - 1), nargs="+", metavar="S", help="instead of the experiment's own"),
+    option(
+        "--out",
+        type=parse_folder,
+        metavar="DIR",
+        help="write tables and plots to DIR/EXPERIMENT (default: with the runs)",
+    ),
+    option(
+        "--runs",
+        type=parse_folder,
+        default=RUNS,
+        metavar="DIR",
+        help="folder of runs (default %(default)s)",
+    ),
+    option(
+        "--seeds",
+        type=int_in(0, 2**63 - 1),
+        nargs="+",
+        metavar="S",
+        help="instead of the experiment's own",
+    ),
     option("--rows", nargs="+", metavar="LABEL", help="only these rows"),
-    option("--jobs", type=int_in(1, 1024), default=os.cpu_count() or 1, metavar="N", help="runs at a time (default: the cores)"),
-    option("--at-most", type=parse_positive, metavar="HOURS", help="of all, only experiments that take one core so long, about"),
+    option(
+        "--jobs",
+        type=int_in(1, 1024),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="runs at a time (default: the cores)",
+    ),
+    option(
+        "--at-most",
+        type=parse_positive,
+        metavar="HOURS",
+        help="of all, only experiments that take one core so long, about",
+    ),
     option("--full", action="store_true", help="at the paper's size"),
     QUIET,
-)  # fmt: skip
+)
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     if args.seeds and len(set(args.seeds)) < len(args.seeds):
@@ -54,17 +93,25 @@ def main(args: argparse.Namespace) -> None:
         for e in all_experiments:
             args.print_result(f"{e.name:30s} {e.title} ({e.source}); {e.size}")
         return
-    request = Request(args.runs, args.seeds or (), args.rows or (), args.full, args.jobs, args.print_progress)
+    request = Request(
+        args.runs, args.seeds or (), args.rows or (), args.full, args.jobs, args.print_progress
+    )
     runs_all = args.experiment == ["all"]
     if args.at_most is not None and not runs_all:
-        raise BadInput(f"--at-most: {args.at_most:g}: chooses of all experiments; name all in place of {args.experiment[0]}")
+        raise BadInput(
+            f"--at-most: {args.at_most:g}: chooses of all experiments; name all in place of "
+            f"{args.experiment[0]}"
+        )
     experiments = find_experiments([] if runs_all else args.experiment)
     if args.at_most is not None:
         experiments = [experiment for experiment in experiments if experiment.hours <= args.at_most]
-    # refuse options that the experiment does not use; with all experiments each option is used by some
+    # refuse options that the experiment does not use; with all experiments each option is used by
+    # some
     if not runs_all:
         for experiment in experiments:
             experiment.check(request)
-    all_results = [experiment.publish(request, args.out, args.print_result) for experiment in experiments]
+    all_results = [
+        experiment.publish(request, args.out, args.print_result) for experiment in experiments
+    ]
     if args.json:
         print(json.dumps(all_results[0] if len(all_results) == 1 else all_results, indent=1))

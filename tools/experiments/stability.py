@@ -1,4 +1,6 @@
-"""Find the learning rates that are stable under delay, for a run's stages or in the papers' figures."""
+"""Find the learning rates that are stable under delay, for a run's stages or in the papers'
+figures.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from tools.experiments.reproduce import RUNS
 
 OUT = Path("runs/stability")
 # figure -> the experiment of tools/reproduce.py that draws it
-EXPERIMENTS = {"pipemare_17": "pipemare_recompute_resnet20", "pipemare_18": "pipemare_recompute_translation"}
+EXPERIMENTS = {
+    "pipemare_17": "pipemare_recompute_resnet20",
+    "pipemare_18": "pipemare_recompute_translation",
+}
 EPILOG = """
 examples:
   python tools/stability.py                                     list the figures
@@ -33,22 +38,34 @@ train: they run experiments of tools/reproduce.py.
 
 
 @command(
-    __doc__, EPILOG,
-    option("what", metavar="CONFIG|FIGURE", nargs="*", help="a YAML file, or names of figures, or all"),
+    __doc__,
+    EPILOG,
+    option(
+        "what", metavar="CONFIG|FIGURE", nargs="*", help="a YAML file, or names of figures, or all"
+    ),
     SET,
     JSON,
-    option("--out", type=parse_folder, metavar="DIR", help="folder for figures (default: runs/stability)"),
+    option(
+        "--out",
+        type=parse_folder,
+        metavar="DIR",
+        help="folder for figures (default: runs/stability)",
+    ),
     *CURVATURE,
     *COMMON,
-)  # fmt: skip
+)
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     # `--set a=1 CONFIG`: the config was taken for an override
     if not args.what and args.set and "=" not in args.set[-1]:
         args.what = [args.set.pop()]
-    if len(args.what) == 1 and (args.what[0].endswith((".yaml", ".yml")) or find_config(args.what[0]).is_file()):
+    if len(args.what) == 1 and (
+        args.what[0].endswith((".yaml", ".yml")) or find_config(args.what[0]).is_file()
+    ):
         if args.out is not None:
-            raise BadInput(f"--out: {args.out}: is where figures go; of a config nothing is written")
+            raise BadInput(
+                f"--out: {args.out}: is where figures go; of a config nothing is written"
+            )
         examine_config(args.what[0], args)
     else:
         _make_figures(args)
@@ -60,13 +77,21 @@ def _make_figures(args: argparse.Namespace) -> None:
     known = [*FIGURES, *EXPERIMENTS]
     unknown = [name for name in args.what if name not in known and name != "all"]
     if unknown:
-        allowed = f"is not a file, nor one of {', '.join(known)}, all{suggest(unknown[0], [*known, *list_configs()])}"
+        allowed = (
+            f"is not a file, nor one of {', '.join(known)}, "
+            f"all{suggest(unknown[0], [*known, *list_configs()])}"
+        )
         raise BadInput(f"CONFIG|FIGURE: {show(unknown[0])}: {allowed}")
     if args.set:
         raise BadInput("--set: changes keys of a config, and figures have none: name a YAML file")
     if not args.what:
         listed = {name: (make.__doc__ or "").strip() for name, make in FIGURES.items()}
-        listed.update({name: f"Training runs: tools/reproduce.py {experiment}." for name, experiment in EXPERIMENTS.items()})
+        listed.update(
+            {
+                name: f"Training runs: tools/reproduce.py {experiment}."
+                for name, experiment in EXPERIMENTS.items()
+            }
+        )
         args.print_result("\n".join(f"{name:12s} {summary}" for name, summary in listed.items()))
         if args.json:
             print(json.dumps(listed, indent=1))
@@ -74,8 +99,13 @@ def _make_figures(args: argparse.Namespace) -> None:
     from ipu_pipe.report.plots import check_plots
 
     check_plots()
-    names = list(dict.fromkeys(name for word in args.what for name in (FIGURES if word == "all" else [word])))
-    figures = {name: _run_experiment(name, args) if name in EXPERIMENTS else _make_figure(name, args) for name in names}
+    names = list(
+        dict.fromkeys(name for word in args.what for name in (FIGURES if word == "all" else [word]))
+    )
+    figures = {
+        name: _run_experiment(name, args) if name in EXPERIMENTS else _make_figure(name, args)
+        for name in names
+    }
     if args.json:
         print(json.dumps(figures, indent=1))
 
@@ -99,7 +129,10 @@ def _make_figure(name: str, args: argparse.Namespace) -> Any:
     draw(figure, out / f"{name}.png")
     write_text(out / f"{name}.json", json.dumps(data) + "\n")
     title = figure.title.replace("\n", " ")
-    text = f"{name}: {title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, {out / name}.png"
+    text = (
+        f"{name}: {title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, "
+        f"{out / name}.png"
+    )
     args.print_result(text)
     return data
 

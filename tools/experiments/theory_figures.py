@@ -1,7 +1,9 @@
-"""Compute and draw the figures that follow from theory alone: PipeMare's 5(a), 5(b), 6, 10, 16, Kosson et al.'s 3 to 7, 12.
+"""Compute and draw the figures that follow from theory alone: PipeMare's 5(a), 5(b), 6, 10, 16,
+Kosson et al.'s 3 to 7, 12.
 
-Each function returns a figure as data. The title states each number that we chose because the paper does not print it.
-PipeMare's Figures 17 and 18 are training runs: experiments in configs/experiments/.
+Each function returns a figure as data. The title states each number that we chose because the paper
+does not print it. PipeMare's Figures 17 and 18 are training runs: experiments in
+configs/experiments/.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Panel = Dict[str, Any]
 class TheoryFigure(NamedTuple):
     """A figure of `panels` in `rows` rows.
 
-    `seen`: a sentence on what the data say of the paper's statement. `note`: how they were computed.
+    `seen`: a sentence on what the data say of the paper's statement. `note`: how they were
+    computed.
     """
 
     source: str
@@ -60,15 +63,26 @@ def make_panel(
 
 def add_line(panel: Panel, label: str, x: ArrayLike, y: ArrayLike, style: str) -> None:
     """Add a line, with a gap where a value is not finite."""
-    panel["lines"].append({"label": label, "x": round_values(x), "y": round_values(y), "style": style})
+    panel["lines"].append(
+        {"label": label, "x": round_values(x), "y": round_values(y), "style": style}
+    )
 
 
 def make_colours(
     x: ArrayLike, y: ArrayLike, values: ArrayLike, label: str, most: float, beyond: str = "black"
 ) -> Dict[str, Any]:
-    """Return values by row (y), then column (x); those that are not finite or above `most` are drawn in the colour `beyond`."""
+    """Return values by row (y), then column (x); those that are not finite or above `most` are
+    drawn in the colour `beyond`.
+    """
     rows = np.asarray(values).tolist()
-    return {"x": round_values(x), "y": round_values(y), "values": rows, "label": label, "most": most, "beyond": beyond}
+    return {
+        "x": round_values(x),
+        "y": round_values(y),
+        "values": rows,
+        "label": label,
+        "most": most,
+        "beyond": beyond,
+    }
 
 
 def round_values(values: ArrayLike) -> List[float]:
@@ -80,9 +94,17 @@ def draw(figure: TheoryFigure, file: Path) -> None:
     """Draw a figure into a PNG file."""
     count = len(figure.panels)
     size = (6.5, 4.5) if count == 1 else (5.2, 4.0) if figure.rows == 1 else (4.4, 3.5)
-    with open_figure(file, size, count, figure.rows, title=figure.title, note=figure.note) as all_axes:
+    with open_figure(
+        file, size, count, figure.rows, title=figure.title, note=figure.note
+    ) as all_axes:
         for axes, panel in zip(all_axes, figure.panels):
-            axes.set(**{f"{name}{end}": panel[f"{name}_{end}"] for name in "xy" for end in ("scale", "label")})
+            axes.set(
+                **{
+                    f"{name}{end}": panel[f"{name}_{end}"]
+                    for name in "xy"
+                    for end in ("scale", "label")
+                }
+            )
             axes.set_title(panel["title"], fontsize="medium")
             if panel["colours"] is not None:
                 _draw_colours(axes, **panel["colours"])
@@ -95,7 +117,13 @@ def draw(figure: TheoryFigure, file: Path) -> None:
 
 
 def _draw_colours(
-    axes: Any, x: List[float], y: List[float], values: List[List[float]], label: str, most: float, beyond: str
+    axes: Any,
+    x: List[float],
+    y: List[float],
+    values: List[List[float]],
+    label: str,
+    most: float,
+    beyond: str,
 ) -> None:
     array = np.array(values, np.float64)
     masked = np.ma.masked_invalid(np.where(array <= most, array, np.nan))
@@ -125,14 +153,24 @@ def simulate_losses(recurrence: Recurrence, step: float, updates: int) -> Floats
 def compute_pipemare_5a() -> TheoryFigure:
     """Compute trajectories of the plain model with noise, by delay."""
     updates, step = 250, 0.2
-    losses = {d: simulate_losses(recurrences.make_delayed_sgd(d), step, updates) for d in (0, 5, 10)}
-    lines = {f"delay {d} (stable below {2 * math.sin(math.pi / (4 * d + 2)):.3f})": loss for d, loss in losses.items()}
+    losses = {
+        d: simulate_losses(recurrences.make_delayed_sgd(d), step, updates) for d in (0, 5, 10)
+    }
+    lines = {
+        f"delay {d} (stable below {2 * math.sin(math.pi / (4 * d + 2)):.3f})": loss
+        for d, loss in losses.items()
+    }
     ends = ", ".join(f"{loss[-50:].max():.3g} with delay {d}" for d, loss in losses.items())
-    panel = make_panel("update", "loss w²/2", range(updates + 1), lines, y_scale="log", y_range=(1e-4, 1e6))
+    panel = make_panel(
+        "update", "loss w²/2", range(updates + 1), lines, y_scale="log", y_range=(1e-4, 1e6)
+    )
     return TheoryFigure(
-        f"{YANG}, Figure 5(a)", f"A quadratic of curvature 1, step {step}, noise N(0, 1), by delay", [panel],
-        f"greatest loss of the last 50 updates: {ends}", note=NOISE,
-    )  # fmt: skip
+        f"{YANG}, Figure 5(a)",
+        f"A quadratic of curvature 1, step {step}, noise N(0, 1), by delay",
+        [panel],
+        f"greatest loss of the last 50 updates: {ends}",
+        note=NOISE,
+    )
 
 
 def compute_pipemare_5b(updates: int = 100_000) -> TheoryFigure:
@@ -142,16 +180,26 @@ def compute_pipemare_5b(updates: int = 100_000) -> TheoryFigure:
     losses = train_delayed(data, steps, delays, updates)
     limit = 2 / compute_largest_curvature(data) * np.sin(np.pi / (4 * delays + 2))
     ratio = np.array([float(steps[np.isfinite(row)].max()) for row in losses]) / limit
-    colours = make_colours(delays, steps, np.where(np.isfinite(losses), losses, np.nan).T, "loss", 1.0, "red")
+    colours = make_colours(
+        delays, steps, np.where(np.isfinite(losses), losses, np.nan).T, "loss", 1.0, "red"
+    )
     panel = make_panel(
-        "delay (updates)", "step", delays, {"Lemma 1, largest curvature": limit}, style="k-", colours=colours,
-        x_scale="log", y_scale="log",
-    )  # fmt: skip
+        "delay (updates)",
+        "step",
+        delays,
+        {"Lemma 1, largest curvature": limit},
+        style="k-",
+        colours=colours,
+        x_scale="log",
+        y_scale="log",
+    )
     return TheoryFigure(
         f"{YANG}, Figure 5(b)",
-        f"Linear regression by delayed SGD, {data.name}, {updates:,} updates of {data.batch} samples;\nred: diverged",
+        f"Linear regression by delayed SGD, {data.name}, {updates:,} updates of {data.batch} "
+        f"samples;\nred: diverged",
         [panel],
-        f"{data.name} in place of cpusmall; greatest step of the grid (a factor of {steps[1] / steps[0]:.2f} apart) that does"
+        f"{data.name} in place of cpusmall; greatest step of the grid (a factor of "
+        f"{steps[1] / steps[0]:.2f} apart) that does"
         f" not diverge over Lemma 1's: {ratio.min():.2f} to {ratio.max():.2f}",
         note="one run a cell, all with the same batches, of seed 0",
     )
@@ -161,7 +209,9 @@ def compute_pipemare_6() -> TheoryFigure:
     """Compute discrepancy between the passes' weights, and T2 against it."""
     forward, backward, step, updates = 10, 6, 0.05, 250
     losses = {
-        f"discrepancy {d:g}": simulate_losses(recurrences.make_pipemare(forward, backward, d), step, updates)
+        f"discrepancy {d:g}": simulate_losses(
+            recurrences.make_pipemare(forward, backward, d), step, updates
+        )
         for d in (0.0, 3.0, 5.0)
     }
     models = {
@@ -172,12 +222,18 @@ def compute_pipemare_6() -> TheoryFigure:
         "no discrepancy": recurrences.make_pipemare(forward, backward),
     }
     paths = make_panel(
-        "update", "loss w²/2", range(updates + 1), losses, title=f"step {step}, noise N(0, 1)",
-        y_scale="log", y_range=(1e-4, 1e8),
-    )  # fmt: skip
+        "update",
+        "loss w²/2",
+        range(updates + 1),
+        losses,
+        title=f"step {step}, noise N(0, 1)",
+        y_scale="log",
+        y_range=(1e-4, 1e8),
+    )
     return TheoryFigure(
         f"{YANG}, Figure 6",
-        f"Passes that read different weights: forward delay {forward}, backward {backward}, curvature 1",
+        f"Passes that read different weights: forward delay {forward}, backward {backward}, "
+        f"curvature 1",
         [paths, compute_radii(models)],
         "largest stable steps: " + list_limits(models),
         note=f"left: {NOISE}; right: from the characteristic polynomials",
@@ -191,7 +247,9 @@ def compute_pipemare_10() -> TheoryFigure:
     sensitivities = np.linspace(-100, 100, 401)
 
     def find_limits(decay: Optional[float]) -> Floats:
-        models = [recurrences.make_pipemare(forward, backward, d, decay) for d in sensitivities.tolist()]
+        models = [
+            recurrences.make_pipemare(forward, backward, d, decay) for d in sensitivities.tolist()
+        ]
         return np.array([find_limit(one) for one in models])
 
     plain, corrected = find_limits(None), find_limits(gamma)
@@ -200,10 +258,16 @@ def compute_pipemare_10() -> TheoryFigure:
     lines = {"without T2": plain, f"T2, gamma = 1 - 2/31 = {gamma:.3f}": corrected}
     return TheoryFigure(
         f"{YANG}, Figure 10",
-        f"Largest stable step by discrepancy: forward delay {forward}, backward {backward}, curvature 1",
+        f"Largest stable step by discrepancy: forward delay {forward}, backward {backward}, "
+        f"curvature 1",
         [make_panel("discrepancy", "largest stable step", sensitivities, lines, y_scale="log")],
-        f"for discrepancies above 0 T2 raises the step by {gains.min():.2f} to {gains.max():.2f} times;"
-        + (f" it lowers it between {worse.min():g} and {worse.max():g}" if len(worse) else " it lowers it nowhere"),
+        f"for discrepancies above 0 T2 raises the step by {gains.min():.2f} to {gains.max():.2f} "
+        f"times;"
+        + (
+            f" it lowers it between {worse.min():g} and {worse.max():g}"
+            if len(worse)
+            else " it lowers it nowhere"
+        ),
     )
 
 
@@ -211,14 +275,17 @@ def compute_pipemare_16() -> TheoryFigure:
     """Compute recomputation with other weights, and T2 against it."""
     decay = recurrences.compute_discrepancy_decay(0.1, 9)
     models = {
-        "recomputed with other weights": recurrences.make_pipemare(10, 1, 10.0, recompute=(4, -5.0)),
+        "recomputed with other weights": recurrences.make_pipemare(
+            10, 1, 10.0, recompute=(4, -5.0)
+        ),
         "the same, T2 (D = 0.1)": recurrences.make_pipemare(10, 1, 10.0, decay, (4, -5.0)),
         "no recomputation, discrepancy 10": recurrences.make_pipemare(10, 1, 10.0),
         "no discrepancy": recurrences.make_pipemare(10, 1),
     }
     return TheoryFigure(
         f"{YANG}, Figure 16",
-        "Recomputation with other weights: forward delay 10, recomputation 4, backward 1;\ndiscrepancy 10, Phi -5, curvature 1",
+        "Recomputation with other weights: forward delay 10, recomputation 4, backward "
+        "1;\ndiscrepancy 10, Phi -5, curvature 1",
         [compute_radii(models)],
         "largest stable steps: " + list_limits(models),
     )
@@ -227,7 +294,10 @@ def compute_pipemare_16() -> TheoryFigure:
 def compute_radii(models: Dict[str, Recurrence]) -> Panel:
     """Return the greatest root of each model by step."""
     steps = np.linspace(0.001, 0.25, 120)
-    lines = {label: roots.compute_root_radius(roots.derive_loop_gain(one), steps) for label, one in models.items()}
+    lines = {
+        label: roots.compute_root_radius(roots.derive_loop_gain(one), steps)
+        for label, one in models.items()
+    }
     panel = make_panel("step", "greatest root", steps, lines, title="greatest root by step")
     add_line(panel, "stable below", steps[[0, -1]], [1, 1], "k:")
     return panel
@@ -249,7 +319,9 @@ Rule = Callable[[float], LoopGain]  # momentum -> loop
 
 
 def make_rule(delay: int, spike: bool = False, horizon: float = 0.0) -> Rule:
-    """Return SGD with momentum, with spike compensation SC_D if `spike` and weight prediction LWP over `horizon` updates."""
+    """Return SGD with momentum, with spike compensation SC_D if `spike` and weight prediction LWP
+    over `horizon` updates.
+    """
 
     def make(m: float) -> LoopGain:
         coefficients = recurrences.compute_spike_coefficients(m, delay) if spike else (1.0, 0.0)
@@ -278,26 +350,37 @@ def compute_pb_3() -> TheoryFigure:
     delay, m, times = 6, 0.85, 25
     early = recurrences.compute_impulse_response(recurrences.make_delayed_sgd(0, m), times)
     late = recurrences.compute_impulse_response(
-        recurrences.make_delayed_sgd(delay, m, recurrences.compute_spike_coefficients(m, delay)), times
+        recurrences.make_delayed_sgd(delay, m, recurrences.compute_spike_coefficients(m, delay)),
+        times,
     )
     responses = {
         "no delay": early,
-        f"delay {delay}": recurrences.compute_impulse_response(recurrences.make_delayed_sgd(delay, m), times),
+        f"delay {delay}": recurrences.compute_impulse_response(
+            recurrences.make_delayed_sgd(delay, m), times
+        ),
         f"delay {delay}, spike compensation": late,
     }
     panels = []
     for title, response in responses.items():
         panels.append(
             make_panel(
-                "update after the gradient was computed", "contribution", range(times), {"this": response}, title, "o-"
+                "update after the gradient was computed",
+                "contribution",
+                range(times),
+                {"this": response},
+                title,
+                "o-",
             )
         )
         add_line(panels[-1], "no delay", range(times), early, ":")
     return TheoryFigure(
-        f"{KOSSON}, Figure 3", f"Impulse response of SGD with momentum {m}", panels,
-        f"the spike, {late[delay]:.3f}, is the sum of the contributions missed by then, {early[: delay + 1].sum():.3f}; after it"
+        f"{KOSSON}, Figure 3",
+        f"Impulse response of SGD with momentum {m}",
+        panels,
+        f"the spike, {late[delay]:.3f}, is the sum of the contributions missed by then, "
+        f"{early[: delay + 1].sum():.3f}; after it"
         " the responses are the same",
-    )  # fmt: skip
+    )
 
 
 def compute_pb_4() -> TheoryFigure:
@@ -305,24 +388,43 @@ def compute_pb_4() -> TheoryFigure:
     rates, dampings = np.geomspace(1e-9, 4, 56), np.geomspace(1, 1e-5, 41)
     panels, areas = [], []
     for title, rule in RULES.items():
-        radius = np.stack([roots.compute_root_radius(rule(1 - r), rates) for r in dampings.tolist()])
+        radius = np.stack(
+            [roots.compute_root_radius(rule(1 - r), rates) for r in dampings.tolist()]
+        )
         areas.append(f"{(radius < 1).mean():.3f} ({title})")
         margin = np.where(radius < 1, np.log10(np.maximum(1 - radius, 1e-12)), np.nan)
-        colours = make_colours(rates, dampings, [round_values(row) for row in margin], "log10 (1 - greatest root)", 0.0)
+        colours = make_colours(
+            rates, dampings, [round_values(row) for row in margin], "log10 (1 - greatest root)", 0.0
+        )
         scales = {"x_scale": "log", "y_scale": "log"}
-        panels.append(make_panel("rate times curvature", "1 - momentum", (), {}, title, colours=colours, **scales))
+        panels.append(
+            make_panel(
+                "rate times curvature", "1 - momentum", (), {}, title, colours=colours, **scales
+            )
+        )
     return TheoryFigure(
-        f"{KOSSON}, Figure 4", "Greatest root by normalized rate and momentum; black: unstable", panels,
-        f"stable shares of the area shown: {', '.join(areas)}", 2,
-    )  # fmt: skip
+        f"{KOSSON}, Figure 4",
+        "Greatest root by normalized rate and momentum; black: unstable",
+        panels,
+        f"stable shares of the area shown: {', '.join(areas)}",
+        2,
+    )
 
 
 def make_half_life_figure(
-    number: int, title: str, x_label: str, x: Sequence[float], lines: Mapping[str, Sequence[float]], seen: str,
-    x_scale: str = "linear", y_range: Optional[Sequence[float]] = None,
-) -> TheoryFigure:  # fmt: skip
+    number: int,
+    title: str,
+    x_label: str,
+    x: Sequence[float],
+    lines: Mapping[str, Sequence[float]],
+    seen: str,
+    x_scale: str = "linear",
+    y_range: Optional[Sequence[float]] = None,
+) -> TheoryFigure:
     """Return one of Kosson et al.'s figures of the least half-life of the error on a quadratic."""
-    panel = make_panel(x_label, "half-life (updates)", x, lines, x_scale=x_scale, y_scale="log", y_range=y_range)
+    panel = make_panel(
+        x_label, "half-life (updates)", x, lines, x_scale=x_scale, y_scale="log", y_range=y_range
+    )
     return TheoryFigure(f"{KOSSON}, Figure {number}", f"Least half-life {title}", [panel], seen)
 
 
@@ -331,16 +433,24 @@ def compute_pb_5() -> TheoryFigure:
     conditions, dampings = np.geomspace(1, 1e6, 37), np.geomspace(1, 1e-5, 121)
     delayed = [label for label in RULES if label.endswith("delay 1")]
     half_lives = {
-        label: np.stack([roots.find_least_half_lives(RULES[label](1 - r), conditions, 300) for r in dampings.tolist()]).min(
-            axis=0
-        )
+        label: np.stack(
+            [
+                roots.find_least_half_lives(RULES[label](1 - r), conditions, 300)
+                for r in dampings.tolist()
+            ]
+        ).min(axis=0)
         for label in (*delayed, "SGD with momentum, no delay")
     }
     at_1000 = ", ".join(f"{values[18]:.3g} ({label})" for label, values in half_lives.items())
     return make_half_life_figure(
-        5, "of the error on a quadratic, over all rates and momenta", "condition number", conditions.tolist(),
-        {label: values.tolist() for label, values in half_lives.items()}, f"at a condition number of 1000: {at_1000}", "log",
-    )  # fmt: skip
+        5,
+        "of the error on a quadratic, over all rates and momenta",
+        "condition number",
+        conditions.tolist(),
+        {label: values.tolist() for label, values in half_lives.items()},
+        f"at a condition number of 1000: {at_1000}",
+        "log",
+    )
 
 
 def compute_pb_6() -> TheoryFigure:
@@ -351,11 +461,19 @@ def compute_pb_6() -> TheoryFigure:
         "LWP_D": lambda d: make_rule(d, horizon=float(d)),
         "LWP_w,D + SC_D": lambda d: make_rule(d, spike=True, horizon=d),
     }
-    half_lives = {label: [roots.find_best_momentum(rule(d), 1e3)[0] for d in delays] for label, rule in rules.items()}
+    half_lives = {
+        label: [roots.find_best_momentum(rule(d), 1e3)[0] for d in delays]
+        for label, rule in rules.items()
+    }
     return make_half_life_figure(
-        6, "on a quadratic of condition number 1000, over all rates and momenta", "delay (updates)", delays, half_lives,
-        "at a delay of 16: " + ", ".join(f"{values[-1]:.4g} ({label})" for label, values in half_lives.items()),
-    )  # fmt: skip
+        6,
+        "on a quadratic of condition number 1000, over all rates and momenta",
+        "delay (updates)",
+        delays,
+        half_lives,
+        "at a delay of 16: "
+        + ", ".join(f"{values[-1]:.4g} ({label})" for label, values in half_lives.items()),
+    )
 
 
 def compute_pb_7() -> TheoryFigure:
@@ -363,13 +481,22 @@ def compute_pb_7() -> TheoryFigure:
     dampings = np.geomspace(1, 1e-5, 51).tolist()
     rules = {f"LWP, T = {T}": make_rule(5, horizon=float(T)) for T in (0, 3, 5, 10, 20)}
     rules["LWP_w,D + SC_D"] = make_rule(5, spike=True, horizon=5)
-    half_lives = {label: [roots.find_least_half_life(rule(1 - r), 1e3) for r in dampings] for label, rule in rules.items()}
+    half_lives = {
+        label: [roots.find_least_half_life(rule(1 - r), 1e3) for r in dampings]
+        for label, rule in rules.items()
+    }
     best = {label: 1 - dampings[int(np.argmin(values))] for label, values in half_lives.items()}
     return make_half_life_figure(
-        7, "on a quadratic of condition number 1000, delay 5, over all rates", "1 - momentum", dampings, half_lives,
-        "best momentum: " + ", ".join(f"{m:.4g}, half-life {min(half_lives[k]):.3g} ({k})" for k, m in best.items()),
-        "log", (1e2, 1e4),
-    )  # fmt: skip
+        7,
+        "on a quadratic of condition number 1000, delay 5, over all rates",
+        "1 - momentum",
+        dampings,
+        half_lives,
+        "best momentum: "
+        + ", ".join(f"{m:.4g}, half-life {min(half_lives[k]):.3g} ({k})" for k, m in best.items()),
+        "log",
+        (1e2, 1e4),
+    )
 
 
 def compute_pb_12() -> TheoryFigure:
@@ -382,9 +509,13 @@ def compute_pb_12() -> TheoryFigure:
     }
     best = {label: scales[int(np.argmin(values))] for label, values in half_lives.items()}
     return make_half_life_figure(
-        12, "with LWP of horizon scale x delay, over all rates and momenta", "prediction scale T / D", scales, half_lives,
+        12,
+        "with LWP of horizon scale x delay, over all rates and momenta",
+        "prediction scale T / D",
+        scales,
+        half_lives,
         "best scales: " + ", ".join(f"{scale:g} ({label})" for label, scale in best.items()),
-    )  # fmt: skip
+    )
 
 
 # ---- linear regression by SGD with delayed gradients, beside PipeMare's Lemma 1 (Figure 5(b))
@@ -394,7 +525,9 @@ DIVERGED_SQUARE = 1e12
 
 
 class Regression(NamedTuple):
-    """Features x (n, d) and targets y (n,), each of mean 0 and variance 1; `batch` samples make an update."""
+    """Features x (n, d) and targets y (n,), each of mean 0 and variance 1; `batch` samples make an
+    update.
+    """
 
     name: str
     x: Floats
@@ -407,7 +540,9 @@ def load_regression() -> Regression:
     from sklearn.datasets import load_diabetes
 
     x, y = load_diabetes(return_X_y=True, scaled=False)
-    return Regression("diabetes (442 x 10)", (x - x.mean(axis=0)) / x.std(axis=0), (y - y.mean()) / y.std())
+    return Regression(
+        "diabetes (442 x 10)", (x - x.mean(axis=0)) / x.std(axis=0), (y - y.mean()) / y.std()
+    )
 
 
 def compute_largest_curvature(data: Regression) -> float:
@@ -415,10 +550,14 @@ def compute_largest_curvature(data: Regression) -> float:
     return float(np.linalg.eigvalsh(data.x.T @ data.x / len(data.x)).max())
 
 
-def train_delayed(data: Regression, steps: Floats, delays: NDArray[np.int64], updates: int) -> Floats:
-    """Return the loss over all samples after training from 0, infinity where it diverged: shape (delays, steps).
+def train_delayed(
+    data: Regression, steps: Floats, delays: NDArray[np.int64], updates: int
+) -> Floats:
+    """Return the loss over all samples after training from 0, infinity where it diverged: shape
+    (delays, steps).
 
-    All runs see the same batches, drawn with replacement by seed 0. An update uses the gradient at weights `delay` updates old.
+    All runs see the same batches, drawn with replacement by seed 0. An update uses the gradient at
+    weights `delay` updates old.
     """
     rng = np.random.default_rng(0)
     length = int(delays.max()) + 1
@@ -443,7 +582,16 @@ def train_delayed(data: Regression, steps: Floats, delays: NDArray[np.int64], up
 FIGURES: Dict[str, Callable[[], TheoryFigure]] = {
     function.__name__[len("compute_") :]: function
     for function in (
-        compute_pipemare_5a, compute_pipemare_5b, compute_pipemare_6, compute_pipemare_10, compute_pipemare_16,
-        compute_pb_3, compute_pb_4, compute_pb_5, compute_pb_6, compute_pb_7, compute_pb_12,
+        compute_pipemare_5a,
+        compute_pipemare_5b,
+        compute_pipemare_6,
+        compute_pipemare_10,
+        compute_pipemare_16,
+        compute_pb_3,
+        compute_pb_4,
+        compute_pb_5,
+        compute_pb_6,
+        compute_pb_7,
+        compute_pb_12,
     )
-}  # fmt: skip
+}

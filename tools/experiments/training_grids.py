@@ -1,4 +1,5 @@
-"""Run experiments that train a table of configurations by several seeds: the files in configs/experiments/.
+"""Run experiments that train a table of configurations by several seeds: the files in
+configs/experiments/.
 
     title, source     what is compared, and which table or figure of which paper it follows
     base              a complete config (see ipu_pipe.config.load)
@@ -7,12 +8,14 @@
     rows              label -> keys that replace those of `base`; {} is the base itself. `after: LABEL` begins with the weights at
                       the end of that row's run of the same seed, as fine-tuning does
     tune              {rates, keys, seed}: the learning rates of every row are multiplied by each of `rates` in a run with `keys`
-                      and `seed`, such as a validation split of the data; the best final value chooses the row's
+                      and `seed`, such as a validation split of the data; the best final value
+                      chooses the row's
     hours             about how long all runs take one core, from measured updates; without it, not known to be short
     measure           {name, ...}: what is measured of each run (tools.experiments.measures; test_accuracy by default)
     expect            what the paper says of the rows (tools.experiments.verdicts), a list: {better, than, by}: row `better` is
-                      better than row `than` by more than `by`; {equal, to, margin}: they differ by less than `margin`; with
-                      `at: time` not when both end, but at the planned time at which the first row of all ends
+                      better than row `than` by more than `by`; {equal, to, margin}: they differ by
+                      less than `margin`; with `at: time` not when both end, but at the planned time
+                      at which the first row of all ends
 
 Finished runs are not run again, so an interrupted experiment continues where it was.
 """
@@ -49,7 +52,9 @@ Keys = Dict[str, Any]
 
 
 class Expectation(Section):
-    """A paper's statement on the final values of two rows: one is better, or they are equal. Of accuracies 0.01 is a point."""
+    """A paper's statement on the final values of two rows: one is better, or they are equal. Of
+    accuracies 0.01 is a point.
+    """
 
     better: Optional[str] = None
     than: Optional[str] = None
@@ -70,13 +75,18 @@ class Expectation(Section):
         """Return the claim on the values of a measure."""
         sign, at = measure.sign, " at equal time" if self.at == "time" else ""
         if self.equal is not None and self.to is not None:
-            text = f"{self.equal} equals {self.to} (margin {format(self.margin, measure.format_spec)}){at}"
+            text = (
+                f"{self.equal} equals {self.to} (margin "
+                f"{format(self.margin, measure.format_spec)}){at}"
+            )
             gap = functools.partial(_compute_gap, self.equal, self.to, sign, 0.0)
             return Claim(text, (self.equal, self.to), gap, self.margin)
         assert self.better is not None and self.than is not None
         by = f" by more than {format(self.by, measure.format_spec)}" if self.by else ""
         gap = functools.partial(_compute_gap, self.better, self.than, sign, self.by)
-        return Claim(f"{self.better} is better than {self.than}{by}{at}", (self.better, self.than), gap)
+        return Claim(
+            f"{self.better} is better than {self.than}{by}{at}", (self.better, self.than), gap
+        )
 
 
 def _compute_gap(row: str, other: str, sign: int, by: float, finals: Mapping[str, float]) -> float:
@@ -84,7 +94,9 @@ def _compute_gap(row: str, other: str, sign: int, by: float, finals: Mapping[str
 
 
 class Tuning(Section):
-    """The choice of each row's learning rate: a run with each of `rates`, with these `keys` and `seed`."""
+    """The choice of each row's learning rate: a run with each of `rates`, with these `keys` and
+    `seed`.
+    """
 
     rates: Annotated[List[Positive], Field(min_length=1)]
     keys: Keys = {}
@@ -105,18 +117,28 @@ class TrainingGrid(Section):
     measure: MeasureOptions = MeasureOptions()
     expect: List[Expectation] = []
 
-    def make_config(self, label: str, seed: int, full: bool = False, rate: float = 1.0, tunes: bool = False) -> Keys:
-        """Return the config of a run as plain data; learning rates times `rate`; `tunes`: of a run that chooses the rate."""
+    def make_config(
+        self, label: str, seed: int, full: bool = False, rate: float = 1.0, tunes: bool = False
+    ) -> Keys:
+        """Return the config of a run as plain data; learning rates times `rate`; `tunes`: of a run
+        that chooses the rate.
+        """
         row = {key: value for key, value in (self.rows[label] or {}).items() if key != "after"}
         changed = merge_keys(merge_keys(self.base, self.full or {} if full else {}), row)
         if tunes and self.tune is not None:
             changed = merge_keys(changed, self.tune.keys)
         if rate != 1.0:
-            changed["optimizer"] = configure(**changed).optimizer.scale_rate(rate).model_dump(mode="json")
-        return merge_keys(changed, {"seed": seed, "log": {"tensorboard": False}, "checkpoint": {"keep": 1}})
+            changed["optimizer"] = (
+                configure(**changed).optimizer.scale_rate(rate).model_dump(mode="json")
+            )
+        return merge_keys(
+            changed, {"seed": seed, "log": {"tensorboard": False}, "checkpoint": {"keep": 1}}
+        )
 
     def get_earlier_row(self, label: str) -> Optional[str]:
-        """Return the label of the row with whose weights a row's runs begin, None if they begin with new ones."""
+        """Return the label of the row with whose weights a row's runs begin, None if they begin
+        with new ones.
+        """
         return (self.rows[label] or {}).get("after")
 
     def get_measure(self) -> Measure:
@@ -146,11 +168,17 @@ def load_experiment(path: Path) -> Experiment:
         if earlier is not None:
             beginning = [other for other in grid.rows if grid.get_earlier_row(other) is None]
             if earlier not in beginning:
-                faults.append(f"rows.{label}.after: {earlier}: must be one of {', '.join(beginning)}: rows with new weights")
+                faults.append(
+                    f"rows.{label}.after: {earlier}: must be one of {', '.join(beginning)}: rows "
+                    f"with new weights"
+                )
             if grid.tune is not None:
                 faults.append(f"rows.{label}.after: {earlier}: cannot be combined with tune")
             if "init_from" in row:
-                faults.append(f"rows.{label}.init_from: {row['init_from']}: the row begins with the weights of `after`: omit one")
+                faults.append(
+                    f"rows.{label}.init_from: {row['init_from']}: the row begins with the weights "
+                    f"of `after`: omit one"
+                )
     for number, entry in enumerate(grid.expect):
         for key in ("better", "than", "equal", "to"):
             label = getattr(entry, key)
@@ -171,13 +199,23 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
         refuse_rows(name, selected, folder, request.full)
         finals_by_rate = run_tuning(selected, folder, request)
         rates = {label: choose_rate(grid, finals) for label, finals in finals_by_rate.items()}
-        return compare(selected, run_grid(selected, folder, request, rates), request.full, finals_by_rate)
+        return compare(
+            selected, run_grid(selected, folder, request, rates), request.full, finals_by_rate
+        )
 
     size = f"{len(grid.rows)} rows, {len(grid.seeds)} seeds"
     size += f", about {grid.hours:g} core-hours" if grid.hours is not None else ""
     hours = math.inf if grid.hours is None else grid.hours
     return Experiment(
-        name, grid.title, grid.source, size, make_findings, list(grid.rows), grid.seeds, grid.full is not None, hours
+        name,
+        grid.title,
+        grid.source,
+        size,
+        make_findings,
+        list(grid.rows),
+        grid.seeds,
+        grid.full is not None,
+        hours,
     )
 
 
@@ -185,7 +223,8 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
 
 
 def refuse_rows(name: str, grid: TrainingGrid, out: Path, full: bool) -> None:
-    """Build the job of each row that has no finished run of its config in `out`, since a fault may come after hours of runs.
+    """Build the job of each row that has no finished run of its config in `out`, since a fault may
+    come after hours of runs.
 
     Raise `BadInput` with every fault.
     """
@@ -195,7 +234,11 @@ def refuse_rows(name: str, grid: TrainingGrid, out: Path, full: bool) -> None:
     by_run = {"seed", "init_from", *(["optimizer"] if grid.tune is not None else [])}
 
     def list_keys(asked: Mapping[str, Keys]) -> Keys:
-        return {key: value for key, value in _fill_in_defaults(asked).get("config", {}).items() if key not in by_run}
+        return {
+            key: value
+            for key, value in _fill_in_defaults(asked).get("config", {}).items()
+            if key not in by_run
+        }
 
     for label in grid.rows:
         config = grid.make_config(label, 0, full)
@@ -209,16 +252,24 @@ def refuse_rows(name: str, grid: TrainingGrid, out: Path, full: bool) -> None:
         except BadInput as error:
             for fault in error.faults:
                 labels_by_fault.setdefault(fault, []).append(label)
-    faults = [f"{name}: rows: {', '.join(labels)}: {fault}" for fault, labels in labels_by_fault.items()]
+    faults = [
+        f"{name}: rows: {', '.join(labels)}: {fault}" for fault, labels in labels_by_fault.items()
+    ]
     for label in shapes:
         earlier = grid.get_earlier_row(label)
         if earlier in shapes and shapes[earlier] != shapes[label]:
-            faults.append(f"{name}: rows.{label}.after: {earlier}: its model has other weights than this row's")
+            faults.append(
+                f"{name}: rows.{label}.after: {earlier}: its model has other weights than this "
+                f"row's"
+            )
     raise_faults(faults)
 
 
-def run_tuning(grid: TrainingGrid, out: Path, request: Request) -> Dict[str, Dict[float, Optional[float]]]:
-    """Train every row with each learning rate, in `out/LABEL/rate-R`; return the final values by row, then rate.
+def run_tuning(
+    grid: TrainingGrid, out: Path, request: Request
+) -> Dict[str, Dict[float, Optional[float]]]:
+    """Train every row with each learning rate, in `out/LABEL/rate-R`; return the final values by
+    row, then rate.
 
     Rows that differ only in `tune.keys` share the runs of the first of them.
     """
@@ -229,23 +280,34 @@ def run_tuning(grid: TrainingGrid, out: Path, request: Request) -> Dict[str, Dic
     shared: Dict[Tuple[str, float], Tuple[str, float]] = {}
     for label, rate in itertools.product(grid.rows, grid.tune.rates):
         config = grid.make_config(label, grid.tune.seed, request.full, rate, tunes=True)
-        run = shared[label, rate] = run_by_config.setdefault(json.dumps(config, sort_keys=True), (label, rate))
+        run = shared[label, rate] = run_by_config.setdefault(
+            json.dumps(config, sort_keys=True), (label, rate)
+        )
         runs[run] = (config, out / name_folder(run[0]) / f"rate-{rate:g}")
     results = _train_all(grid, runs, lambda key: f"tuning {key[0]}, rate x {key[1]:g}", request)
-    return {label: {rate: results[shared[label, rate]]["final"] for rate in grid.tune.rates} for label in grid.rows}
+    return {
+        label: {rate: results[shared[label, rate]]["final"] for rate in grid.tune.rates}
+        for label in grid.rows
+    }
 
 
 def choose_rate(grid: TrainingGrid, finals: Mapping[float, Optional[float]]) -> float:
     """Return the rate with the best final value; the smallest if all runs diverged."""
     sign = grid.get_measure().sign
-    return max(sorted(finals), key=lambda rate: -math.inf if finals[rate] is None else sign * (finals[rate] or 0.0))
+    return max(
+        sorted(finals),
+        key=lambda rate: -math.inf if finals[rate] is None else sign * (finals[rate] or 0.0),
+    )
 
 
-def run_grid(grid: TrainingGrid, out: Path, request: Request, rates: Mapping[str, float] = {}) -> List[Dict[str, Any]]:
-    """Train every row by every seed, each in `out/LABEL/seed-S`, and return the results by row, then seed.
+def run_grid(
+    grid: TrainingGrid, out: Path, request: Request, rates: Mapping[str, float] = {}
+) -> List[Dict[str, Any]]:
+    """Train every row by every seed, each in `out/LABEL/seed-S`, and return the results by row,
+    then seed.
 
-    A run whose loss is not finite is a result: it diverged. Any other fault ends all runs. Rows that begin with the weights of
-    another row are trained after all others.
+    A run whose loss is not finite is a result: it diverged. Any other fault ends all runs. Rows
+    that begin with the weights of another row are trained after all others.
     """
     results: Dict[Tuple[str, int], Result] = {}
     for labels in _split_by_order(grid):
@@ -256,14 +318,23 @@ def run_grid(grid: TrainingGrid, out: Path, request: Request, rates: Mapping[str
             earlier = grid.get_earlier_row(label)
             if earlier is not None:
                 if results[earlier, seed]["diverged"]:
-                    results[label, seed] = {**results[earlier, seed], "diverged": f"row {earlier} diverged"}
+                    results[label, seed] = {
+                        **results[earlier, seed],
+                        "diverged": f"row {earlier} diverged",
+                    }
                     continue
                 config["init_from"] = str(out / name_folder(earlier) / f"seed-{seed}")
                 # other weights to begin with make another run
                 suffix += f"-after-{hash_config(grid.make_config(earlier, seed, request.full))}"
             runs[label, seed] = config, out / name_folder(label) / f"seed-{seed}{suffix}"
-        results.update(_train_all(grid, runs, lambda key: f"{key[0]}, seed {key[1]}", request) if runs else {})
-    return [{"label": label, "seed": seed, **results[label, seed]} for label in grid.rows for seed in request.seeds]
+        results.update(
+            _train_all(grid, runs, lambda key: f"{key[0]}, seed {key[1]}", request) if runs else {}
+        )
+    return [
+        {"label": label, "seed": seed, **results[label, seed]}
+        for label in grid.rows
+        for seed in request.seeds
+    ]
 
 
 def hash_config(config: Keys) -> str:
@@ -272,19 +343,32 @@ def hash_config(config: Keys) -> str:
 
 
 def _split_by_order(grid: TrainingGrid) -> List[List[str]]:
-    """Return the rows that begin with new weights, then those that begin with another row's, if there are any."""
+    """Return the rows that begin with new weights, then those that begin with another row's, if
+    there are any.
+    """
     first = [label for label in grid.rows if grid.get_earlier_row(label) is None]
-    return [labels for labels in (first, [label for label in grid.rows if label not in first]) if labels]
+    return [
+        labels for labels in (first, [label for label in grid.rows if label not in first]) if labels
+    ]
 
 
 def _train_all(
-    grid: TrainingGrid, runs: Mapping[Key, Tuple[Keys, Path]], describe_key: Callable[[Key], str], request: Request
+    grid: TrainingGrid,
+    runs: Mapping[Key, Tuple[Keys, Path]],
+    describe_key: Callable[[Key], str],
+    request: Request,
 ) -> Dict[Key, Result]:
-    """Train and measure each run, a config and its folder. `describe_key` begins the line that says how a run ended."""
+    """Train and measure each run, a config and its folder. `describe_key` begins the line that says
+    how a run ended.
+    """
     options, measure = grid.measure.model_dump(), grid.get_measure()
 
     def describe(key: Key, result: Result) -> str:
-        final = "done" if result["final"] is None else f"{measure.quantity} {format(result['final'], measure.format_spec)}"
+        final = (
+            "done"
+            if result["final"] is None
+            else f"{measure.quantity} {format(result['final'], measure.format_spec)}"
+        )
         end = f"diverged: {result['diverged']}" if result["diverged"] else final
         return f"{describe_key(key)}: {end} ({result['seconds']:.0f} s)"
 
@@ -298,14 +382,18 @@ def name_folder(label: str) -> str:
 
 
 def run_one(config: Keys, folder: str, options: Keys) -> Result:
-    """Run and measure one run in `folder`, resume it if it was interrupted, or read its result if it is finished."""
+    """Run and measure one run in `folder`, resume it if it was interrupted, or read its result if
+    it is finished.
+    """
     start, file = time.monotonic(), Path(folder) / "measured.json"
     settings, measure = configure(**config), MeasureOptions(**options)
     asked = _fill_in_defaults({"config": config, "measure": options})
     earlier = json.loads(file.read_text()) if file.is_file() else {}
     if earlier and _fill_in_defaults(earlier["asked"]) == asked:
         return {key: value for key, value in earlier.items() if key != "asked"}
-    result = MEASURES[measure.name].run(settings, Path(folder), measure, bool(earlier.get("diverged")))
+    result = MEASURES[measure.name].run(
+        settings, Path(folder), measure, bool(earlier.get("diverged"))
+    )
     result["seconds"] = time.monotonic() - start
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {"asked": asked, **result})
@@ -313,12 +401,16 @@ def run_one(config: Keys, folder: str, options: Keys) -> Result:
 
 
 def _fill_in_defaults(asked: Mapping[str, Keys]) -> Keys:
-    """Return the config and the measure of a run with today's default of each missing key; {} if a key no longer exists."""
+    """Return the config and the measure of a run with today's default of each missing key; {} if a
+    key no longer exists.
+    """
     try:
         config, measure = configure(**asked["config"]), MeasureOptions(**asked["measure"])
     except (BadInput, ValidationError):
         return {}
-    completed: Keys = json.loads(json.dumps({"config": config.to_dict(), "measure": measure.model_dump()}))
+    completed: Keys = json.loads(
+        json.dumps({"config": config.to_dict(), "measure": measure.model_dump()})
+    )
     return completed
 
 
@@ -326,29 +418,47 @@ def _fill_in_defaults(asked: Mapping[str, Keys]) -> Keys:
 
 
 def compare(
-    grid: TrainingGrid, runs: Runs, full: bool = False, finals_by_rate: Mapping[str, Mapping[float, Optional[float]]] = {}
+    grid: TrainingGrid,
+    runs: Runs,
+    full: bool = False,
+    finals_by_rate: Mapping[str, Mapping[float, Optional[float]]] = {},
 ) -> Findings:
-    """Summarize the runs: a row for each label, and the verdicts on the paper's claims. `finals_by_rate`: of the tuning."""
+    """Summarize the runs: a row for each label, and the verdicts on the paper's claims.
+    `finals_by_rate`: of the tuning.
+    """
     measure = grid.get_measure()
     runs_by_row = {label: [run for run in runs if run["label"] == label] for label in grid.rows}
     configs = {label: configure(**grid.make_config(label, 0, full)) for label in grid.rows}
     rows = {label: _summarize_row(label, configs[label], runs_by_row[label]) for label in grid.rows}
-    sizes, seeds = [describe_sizes(config) for config in configs.values()], sorted({run["seed"] for run in runs})
-    setting = sizes[0] + (f" (row {next(iter(configs))}; others differ)" if len(set(sizes)) > 1 else "")
+    sizes, seeds = (
+        [describe_sizes(config) for config in configs.values()],
+        sorted({run["seed"] for run in runs}),
+    )
+    setting = sizes[0] + (
+        f" (row {next(iter(configs))}; others differ)" if len(set(sizes)) > 1 else ""
+    )
     results: Dict[str, Any] = {"setting": setting, "full_size": full, "seeds": seeds}
     # "samples" or "time" -> row -> seed -> value
-    values_at = {"samples": {label: {run["seed"]: run["final"] for run in group} for label, group in runs_by_row.items()}}
+    values_at = {
+        "samples": {
+            label: {run["seed"]: run["final"] for run in group}
+            for label, group in runs_by_row.items()
+        }
+    }
     # columns that only some experiments have: key of a row -> heading
     extras: Dict[str, str] = {}
     for label, finals in finals_by_rate.items():
         extras["rate"] = "rate x"
         rows[label].update(rate=choose_rate(grid, finals), tuning=dict(finals))
     if any(entry.at == "time" for entry in grid.expect):
-        equal_time = min((run["curve"][-1][1] for run in runs if run["final"] is not None), default=0.0)
+        equal_time = min(
+            (run["curve"][-1][1] for run in runs if run["final"] is not None), default=0.0
+        )
         results["equal_time"] = equal_time
         extras["at_equal_time"] = f"{measure.quantity} at time {equal_time:.2f}"
         values_at["time"] = {
-            label: {run["seed"]: _interpolate(run, equal_time) for run in group} for label, group in runs_by_row.items()
+            label: {run["seed"]: _interpolate(run, equal_time) for run in group}
+            for label, group in runs_by_row.items()
         }
         for label, by_seed in values_at["time"].items():
             rows[label]["at_equal_time"] = _compute_mean(by_seed.values())
@@ -358,12 +468,24 @@ def compare(
     utilization = of_paper if grid.measure.fill_and_drain else "the pipeline's utilization"
     return Findings(
         results,
-        [_judge(entry.make_claim(measure), values_at[entry.at], runs) for entry in grid.expect] + measure.judge(runs),
-        f": {setting}; seeds {', '.join(map(str, seeds))}. Final {measure.quantity}, mean and standard deviation. Time: epochs"
+        [_judge(entry.make_claim(measure), values_at[entry.at], runs) for entry in grid.expect]
+        + measure.judge(runs),
+        f": {setting}; seeds {', '.join(map(str, seeds))}. Final {measure.quantity}, mean and "
+        f"standard deviation. Time: epochs"
         f" divided by {utilization}.",
-        ("row", "method", f"final {measure.quantity}", "by seed", "time", *extras.values(), *values),
+        (
+            "row",
+            "method",
+            f"final {measure.quantity}",
+            "by seed",
+            "time",
+            *extras.values(),
+            *values,
+        ),
         [
-            _make_cells(row, measure) + [row[key] for key in extras] + [row["values"].get(key) for key in values]
+            _make_cells(row, measure)
+            + [row[key] for key in extras]
+            + [row["values"].get(key) for key in values]
             for row in rows.values()
         ],
         curves=[{key: run[key] for key in ("label", "seed", "diverged", "curve")} for run in runs],
@@ -374,14 +496,19 @@ def compare(
     )
 
 
-def _judge(claim: Claim, values: Mapping[str, Mapping[int, Optional[float]]], runs: Runs) -> Verdict:
+def _judge(
+    claim: Claim, values: Mapping[str, Mapping[int, Optional[float]]], runs: Runs
+) -> Verdict:
     """Judge a claim by `values` by row, then seed.
 
-    None is the value of a run that diverged. It counts with its value at the beginning, as a model that is not trained.
+    None is the value of a run that diverged. It counts with its value at the beginning, as a model
+    that is not trained.
     """
     finals: Dict[str, Dict[int, float]] = {label: {} for label in claim.rows}
     for seed in {run["seed"] for run in runs}:
-        runs_of_seed = {run["label"]: run for run in runs if run["seed"] == seed and run["label"] in finals}
+        runs_of_seed = {
+            run["label"]: run for run in runs if run["seed"] == seed and run["label"] in finals
+        }
         # a seed in which all rows diverged tells nothing
         if any(values[label][seed] is not None for label in runs_of_seed):
             for label, run in runs_of_seed.items():
@@ -391,9 +518,14 @@ def _judge(claim: Claim, values: Mapping[str, Mapping[int, Optional[float]]], ru
 
 
 def _summarize_row(label: str, config: Config, runs: Runs) -> Dict[str, Any]:
-    """Return the row of results of a row's runs: means and deviations over the seeds that did not diverge."""
+    """Return the row of results of a row's runs: means and deviations over the seeds that did not
+    diverge.
+    """
     ended = [run for run in runs if run["final"] is not None]
-    finals, best = [run["final"] for run in ended], [run["best"] for run in ended if run["best"] is not None]
+    finals, best = (
+        [run["final"] for run in ended],
+        [run["best"] for run in ended if run["best"] is not None],
+    )
     return {
         "label": label,
         "method": config.method,
@@ -405,15 +537,21 @@ def _summarize_row(label: str, config: Config, runs: Runs) -> Dict[str, Any]:
         "final_by_seed": {str(run["seed"]): run["final"] for run in runs},
         "diverged": sum(run["diverged"] is not None for run in runs),
         "normalized_time": _compute_mean([run["curve"][-1][1] for run in ended] if best else []),
-        "values": {key: _compute_mean([run["values"][key] for run in ended]) for key in runs[0]["values"]},
+        "values": {
+            key: _compute_mean([run["values"][key] for run in ended]) for key in runs[0]["values"]
+        },
     }
 
 
 def _interpolate(run: Mapping[str, Any], time: float) -> Optional[float]:
-    """Return the last value of a run's curve at a time, interpolated linearly; None if the run diverged."""
+    """Return the last value of a run's curve at a time, interpolated linearly; None if the run
+    diverged.
+    """
     if run["final"] is None:
         return None
-    return float(np.interp(time, [point[1] for point in run["curve"]], [point[-1] for point in run["curve"]]))
+    return float(
+        np.interp(time, [point[1] for point in run["curve"]], [point[-1] for point in run["curve"]])
+    )
 
 
 def _compute_mean(values: Iterable[Optional[float]]) -> Optional[float]:

@@ -1,8 +1,11 @@
-"""Run PipeDream, randomized PipeDream and LocalSGD on the convex objectives of the randomized PipeDream paper.
+"""Run PipeDream, randomized PipeDream and LocalSGD on the convex objectives of the randomized
+PipeDream paper.
 
-The model is a vector x of d coordinates, split into P equal blocks, one for each stage. Runs with G learning rates are made
-together: x is (d, G), a column for each rate. So a pass is a NumPy product, about 100 times as fast as the emulator; tests
-compare the iterates. Schedules, versions, and drawn stages and delays come from the library's own code.
+The model is a vector x of d coordinates, split into P equal blocks, one for each stage. Runs with G
+learning rates are made
+together: x is (d, G), a column for each rate. So a pass is a NumPy product, about 100 times as fast
+as the emulator; tests compare the iterates. Schedules, versions, and drawn stages and delays come
+from the library's own code.
 
     PipeDream              microbatch m reads version versions[s, m] of block s and makes version m + 1 of every block
     randomized PipeDream   each block update reads a drawn version of every block and makes a new version of one block
@@ -30,7 +33,8 @@ from ipu_pipe.schedule.versions import VersionTable
 
 # ---- the objectives of the randomized PipeDream paper (G.2), with their data, gradients and optimum
 #
-# Batches are consecutive slices of the n samples in fixed order, blocks contiguous and equal slices of the d coordinates.
+# Batches are consecutive slices of the n samples in fixed order, blocks contiguous and equal slices
+# of the d coordinates.
 
 Floats = NDArray[np.float64]
 
@@ -56,14 +60,20 @@ class Quadratic:
 
     @cached_property
     def _products(self) -> Tuple[Floats, Floats]:
-        """Return A_b^T A_b / batch_size, (batches, d, d), and A_b^T b_b / batch_size, (batches, d, 1)."""
+        """Return A_b^T A_b / batch_size, (batches, d, d), and A_b^T b_b / batch_size, (batches, d,
+        1).
+        """
         rows = self.A[: self.batches * self.batch_size].reshape(self.batches, self.batch_size, -1)
         targets = self.b[: self.batches * self.batch_size].reshape(self.batches, self.batch_size, 1)
         transposed = rows.transpose(0, 2, 1)
-        return np.matmul(transposed, rows) / self.batch_size, np.matmul(transposed, targets) / self.batch_size
+        return np.matmul(transposed, rows) / self.batch_size, np.matmul(
+            transposed, targets
+        ) / self.batch_size
 
     def compute_gradient(self, x: Floats, batch: int, block: slice = slice(None)) -> Floats:
-        """Return the gradient of f_b at the columns of x, for the coordinates of a block: (block, G)."""
+        """Return the gradient of f_b at the columns of x, for the coordinates of a block: (block,
+        G).
+        """
         squares, moments = self._products
         gradient: Floats = squares[batch, block] @ x
         gradient -= moments[batch, block]
@@ -83,9 +93,11 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class Logistic:
-    """f = mean log(1 + exp(-z)) for label 1, log(1 + exp(z)) for label 0, z = X w, plus l2/2 ||w||^2.
+    """f = mean log(1 + exp(-z)) for label 1, log(1 + exp(z)) for label 0, z = X w, plus l2/2
+    ||w||^2.
 
-    A batch has `batch_size` rows of X. `noise`: the standard deviation of the noise in each coordinate of a gradient.
+    A batch has `batch_size` rows of X. `noise`: the standard deviation of the noise in each
+    coordinate of a gradient.
     """
 
     X: Floats
@@ -105,9 +117,14 @@ class Logistic:
         return len(self.X) // self.batch_size
 
     def compute_gradient(self, x: Floats, batch: int, block: slice = slice(None)) -> Floats:
-        """Return the gradient of f_b without noise at the columns of x, for the coordinates of a block: (block, G)."""
+        """Return the gradient of f_b without noise at the columns of x, for the coordinates of a
+        block: (block, G).
+        """
         rows = self.X[batch * self.batch_size : (batch + 1) * self.batch_size]
-        error = compute_sigmoid(rows @ x) - self.y[batch * self.batch_size : (batch + 1) * self.batch_size, None]
+        error = (
+            compute_sigmoid(rows @ x)
+            - self.y[batch * self.batch_size : (batch + 1) * self.batch_size, None]
+        )
         return np.asarray(rows[:, block].T @ error / self.batch_size + self.l2 * x[block])
 
     def compute_value(self, x: Floats) -> Floats:
@@ -118,7 +135,9 @@ class Logistic:
 
     @cached_property
     def optimum(self) -> float:
-        """Return the least value of f, by Newton's method in the span of the samples, in which the optimum lies."""
+        """Return the least value of f, by Newton's method in the span of the samples, in which the
+        optimum lies.
+        """
         n, kernel = len(self.X), self.X @ self.X.T  # w = X^T a, z = kernel a
         a = np.zeros(n)
         for _ in range(100):
@@ -149,7 +168,9 @@ def make_random_quadratic(n: int, d: int, batch_size: int, seed: int = 0) -> Qua
 
 
 def make_tridiagonal_quadratic(n: int, d: int, batch_size: int, seed: int = 0) -> Quadratic:
-    """Draw A = sqrt(n) Q L^T, so that A^T A / n is exactly Nesterov's matrix, 2 on the diagonal and -1 beside it, plus 0.01 I."""
+    """Draw A = sqrt(n) Q L^T, so that A^T A / n is exactly Nesterov's matrix, 2 on the diagonal and
+    -1 beside it, plus 0.01 I.
+    """
     rng = np.random.default_rng(seed)
     matrix = (2 + 0.01) * np.eye(d) - np.eye(d, k=1) - np.eye(d, k=-1)
     q, _ = np.linalg.qr(rng.normal(size=(n, d)))
@@ -157,7 +178,9 @@ def make_tridiagonal_quadratic(n: int, d: int, batch_size: int, seed: int = 0) -
     return Quadratic(A, A @ rng.normal(size=d), batch_size)
 
 
-def make_logistic_regression(n: int, d: int, batch_size: int, l2: float, noise: float, seed: int = 0) -> Logistic:
+def make_logistic_regression(
+    n: int, d: int, batch_size: int, l2: float, noise: float, seed: int = 0
+) -> Logistic:
     """Draw X and w standard normal, and labels with the probabilities compute_sigmoid(X w)."""
     rng = np.random.default_rng(seed)
     X = rng.normal(size=(n, d))
@@ -167,7 +190,9 @@ def make_logistic_regression(n: int, d: int, batch_size: int, l2: float, noise: 
 
 
 def draw_noise(objective: Objective, count: int, block: int, seed: int) -> Optional[Floats]:
-    """Return the noise in the gradients of `count` block updates in their order, (count, block, 1); None without noise."""
+    """Return the noise in the gradients of `count` block updates in their order, (count, block, 1);
+    None without noise.
+    """
     if not objective.noise:
         return None
     return np.asarray(objective.noise * np.random.default_rng(seed).normal(size=(count, block, 1)))
@@ -180,11 +205,12 @@ WINDOW = 4096
 
 
 class Curve(NamedTuple):
-    """The objective over all samples along a run: `values[i]` after `updates[i]` block updates and `slots[i]` slots.
+    """The objective over all samples along a run: `values[i]` after `updates[i]` block updates and
+    `slots[i]` slots.
 
-    Slots are those of the timeline (of randomized PipeDream: of PipeDream's timeline with as many updates). `x` is the last
-    iterate, (d, G). Between microbatches the blocks of an iterate have different numbers of updates, as in the paper: those that
-    the stages have made by then.
+    Slots are those of the timeline (of randomized PipeDream: of PipeDream's timeline with as many
+    updates). `x` is the last iterate, (d, G). Between microbatches the blocks of an iterate have
+    different numbers of updates, as in the paper: those that the stages have made by then.
     """
 
     updates: IntArray
@@ -196,7 +222,9 @@ class Curve(NamedTuple):
 def make_randomized_source(
     stages: int, microbatches: int, batches: int, args: Mapping[str, Any], seed: int
 ) -> RandomizedReplays:
-    """Return the source of randomized PipeDream's block updates, as many as PipeDream makes; `args` are its method_args."""
+    """Return the source of randomized PipeDream's block updates, as many as PipeDream makes; `args`
+    are its method_args.
+    """
     method = resolve_method("randomized_pipedream", args)
     assert method.history is not None
     table = VersionTable(make_schedule(method, stages, microbatches, 1), method)
@@ -206,7 +234,9 @@ def make_randomized_source(
 def run_pipedream(
     objective: Objective, stages: int, microbatches: int, rates: Floats, seed: int, points: int = 60
 ) -> Curve:
-    """Run PipeDream over its timeline, microbatch after microbatch; the batches repeat in fixed order."""
+    """Run PipeDream over its timeline, microbatch after microbatch; the batches repeat in fixed
+    order.
+    """
     method = resolve_method("pipedream")
     schedule = make_schedule(method, stages, microbatches, 1)
     versions = VersionTable(schedule, method).forward(0, microbatches)
@@ -217,7 +247,9 @@ def run_pipedream(
     with np.errstate(over="ignore", invalid="ignore"):
         for m in range(microbatches):
             x = history[versions[:, m], all_stages].reshape(d, G)
-            gradient = objective.compute_gradient(x, m % objective.batches).reshape(stages, block, G)
+            gradient = objective.compute_gradient(x, m % objective.batches).reshape(
+                stages, block, G
+            )
             if noise is not None:
                 gradient = gradient + noise[:, m]
             np.subtract(history[m], rates * gradient, out=history[m + 1])
@@ -225,14 +257,26 @@ def run_pipedream(
 
 
 def run_randomized(
-    objective: Objective, sources: Sequence[RandomizedReplays], rates: Floats, seed: int, points: int = 60
+    objective: Objective,
+    sources: Sequence[RandomizedReplays],
+    rates: Floats,
+    seed: int,
+    points: int = 60,
 ) -> List[Curve]:
-    """Run randomized PipeDream from S sources, which say what versions each block update reads and what block it updates.
+    """Run randomized PipeDream from S sources, which say what versions each block update reads and
+    what block it updates.
 
-    The sources (of different delay bounds) must draw the same stages and microbatches: their gradients are one product. Version v
-    of block s is `history[first_version[s] + v]`, (block, S, G).
+    The sources (of different delay bounds) must draw the same stages and microbatches: their
+    gradients are one product. Version v of block s is `history[first_version[s] + v]`, (block, S,
+    G).
     """
-    P, d, G, S, count = sources[0].stages, objective.dimension, len(rates), len(sources), sources[0].count
+    P, d, G, S, count = (
+        sources[0].stages,
+        objective.dimension,
+        len(rates),
+        len(sources),
+        sources[0].count,
+    )
     block = d // P
     noise = draw_noise(objective, count, block, seed)
     updates_by_block = sources[0].count_updates(count)
@@ -247,7 +291,9 @@ def run_randomized(
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, count, WINDOW):
             windows = [source.window(start, min(start + WINDOW, count)) for source in sources]
-            reads = np.stack([(window.forward + first_version[:, None]).T for window in windows], axis=1)  # (updates, S, P)
+            reads = np.stack(
+                [(window.forward + first_version[:, None]).T for window in windows], axis=1
+            )  # (updates, S, P)
             stages = windows[0].updates.argmax(axis=0).tolist()
             batches = (windows[0].microbatch % objective.batches).tolist()
             for i, (s, batch) in enumerate(zip(stages, batches)):
@@ -260,7 +306,11 @@ def run_randomized(
                 if noise is not None:
                     gradient += noise[start + i]
                 version = newest[s]
-                np.subtract(history[version], gradient.reshape(block, S, G) * rate_columns, out=history[version + 1])
+                np.subtract(
+                    history[version],
+                    gradient.reshape(block, S, G) * rate_columns,
+                    out=history[version + 1],
+                )
                 newest[s] = version + 1
     final_x = history[newest].reshape(d, S * G)
     values.append(_compute_value(objective, final_x))
@@ -280,11 +330,15 @@ def run_local_sgd(
     slots: Optional[int] = None,
     points: int = 60,
 ) -> Curve:
-    """Run LocalSGD over its timeline of `microbatches` (jobs in the paper), or over the first `slots` slots of it.
+    """Run LocalSGD over its timeline of `microbatches` (jobs in the paper), or over the first
+    `slots` slots of it.
 
-    `steps`: local steps of a replica in a round. The objective is that of the mean of the replicas, within a round too.
+    `steps`: local steps of a replica in a round. The objective is that of the mean of the replicas,
+    within a round too.
     """
-    schedule = make_schedule(resolve_method("local_sgd", {"local_steps": steps}), stages, microbatches, replicas)
+    schedule = make_schedule(
+        resolve_method("local_sgd", {"local_steps": steps}), stages, microbatches, replicas
+    )
     d, G, block = objective.dimension, len(rates), objective.dimension // stages
     noise = draw_noise_by_pass(objective, schedule, block, seed)
     x = np.zeros((replicas, d, G))
@@ -299,16 +353,26 @@ def run_local_sgd(
             mean[m + 1] = mean[m] - rates / replicas * gradient
             if (m + 1) % (replicas * steps) == 0:
                 x[:] = mean[m + 1] = x.mean(axis=0)
-    return _evaluate(objective, schedule, mean.reshape(microbatches + 1, stages, block, G), slots, points)
+    return _evaluate(
+        objective, schedule, mean.reshape(microbatches + 1, stages, block, G), slots, points
+    )
 
 
-def _evaluate(objective: Objective, schedule: Schedule, history: Floats, slots: Optional[int], points: int) -> Curve:
-    """Return the curve over the first `slots` slots (None: all) of a timeline. history: (microbatches + 1, stages, block, G)."""
+def _evaluate(
+    objective: Objective, schedule: Schedule, history: Floats, slots: Optional[int], points: int
+) -> Curve:
+    """Return the curve over the first `slots` slots (None: all) of a timeline. history:
+    (microbatches + 1, stages, block, G).
+    """
     P, d, G = schedule.stages, objective.dimension, history.shape[-1]
     marks = _spread_marks(schedule.slot_count if slots is None else slots, points)
     ends = schedule.slots(Kind.BACKWARD, 0, schedule.microbatches)
-    versions = np.stack([np.searchsorted(ends_of_stage, marks) for ends_of_stage in ends], axis=1)  # (points, P)
-    iterates = [history[version_by_block, np.arange(P)].reshape(d, G) for version_by_block in versions]
+    versions = np.stack(
+        [np.searchsorted(ends_of_stage, marks) for ends_of_stage in ends], axis=1
+    )  # (points, P)
+    iterates = [
+        history[version_by_block, np.arange(P)].reshape(d, G) for version_by_block in versions
+    ]
     values = np.stack([_compute_value(objective, x) for x in iterates])
     return Curve(versions.sum(axis=1), marks, values, iterates[-1])
 
@@ -325,8 +389,12 @@ def _compute_value(objective: Objective, x: Floats) -> Floats:
     return np.where(np.isfinite(value), value, np.inf)
 
 
-def draw_noise_by_pass(objective: Objective, schedule: Schedule, block: int, seed: int) -> Optional[Floats]:
-    """Draw the noise of the block updates in the order of (slot, stage). Return it by stage and microbatch: (P, M, block, 1)."""
+def draw_noise_by_pass(
+    objective: Objective, schedule: Schedule, block: int, seed: int
+) -> Optional[Floats]:
+    """Draw the noise of the block updates in the order of (slot, stage). Return it by stage and
+    microbatch: (P, M, block, 1).
+    """
     P, M = schedule.stages, schedule.microbatches
     drawn = draw_noise(objective, P * M, block, seed)
     if drawn is None:
@@ -341,7 +409,9 @@ def draw_noise_by_pass(objective: Objective, schedule: Schedule, block: int, see
 
 
 def count_microbatches(slots: int, stages: int) -> int:
-    """Return the fewest microbatches with which PipeDream's timeline, 2M + 2(P-1) slots, has at least `slots`."""
+    """Return the fewest microbatches with which PipeDream's timeline, 2M + 2(P-1) slots, has at
+    least `slots`.
+    """
     return max(-(-(slots - 2 * (stages - 1)) // 2), 1)
 
 

@@ -1,14 +1,14 @@
 """Judge the claims of a paper by the final values of runs.
 
-A claim has a *gap* for each seed: above 0 if the paper is right, or, for an equality, the difference of two rows. Rows of one
-seed share data, order and initial weights, so the gap is computed seed by seed. With mean d and standard error SE over the
-seeds
+A claim has a *gap* for each seed: above 0 if the paper is right, or, for an equality, the
+difference of two rows. Rows of one seed share data, order and initial weights, so the gap is
+computed seed by seed. With mean d and standard error SE over the seeds
 
     a is better than b     shown: d - 2 SE > 0         contradicted: d + 2 SE < 0
     a equals b             shown: |d| + 2 SE < margin  contradicted: |d| - 2 SE > margin
 
-and all other cases, such as fewer than three seeds or a gap that is not finite, cannot be told. The claim states the margin of an
-equality.
+and all other cases, such as fewer than three seeds or a gap that is not finite, cannot be told. The
+claim states the margin of an equality.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ COLUMNS = ("the paper says", "verdict", "difference", "standard error", "seeds")
 class Claim(NamedTuple):
     """A statement on the final values of `rows`.
 
-    `gap` returns the gap from the final values of one seed by label. With a `margin` the claim is an equality (the gap is smaller
-    than the margin), without one it is that the gap is above 0.
+    `gap` returns the gap from the final values of one seed by label. With a `margin` the claim is
+    an equality (the gap is smaller than the margin), without one it is that the gap is above 0.
     """
 
     text: str
@@ -50,7 +50,9 @@ def judge(claim: Claim, finals: Mapping[str, Mapping[int, float]]) -> Verdict:
     seeds = set.intersection(*(set(finals.get(label, ())) for label in claim.rows))
     if not seeds:
         return Verdict(claim.text, NOT_RUN)
-    gaps = [claim.gap({label: finals[label][seed] for label in claim.rows}) for seed in sorted(seeds)]
+    gaps = [
+        claim.gap({label: finals[label][seed] for label in claim.rows}) for seed in sorted(seeds)
+    ]
     if not all(map(math.isfinite, gaps)):
         return Verdict(claim.text, UNDECIDED, seeds=len(seeds))
     difference = statistics.mean(gaps)
@@ -70,12 +72,16 @@ def judge_exactly(claim: str, holds: bool, difference: float) -> Verdict:
 
 
 def judge_gap(claim: str, gap: float) -> Verdict:
-    """Return the verdict on a claim without randomness by its gap, which is above 0 if the paper is right."""
+    """Return the verdict on a claim without randomness by its gap, which is above 0 if the paper is
+    right.
+    """
     return judge_exactly(claim, gap > 0, gap)
 
 
 def judge_printed(claim: str, printed: str, value: float) -> Verdict:
-    """Return the verdict on a value without randomness: it must round to the `printed` number (which may have a unit)."""
+    """Return the verdict on a value without randomness: it must round to the `printed` number
+    (which may have a unit).
+    """
     number = printed.split()[0]
     half_digit = 0.5 * 10.0 ** -len(number.partition(".")[2])
     difference = value - float(number)

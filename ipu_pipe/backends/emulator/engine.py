@@ -1,4 +1,6 @@
-"""The emulator as a backend: one process runs all stages of the whole model, and times them after training."""
+"""The emulator as a backend: one process runs all stages of the whole model, and times them after
+training.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import contextlib
 import copy
 import statistics
 import time
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, Sequence
 
 import torch
 
@@ -31,7 +33,8 @@ ENOUGH = 0.5
 
 
 def time_stages(job: Job) -> StageSeconds:
-    """Return median times over passes of the job's example, or only the reason if the user's code cannot do another pass.
+    """Return median times over passes of the job's example, or only the reason if the user's code
+    cannot do another pass.
 
     Weights, buffers, gradients and random states stay as they are.
     """
@@ -45,7 +48,10 @@ def time_stages(job: Job) -> StageSeconds:
     # a backward includes its recomputation
     if job.method.segments is not None:
         backward = [f + b for f, b in zip(passes.forward, backward)]
-    note = f"medians of {passes.repeats} passes of {count_samples(job.example[0])} samples after training"
+    note = (
+        f"medians of {passes.repeats} passes of {count_samples(job.example[0])} samples after "
+        f"training"
+    )
     return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), note)
 
 
@@ -54,16 +60,18 @@ def _time_passes(job: Job) -> PassSeconds:
     footprint = job.footprint
     flops = footprint.backward_flops or tuple(BACKWARD * f for f in footprint.forward_flops)
 
-    def run_forward() -> List[torch.Tensor]:
+    def run_forward() -> list[torch.Tensor]:
         return compute_losses(job.loss, call_model(job.model, clone_tensors(x)), clone_tensors(y))
 
     return time_passes(job.model, run_forward, job.partition.begins, flops, enough=ENOUGH)
 
 
-def _time_updates(job: Job) -> List[float]:
-    """Return the time of a step of a copy of the optimizer for each stage, without the update rules.
+def _time_updates(job: Job) -> list[float]:
+    """Return the time of a step of a copy of the optimizer for each stage, without the update
+    rules.
 
-    It is 0 for an optimizer that is not from torch.optim, because a copy of it may share state with the original.
+    It is 0 for an optimizer that is not from torch.optim, because a copy of it may share state with
+    the original.
     """
     seconds = [0.0] * len(job.partition)
     optimizers = list_parts(job.optimizer)
@@ -77,7 +85,9 @@ def _time_updates(job: Job) -> List[float]:
             for p in parameters:
                 p.grad = torch.zeros_like(p)
             if parameters:
-                seconds[stage] += statistics.median(_time_step(optimizer, job.device.type) for _ in range(REPEATS))
+                seconds[stage] += statistics.median(
+                    _time_step(optimizer, job.device.type) for _ in range(REPEATS)
+                )
     return seconds
 
 
@@ -93,7 +103,9 @@ def _time_step(optimizer: torch.optim.Optimizer, device: str) -> float:
 
 
 class EmulatorEngine(Engine):
-    """Run the exact emulator as an engine: the results are the same whenever an update is made, so it is made at once."""
+    """Run the exact emulator as an engine: the results are the same whenever an update is made, so
+    it is made at once.
+    """
 
     makes_updates_at_once = True
 
@@ -102,18 +114,28 @@ class EmulatorEngine(Engine):
         work = Work.from_job(job, first_update)
         self._block_updates = work.block_updates
         # results that were not taken, and the first update whose result was not read
-        self._results: Dict[int, StepResult] = {}
+        self._results: dict[int, StepResult] = {}
         self._unread_update = first_update
         self._emulator = self._make_emulator(work)
 
     def _make_emulator(self, work: Work) -> Emulator:
         job = self.job
-        return Emulator(work, job.model, job.partition, job.example, job.config.seed, job.replica_count, job.effects.draws)
+        return Emulator(
+            work,
+            job.model,
+            job.partition,
+            job.example,
+            job.config.seed,
+            job.replica_count,
+            job.effects.draws,
+        )
 
     def give(self, k: int, cut: float) -> None:
         with attribute_faults(lambda: self._emulator.activity):
             if not does_reading_synchronize(self.job.device):
-                self._keep([self._emulator.step(*self._read_batch()) for _ in range(self._block_updates)])
+                self._keep(
+                    [self._emulator.step(*self._read_batch()) for _ in range(self._block_updates)]
+                )
                 return
             for _ in range(self._block_updates):
                 self._emulator.advance(*self._read_batch())
@@ -135,7 +157,8 @@ class EmulatorEngine(Engine):
     def reopen(self, update: int, is_loaded: bool = False) -> None:
         old = self._emulator
         old.close()
-        # replicas with weights of their own go on through the optimizer's state, as through a checkpoint
+        # replicas with weights of their own go on through the optimizer's state, as through a
+        # checkpoint
         with contextlib.nullcontext() if is_loaded else old.export_replicas():
             self._emulator = self._make_emulator(Work.from_job(self.job, update))
         self._emulator.weights.peak_bytes = old.weights.peak_bytes
@@ -145,13 +168,16 @@ class EmulatorEngine(Engine):
         with enter_evaluation(self.job.model), self.job.rules.hold_averages():
             return compute_outputs(self.job.model, x)[-1]
 
-    def _read_batch(self) -> Tuple[Any, ...]:
-        """Return the arguments of the emulator's step: the microbatches up to the next update, and any weights."""
+    def _read_batch(self) -> tuple[Any, ...]:
+        """Return the arguments of the emulator's step: the microbatches up to the next update, and
+        any weights.
+        """
         job = self.job
         if job.loss_weight is None:
             return (self._microbatches(),)
         # the sum of the weights must be known before the first backward
-        batches, weights = [], []
+        batches = []
+        weights = []
         for replay in self._emulator.list_replays():
             batch = job.read_microbatch(replay.microbatch, replay.replica)
             update = self._emulator.update // self._block_updates
@@ -159,20 +185,23 @@ class EmulatorEngine(Engine):
             weights.append(job.weigh_microbatch(batch, update, replay.microbatch, replay.replica))
         return map(job.prepare_batch, batches), weights
 
-    def _microbatches(self) -> Iterator[Tuple[Any, Any]]:
-        """Yield lazily, in replay order, the microbatches up to and including the next replay with an update."""
+    def _microbatches(self) -> Iterator[tuple[Any, Any]]:
+        """Yield lazily, in replay order, the microbatches up to and including the next replay with
+        an update.
+        """
         is_done = False
         while not is_done:
             replay = self._emulator.replay
             is_done = len(replay.updates) > 0
             yield self.job.load_microbatch(replay.microbatch, replay.replica)
 
-    def _combine(self, results: Sequence[StepResult]) -> List[StepResult]:
+    def _combine(self, results: Sequence[StepResult]) -> list[StepResult]:
         """Return one result per step of the run.
 
-        Randomized methods update one stage per replay. P such updates use the gradients of P stages, as many as other methods
-        compute from one microbatch. So they count as one step with the samples of one microbatch and the mean loss and accuracy.
-        Updates without weight have no loss.
+        Randomized methods update one stage per replay. P such updates use the gradients of P
+        stages, as many as other methods compute from one microbatch. So they count as one step with
+        the samples of one microbatch and the mean loss and accuracy. Updates without weight have no
+        loss.
         """
         count = self._block_updates
         if count == 1:
@@ -187,21 +216,24 @@ class EmulatorEngine(Engine):
             steps.append(StepResult(loss, accuracy, step_results[0].samples))
         return steps
 
-    def evaluate(self, split: str = "test") -> List[EvaluationResult]:
+    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
         with attribute_faults(lambda: f"evaluation before update {self._emulator.update}"):
             with self.job.rules.hold_averages():
                 return evaluate(self.job, split)
 
-    def collect_state(self) -> Optional[CheckpointState]:
+    def collect_state(self) -> CheckpointState | None:
         with self.job.precision.put_masters_in_place():
             model = self.job.model.state_dict()
         with self._emulator.export_replicas():
             return CheckpointState(model, *export_state(self.job.optimizer, self.names))
 
-    def report(self) -> Optional[Report]:
-        state = count_state_bytes(self.job.optimizer, len(self.job.partition), self._emulator.list_other_states())
+    def report(self) -> Report | None:
+        state = count_state_bytes(
+            self.job.optimizer, len(self.job.partition), self._emulator.list_other_states()
+        )
         optimizer = [size + masters for size, masters in zip(state, self.job.count_master_bytes())]
-        model, versions = self.job.model, self._emulator.peak_bytes
+        model = self.job.model
+        versions = self._emulator.peak_bytes
         trained = [p for p in self.job.get_trained().values() if p.requires_grad]
         peaks = {
             "weights": count_bytes([*model.parameters(), *model.buffers()]),
@@ -212,7 +244,7 @@ class EmulatorEngine(Engine):
         }
         return Report(optimizer, [versions], None, None, peak_memory=[peaks])
 
-    def profile(self) -> Optional[StageSeconds]:
+    def profile(self) -> StageSeconds | None:
         return time_stages(self.job)
 
     def close(self) -> None:

@@ -1,25 +1,28 @@
 """The exact single-process emulator: run replays one after another on the whole, unsplit model.
 
-It is exact because the forward and the backward of a replay read weight versions that *earlier* replays have made
-(`ReplayPlan` checks this). So the microbatches that a pipeline works on at once can run one after another:
+It is exact because the forward and the backward of a replay read weight versions that *earlier*
+replays have made (`ReplayPlan` checks this). So the microbatches that a pipeline works on at once
+can run one after another:
 
     for each replay:   [1] load what the forwards read    [2] forward
                        [3] load what the backwards read   [4] backward
                        [5] update the stages that it updates
 
-With recomputation the forward runs twice, in [2] with the forward's weights and again with the weights of the recomputation.
+With recomputation the forward runs twice, in [2] with the forward's weights and again with the
+weights of the recomputation.
 
-Gradients accumulate in the order of the microbatches, as in plain training, so the results of a synchronous method equal plain
-training bit for bit. If a file of rows orders a stage's backwards differently, they accumulate in that order. BatchNorm's
-running statistics belong to the stage: every forward changes them, in the order of the microbatches, and they have no versions,
-because a stage of the pipeline runs its forwards in that order too.
+Gradients accumulate in the order of the microbatches, as in plain training, so the results of a
+synchronous method equal plain training bit for bit. If a file of rows orders a stage's backwards
+differently, they accumulate in that order. BatchNorm's running statistics belong to the stage:
+every forward changes them, in the order of the microbatches, and they have no versions, because a
+stage of the pipeline runs its forwards in that order too.
 """
 
 from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -30,7 +33,13 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.user_code import StageWatch
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, count_samples, get_first_tensor
-from ipu_pipe.model.loss import BlockOutputs, compute_losses, compute_zero_losses, count_right, take_scores
+from ipu_pipe.model.loss import (
+    BlockOutputs,
+    compute_losses,
+    compute_zero_losses,
+    count_right,
+    take_scores,
+)
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_buffers
@@ -53,9 +62,10 @@ Forward = Tuple[Any, List[torch.Tensor]]
 class Emulator:
     """Train `model` in place as `work` says, one update per `step`.
 
-    `replicas`: the number of copies of the pipeline, which train on different microbatches and average their gradients. `draws`:
-    the modules that draw random numbers, if known (`ipu_pipe.model.observation.ForwardEffects`). A job for which
-    `list_exactness_faults` returns reasons would run, but not exactly.
+    `replicas`: the number of copies of the pipeline, which train on different microbatches and
+    average their gradients. `draws`: the modules that draw random numbers, if known
+    (`ipu_pipe.model.observation.ForwardEffects`). A job for which `list_exactness_faults` returns
+    reasons would run, but not exactly.
     """
 
     def __init__(
@@ -66,54 +76,75 @@ class Emulator:
         example: Microbatch,
         seed: int = 0,
         replicas: int = 1,
-        draws: Optional[Mapping[str, int]] = None,
+        draws: Mapping[str, int] | None = None,
     ) -> None:
-        self.work, self.model, self._blocks = work, model, get_blocks(model)
-        self.update, self._number = work.update * work.block_updates, work.find_first_replay(replicas)
+        self.work = work
+        self.model = model
+        self._blocks = get_blocks(model)
+        self.update = work.update * work.block_updates
+        self._number = work.find_first_replay(replicas)
         self._plan = ReplayPlan(work.make_replays(range(replicas)), work.rules, self._number)
-        self._replay: Optional[Replay] = None
-        self.weights = make_weight_store(work, range(len(part)), self._plan.count_updates(self._number).tolist())
+        self._replay: Replay | None = None
+        self.weights = make_weight_store(
+            work, range(len(part)), self._plan.count_updates(self._number).tolist()
+        )
         stages = {s: state.parameters for s, state in work.rules.stages.items()}
         self._clipping = GradientClipping(work.clip, stages, work.schedule)
         draws = observe_effects(model, example[0]).draws if draws is None else draws
         self._random = KeyedRandomness(model, draws, seed, get_first_tensor(example[0]).device)
         self._replica_count = replicas
         self._independent = IndependentReplicas.create(work, model, range(len(part)))
-        self._gradient_replicas: Optional[GradientReplicas] = None
+        self._gradient_replicas: GradientReplicas | None = None
         if replicas > 1 and self._independent is None:
             parameters = [p for stage_parameters in stages.values() for p in stage_parameters]
             self._gradient_replicas = GradientReplicas(model, parameters, replicas)
-        self._row_order = None if work.schedule.in_order else GradientsInRowOrder(work.schedule, stages)
-        self._watch, self._last_stage = StageWatch(model, part), len(part) - 1
+        self._row_order = (
+            None if work.schedule.in_order else GradientsInRowOrder(work.schedule, stages)
+        )
+        self._watch = StageWatch(model, part)
+        self._last_stage = len(part) - 1
         self._stage_buffers = StageBuffers(model, self._watch) if work.block_updates > 1 else None
-        self._recomputation: Optional[Recomputation] = None
+        self._recomputation: Recomputation | None = None
         if work.method.segments is not None and work.method.reads_old(len(part)):
-            self._recomputation = Recomputation(model, part, find_segment_ends(len(part), work.method.segments).tolist())
+            self._recomputation = Recomputation(
+                model, part, find_segment_ends(len(part), work.method.segments).tolist()
+            )
         # (update, samples, results by block) of updates whose results were not read yet
-        self._unread: List[Tuple[int, int, List[List[MicrobatchResult]]]] = []
+        self._unread: list[tuple[int, int, list[list[MicrobatchResult]]]] = []
         # error messages name the current phase and microbatch
-        self._phase, self._microbatch = "data", work.microbatch
+        self._phase = "data"
+        self._microbatch = work.microbatch
 
     # ---- steps
 
-    def step(self, microbatches: Iterable[Microbatch], weights: Optional[Sequence[float]] = None) -> StepResult:
-        """Carry out the replays up to the next update, each on its microbatch (x, y), and the update.
+    def step(
+        self, microbatches: Iterable[Microbatch], weights: Sequence[float] | None = None
+    ) -> StepResult:
+        """Carry out the replays up to the next update, each on its microbatch (x, y), and the
+        update.
 
-        With replicas the microbatches are the first of each replica, then the second of each, and so on. `weights`: their weights
-        in the mean loss; None if all count the same.
+        With replicas the microbatches are the first of each replica, then the second of each, and
+        so on. `weights`: their weights in the mean loss; None if all count the same.
         """
         replay = self._run_batch(microbatches, weights)
         result = self.read()[-1]
         self._update(replay)
         return result
 
-    def advance(self, microbatches: Iterable[Microbatch], weights: Optional[Sequence[float]] = None) -> None:
-        """Do a step without reading its result, for which the host would wait for a GPU; `read` returns the result later."""
+    def advance(
+        self, microbatches: Iterable[Microbatch], weights: Sequence[float] | None = None
+    ) -> None:
+        """Do a step without reading its result, for which the host would wait for a GPU; `read`
+        returns the result later.
+        """
         self._update(self._run_batch(microbatches, weights))
 
-    def read(self) -> List[StepResult]:
-        """Return the results of the updates since the last call. Raise `RunFault` if a loss is not finite."""
-        unread, self._unread = self._unread, []
+    def read(self) -> list[StepResult]:
+        """Return the results of the updates since the last call. Raise `RunFault` if a loss is not
+        finite.
+        """
+        unread = self._unread
+        self._unread = []
         steps = []
         for k, samples, by_block in unread:
             blocks = [average(tabulate(results)) for results in by_block]
@@ -129,19 +160,23 @@ class Emulator:
             self._microbatch = self._replay.microbatch
         return self._replay
 
-    def list_replays(self) -> List[Replay]:
+    def list_replays(self) -> list[Replay]:
         """Return the replays up to the next update."""
         replays = [self.replay]
         while not len(replays[-1].updates):
             replays.append(self._plan.replay(self._number + len(replays)))
         return replays
 
-    def _run_batch(self, microbatches: Iterable[Microbatch], weights: Optional[Sequence[float]]) -> Replay:
-        """Run the replays of an update and return the last one, which names the stages to update."""
-        weight_of: Iterator[Optional[LossShare]] = itertools.repeat(None)
+    def _run_batch(
+        self, microbatches: Iterable[Microbatch], weights: Sequence[float] | None
+    ) -> Replay:
+        """Run the replays of an update and return the last one, which names the stages to
+        update.
+        """
+        weight_of: Iterator[LossShare | None] = itertools.repeat(None)
         if weights is not None:
             weight_of = iter(self.work.compute_weights(weights, self._replica_count))
-        by_microbatch: List[List[MicrobatchResult]] = []
+        by_microbatch: list[list[MicrobatchResult]] = []
         samples = 0
         for x, y in microbatches:
             replay = self.replay
@@ -149,13 +184,19 @@ class Emulator:
             samples += count_samples(x)
             # a fault from here on is one of loading the next microbatch
             self._phase = "data"
-        assert by_microbatch and len(replay.updates), f"{len(by_microbatch)} microbatches: not those up to the next update"
+        assert by_microbatch and len(replay.updates), (
+            f"{len(by_microbatch)} microbatches: not those up to the next update"
+        )
         by_block = [list(results) for results in zip(*by_microbatch)]
         self._unread.append((self.update // self.work.block_updates, samples, by_block))
         return replay
 
-    def _run(self, replay: Replay, x: Any, y: Any, weight: Optional[LossShare]) -> List[MicrobatchResult]:
-        """Carry out the passes of a replay; return the result of the model, or one for each block that has a loss of its own."""
+    def _run(
+        self, replay: Replay, x: Any, y: Any, weight: LossShare | None
+    ) -> list[MicrobatchResult]:
+        """Carry out the passes of a replay; return the result of the model, or one for each block
+        that has a loss of its own.
+        """
         if self._gradient_replicas:
             self._gradient_replicas.enter(replay.replica)
         if self._independent:
@@ -165,10 +206,15 @@ class Emulator:
         (output, losses), losses_for_backward = self._forward(replay, x, y, weight)
         self.weights.load(replay.backward)
         self._phase = "backward"
-        rules, stages = self.work.rules, range(self._last_stage + 1)
-        with rules.compensate(self.update, stages, self.weights.compute_age), self._random.backward(self._draw_key(replay)):
+        rules = self.work.rules
+        stages = range(self._last_stage + 1)
+        with rules.compensate(self.update, stages, self.weights.compute_age), self._random.backward(
+            self._draw_key(replay)
+        ):
             # the draws are keyed here too because a checkpoint runs forwards again
-            torch.autograd.backward([self.work.scale_loss(loss, weight) for loss in losses_for_backward])
+            torch.autograd.backward(
+                [self.work.scale_loss(loss, weight) for loss in losses_for_backward]
+            )
         if self._row_order:
             self._row_order.gather(replay.replica, replay.microbatch)
         if self._gradient_replicas:
@@ -177,22 +223,29 @@ class Emulator:
         if self._independent:
             self.work.rules.step(self.update, self._clipping.clip)
             self._independent.end_replica_step(self.work, self.update)
-        self._number, self._replay = self._number + 1, None
+        self._number = self._number + 1
+        self._replay = None
         self.weights.release(self._plan.find_oldest(self._number))
         outputs = output if isinstance(output, BlockOutputs) else [output]
         return [
-            MicrobatchResult(loss.detach(), count_right(take_scores(self.work.loss, block_output), y), weight)
+            MicrobatchResult(
+                loss.detach(), count_right(take_scores(self.work.loss, block_output), y), weight
+            )
             for loss, block_output in zip(losses, outputs)
         ]
 
     def _draw_key(self, replay: Replay) -> int:
-        """Return the number of the microbatch among all replicas' microbatches, which keys its random draws."""
+        """Return the number of the microbatch among all replicas' microbatches, which keys its
+        random draws.
+        """
         return replay.microbatch * self._replica_count + replay.replica
 
     def _forward(
-        self, replay: Replay, x: Any, y: Any, weight: Optional[LossShare]
-    ) -> Tuple[Forward, List[torch.Tensor]]:
-        """Return the forward's result, and the losses to start the backward from (with recomputation the second forward's)."""
+        self, replay: Replay, x: Any, y: Any, weight: LossShare | None
+    ) -> tuple[Forward, list[torch.Tensor]]:
+        """Return the forward's result, and the losses to start the backward from (with
+        recomputation the second forward's).
+        """
 
         def forward() -> Forward:
             self._watch.stage = 0
@@ -214,10 +267,12 @@ class Emulator:
         return result, self._recomputation.repeat(forward)[1]
 
     def _update(self, replay: Replay) -> None:
-        self._phase, done = "update", self._number - 1
+        self._phase = "update"
+        done = self._number - 1
         if self._independent:
             self._independent.end_step(self.work, self.update)
-            self.update, self._phase = self.update + 1, "data"
+            self.update = self.update + 1
+            self._phase = "data"
             return
         stages = None if len(replay.updates) == self._last_stage + 1 else replay.updates.tolist()
         versions = self._plan.count_updates(done)
@@ -232,39 +287,54 @@ class Emulator:
         # gradients accumulate until any stage is updated, then all are cleared
         if stages is not None:
             self.work.rules.optimizer.zero_grad(set_to_none=True)
-        self.work.after_update(self.update // self.work.block_updates, replay.updates.tolist(), False)
+        self.work.after_update(
+            self.update // self.work.block_updates, replay.updates.tolist(), False
+        )
         self.update += 1
         self.weights.release(self._plan.find_oldest(self._number))
         self._phase = "data"
 
     def end_round(self, work: Work) -> None:
-        """End a round of replicas with weights of their own early, if the schedule of `work` drains before the next update."""
+        """End a round of replicas with weights of their own early, if the schedule of `work` drains
+        before the next update.
+        """
         last = self.update - 1
-        if self._independent is not None and self.work.schedule.get_drain_interval(last)[1] != self.update:
+        if (
+            self._independent is not None
+            and self.work.schedule.get_drain_interval(last)[1] != self.update
+        ):
             self._independent.end_step(work, last)
 
     # ---- checkpoints, reports, end
 
     def export_replicas(self) -> ContextManager[None]:
         """Hold everything that a checkpoint needs in the optimizer's state inside the context."""
-        return self._independent.export_replicas() if self._independent is not None else nullcontext()
+        return (
+            self._independent.export_replicas() if self._independent is not None else nullcontext()
+        )
 
-    def list_other_states(self) -> List[Mapping[Any, Mapping[str, Any]]]:
+    def list_other_states(self) -> list[Mapping[Any, Mapping[str, Any]]]:
         """List by parameter the optimizer state of the replicas that are not in the model."""
         return self._independent.list_other_states() if self._independent is not None else []
 
     @property
     def peak_bytes(self) -> int:
         """The peak bytes of weights besides the model's."""
-        return self.weights.peak_bytes if self._independent is None else self._independent.held_bytes
+        return (
+            self.weights.peak_bytes if self._independent is None else self._independent.held_bytes
+        )
 
     @property
     def activity(self) -> str:
-        """The current activity, in words for a fault. The backward of the whole model does not know its stage."""
+        """The current activity, in words for a fault. The backward of the whole model does not know
+        its stage.
+        """
         update = f"{'block ' * (self.work.block_updates > 1)}update {self.update}"
         if self._phase == "update":
             return update
-        stage = f", stage {self._watch.stage}" if self._phase in ("forward", "recomputation") else ""
+        stage = (
+            f", stage {self._watch.stage}" if self._phase in ("forward", "recomputation") else ""
+        )
         return f"{update}, microbatch {self._microbatch}{stage}, {self._phase}"
 
     def close(self) -> None:
@@ -277,14 +347,19 @@ class Emulator:
 
 
 class GradientsInRowOrder:
-    """Sum the gradients of a batch in the order of the backwards in each stage's row. `stages`: stage -> parameters."""
+    """Sum the gradients of a batch in the order of the backwards in each stage's row. `stages`:
+    stage -> parameters.
+    """
 
     def __init__(self, schedule: Schedule, stages: Mapping[int, Sequence[nn.Parameter]]) -> None:
-        self._schedule, self._stages = schedule, stages
-        self._by_replica: Dict[int, List[Dict[nn.Parameter, torch.Tensor]]] = {}
+        self._schedule = schedule
+        self._stages = stages
+        self._by_replica: dict[int, list[dict[nn.Parameter, torch.Tensor]]] = {}
 
     def gather(self, replica: int, microbatch: int) -> None:
-        """Move the gradients of a microbatch out of the parameters; after the last microbatch of a batch put the sums in."""
+        """Move the gradients of a microbatch out of the parameters; after the last microbatch of a
+        batch put the sums in.
+        """
         parameters = [p for stage_parameters in self._stages.values() for p in stage_parameters]
         batch = self._by_replica.setdefault(replica, [])
         batch.append({p: p.grad for p in parameters if p.grad is not None})
@@ -293,7 +368,9 @@ class GradientsInRowOrder:
         if len(batch) < self._schedule.accumulate:
             return
         del self._by_replica[replica]
-        ends = self._schedule.slots(self._schedule.passes[-1], microbatch + 1 - len(batch), microbatch + 1)
+        ends = self._schedule.slots(
+            self._schedule.passes[-1], microbatch + 1 - len(batch), microbatch + 1
+        )
         for stage, order in enumerate(ends.argsort(axis=1).tolist()):
             for p in self._stages.get(stage, ()):
                 for gradients in (batch[m] for m in order):
@@ -302,16 +379,19 @@ class GradientsInRowOrder:
 
 
 class StageBuffers:
-    """Let a forward change the buffers (running statistics) of one stage only, for replays that update one stage.
+    """Let a forward change the buffers (running statistics) of one stage only, for replays that
+    update one stage.
 
-    P replays run the whole model P times, but a pipeline would change the statistics of each stage once. So the buffers of all
-    stages but `stage` are restored after each module has run in training. The caller sets `stage` before a forward.
+    P replays run the whole model P times, but a pipeline would change the statistics of each stage
+    once. So the buffers of all stages but `stage` are restored after each module has run in
+    training. The caller sets `stage` before a forward.
     """
 
     def __init__(self, model: nn.Module, watch: StageWatch) -> None:
-        self.stage, self._watch = 0, watch
-        self._saved: Dict[nn.Module, List[Any]] = {}
-        self._hooks: List[Any] = []
+        self.stage = 0
+        self._watch = watch
+        self._saved: dict[nn.Module, list[Any]] = {}
+        self._hooks: list[Any] = []
         for module in model.modules():
             if module._buffers:
                 self._hooks.append(module.register_forward_pre_hook(self._save))
@@ -320,7 +400,9 @@ class StageBuffers:
     def _save(self, module: nn.Module, inputs: Any) -> None:
         if module.training and self._watch.stage != self.stage:
             buffers = module._buffers.items()
-            self._saved[module] = [(name, b, None if b is None else b.detach().clone()) for name, b in buffers]
+            self._saved[module] = [
+                (name, b, None if b is None else b.detach().clone()) for name, b in buffers
+            ]
 
     def _restore(self, module: nn.Module, inputs: Any, output: Any) -> None:
         for name, buffer, value in self._saved.pop(module, ()):
@@ -336,8 +418,8 @@ class StageBuffers:
 
 # ---- recomputation of activations with the weights of the time of recomputation, on the whole model (PipeMare, appendix A)
 #
-# In a pipeline each segment of stages stores only its inputs, and runs its forward again before its backward, with the weights
-# that are in memory then. Here the model runs twice:
+# In a pipeline each segment of stages stores only its inputs, and runs its forward again before its
+# backward, with the weights # that are in memory then. Here the model runs twice:
 #
 #     record   the forward that gives the output: store every tensor that crosses into a later segment
 #     repeat   the forward that autograd records: replace each crossing tensor by the stored one, so that each segment starts
@@ -348,20 +430,26 @@ ArgumentPosition = Tuple[int, int]
 
 
 class Recomputation:
-    """Run a model twice and track the segment that computed each tensor. `segment_of`: the last stage of each stage's segment."""
+    """Run a model twice and track the segment that computed each tensor. `segment_of`: the last
+    stage of each stage's segment.
+    """
 
     def __init__(self, model: nn.Module, part: Partition, segment_of: Sequence[int]) -> None:
-        self._model, self._part, self._segment_of = model, part, list(segment_of)
+        self._model = model
+        self._part = part
+        self._segment_of = list(segment_of)
         self._repeats = False
         # the stored tensors that cross into a later segment
-        self._stored: Dict[ArgumentPosition, torch.Tensor] = {}
-        # id of a tensor -> its segment, for one forward; the reference keeps the id from being used again
-        self._segments: Dict[int, Tuple[int, torch.Tensor]] = {}
-        self._replaced: Dict[int, torch.Tensor] = {}
+        self._stored: dict[ArgumentPosition, torch.Tensor] = {}
+        # id of a tensor -> its segment, for one forward; the reference keeps the id from being used
+        # again
+        self._segments: dict[int, tuple[int, torch.Tensor]] = {}
+        self._replaced: dict[int, torch.Tensor] = {}
         self._operation = 0
 
     def record(self, run: Callable[[], Any]) -> Any:
-        """Return `run()`, a forward of the model without a graph, and store the tensors that cross into later segments.
+        """Return `run()`, a forward of the model without a graph, and store the tensors that cross
+        into later segments.
 
         Raise `BadInput` if an operation changes such a tensor in place.
         """
@@ -377,17 +465,22 @@ class Recomputation:
         return result
 
     def _run(self, run: Callable[[], Any], repeats: bool) -> Any:
-        self._repeats, self._operation = repeats, 0
+        self._repeats = repeats
+        self._operation = 0
         with StageWatch(self._model, self._part) as self._watch, FunctionWatch(self._call):
             result = run()
-        self._segments, self._replaced = {}, {}
+        self._segments = {}
+        self._replaced = {}
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         segment = self._segment_of[self._watch.stage]
         flat, shape = tree_flatten((args, kwargs))
         for index, value in enumerate(flat):
-            if isinstance(value, torch.Tensor) and self._segments.get(id(value), (segment, value))[0] < segment:
+            if (
+                isinstance(value, torch.Tensor)
+                and self._segments.get(id(value), (segment, value))[0] < segment
+            ):
                 flat[index] = self._store_or_replace(value, (self._operation, index))
         self._operation += 1
         args, kwargs = tree_unflatten(flat, shape)
@@ -399,7 +492,10 @@ class Recomputation:
             result = func(*args, **kwargs)
             if versions != [value._version for value in self._stored.values()]:
                 name = getattr(func, "__name__", str(func))
-                why = "changes a tensor of an earlier segment in place: use the out-of-place operation"
+                why = (
+                    "changes a tensor of an earlier segment in place: use the out-of-place "
+                    "operation"
+                )
                 raise BadInput(f"method_args.recompute: {name}: {why}")
         for value in tree_flatten(result)[0]:
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
@@ -407,7 +503,9 @@ class Recomputation:
         return result
 
     def _store_or_replace(self, value: torch.Tensor, position: ArgumentPosition) -> torch.Tensor:
-        """Store a tensor that crosses into a later segment, or return its replacement in the second forward."""
+        """Store a tensor that crosses into a later segment, or return its replacement in the second
+        forward.
+        """
         if not self._repeats:
             self._stored[position] = value.detach()
             return value

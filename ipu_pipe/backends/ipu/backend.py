@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import warnings
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Mapping
 
 import numpy as np
 import torch
@@ -30,7 +30,12 @@ from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.backends.ipu.wrapping import copy_body
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import Config
-from ipu_pipe.cut.loss_verification import LossStage, LossTrial, list_foreign_reads, takes_output_alone
+from ipu_pipe.cut.loss_verification import (
+    LossStage,
+    LossTrial,
+    list_foreign_reads,
+    takes_output_alone,
+)
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.memory import make_lockstep_schedule
 from ipu_pipe.job.factories import place_whole
@@ -44,33 +49,49 @@ from ipu_pipe.text import list_some
 # seconds that a process may wait for another one that compiles
 COMPILATION = 3600.0
 MISSING = (
-    "PopTorch is not installed: it is a wheel inside Graphcore's Poplar SDK 3.4 (not on PyPI), for Python 3.8 and "
-    "torch 2.0.1; what runs here is backend.name=emulator with backend.ipu=null and precision=float32"
+    "PopTorch is not installed: it is a wheel inside Graphcore's Poplar SDK 3.4 (not on PyPI), for "
+    "Python 3.8 and "
+    "torch 2.0.1; what runs here is backend.name=emulator with backend.ipu=null and "
+    "precision=float32"
 )
 
 
 def start(config: Config, asked: Mapping[str, object]) -> None:
-    """Set the environment variables that PopTorch and Poplar read, import PopTorch, and join other processes.
+    """Set the environment variables that PopTorch and Poplar read, import PopTorch, and join other
+    processes.
 
-    Raise `BadInput` if PopTorch is missing or the launcher does not fit: torchrun starts blocks, poprun replicas.
+    Raise `BadInput` if PopTorch is missing or the launcher does not fit: torchrun starts blocks,
+    poprun replicas.
     """
     ipu = config.ipu
     decoupled = ipu.local == "decoupled"
     if importlib.util.find_spec("poptorch") is None:
         raise BadInput(f"backend.name: poptorch: {MISSING}")
     if decoupled and is_under_poprun():
-        raise BadInput("backend.ipu.local: decoupled: not under poprun: start it with torchrun, or set fused")
+        raise BadInput(
+            "backend.ipu.local: decoupled: not under poprun: start it with torchrun, or set fused"
+        )
     if decoupled and not is_distributed():
-        start_it = "start it with torchrun --nproc_per_node BLOCKS tools/train.py CONFIG, or set fused"
-        raise BadInput(f"backend.ipu.local: decoupled: each block runs in a process of its own: {start_it}")
+        start_it = (
+            "start it with torchrun --nproc_per_node BLOCKS tools/train.py CONFIG, or set fused"
+        )
+        raise BadInput(
+            f"backend.ipu.local: decoupled: each block runs in a process of its own: {start_it}"
+        )
     if not decoupled and is_distributed() and not is_under_poprun():
-        raise BadInput("backend.name: poptorch: one process drives all IPUs: start it without torchrun (poprun: replicas)")
+        raise BadInput(
+            "backend.name: poptorch: one process drives all IPUs: start it without torchrun "
+            "(poprun: replicas)"
+        )
     if ipu.profile.pvti is not None:
         # libpvti reads it at its import
-        os.environ.setdefault("PVTI_OPTIONS", json.dumps({"enable": "true", "directory": ipu.profile.pvti}))
+        os.environ.setdefault(
+            "PVTI_OPTIONS", json.dumps({"enable": "true", "directory": ipu.profile.pvti})
+        )
     if ipu.wait_for_ipu:
         os.environ.setdefault("POPTORCH_WAIT_FOR_IPU", "1")
-    # PopTorch's import passes the file of sys.stderr to its crash handler, but a notebook's stderr has no file
+    # PopTorch's import passes the file of sys.stderr to its crash handler, but a notebook's stderr
+    # has no file
     stderr_with_file = sys.__stderr__ or open(os.devnull, "w")
     try:
         with contextlib.redirect_stderr(stderr_with_file):
@@ -79,10 +100,11 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
         warnings.filterwarnings("ignore", message="Positional args are being deprecated")
     except (ImportError, AssertionError, OSError) as error:
         raise BadInput(
-            f"backend.name: poptorch: PopTorch is installed but cannot be imported: {summarize(error)}: source the SDK's enable "
+            f"backend.name: poptorch: PopTorch is installed but cannot be imported: "
+            f"{summarize(error)}: source the SDK's enable "
             "scripts, and use its Python 3.8 and torch 2.0.1"
         ) from error
-    group_arguments: Dict[str, Any] = {}
+    group_arguments: dict[str, Any] = {}
     is_one_of_several = decoupled
     if is_under_poprun():
         group_arguments = _read_poprun_group()
@@ -92,27 +114,36 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
         dist.init_process_group("gloo", timeout=timeout, **group_arguments)
 
 
-def _read_poprun_group() -> Dict[str, Any]:
-    """Return the arguments with which poprun's instances join a gloo group, for decisions of the first one (not run on hardware).
+def _read_poprun_group() -> dict[str, Any]:
+    """Return the arguments with which poprun's instances join a gloo group, for decisions of the
+    first one (not run on hardware).
 
     The address is MASTER_ADDR:MASTER_PORT, 127.0.0.1:29500 by default.
     """
     import popdist
 
     popdist.init()
-    rank, world, launch = popdist.getInstanceIndex(), popdist.getNumInstances(), read_launch()
+    rank = popdist.getInstanceIndex()
+    world = popdist.getNumInstances()
+    launch = read_launch()
     announce_rank(rank, world)
     address = f"tcp://{launch.address or '127.0.0.1'}:{launch.port or 29500}"
     return {"init_method": address, "rank": rank, "world_size": world}
 
 
-def list_faults(job: Job) -> List[str]:
-    """Return the reasons why PopTorch cannot run the job, one line each; empty if none is known before compiling."""
-    config, others = job.config, "use backend.name: emulator or distributed"
+def list_faults(job: Job) -> list[str]:
+    """Return the reasons why PopTorch cannot run the job, one line each; empty if none is known
+    before compiling.
+    """
+    config = job.config
+    others = "use backend.name: emulator or distributed"
     faults = []
     if job.requested_fields:
         asks = ", ".join(job.requested_fields)
-        faults.append(f"loss: takes {asks} of the batch: on IPUs a loss takes only outputs and labels: {others}")
+        faults.append(
+            f"loss: takes {asks} of the batch: on IPUs a loss takes only outputs and labels: "
+            f"{others}"
+        )
     elif not all(isinstance(part, torch.Tensor) for part in job.example):
         faults.append(f"data: IPUs take batches (x, y) of two tensors: {others}")
     elif not takes_whole_output(job.loss):
@@ -121,30 +152,51 @@ def list_faults(job: Job) -> List[str]:
     elif job.updates_per_epoch is None and not job.is_open:
         faults.append(f"data: the training data has no length, which IPUs need: {others}")
     if job.loss_weight is not None and config.gradient_accumulation * config.replicas > 1:
-        why = "PopTorch averages an update's microbatches and replicas itself, and all count the same"
+        why = (
+            "PopTorch averages an update's microbatches and replicas itself, and all count the same"
+        )
         faults.append(f"loss_weight: {config.loss_weight}: {why}: must be null, or {others}")
     complex_buffers = [name for name, buffer in job.model.named_buffers() if buffer.is_complex()]
     if complex_buffers:
-        faults.append(f"model: {list_some(complex_buffers)}: complex: IPUs have no complex numbers: {others}")
-    # a planned run has one rate, of which stages take shares; a caller's loop sets that of each group
-    if not job.is_open and any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
-        faults.append("optimizer: parameter groups with different learning rates: not with backend.name poptorch: must have one")
+        faults.append(
+            f"model: {list_some(complex_buffers)}: complex: IPUs have no complex numbers: {others}"
+        )
+    # a planned run has one rate, of which stages take shares; a caller's loop sets that of each
+    # group
+    if not job.is_open and any(
+        group["lr"] != job.base_rate for group in job.optimizer.param_groups
+    ):
+        faults.append(
+            "optimizer: parameter groups with different learning rates: not with backend.name "
+            "poptorch: must have one"
+        )
     if faults:
         return faults
-    local = read_poprun_share(config).replicas if importlib.util.find_spec("poptorch") is not None else None
-    faults = check_model(config, job.method, observe_model(job), local if local != config.replicas else None)
+    local = (
+        read_poprun_share(config).replicas
+        if importlib.util.find_spec("poptorch") is not None
+        else None
+    )
+    faults = check_model(
+        config, job.method, observe_model(job), local if local != config.replicas else None
+    )
     return faults + _list_foreign_reads(job)
 
 
-def _list_foreign_reads(job: Job) -> List[str]:
-    """Return the reasons why the loss cannot be computed with the copies of the model that PopTorch compiles."""
+def _list_foreign_reads(job: Job) -> list[str]:
+    """Return the reasons why the loss cannot be computed with the copies of the model that PopTorch
+    compiles.
+    """
     if takes_output_alone(job.loss):
         return []
     # the copies need the hooks of the keyed draws
     randomness = KeyedRandomness(job.model, job.effects.draws, 0, job.device)
     try:
         body = copy_body(job.model)
-        stages = [LossStage(0, [body], lambda x, i=i: list(body.run_blocks(x))[i][0]) for i in range(body.losses)]  # type: ignore[misc]
+        stages = [
+            LossStage(0, [body], lambda x, i=i: list(body.run_blocks(x))[i][0])  # type: ignore[misc]
+            for i in range(body.losses)
+        ]
         trial = LossTrial(job.model, (), job.loss, job.example, randomness)
         place = "PopTorch compiles a copy of the model, in which it cannot read them"
         remedy = "put the term into the model's output, or use backend: {name: emulator}"
@@ -155,46 +207,70 @@ def _list_foreign_reads(job: Job) -> List[str]:
 
 def note(job: Job) -> str:
     """Describe for the user how PopTorch will run the stages."""
-    config, stages = job.config, len(job.partition)
+    config = job.config
+    stages = len(job.partition)
     if config.ipu.local == "decoupled":
-        return f"{stages} blocks on {stages} IPUs, each in a process of its own; activations go through the hosts"
+        return (
+            f"{stages} blocks on {stages} IPUs, each in a process of its own; activations go "
+            f"through the hosts"
+        )
     placement = place_stages(config.ipu, stages)
     description = f"{stages} stages on {placement.ipu_count} IPUs of each replica"
     if not is_pipelined(job.method):
         return f"{description}, one of which works at a time (ShardedExecution)"
-    accumulation, cycles = config.gradient_accumulation, placement.count_cycles(config.gradient_accumulation)
-    return f"{description} (PipelinedExecution): {cycles} pipeline cycles an update, {accumulation / cycles:.1%} of them full"
+    accumulation = config.gradient_accumulation
+    cycles = placement.count_cycles(config.gradient_accumulation)
+    return (
+        f"{description} (PipelinedExecution): {cycles} pipeline cycles an update, "
+        f"{accumulation / cycles:.1%} of them full"
+    )
 
 
 def make(job: Job, first_update: int) -> Engine:
-    """Return the engine of this process. Raise `BadInput` if its IPUs are missing, before a compilation that may take an hour."""
+    """Return the engine of this process. Raise `BadInput` if its IPUs are missing, before a
+    compilation that may take an hour.
+    """
     import poptorch
 
-    ipu, is_block = job.config.ipu, job.config.ipu.local == "decoupled"
+    ipu = job.config.ipu
+    is_block = job.config.ipu.local == "decoupled"
     ipus = place_stages(ipu, len(job.partition)).ipu_count
     count = 1 if is_block else round_up_ipus(ipus * read_poprun_share(job.config).replicas)
-    simulated = ipu.use_ipu_model or ipu.offline_target is not None or os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0")
+    simulated = (
+        ipu.use_ipu_model
+        or ipu.offline_target is not None
+        or os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0")
+    )
     if not (simulated or ipu.wait_for_ipu or poptorch.ipuHardwareIsAvailable(count)):
         raise BadInput(
-            f"backend.name: poptorch: this machine has no device of {count} IPUs: take fewer stages or replicas, or compile "
+            f"backend.name: poptorch: this machine has no device of {count} IPUs: take fewer "
+            f"stages or replicas, or compile "
             "without one: backend.ipu.compile_only=true backend.ipu.offline_target=2"
         )
     return (BlockEngine if is_block else PoptorchEngine)(job, first_update)
 
 
-def count_in_flight(job: Job) -> Optional[IntArray]:
-    """Return the most microbatches in flight on each stage, (P,), None without a pipeline (not run on hardware).
+def count_in_flight(job: Job) -> IntArray | None:
+    """Return the most microbatches in flight on each stage, (P,), None without a pipeline (not run
+    on hardware).
 
     PopTorch counts the stages of one IPU as one stage.
     """
     if not (is_pipelined(job.method) and job.method.flushes):
         return None
-    poptorch_stages, accumulate = place_stages(job.config.ipu, len(job.partition)).poptorch_stages, job.schedule.accumulate
-    in_flight = make_lockstep_schedule(job.method, len(poptorch_stages), accumulate, accumulate).max_in_flight()
+    poptorch_stages = place_stages(job.config.ipu, len(job.partition)).poptorch_stages
+    accumulate = job.schedule.accumulate
+    in_flight = make_lockstep_schedule(
+        job.method, len(poptorch_stages), accumulate, accumulate
+    ).max_in_flight()
     return np.repeat(in_flight, [len(stages) for _, stages in poptorch_stages])
 
 
 BACKEND = Backend(
-    launch=start, place=place_whole, list_faults=list_faults, describe=note, make_engine=make,
+    launch=start,
+    place=place_whole,
+    list_faults=list_faults,
+    describe=note,
+    make_engine=make,
     count_in_flight=count_in_flight,
-)  # fmt: skip
+)

@@ -1,11 +1,13 @@
-"""Decoupled local-parallel training: each block is a PopTorch training model with its own process and its own IPU.
+"""Decoupled local-parallel training: each block is a PopTorch training model with its own process
+and its own IPU.
 
     rank 0   block 0 of update 0 | update 1 | update 2 | ...      each call takes the microbatches of a whole update
                  \\ activations through the hosts' memory (gloo)
     rank 1        block 1 of update 0 | update 1 | ...
 
-No block waits for a later one, each block accumulates as many microbatches as its config says, and nothing is flushed. PopTorch's
-own pipeline cannot do this. The price is that activations leave the IPU-Links. Not run on hardware.
+No block waits for a later one, each block accumulates as many microbatches as its config says, and
+nothing is flushed. PopTorch's own pipeline cannot do this. The price is that activations leave the
+IPU-Links. Not run on hardware.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from typing import Any, Deque, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Iterator
 
 import numpy as np
 import torch
@@ -39,12 +41,15 @@ from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concat
 
 # sends in flight to the next block
 SENDS_IN_FLIGHT = 4
-RESULT_TAG, EVALUATION_TAG = 1 << 28, 1 << 29
+RESULT_TAG = 1 << 28
+EVALUATION_TAG = 1 << 29
 
 
 @contextlib.contextmanager
 def describe_block_errors(rank: int, doing: str) -> Iterator[None]:
-    """Add rank and block to a fault. A device error ends the run, because the other blocks cannot go back."""
+    """Add rank and block to a fault. A device error ends the run, because the other blocks cannot
+    go back.
+    """
     import poptorch
 
     subject = f"rank {rank}, block {rank}"
@@ -54,14 +59,18 @@ def describe_block_errors(rank: int, doing: str) -> Iterator[None]:
         raise
     except poptorch.RecoverableError as error:
         description = f"device error ({error.recovery_action}): {error.message}"
-        raise RunFault(f"{subject}: {description}: do what it asks for, then go on with --resume") from error
+        raise RunFault(
+            f"{subject}: {description}: do what it asks for, then go on with --resume"
+        ) from error
     except Divergence as error:
         raise Divergence(f"{subject}: {error.args[0]}", error.args[1]) from error
     except RunFault as error:
         raise RunFault(f"{subject}: {error}") from error
     # torch.distributed raises this error
     except RuntimeError as error:
-        raise RunFault(f"{subject}: {doing}: another rank is lost: {summarize(error)[:200]}") from error
+        raise RunFault(
+            f"{subject}: {doing}: another rank is lost: {summarize(error)[:200]}"
+        ) from error
 
 
 class Messages:
@@ -72,7 +81,7 @@ class Messages:
 
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
-        self._sending: Deque[Tuple[Any, torch.Tensor]] = deque()
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.sent = [0, 0]
 
     def post(self, tensor: torch.Tensor, target: int, tag: int) -> None:
@@ -87,30 +96,41 @@ class Messages:
 
 
 class BlockEngine(Engine):
-    """Train this process's block, which is updated once per several updates (`block_accumulation`) of the run.
+    """Train this process's block, which is updated once per several updates (`block_accumulation`)
+    of the run.
 
     A call of `give` has as many updates as all blocks make whole steps of.
     """
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
-        self.rank, self.depth = dist.get_rank(), len(job.partition)
-        self.is_main, self._is_last = self.rank == 0, self.rank == self.depth - 1
+        self.rank = dist.get_rank()
+        self.depth = len(job.partition)
+        self.is_main = self.rank == 0
+        self._is_last = self.rank == self.depth - 1
         blocks = get_blocks(job.model)
         assert blocks is not None
         world = dist.get_world_size()
         if world != self.depth:
-            raise BadInput(f"stages: {self.depth} blocks, each in a process of its own: start as many, not {world}")
+            raise BadInput(
+                f"stages: {self.depth} blocks, each in a process of its own: start as many, not "
+                f"{world}"
+            )
         several = [i for i, crossing in enumerate(blocks.crossings) if len(crossing.tensors) != 1]
         if several:
-            raise BadInput(f"stages: several tensors cross to block {several[0] + 1}: must be one, or backend.ipu.local fused")
-        block_accumulation = job.config.method_settings().get("block_accumulation") or [1] * self.depth
+            raise BadInput(
+                f"stages: several tensors cross to block {several[0] + 1}: must be one, or "
+                f"backend.ipu.local fused"
+            )
+        block_accumulation = (
+            job.config.method_settings().get("block_accumulation") or [1] * self.depth
+        )
         self._block_updates = block_accumulation[self.rank]
         # evaluations, checkpoints and the end come after multiples of it
         self.updates_per_call = int(np.lcm.reduce(block_accumulation))
         self._first = self._done = first_update
         # update -> (loss, right labels, counted labels) of this block
-        self._results: Dict[int, torch.Tensor] = {}
+        self._results: dict[int, torch.Tensor] = {}
         self._timeline = CallTimes(job.traced_updates, self.rank, self.rank)
         # type of the activations
         self._type = torch.float16 if job.config.precision.startswith("16") else torch.float32
@@ -120,31 +140,43 @@ class BlockEngine(Engine):
         self._result_messages = Messages(self._late_results + self.updates_per_call)
         # on rank 0, the results that were received and not taken
         self._received_before = first_update
-        self._received: Dict[int, StepResult] = {}
+        self._received: dict[int, StepResult] = {}
         # an input microbatch of this block
         self.example = job.example[0]
         if self.rank:
             self.example = torch.zeros(blocks.crossings[self.rank - 1].tensors[0].shape)
-        wrapped = wrap(job.model, job.loss, job.partition, job.config.precision, job.config.ipu, self.rank)
+        wrapped = wrap(
+            job.model, job.loss, job.partition, job.config.precision, job.config.ipu, self.rank
+        )
         saved = import_state(job.optimizer, job.config.ipu)
-        self.executors = Executors(job, wrapped, self._make_options, self.example, saved, first_update, self._timeline)
+        self.executors = Executors(
+            job, wrapped, self._make_options, self.example, saved, first_update, self._timeline
+        )
 
     def _make_options(self, training: bool) -> Any:
-        config, ids, local = self.job.config, self.job.config.ipu.ipu_ids, read_launch().local_rank
+        config = self.job.config
+        ids = self.job.config.ipu.ipu_ids
+        local = read_launch().local_rank
         shares = config.ipu.available_memory_proportion
         # shares has one entry per block
         if isinstance(shares, list):
             ipu = config.ipu.model_copy(update={"available_memory_proportion": shares[self.rank]})
-            config = config.model_copy(update={"backend": config.backend.model_copy(update={"ipu": ipu})})
+            config = config.model_copy(
+                update={"backend": config.backend.model_copy(update={"ipu": ipu})}
+            )
         ipu_id = ids[self.rank] if ids else self.rank if local is None else local
         seed = derive_seed(config.seed, "ipu", self._first, self.rank) % 2**32
         accumulation = config.gradient_accumulation * self._block_updates
         with torch.random.fork_rng(devices=[]):
-            return make_options(config, self.job.method, Placement((0,)), training, seed, None, ipu_id, accumulation)
+            return make_options(
+                config, self.job.method, Placement((0,)), training, seed, None, ipu_id, accumulation
+            )
 
     def _receive(self, microbatches: int, tag: int) -> torch.Tensor:
         """Receive the previous block's activations of that many microbatches."""
-        activations = torch.empty((microbatches * self.example.shape[0], *self.example.shape[1:]), dtype=self._type)
+        activations = torch.empty(
+            (microbatches * self.example.shape[0], *self.example.shape[1:]), dtype=self._type
+        )
         dist.recv(activations, self.rank - 1, tag=tag)
         return activations
 
@@ -154,7 +186,9 @@ class BlockEngine(Engine):
     # ---- training
 
     def give(self, k: int, cut: float) -> None:
-        """Train this block for the updates of the call that begins with update k; do nothing at the call's other updates."""
+        """Train this block for the updates of the call that begins with update k; do nothing at the
+        call's other updates.
+        """
         if k % self.updates_per_call:
             return
         with describe_block_errors(self.rank, f"update {k}"):
@@ -184,12 +218,24 @@ class BlockEngine(Engine):
         """Do nothing: the next call goes on with the weights on the devices."""
 
     def _train(self, updates: range) -> None:
-        """Update this block once for `updates` in one call; send its activations to the next block, and its results to rank 0."""
-        job, accumulate = self.job, self.job.config.gradient_accumulation
-        pairs = [job.load_microbatch(m) for m in range(updates.start * accumulate, updates.stop * accumulate)]
+        """Update this block once for `updates` in one call; send its activations to the next block,
+        and its results to rank 0.
+        """
+        job = self.job
+        accumulate = self.job.config.gradient_accumulation
+        pairs = [
+            job.load_microbatch(m)
+            for m in range(updates.start * accumulate, updates.stop * accumulate)
+        ]
         y = convert_label(torch.cat([pair[1] for pair in pairs]))
-        x = torch.cat([self._receive(accumulate, k + 1) for k in updates] if self.rank else [pair[0] for pair in pairs])
-        _, losses, *more_outputs = self.executors.call(updates, updates[-1], convert_input(x, job.config.precision), y)
+        x = torch.cat(
+            [self._receive(accumulate, k + 1) for k in updates]
+            if self.rank
+            else [pair[0] for pair in pairs]
+        )
+        _, losses, *more_outputs = self.executors.call(
+            updates, updates[-1], convert_input(x, job.config.precision), y
+        )
         if not self._is_last:
             sent = self.messages.sent
             for k, part in zip(updates, more_outputs.pop().chunk(self._block_updates)):
@@ -217,7 +263,9 @@ class BlockEngine(Engine):
             (loss, None if counted != counted else right / max(counted, 1))
             for loss, right, counted in (row.tolist() for row in rows)
         )
-        return StepResult(*blocks[-1], self.job.global_batch_size, blocks if len(blocks) > 1 else ())
+        return StepResult(
+            *blocks[-1], self.job.global_batch_size, blocks if len(blocks) > 1 else ()
+        )
 
     def _finish_sends(self) -> None:
         """Wait until all messages are sent; rank 0 has taken all results."""
@@ -226,7 +274,7 @@ class BlockEngine(Engine):
 
     # ---- evaluation
 
-    def evaluate(self, split: str = "test") -> List[EvaluationResult]:
+    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
         """Evaluate the test set through all blocks, on the same IPUs."""
         start = time.perf_counter_ns()
         with describe_block_errors(self.rank, "evaluation"):
@@ -243,9 +291,13 @@ class BlockEngine(Engine):
         tally = Tally.of(self.job)
         self.executors.begin_evaluation()
         rows = self.executors.rows
-        for number, (x, y, count) in enumerate(split_into_calls(load_test_batches(self.job, split), rows)):
+        for number, (x, y, count) in enumerate(
+            split_into_calls(load_test_batches(self.job, split), rows)
+        ):
             tag = EVALUATION_TAG + number
-            outputs = self.executors.infer(self._receive(rows // self.job.config.micro_batch_size, tag) if self.rank else x)
+            outputs = self.executors.infer(
+                self._receive(rows // self.job.config.micro_batch_size, tag) if self.rank else x
+            )
             if not self._is_last:
                 self._send(outputs.pop(), tag)
             tally.add(trim_output(outputs[0], count), y[:count], count)
@@ -254,45 +306,57 @@ class BlockEngine(Engine):
 
     # ---- checkpoints, report, end
 
-    def _read_state(self) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor], Dict[str, Any]]:
-        """Return this block's weights, and the tensors and the plain values of its optimizer state."""
+    def _read_state(
+        self,
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+        """Return this block's weights, and the tensors and the plain values of its optimizer
+        state.
+        """
         self._finish_sends()
         snapshot = self.executors.snapshot(0)
         names = [name for name in self.executors.wrapped.list_names() if name is not None]
         return (snapshot.model, *export_state(snapshot.optimizer, names))
 
-    def collect_state(self) -> Optional[CheckpointState]:
+    def collect_state(self) -> CheckpointState | None:
         start = time.perf_counter_ns()
         with describe_block_errors(self.rank, "checkpoint"):
             gathered = self._gather(self._read_state())
         self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
         if gathered is None:
             return None
-        model, tensors, plain = ({key: v for part in parts for key, v in part.items()} for parts in zip(*gathered))
+        model, tensors, plain = (
+            {key: v for part in parts for key, v in part.items()} for parts in zip(*gathered)
+        )
         return CheckpointState({**self.job.model.state_dict(), **model}, tensors, plain)
 
-    def _gather(self, value: Any) -> Optional[List[Any]]:
-        gathered: Optional[List[Any]] = [None] * self.depth if self.is_main else None
+    def _gather(self, value: Any) -> list[Any] | None:
+        gathered: list[Any] | None = [None] * self.depth if self.is_main else None
         dist.gather_object(value, gathered, dst=0)
         return gathered
 
-    def report(self) -> Optional[Report]:
+    def report(self) -> Report | None:
         timeline = self._timeline
         traced = Events.from_rows(timeline.events), Counters.from_rows(timeline.counters)
         with describe_block_errors(self.rank, "report"):
-            gathered = self._gather((self._optimizer_bytes, self.messages.sent, timeline.describe(), *traced))
+            gathered = self._gather(
+                (self._optimizer_bytes, self.messages.sent, timeline.describe(), *traced)
+            )
         if gathered is None:
             return None
         optimizer_bytes, sent, measured, events, counters = zip(*gathered)
         figures = [{"block": s, **of_block} for s, of_block in enumerate(measured)]
         return Report(
-            list(optimizer_bytes), [0] * self.depth,
-            {(s, s + 1): (int(size), int(messages)) for s, (size, messages) in enumerate(sent[:-1])},
+            list(optimizer_bytes),
+            [0] * self.depth,
+            {
+                (s, s + 1): (int(size), int(messages))
+                for s, (size, messages) in enumerate(sent[:-1])
+            },
             concatenate_events(events),
             microbatches=(self._done - self._first) * self.job.config.gradient_accumulation,
             counters=concatenate_counters(counters),
             files={"ipu.json": {"execution": "decoupled", "blocks": figures}},
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Copy the newest weights of this block into the user's model and release the IPU."""

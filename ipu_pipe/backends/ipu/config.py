@@ -1,4 +1,5 @@
-"""The config section `backend.ipu`: all settings of a run on Graphcore IPUs. This file imports neither torch nor PopTorch.
+"""The config section `backend.ipu`: all settings of a run on Graphcore IPUs. This file imports
+neither torch nor PopTorch.
 
 Source: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py).
 """
@@ -10,29 +11,53 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 from pydantic import BeforeValidator, Field, StrictBool
 from typing_extensions import Annotated, Literal
 
-from ipu_pipe.config.values import MOST_REAL, Count, Integer, NotNegative, Section, Whole, to_number, to_numbers
+from ipu_pipe.config.values import (
+    MOST_REAL,
+    Count,
+    Integer,
+    NotNegative,
+    Section,
+    Whole,
+    to_number,
+    to_numbers,
+)
 
 LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
 
 
 def _validate_proportion(value: Any) -> Any:
     """Validate null, a share of each IPU's memory, or a list with one share per IPU."""
-    return to_numbers(value, 1, "must be null, a number from 0 to 1, or a list of such numbers, one per IPU")
+    return to_numbers(
+        value, 1, "must be null, a number from 0 to 1, or a list of such numbers, one per IPU"
+    )
 
 
 def _check_loss_scaling(value: Any) -> Any:
     """Validate a number > 0, or a list of [update, number] that begins with update 0 and rises."""
     pairs = value if isinstance(value, list) else [[0, value]]
     if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        updates, scales = [pair[0] for pair in pairs], [to_number(pair[1]) for pair in pairs]
-        are_counts = all(type(k) is int for k in updates) and updates[:1] == [0] and updates == sorted(set(updates))
+        updates = [pair[0] for pair in pairs]
+        scales = [to_number(pair[1]) for pair in pairs]
+        are_counts = (
+            all(type(k) is int for k in updates)
+            and updates[:1] == [0]
+            and updates == sorted(set(updates))
+        )
         if are_counts and all(scale is not None and 0 < scale <= MOST_REAL for scale in scales):
-            return [list(pair) for pair in zip(updates, scales)] if isinstance(value, list) else scales[0]
-    raise ValueError("must be a number > 0, or [[0, number], [update, number], ...] with rising updates")
+            return (
+                [list(pair) for pair in zip(updates, scales)]
+                if isinstance(value, list)
+                else scales[0]
+            )
+    raise ValueError(
+        "must be a number > 0, or [[0, number], [update, number], ...] with rising updates"
+    )
 
 
 class TensorLocation(Section):
-    """The memory of the tensors of one class (poptorch.TensorLocationSettings); null leaves the choice to PopTorch."""
+    """The memory of the tensors of one class (poptorch.TensorLocationSettings); null leaves the
+    choice to PopTorch.
+    """
 
     on_chip: Optional[StrictBool] = None
     replicated_tensor_sharding: StrictBool = False
@@ -43,7 +68,9 @@ class TensorLocation(Section):
 
 
 class TensorLocations(Section):
-    """The settings of Options.TensorLocations. `num_io_tiles`: tiles of each IPU that are reserved for input and output."""
+    """The settings of Options.TensorLocations. `num_io_tiles`: tiles of each IPU that are reserved
+    for input and output.
+    """
 
     activation: TensorLocation = TensorLocation()
     weight: TensorLocation = TensorLocation()
@@ -53,8 +80,8 @@ class TensorLocations(Section):
 
 
 class DataLoading(Section):
-    """The loading of a call's input: `sync` loads it at the call; `async` loads it ahead in a process of its own and passes it
-    through shared memory (poptorch.AsynchronousDataAccessor)."""
+    """The loading of a call's input: `sync` loads it at the call; `async` loads it ahead in a
+    process of its own and passes it through shared memory (poptorch.AsynchronousDataAccessor)."""
 
     mode: Literal["sync", "async"] = "sync"
     buffer_size: Count = 3
@@ -64,10 +91,11 @@ class DataLoading(Section):
 
 
 class IpuProfile(Section):
-    """The profiles: graph and execution profile (`profile.pop`) under `directory`, system trace (`.pvti`) under `pvti`.
+    """The profiles: graph and execution profile (`profile.pop`) under `directory`, system trace
+    (`.pvti`) under `pvti`.
 
-    A full profile changes memory and times. `blocks` limits it to Block programs whose names match (PopVision's lightweight
-    profile).
+    A full profile changes memory and times. `blocks` limits it to Block programs whose names match
+    (PopVision's lightweight profile).
     """
 
     directory: Optional[str] = None
@@ -76,10 +104,11 @@ class IpuProfile(Section):
 
 
 class IpuConfig(Section):
-    """The keys of backend: {name: poptorch, ipu: {...}}. Most are poptorch.Options under their own names with their defaults.
+    """The keys of backend: {name: poptorch, ipu: {...}}. Most are poptorch.Options under their own
+    names with their defaults.
 
-    The default of `output_mode` differs: PopTorch's default, `final`, would report only the loss of a batch's last microbatch.
-    docs/reference/ipu.md says what each key means.
+    The default of `output_mode` differs: PopTorch's default, `final`, would report only the loss of
+    a batch's last microbatch. docs/reference/ipu.md says what each key means.
     """
 
     device_iterations: Count = 1
@@ -91,13 +120,17 @@ class IpuConfig(Section):
     local: Literal["fused", "decoupled"] = "fused"
     detach_for_evaluation: StrictBool = True
 
-    available_memory_proportion: Annotated[Union[None, float, List[float]], BeforeValidator(_validate_proportion)] = None
+    available_memory_proportion: Annotated[
+        Union[None, float, List[float]], BeforeValidator(_validate_proportion)
+    ] = None
     partials: Literal["float", "half"] = "float"
     stochastic_rounding: StrictBool = False
     floating_point_exceptions: StrictBool = False
     stable_norm: StrictBool = False
     convolution_dithering: StrictBool = False
-    loss_scaling: Annotated[Union[float, List[Tuple[int, float]]], BeforeValidator(_check_loss_scaling)] = 1.0
+    loss_scaling: Annotated[
+        Union[float, List[Tuple[int, float]]], BeforeValidator(_check_loss_scaling)
+    ] = 1.0
     automatic_loss_scaling: StrictBool = False
     mean_reduction_strategy: Literal["post", "running", "post_and_loss"] = "post"
     use_combined_accum: StrictBool = False
@@ -106,7 +139,9 @@ class IpuConfig(Section):
     first_order_momentum_accum_type: Literal["float32", "float16"] = "float32"
     second_order_momentum_accum_type: Literal["float32", "float16"] = "float32"
 
-    recomputation: Literal["auto", "none", "standard", "norm_only", "pipeline", "recompute_all"] = "auto"
+    recomputation: Literal["auto", "none", "standard", "norm_only", "pipeline", "recompute_all"] = (
+        "auto"
+    )
     tensor_locations: TensorLocations = TensorLocations()
     overlapped_io: Literal["none", "accumulation_loop", "device_iteration_loop"] = "none"
     prefetch_buffering_depth: Optional[Count] = None

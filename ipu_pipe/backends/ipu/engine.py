@@ -1,14 +1,17 @@
-"""Train a job on Graphcore IPUs with PopTorch 3.4: the engine that the run's loop calls for updates, evaluations and checkpoints.
+"""Train a job on Graphcore IPUs with PopTorch 3.4: the engine that the run's loop calls for
+updates, evaluations and checkpoints.
 
     job.model -> copy, a poptorch.BeginBlock per stage -> trainingModel  -> a call trains D updates of N microbatches, R replicas
                                                        -> inferenceModel -> evaluates with the same weights
 
-A call is one execution on the device: D (device_iterations) updates. PopTorch's own pipeline fills, runs N microbatches, flushes
-and updates, which is both gpipe and pipedream_flush. The executors are the two compiled models; they are made from a copy of the
-user's model, into which weights are copied back at evaluations, at checkpoints and at the end.
+A call is one execution on the device: D (device_iterations) updates. PopTorch's own pipeline fills,
+runs N microbatches, flushes and updates, which is both gpipe and pipedream_flush. The executors are
+the two compiled models; they are made from a copy of the user's model, into which weights are
+copied back at evaluations, at checkpoints and at the end.
 
-After a device error that PopTorch calls recoverable, the engine makes new executors from the state of the last checkpoint and
-repeats the updates since then. In a loop of the caller's own such an error ends the run, since its batches are not kept.
+After a device error that PopTorch calls recoverable, the engine makes new executors from the state
+of the last checkpoint and repeats the updates since then. In a loop of the caller's own such an
+error ends the run, since its batches are not kept.
 
 Tested against tests/poptorch_double; not run on hardware.
 """
@@ -19,7 +22,7 @@ import contextlib
 import gc
 import sys
 import time
-from typing import Any, Callable, Dict, Iterator, List, Optional, TypeVar
+from typing import Any, Callable, Iterator, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,7 +46,12 @@ from ipu_pipe.backends.ipu.optimizer import (
     require_compiled_settings,
 )
 from ipu_pipe.backends.ipu.options import make_options
-from ipu_pipe.backends.ipu.placement import is_pipelined, place_stages, read_poprun_share, round_up_ipus
+from ipu_pipe.backends.ipu.placement import (
+    is_pipelined,
+    place_stages,
+    read_poprun_share,
+    round_up_ipus,
+)
 from ipu_pipe.backends.ipu.profile import CallTimes, read_profiles
 from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
 from ipu_pipe.backends.ranks import are_joined
@@ -60,7 +68,9 @@ Result = TypeVar("Result")
 
 
 class PoptorchEngine(Engine):
-    """The executors of this process's replicas, their data loader, and the snapshot from which new ones start."""
+    """The executors of this process's replicas, their data loader, and the snapshot from which new
+    ones start.
+    """
 
     # PopTorch flushes its pipeline at each update
     makes_updates_at_once = is_empty_after_calls = True
@@ -74,52 +84,81 @@ class PoptorchEngine(Engine):
         self._require_call(first_update)
         self._share = read_poprun_share(job.config)
         self.is_main = self._share.first == 0
-        # number of other poprun instances; if there are any, a device error ends the run: they cannot restart together
+        # number of other poprun instances; if there are any, a device error ends the run: they
+        # cannot restart together
         self._other_instances = dist.get_world_size() - 1 if are_joined() else 0
         self._placement = place_stages(self.ipu, len(job.partition))
         blocks = get_blocks(job.model)
         self._loss_count = 1 if blocks is None else len(blocks.heads) + 1
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
         place = "optimizer: its state" if job.is_open else RESUMED
-        self._last_snapshot = Snapshot(first_update, start, import_state(job.optimizer, self.ipu, place))
+        self._last_snapshot = Snapshot(
+            first_update, start, import_state(job.optimizer, self.ipu, place)
+        )
         self._updates_done = first_update
         self._may_retry = not job.is_open
         if self._other_instances:
             self.newest_model = None
-        self._results: Dict[int, StepResult] = {}
+        self._results: dict[int, StepResult] = {}
         self._timeline = CallTimes(job.traced_updates)
-        # PopVision's system trace is written if the SDK's libpvti is installed and PVTI_OPTIONS is set
+        # PopVision's system trace is written if the SDK's libpvti is installed and PVTI_OPTIONS is
+        # set
         self._channel = poptorch.profiling.Channel("ipu_pipe")
-        self.executors: Optional[Executors] = None
+        self.executors: Executors | None = None
         self._start()
         if self.ipu.compile_only:
             self._compile_only()
 
     def _start(self) -> None:
         """Make executors and data loader that continue from the last snapshot."""
-        job, last, share = self.job, self._last_snapshot, self._share
+        job = self.job
+        last = self._last_snapshot
+        share = self._share
         wrapped = wrap(job.model, job.loss, job.partition, job.config.precision, self.ipu)
-        tensors = {get_unsplit_name(name): t for name, t in wrapped.state_dict(keep_vars=True).items()}
+        tensors = {
+            get_unsplit_name(name): t for name, t in wrapped.state_dict(keep_vars=True).items()
+        }
         with torch.no_grad():
             for name, value in last.model.items():
                 tensors[name].copy_(value)
-        executors = Executors(job, wrapped, self._make_options, job.example[0], last.optimizer, last.update, self._timeline)
+        executors = Executors(
+            job,
+            wrapped,
+            self._make_options,
+            job.example[0],
+            last.optimizer,
+            last.update,
+            self._timeline,
+        )
         replicas = range(share.first, share.first + share.replicas)
-        self.calls = Calls(job.data, job.config, job.updates_per_epoch, range(last.update, job.updates), replicas)
+        self.calls = Calls(
+            job.data, job.config, job.updates_per_epoch, range(last.update, job.updates), replicas
+        )
         with describe_errors("starting the data loader"):
             loading = DataLoading() if self.ipu.compile_only else self.ipu.data_loading
             self.feed = Feed(self.calls, loading, executors.training_options)
         self.executors = executors
 
     def _make_options(self, training: bool) -> Any:
-        popdist_options, ipus = None, self._placement.ipu_count
+        popdist_options = None
+        ipus = self._placement.ipu_count
         if self._share.make_options is not None:
-            popdist_options = self._share.make_options(round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus)
+            popdist_options = self._share.make_options(
+                round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus
+            )
         seed = derive_seed(self.job.config.seed, "ipu", self._last_snapshot.update) % 2**32
         # randomSeed seeds the host's generator, too
         with torch.random.fork_rng(devices=[]):
             ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
-            return make_options(self.job.config, self.job.method, self._placement, training, seed, popdist_options, ipu_id)
+            return make_options(
+                self.job.config,
+                self.job.method,
+                self._placement,
+                training,
+                seed,
+                popdist_options,
+                ipu_id,
+            )
 
     def _compile_only(self) -> None:
         """Compile both models without running them, print that and exit with code 0."""
@@ -136,7 +175,10 @@ class PoptorchEngine(Engine):
             self.abort()
         if self.is_main:
             cache = f", cached in {self.ipu.executable_cache}" if self.ipu.executable_cache else ""
-            print(f"compiled for {self._placement.ipu_count} IPUs x replicas {self._share.replicas}{cache}; nothing was run")
+            print(
+                f"compiled for {self._placement.ipu_count} IPUs x replicas "
+                f"{self._share.replicas}{cache}; nothing was run"
+            )
         if self._other_instances:
             end_process(0)
         sys.exit(0)
@@ -144,7 +186,9 @@ class PoptorchEngine(Engine):
     # ---- device errors
 
     def _run_with_retry(self, work: Callable[[Executors], Result]) -> Result:
-        """Run `work`; after a recoverable device error run it once more, from the last checkpoint's state."""
+        """Run `work`; after a recoverable device error run it once more, from the last checkpoint's
+        state.
+        """
         import poptorch
 
         assert self.executors is not None, "the engine is closed"
@@ -166,7 +210,9 @@ class PoptorchEngine(Engine):
         self._may_retry = False
         if self.is_main:
             repeated = self._updates_done - self._last_snapshot.update
-            text = f"restarting from update {self._last_snapshot.update}; repeating {repeated} updates"
+            text = (
+                f"restarting from update {self._last_snapshot.update}; repeating {repeated} updates"
+            )
             print(f"poptorch: {reason}: {text}", file=sys.stderr, flush=True)
         self._drop()
         self._start()
@@ -178,14 +224,18 @@ class PoptorchEngine(Engine):
         """Return the fault for a device error after which this run cannot retry."""
         forget_frames(error)
         times = " for the second time since the last checkpoint"
-        remedy, then = "do what it asks for (vipu reset partition, gc-reset)", "go on with --resume"
+        remedy = "do what it asks for (vipu reset partition, gc-reset)"
+        then = "go on with --resume"
         if self._other_instances:
-            times, remedy = "", "the other instances cannot retry: do what it asks for"
+            times = ""
+            remedy = "the other instances cannot retry: do what it asks for"
         if self.job.is_open:
-            times, then = "", "load the last state_dict into a new pipeline"
+            times = ""
+            then = "load the last state_dict into a new pipeline"
             remedy = f"a loop's batches are not kept, so no update can be repeated: {remedy}"
         return RunFault(
-            f"poptorch: after update {self._updates_done}: device error ({error.recovery_action}){times}: "
+            f"poptorch: after update {self._updates_done}: device error "
+            f"({error.recovery_action}){times}: "
             f"{describe_error(error)}: "
             f"{remedy}, then {then}"
         )
@@ -193,7 +243,9 @@ class PoptorchEngine(Engine):
     # ---- the interface of an engine
 
     def give(self, k: int, cut: float) -> None:
-        """Make the updates of the call that begins with update k; do nothing at the call's other updates."""
+        """Make the updates of the call that begins with update k; do nothing at the call's other
+        updates.
+        """
         if k % self.updates_per_call:
             return
         assert k == self._updates_done, f"update {self._updates_done} is next, not {k}"
@@ -215,7 +267,9 @@ class PoptorchEngine(Engine):
         if not is_loaded:
             return
         self._require_call(update)
-        model = {name: value.detach().clone() for name, value in self.job.model.state_dict().items()}
+        model = {
+            name: value.detach().clone() for name, value in self.job.model.state_dict().items()
+        }
         optimizer = import_state(self.job.optimizer, self.ipu, LOADED)
         self._last_snapshot = Snapshot(update, model, optimizer)
         self._updates_done = update
@@ -226,7 +280,9 @@ class PoptorchEngine(Engine):
         return self._run_with_retry(lambda executors: self._compute_outputs(executors, x))
 
     def _compute_outputs(self, executors: Executors, x: torch.Tensor) -> torch.Tensor:
-        """Return the model's output for inputs of any number of samples, computed by the inference model."""
+        """Return the model's output for inputs of any number of samples, computed by the inference
+        model.
+        """
         executors.begin_evaluation()
         outputs = []
         for part in x.split(executors.rows):
@@ -247,9 +303,13 @@ class PoptorchEngine(Engine):
             why = f"must divide the {update} updates that are done"
             raise BadInput(f"backend.ipu.device_iterations: {self.updates_per_call}: {why}")
 
-    def _call(self, executors: Executors, k: int) -> List[StepResult]:
-        """Make the updates k to k + D - 1 in one call; return mean losses and accuracies over the outputs of the output mode."""
-        job, blocks, iterations = self.job, self._loss_count, self.updates_per_call
+    def _call(self, executors: Executors, k: int) -> list[StepResult]:
+        """Make the updates k to k + D - 1 in one call; return mean losses and accuracies over the
+        outputs of the output mode.
+        """
+        job = self.job
+        blocks = self._loss_count
+        iterations = self.updates_per_call
         x, y = self.feed.take()
         _, losses, *accuracy_outputs = executors.call(range(k, k + iterations), k, x, y)
         row_count = iterations if self.ipu.output_mode in ("all", "every_n") else 1
@@ -258,32 +318,44 @@ class PoptorchEngine(Engine):
             means /= iterations * job.config.gradient_accumulation
         counts_of_right = torch.full((row_count, blocks, 2), float("nan"), dtype=torch.float64)
         if accuracy_outputs:
-            counts_of_right = accuracy_outputs[0].double().reshape(row_count, -1, blocks, 2).sum(dim=1)
+            counts_of_right = (
+                accuracy_outputs[0].double().reshape(row_count, -1, blocks, 2).sum(dim=1)
+            )
         if self._other_instances:
             dist.all_reduce(means)
             dist.all_reduce(counts_of_right)
             means /= self._other_instances + 1
         results = []
         for i in range(iterations):
-            row, counts = means[min(i, row_count - 1)].tolist(), counts_of_right[min(i, row_count - 1)].tolist()
+            row = means[min(i, row_count - 1)].tolist()
+            counts = counts_of_right[min(i, row_count - 1)].tolist()
             # a caller's loop refuses it when the update leaves
             if not job.is_open:
                 refuse_nonfinite(job, k + i, row)
-            by_block = tuple((loss, n / max(total, 1) if accuracy_outputs else None) for loss, (n, total) in zip(row, counts))
-            results.append(StepResult(*by_block[-1], job.global_batch_size, by_block if blocks > 1 else ()))
+            by_block = tuple(
+                (loss, n / max(total, 1) if accuracy_outputs else None)
+                for loss, (n, total) in zip(row, counts)
+            )
+            results.append(
+                StepResult(*by_block[-1], job.global_batch_size, by_block if blocks > 1 else ())
+            )
         return results
 
-    def evaluate(self, split: str = "test") -> List[EvaluationResult]:
+    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
         assert not self._results, "an evaluation inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):
-            results = self._run_with_retry(lambda executors: self._evaluate_batches(executors, split))
+            results = self._run_with_retry(
+                lambda executors: self._evaluate_batches(executors, split)
+            )
             self._load_newest_weights()
         self._timeline.add("evaluate", self._updates_done, start, time.perf_counter_ns())
         return results
 
-    def _evaluate_batches(self, executors: Executors, split: str) -> List[EvaluationResult]:
-        """Evaluate on the inference model; each of poprun's instances evaluates a share of the batches."""
+    def _evaluate_batches(self, executors: Executors, split: str) -> list[EvaluationResult]:
+        """Evaluate on the inference model; each of poprun's instances evaluates a share of the
+        batches.
+        """
         tallies = [Tally.of(self.job) for _ in range(self._loss_count)]
         executors.begin_evaluation()
         rank, world = (dist.get_rank(), dist.get_world_size()) if self._other_instances else (0, 1)
@@ -291,7 +363,8 @@ class PoptorchEngine(Engine):
         while True:
             x, y, count = next(calls, (self.job.example[0], self.job.example[1], 0))
             total = torch.tensor([count])
-            # replicas of all instances wait for one another, so an instance that has no batch left evaluates the example
+            # replicas of all instances wait for one another, so an instance that has no batch left
+            # evaluates the example
             if self._other_instances:
                 dist.all_reduce(total)
             if not total:
@@ -305,11 +378,13 @@ class PoptorchEngine(Engine):
             dist.all_reduce(part)
         return [evaluate_sums(self.job.metrics, part) for part in sums]
 
-    def collect_state(self) -> Optional[CheckpointState]:
+    def collect_state(self) -> CheckpointState | None:
         assert not self._results, "a checkpoint inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("checkpoint"):
-            self._last_snapshot = self._run_with_retry(lambda executors: executors.snapshot(self._updates_done))
+            self._last_snapshot = self._run_with_retry(
+                lambda executors: executors.snapshot(self._updates_done)
+            )
         self._load_into_model(self._last_snapshot)
         self._may_retry = not self.job.is_open
         self._timeline.add("checkpoint", self._updates_done, start, time.perf_counter_ns())
@@ -321,7 +396,9 @@ class PoptorchEngine(Engine):
     def _load_newest_weights(self) -> None:
         """Copy the weights that the IPUs have now into the user's model."""
         done = self._updates_done
-        snapshot = self._run_with_retry(lambda executors: executors.snapshot(done, with_optimizer=False))
+        snapshot = self._run_with_retry(
+            lambda executors: executors.snapshot(done, with_optimizer=False)
+        )
         self._load_into_model(snapshot)
 
     def _load_into_model(self, snapshot: Snapshot) -> None:
@@ -330,34 +407,48 @@ class PoptorchEngine(Engine):
         if not self._other_instances:
             self.newest_model = self.job.model
 
-    def report(self) -> Optional[Report]:
+    def report(self) -> Report | None:
         """Return the pipeline's placement and the measurements of the calls."""
         if not self.is_main:
             return None
-        placement, accumulation = self._placement, self.job.config.gradient_accumulation
+        placement = self._placement
+        accumulation = self.job.config.gradient_accumulation
         pipelined = is_pipelined(self.job.method)
-        busy = accumulation / placement.count_cycles(accumulation) if pipelined else 1 / placement.forward_stages
+        busy = (
+            accumulation / placement.count_cycles(accumulation)
+            if pipelined
+            else 1 / placement.forward_stages
+        )
         figures = {
             "forward_stages": placement.forward_stages,
             "ipus_per_replica": placement.ipu_count,
             "replicas": self.job.config.replicas,
             "execution": "PipelinedExecution" if pipelined else "ShardedExecution",
-            "pipeline_cycles_an_update": placement.count_cycles(accumulation) if pipelined else None,
+            "pipeline_cycles_an_update": placement.count_cycles(accumulation)
+            if pipelined
+            else None,
             "full_cycles_share": busy,
             **self._timeline.describe(),
             "profiles": read_profiles(self.ipu),
         }
         return Report(
-            count_state_bytes(self._export()[0], self.job.partition), [0], None, Events.from_rows(self._timeline.events),
-            counters=Counters.from_rows(self._timeline.counters), utilization=busy, files={"ipu.json": figures},
-        )  # fmt: skip
+            count_state_bytes(self._export()[0], self.job.partition),
+            [0],
+            None,
+            Events.from_rows(self._timeline.events),
+            counters=Counters.from_rows(self._timeline.counters),
+            utilization=busy,
+            files={"ipu.json": figures},
+        )
 
     def close(self) -> None:
         """Copy the newest weights into the user's model and release the IPUs."""
         if self.executors is None:
             return
         if self._last_snapshot.update != self._updates_done:
-            self._last_snapshot = self._run_with_retry(lambda executors: executors.snapshot(self._updates_done))
+            self._last_snapshot = self._run_with_retry(
+                lambda executors: executors.snapshot(self._updates_done)
+            )
         self._load_into_model(self._last_snapshot)
         self.abort()
 

@@ -1,11 +1,13 @@
-"""PopTorch's training and inference model on one set of IPUs with their optimizer, and PopTorch's errors as one line."""
+"""PopTorch's training and inference model on one set of IPUs with their optimizer, and PopTorch's
+errors as one line.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 import traceback
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 
@@ -30,20 +32,23 @@ from ipu_pipe.model.restoring import restore_modes
 # words of an error message -> remedy
 HINTS = {
     ("Out of memory", "Memory allocation error"): (
-        "take more stages or a smaller micro_batch_size, or recomputation, tensor_locations.optimizer.on_chip=false, "
+        "take more stages or a smaller micro_batch_size, or recomputation, "
+        "tensor_locations.optimizer.on_chip=false, "
         "partials=half, another available_memory_proportion"
     ),
     ("Failed to acquire", "No IPU detected", "No device found"): (
         "see gc-info -l; backend.ipu.wait_for_ipu=true waits until other programs end"
     ),
     ('Parameter "weight" is unsupported',): (
-        "PopTorch's losses have no class weights: multiply the loss of reduction='none' by the labels' weights"
+        "PopTorch's losses have no class weights: multiply the loss of reduction='none' by the "
+        "labels' weights"
     ),
 }
 
 
-def forget_frames(error: Optional[BaseException]) -> None:
-    """Clear the local variables in the tracebacks of an exception and its causes, because one of them holds the IPUs.
+def forget_frames(error: BaseException | None) -> None:
+    """Clear the local variables in the tracebacks of an exception and its causes, because one of
+    them holds the IPUs.
 
     The lines of the tracebacks stay.
     """
@@ -74,41 +79,62 @@ def describe_error(error: Any) -> str:
 
 
 class Snapshot(NamedTuple):
-    """The state after `update` updates: weights by unsplit names, optimizer state by PopTorch's names."""
+    """The state after `update` updates: weights by unsplit names, optimizer state by PopTorch's
+    names.
+    """
 
     update: int
-    model: Dict[str, torch.Tensor]
-    optimizer: Optional[IpuState]
+    model: dict[str, torch.Tensor]
+    optimizer: IpuState | None
 
 
 class Executors:
     """The training and the inference model of a wrapped copy, and their optimizer.
 
-    One of the two models is attached at a time, unless both fit. `rows`: the samples of an evaluation's call, known when the
-    inference model is made.
+    One of the two models is attached at a time, unless both fit. `rows`: the samples of an
+    evaluation's call, known when the inference model is made.
     """
 
     @describe_errors("making the training model")
     def __init__(
-        self, job: Job, wrapped: Wrapped, make_options: Callable[[bool], Any], example: torch.Tensor,
-        optimizer: Optional[IpuState], first_update: int, timeline: CallTimes,
-    ) -> None:  # fmt: skip
+        self,
+        job: Job,
+        wrapped: Wrapped,
+        make_options: Callable[[bool], Any],
+        example: torch.Tensor,
+        optimizer: IpuState | None,
+        first_update: int,
+        timeline: CallTimes,
+    ) -> None:
         """Make the training model.
 
-        `make_options`: returns the options of the training model (True) or the inference model. `example`: a microbatch's input.
-        `optimizer`: PopTorch's state to start from.
+        `make_options`: returns the options of the training model (True) or the inference model.
+        `example`: a microbatch's input. `optimizer`: PopTorch's state to start from.
         """
         import poptorch
 
-        self.job, self.wrapped, self._make_options, self.timeline = job, wrapped, make_options, timeline
-        self._example, self._saved, self._starts_anew = example, optimizer, first_update == 0
-        ipu, clip = job.config.ipu, job.config.clip
+        self.job = job
+        self.wrapped = wrapped
+        self._make_options = make_options
+        self.timeline = timeline
+        self._example = example
+        self._saved = optimizer
+        self._starts_anew = first_update == 0
+        ipu = job.config.ipu
+        clip = job.config.clip
         self._detaches = ipu.detach_for_evaluation or ipu.local == "decoupled"
-        trained = {name: p for name, p in zip(wrapped.list_names(), wrapped.parameters()) if name is not None}
+        trained = {
+            name: p
+            for name, p in zip(wrapped.list_names(), wrapped.parameters())
+            if name is not None
+        }
         names = {p: name for name, p in job.model.named_parameters()}
         norm = clip.norm if clip else None
-        self.optimizer: Any = translate_optimizer(job.optimizer, names, trained, ipu, first_update, norm)
-        # an open run's are known when its first batch is given; until then the groups have those of the build
+        self.optimizer: Any = translate_optimizer(
+            job.optimizer, names, trained, ipu, first_update, norm
+        )
+        # an open run's are known when its first batch is given; until then the groups have those of
+        # the build
         if not job.is_open:
             set_rates(self.optimizer, job.rules, first_update)
         self.training_options = make_options(True)
@@ -123,8 +149,12 @@ class Executors:
         """Compile the training model for the input of a call, and attach to the IPUs."""
         self.training.compile(x, y)
 
-    def call(self, updates: range, rates_of: int, x: torch.Tensor, y: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Make these updates in one call at the learning rates of update `rates_of`; return the model's outputs."""
+    def call(
+        self, updates: range, rates_of: int, x: torch.Tensor, y: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Make these updates in one call at the learning rates of update `rates_of`; return the
+        model's outputs.
+        """
         with describe_errors(f"update {updates[0]}"):
             if not self.training.isCompiled():
                 self.compile(x, y)
@@ -140,7 +170,8 @@ class Executors:
             start_ns = time.perf_counter_ns()
             outputs: Sequence[torch.Tensor] = self.training(x, y)
         end_ns = time.perf_counter_ns()
-        sent, received = count_bytes((x, y)), count_bytes(outputs)
+        sent = count_bytes((x, y))
+        received = count_bytes(outputs)
         self.timeline.add_call(self.training, updates, start_ns, end_ns, len(x), sent, received)
         return outputs
 
@@ -148,12 +179,17 @@ class Executors:
 
     @describe_errors("compiling the inference model")
     def make_inference(self) -> None:
-        """Make the inference model after the training model and compile it in evaluation mode, which needs IPUs."""
+        """Make the inference model after the training model and compile it in evaluation mode,
+        which needs IPUs.
+        """
         import poptorch
 
-        config, options = self.job.config, self._make_options(False)
+        config = self.job.config
+        options = self._make_options(False)
         with restore_modes(self.wrapped):
-            self.rows = config.micro_batch_size * options.device_iterations * options.replication_factor
+            self.rows = (
+                config.micro_batch_size * options.device_iterations * options.replication_factor
+            )
             inference = poptorch.inferenceModel(self.wrapped.eval(), options)
             inference.compile(convert_input(fill_up(self._example, self.rows), config.precision))
         self.inference = inference
@@ -175,7 +211,7 @@ class Executors:
             self.training.detachFromDevice() if detaches else self.training.copyWeightsToHostIfNeeded()
 
     @describe_errors("evaluation")
-    def infer(self, x: torch.Tensor) -> List[Any]:
+    def infer(self, x: torch.Tensor) -> list[Any]:
         """Return the outputs of one call of the inference model, of `rows` samples."""
         return list(self.inference(convert_input(x, self.job.config.precision)))
 
@@ -193,14 +229,18 @@ class Executors:
         like = self.job.model.state_dict()
         self.leave_training(False)
         state = {get_unsplit_name(name): value for name, value in self.wrapped.state_dict().items()}
-        model = {name: t.detach().clone().to(like[name].dtype) for name, t in state.items() if name is not None}
+        model = {
+            name: t.detach().clone().to(like[name].dtype)
+            for name, t in state.items()
+            if name is not None
+        }
         return Snapshot(update, model, read_state(self.optimizer) if with_optimizer else None)
 
     def drop(self) -> None:
         """Release the IPUs; ignore errors of a lost device.
 
-        `destroy` first reads from the device, so for a lost one it fails and frees nothing. Then the executor's last reference
-        releases the IPUs.
+        `destroy` first reads from the device, so for a lost one it fails and frees nothing. Then
+        the executor's last reference releases the IPUs.
         """
         for executor in (self.inference, self.training):
             with contextlib.suppress(Exception):

@@ -1,4 +1,5 @@
-"""The data loader of PopTorch's calls: it makes the input of each call on demand, or ahead of time in PopTorch's worker process.
+"""The data loader of PopTorch's calls: it makes the input of each call on demand, or ahead of time
+in PopTorch's worker process.
 
 sync     calls[i]                                                   in this process
 async    calls[i] -> ring of shared memory -> this process          in the worker, whose errors are raised here
@@ -11,7 +12,7 @@ import json
 import os
 import pickle
 import tempfile
-from typing import Any, Iterator, List, NoReturn, Optional, Tuple
+from typing import Any, Iterator, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map
@@ -33,27 +34,40 @@ def convert_input(value: torch.Tensor, precision: str) -> torch.Tensor:
 
 
 def convert_label(value: torch.Tensor) -> torch.Tensor:
-    """Convert labels of a microbatch: losses are computed in float32, independent of the inputs' precision."""
+    """Convert labels of a microbatch: losses are computed in float32, independent of the inputs'
+    precision.
+    """
     return value.float() if value.is_floating_point() else value
 
 
 class Calls(Dataset):  # type: ignore[type-arg]
-    """Inputs of PopTorch's calls in order: item i holds the samples of updates first + i*D to first + (i+1)*D - 1, for these
-    `replicas`.
+    """Inputs of PopTorch's calls in order: item i holds the samples of updates first + i*D to first
+    + (i+1)*D - 1, for these `replicas`.
 
-    Picklable. In a worker, errors are written to `error_file`, because PopTorch only says that the worker exited.
+    Picklable. In a worker, errors are written to `error_file`, because PopTorch only says that the
+    worker exited.
     """
 
-    error_file: Optional[str] = None
+    error_file: str | None = None
 
-    def __init__(self, data: DataSource, config: Config, per_epoch: Optional[int], updates: range, replicas: range) -> None:
-        self._data, self._config, self._per_epoch, self._replicas = data, config, per_epoch, replicas
+    def __init__(
+        self,
+        data: DataSource,
+        config: Config,
+        per_epoch: int | None,
+        updates: range,
+        replicas: range,
+    ) -> None:
+        self._data = data
+        self._config = config
+        self._per_epoch = per_epoch
+        self._replicas = replicas
         self._first_updates = updates[:: config.ipu.device_iterations]
 
     def __len__(self) -> int:
         return len(self._first_updates)
 
-    def __getitem__(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         try:
             return self._read_call(self._first_updates[index])
         except Exception as error:
@@ -66,22 +80,34 @@ class Calls(Dataset):  # type: ignore[type-arg]
             # the main process prints the error, so the worker prints no traceback
             raise SystemExit(1) from None
 
-    def _read_call(self, first: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        pairs = [pair for k in range(first, first + self._config.ipu.device_iterations) for pair in self._read_update(k)]
+    def _read_call(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = [
+            pair
+            for k in range(first, first + self._config.ipu.device_iterations)
+            for pair in self._read_update(k)
+        ]
         x = torch.cat([convert_input(x, self._config.precision) for x, _ in pairs])
         return x, torch.cat([convert_label(y) for _, y in pairs])
 
-    def _read_update(self, k: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        """Return inputs and labels of update k, as one pair if the source can read microbatches together."""
+    def _read_update(self, k: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return inputs and labels of update k, as one pair if the source can read microbatches
+        together.
+        """
         config = self._config
         # a caller's loop gives its microbatches by one number, without epochs
         epoch, within = (0, k) if self._per_epoch is None else divmod(k, self._per_epoch)
-        microbatches = range(within * config.gradient_accumulation, (within + 1) * config.gradient_accumulation)
-        indices = [m * config.replicas + replica for m in microbatches for replica in self._replicas]
+        microbatches = range(
+            within * config.gradient_accumulation, (within + 1) * config.gradient_accumulation
+        )
+        indices = [
+            m * config.replicas + replica for m in microbatches for replica in self._replicas
+        ]
         read_together = getattr(self._data, "train_batches", None)
         if read_together is not None:
             return [split_batch(read_together(epoch, indices, config.micro_batch_size))]
-        return [split_batch(self._data.train_batch(epoch, i, config.micro_batch_size)) for i in indices]
+        return [
+            split_batch(self._data.train_batch(epoch, i, config.micro_batch_size)) for i in indices
+        ]
 
 
 class Feed:
@@ -89,7 +115,7 @@ class Feed:
 
     def __init__(self, calls: Calls, loading: DataLoading, options: Any) -> None:
         self._calls = calls
-        self._loader: Optional[Any] = None
+        self._loader: Any | None = None
         # an iterator of a Dataset would also end at an IndexError raised by the data
         self._source: Iterator[Any] = (calls[i] for i in range(len(calls)))
         if loading.mode == "async":
@@ -106,23 +132,33 @@ class Feed:
         handle, self._calls.error_file = tempfile.mkstemp(prefix="ipu_pipe-", suffix=".json")
         os.close(handle)
         settings = loading.model_dump(exclude={"mode"})
-        settings["sharing_strategy"] = find_member(poptorch.SharingStrategy, loading.sharing_strategy)
+        settings["sharing_strategy"] = find_member(
+            poptorch.SharingStrategy, loading.sharing_strategy
+        )
         try:
             # drop_last is True by PopTorch's default, which torch refuses without a batch size
             loader: Any = poptorch.DataLoader(
-                options, self._calls, batch_size=None, shuffle=False, drop_last=False,
-                auto_distributed_partitioning=False, mode=poptorch.DataLoaderMode.Async,
+                options,
+                self._calls,
+                batch_size=None,
+                shuffle=False,
+                drop_last=False,
+                auto_distributed_partitioning=False,
+                mode=poptorch.DataLoaderMode.Async,
                 async_options={**settings, "load_indefinitely": False},
-            )  # fmt: skip
-            self._loader, self._source = loader, iter(loader)
+            )
+            self._loader = loader
+            self._source = iter(loader)
         except (poptorch.Error, AssertionError, OSError) as error:
             self._raise_fault(error)
         except BaseException:
             self.close()
             raise
 
-    def take(self) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Return (x, y) of the next call. Raise `BadInput` or `RunFault` for an error in the worker."""
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (x, y) of the next call. Raise `BadInput` or `RunFault` for an error in the
+        worker.
+        """
         if self._loader is None:
             return next(self._source)  # type: ignore[no-any-return]
         try:
@@ -138,7 +174,10 @@ class Feed:
         self.close()
         if not text:
             why = f"the worker process exited without an error message ({summarize(error)})"
-            remedy = "is there room for its buffers in /dev/shm? A smaller backend.ipu.data_loading.buffer_size needs less memory"
+            remedy = (
+                "is there room for its buffers in /dev/shm? A smaller "
+                "backend.ipu.data_loading.buffer_size needs less memory"
+            )
             raise RunFault(f"poptorch: loading data: {why}: {remedy}") from error
         cause = json.loads(text)
         if cause["bad_input"]:
@@ -157,14 +196,19 @@ class Feed:
             self._calls.error_file = None
 
 
-def split_into_calls(batches: Iterator[Tuple[Any, Any]], rows: int) -> Iterator[Tuple[Any, Any, int]]:
-    """Yield the batches as calls of `rows` samples, the last one padded, each with the number of samples that count."""
-    waiting: List[Tuple[torch.Tensor, torch.Tensor]] = []
+def split_into_calls(
+    batches: Iterator[tuple[Any, Any]], rows: int
+) -> Iterator[tuple[Any, Any, int]]:
+    """Yield the batches as calls of `rows` samples, the last one padded, each with the number of
+    samples that count.
+    """
+    waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
     for batch in batches:
         x, y = (torch.cat(parts) for parts in zip(*waiting, batch))
         while len(x) >= rows:
             yield x[:rows], y[:rows], rows
-            x, y = x[rows:], y[rows:]
+            x = x[rows:]
+            y = y[rows:]
         waiting = [(x, y)]
     for x, y in waiting:
         if len(x):

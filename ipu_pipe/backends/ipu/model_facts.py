@@ -1,14 +1,16 @@
-"""The facts of a job's model that decide whether PopTorch can train it, from one observed training forward.
+"""The facts of a job's model that decide whether PopTorch can train it, from one observed training
+forward.
 
-Sources: PopTorch, branch sdk-release-3.4 (dispatchers/JitDispatch.cpp: integer buffers; RequiresGrad.cpp: no_grad), PopART
-(op/batchnorm.cpp: the gradient reads the batch's statistics, which a BatchNorm in evaluation mode does not compute), and torch
-2.0.1's type checks of convolutions. Not run on hardware.
+Sources: PopTorch, branch sdk-release-3.4 (dispatchers/JitDispatch.cpp: integer buffers;
+RequiresGrad.cpp: no_grad), PopART (op/batchnorm.cpp: the gradient reads the batch's statistics,
+which a BatchNorm in evaluation mode does not compute), and torch 2.0.1's type checks of
+convolutions. Not run on hardware.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -24,7 +26,8 @@ from ipu_pipe.update.optimizer import list_kinds
 
 # These operations read only a tensor's shape, so no gradient flows through them anyway.
 _SHAPE_ONLY = frozenset(
-    "detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty new_tensor "
+    "detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones "
+    "new_full new_empty new_tensor "
     "__get__".split()
 )
 
@@ -32,12 +35,14 @@ _SHAPE_ONLY = frozenset(
 class ModelFacts(NamedTuple):
     """The facts of a model and its optimizer.
 
-    `shared`: names of weights and buffers that several stages use -> these stages. `order`: the stages in the order in which a
-    forward begins them. `empty`: stages at which no module begins. `written`: floating-point buffers that training writes;
-    `counters`: integer buffers that it writes. `optimizer`: kind (`list_kinds`) and parameter groups. `functions`: classes of
-    torch.autograd.Function in the gradient's path. `ungraded`: operations inside torch.no_grad() through which a gradient would
-    flow without it. `fixed_norms`: normalizations that use their running statistics (evaluation mode) in the gradient's path.
-    `biased_convolutions`: names of modules. `input_type`: dtype of the model's input. `updates`, `updates_per_epoch`: None of an
+    `shared`: names of weights and buffers that several stages use -> these stages. `order`: the
+    stages in the order in which a forward begins them. `empty`: stages at which no module begins.
+    `written`: floating-point buffers that training writes; `counters`: integer buffers that it
+    writes. `optimizer`: kind (`list_kinds`) and parameter groups. `functions`: classes of
+    torch.autograd.Function in the gradient's path. `ungraded`: operations inside torch.no_grad()
+    through which a gradient would flow without it. `fixed_norms`: normalizations that use their
+    running statistics (evaluation mode) in the gradient's path. `biased_convolutions`: names of
+    modules. `input_type`: dtype of the model's input. `updates`, `updates_per_epoch`: None of an
     open run, whose batches a caller's loop gives.
     """
 
@@ -46,9 +51,9 @@ class ModelFacts(NamedTuple):
     order: Sequence[int]
     empty: Sequence[int]
     written: Sequence[str]
-    optimizer: Tuple[str, Sequence[Mapping[str, Any]]]
-    updates: Optional[int]
-    updates_per_epoch: Optional[int]
+    optimizer: tuple[str, Sequence[Mapping[str, Any]]]
+    updates: int | None
+    updates_per_epoch: int | None
     counters: Sequence[str] = ()
     functions: Sequence[str] = ()
     ungraded: Sequence[str] = ()
@@ -58,17 +63,22 @@ class ModelFacts(NamedTuple):
 
 
 def observe_model(job: Job) -> ModelFacts:
-    """Return the facts of a job's model, from one training forward of its example and its loss on the CPU."""
+    """Return the facts of a job's model, from one training forward of its example and its loss on
+    the CPU.
+    """
     model, part, (x, y) = job.model, job.partition, job.example
     names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     # name of a weight -> the stages that use it
-    users: Dict[str, Set[int]] = {}
+    users: dict[str, set[int]] = {}
     # `running` holds the names of the running modules, the innermost last
-    ungraded, running, order = set(), ["the loss"], [0]
-    fixed_norms: List[str] = []
+    ungraded = set()
+    running = ["the loss"]
+    order = [0]
+    fixed_norms: list[str] = []
 
     def record_call(func: Any, args: Any, kwargs: Any) -> Any:
-        name, inputs = getattr(func, "__name__", str(func)), list_tensors((args, kwargs))
+        name = getattr(func, "__name__", str(func))
+        inputs = list_tensors((args, kwargs))
         for tensor in inputs:
             if id(tensor) in names:
                 users.setdefault(names[id(tensor)], set()).add(order[-1])
@@ -86,25 +96,38 @@ def observe_model(job: Job) -> ModelFacts:
 
     def end_module(name: str, module: nn.Module, output: Any) -> None:
         running.pop()
-        uses_running_statistics = isinstance(module, _NormBase) and not module.training and module.running_mean is not None
+        uses_running_statistics = (
+            isinstance(module, _NormBase)
+            and not module.training
+            and module.running_mean is not None
+        )
         if uses_running_statistics and output.requires_grad and name not in fixed_norms:
             fixed_norms.append(name)
 
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
     with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         hooks.enter_context(restore_buffers(model))
-        # a tensor with a graph, which a module has kept as an attribute, could not be copied with the model
+        # a tensor with a graph, which a module has kept as an attribute, could not be copied with
+        # the model
         hooks.enter_context(restore_attributes(model))
         hooks.enter_context(restore_function(get_user_loss(job.loss)))
         for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: begin_module(name)))  # type: ignore[misc]
             hooks.enter_context(
-                module.register_forward_hook(lambda m, _, output, name=name: end_module(name, m, output))  # type: ignore[misc]
+                module.register_forward_pre_hook(lambda *_, name=name: begin_module(name))
+            )  # type: ignore[misc]
+            hooks.enter_context(
+                module.register_forward_hook(
+                    lambda m, _, output, name=name: end_module(name, m, output)
+                )  # type: ignore[misc]
             )
         with FunctionWatch(record_call):
             loss = job.loss(model(x.clone()), y)
         now = dict(model.named_buffers())
-        written = [name for name, (t, old) in before.items() if now[name] is not t or not torch.equal(t, old)]
+        written = [
+            name
+            for name, (t, old) in before.items()
+            if now[name] is not t or not torch.equal(t, old)
+        ]
     functions = sorted(set(_find_functions(loss)))
     return ModelFacts(
         stages=len(part),
@@ -115,27 +138,44 @@ def observe_model(job: Job) -> ModelFacts:
         optimizer=(list_kinds(job.optimizer)[0], job.optimizer.param_groups),
         updates=None if job.is_open else job.updates,
         updates_per_epoch=job.updates_per_epoch,
-        counters=[name for name in written if not before[name][0].is_floating_point() and not _is_counted(model, name)],
+        counters=[
+            name
+            for name in written
+            if not before[name][0].is_floating_point() and not _is_counted(model, name)
+        ],
         functions=functions,
-        # the forward of an autograd.Function runs without a gradient, so its operations would be reported too
+        # the forward of an autograd.Function runs without a gradient, so its operations would be
+        # reported too
         ungraded=[] if functions else sorted(ungraded),
         fixed_norms=fixed_norms,
-        biased_convolutions=[name for name, m in model.named_modules() if isinstance(m, _ConvNd) and m.bias is not None],
+        biased_convolutions=[
+            name
+            for name, m in model.named_modules()
+            if isinstance(m, _ConvNd) and m.bias is not None
+        ],
         input_type=x.dtype,
     )
 
 
 def _is_counted(model: nn.Module, name: str) -> bool:
-    """Tell whether a buffer is a BatchNorm's number of batches, which nothing reads and the IPU counts in float32."""
+    """Tell whether a buffer is a BatchNorm's number of batches, which nothing reads and the IPU
+    counts in float32.
+    """
     owner, _, buffer = name.rpartition(".")
     module = model.get_submodule(owner)
-    return buffer == "num_batches_tracked" and isinstance(module, _NormBase) and module.momentum is not None
+    return (
+        buffer == "num_batches_tracked"
+        and isinstance(module, _NormBase)
+        and module.momentum is not None
+    )
 
 
 def _find_functions(loss: torch.Tensor) -> Iterator[str]:
-    """Yield the names of the torch.autograd.Function classes through which the loss's gradient flows."""
-    waiting: List[Any] = [loss.grad_fn]
-    seen: Set[Any] = {None}
+    """Yield the names of the torch.autograd.Function classes through which the loss's gradient
+    flows.
+    """
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
     while waiting:
         node = waiting.pop()
         if node not in seen:

@@ -1,8 +1,10 @@
-"""Translate a job's optimizer to poptorch.optim, change its rates and loss scaling, and save and load its state."""
+"""Translate a job's optimizer to poptorch.optim, change its rates and loss scaling, and save and
+load its state.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -17,23 +19,39 @@ from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import list_kinds
 
 # optimizer -> the settings of a group that PopTorch gets, with the type that it expects
-_ADAM = {"lr": float, "betas": lambda pair: tuple(map(float, pair)), "eps": float, "weight_decay": float}
-SETTINGS: Dict[str, Dict[str, Any]] = {
+_ADAM = {
+    "lr": float,
+    "betas": lambda pair: tuple(map(float, pair)),
+    "eps": float,
+    "weight_decay": float,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": float, "momentum": float, "weight_decay": float, "nesterov": bool},
     "adam": _ADAM,
     "adamw": _ADAM,
-    "rmsprop": {"lr": float, "alpha": float, "eps": float, "weight_decay": float, "momentum": float},
+    "rmsprop": {
+        "lr": float,
+        "alpha": float,
+        "eps": float,
+        "weight_decay": float,
+        "momentum": float,
+    },
 }
 
 
 def translate_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[Any, str], trained: Mapping[str, nn.Parameter], ipu: IpuConfig,
-    first_update: int, clip_norm: Optional[float],
-) -> Any:  # fmt: skip
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Any, str],
+    trained: Mapping[str, nn.Parameter],
+    ipu: IpuConfig,
+    first_update: int,
+    clip_norm: float | None,
+) -> Any:
     """Return the poptorch.optim optimizer that equals a torch.optim optimizer.
 
-    `names`: parameter -> name; `trained`: name -> the parameter's copy on the IPU, other parameters are left out. Only the
-    learning rate and the loss scaling may change later; the other settings are constants of the graph.
+    `names`: parameter -> name; `trained`: name -> the parameter's copy on the IPU, other parameters
+    are left out. Only the learning rate and the loss scaling may change later; the other settings
+    are constants of the graph.
     """
     import poptorch
 
@@ -57,7 +75,9 @@ def translate_optimizer(
         # without use_combined_accum PopTorch uses the loss scaling instead
         if ipu.use_combined_accum:
             settings["velocity_scaling"] = ipu.get_loss_scaling(0)
-    settings.update({key: torch.float16 for key in ACCUMULATORS[kind] if getattr(ipu, key) == "float16"})
+    settings.update(
+        {key: torch.float16 for key in ACCUMULATORS[kind] if getattr(ipu, key) == "float16"}
+    )
     if clip_norm is not None:
         settings["max_grad_norm"] = float(clip_norm)
     translated = getattr(poptorch.optim, type(optimizer).__name__)(groups, **settings)
@@ -76,21 +96,28 @@ def set_rates(optimizer: Any, rules: UpdateRules, k: int) -> bool:
 
 
 def require_compiled_settings(optimizer: torch.optim.Optimizer, rules: UpdateRules, k: int) -> None:
-    """Raise `BadInput` if a setting of update k besides the learning rate differs from that with which the graph is compiled.
+    """Raise `BadInput` if a setting of update k besides the learning rate differs from that with
+    which the graph is compiled.
 
     `optimizer`: the job's, with the settings of the time when it was built.
     """
     for group in optimizer.param_groups:
         for key, value in rules.get_settings(k, group).items():
             if key != "lr" and value != group[key]:
-                why = f"PopTorch compiled it as a constant, {group[key]}: only the learning rate may change"
+                why = (
+                    f"PopTorch compiled it as a constant, {group[key]}: only the learning rate "
+                    f"may change"
+                )
                 raise BadInput(f"optimizer.{key}: {value}: {why}")
 
 
-def update_optimizer(executor: Any, optimizer: Any, rules: UpdateRules, k: int, loss_scaling: float) -> None:
+def update_optimizer(
+    executor: Any, optimizer: Any, rules: UpdateRules, k: int, loss_scaling: float
+) -> None:
     """Set the learning rates of update k and the loss scaling for the next call if they change.
 
-    The executor must be attached: PopTorch asserts that detached state is not changed on both sides.
+    The executor must be attached: PopTorch asserts that detached state is not changed on both
+    sides.
     """
     changed = set_rates(optimizer, rules, k)
     if loss_scaling != optimizer.loss_scaling:
@@ -105,11 +132,14 @@ def update_optimizer(executor: Any, optimizer: Any, rules: UpdateRules, k: int, 
 # ---- the optimizer's state in checkpoints
 
 # entries of a checkpoint, each under POPTORCH_PREFIX
-STATE, SCALE = "ipu_state", "velocity_scaling"
+STATE = "ipu_state"
+SCALE = "velocity_scaling"
 # PopART's prefixes of SGD's velocity, without and with use_combined_accum
-SEPARATE, COMBINED = "Accl1___", "Accl___"
+SEPARATE = "Accl1___"
+COMBINED = "Accl___"
 # where a state comes from, in faults
-RESUMED, LOADED = "--resume: the checkpoint's optimizer state", "load_state_dict: the optimizer state"
+RESUMED = "--resume: the checkpoint's optimizer state"
+LOADED = "load_state_dict: the optimizer state"
 
 
 def _describe_new_start(place: str) -> str:
@@ -120,43 +150,64 @@ def _describe_new_start(place: str) -> str:
 
 
 def _describe_going_on(place: str) -> str:
-    return f"go on with the backend.ipu keys that it was written with, or {_describe_new_start(place)}"
+    return (
+        f"go on with the backend.ipu keys that it was written with, or {_describe_new_start(place)}"
+    )
 
 
 class IpuState(NamedTuple):
     """PopTorch's optimizer state by PopART's names, and the factor of SGD's stored velocities.
 
-    The factor is PopART's velocity scaling (compoundscalarhelper.hpp), None if a checkpoint does not tell it.
+    The factor is PopART's velocity scaling (compoundscalarhelper.hpp), None if a checkpoint does
+    not tell it.
     """
 
-    tensors: Dict[str, torch.Tensor]
-    scale: Optional[float]
+    tensors: dict[str, torch.Tensor]
+    scale: float | None
 
 
-def read_state(optimizer: Any) -> Optional[IpuState]:
+def read_state(optimizer: Any) -> IpuState | None:
     """Return a copy of the state of a PopTorch optimizer, None if it has no state."""
-    tensors, scale = optimizer.state_dict().get(STATE) or {}, 1.0
+    tensors = optimizer.state_dict().get(STATE) or {}
+    scale = 1.0
     if isinstance(optimizer, torch.optim.SGD):
         combined = optimizer.use_combined_accum  # type: ignore[attr-defined]
-        scale = optimizer.param_groups[0]["velocity_scaling"] if combined else optimizer.loss_scaling  # type: ignore[attr-defined]
-    return IpuState({key: value.detach().cpu().clone() for key, value in tensors.items()}, scale) if tensors else None
+        if combined:
+            scale = optimizer.param_groups[0]["velocity_scaling"]
+        else:
+            scale = optimizer.loss_scaling  # type: ignore[attr-defined]
+    return (
+        IpuState({key: value.detach().cpu().clone() for key, value in tensors.items()}, scale)
+        if tensors
+        else None
+    )
 
 
-def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState], place: str = RESUMED) -> None:
-    """Give the optimizer with the state `saved` to a compiled and attached executor, with velocities in its own scale.
+def write_state(
+    executor: Any, optimizer: Any, saved: IpuState | None, place: str = RESUMED
+) -> None:
+    """Give the optimizer with the state `saved` to a compiled and attached executor, with
+    velocities in its own scale.
 
-    Raise `BadInput` if a name is missing or a shape differs, of which PopTorch would only warn. `place`: where the state comes
-    from, for the fault.
+    Raise `BadInput` if a name is missing or a shape differs, of which PopTorch would only warn.
+    `place`: where the state comes from, for the fault.
     """
     present = read_state(optimizer)
     if present is not None:
         saved = saved or IpuState({}, None)
         # names without "___" belong to the loss scaling
         needed = {name: value for name, value in present.tensors.items() if "___" in name}
-        missing = [n for n, value in needed.items() if n not in saved.tensors or saved.tensors[n].shape != value.shape]
+        missing = [
+            n
+            for n, value in needed.items()
+            if n not in saved.tensors or saved.tensors[n].shape != value.shape
+        ]
         if missing:
             some = list_some(missing, 2)
-            raise BadInput(f"{place} has no {some} of the shape that this run keeps: {_describe_going_on(place)}")
+            raise BadInput(
+                f"{place} has no {some} of the shape that this run keeps: "
+                f"{_describe_going_on(place)}"
+            )
         state = {}
         for name, value in present.tensors.items():
             tensor = saved.tensors.get(name, value)
@@ -167,10 +218,14 @@ def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState], place:
     executor.setOptimizer(optimizer)
 
 
-def export_state(saved: Optional[IpuState], names: Sequence[str]) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
-    """Return (tensors, plain values) of PopTorch's state for a checkpoint, with keys `parameter/poptorch:section:name`.
+def export_state(
+    saved: IpuState | None, names: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return (tensors, plain values) of PopTorch's state for a checkpoint, with keys
+    `parameter/poptorch:section:name`.
 
-    PopART's names are not translated. An entry belongs to the parameter whose name it ends with, else to the first one.
+    PopART's names are not translated. An entry belongs to the parameter whose name it ends with,
+    else to the first one.
     """
     if saved is None:
         return {}, {}
@@ -180,24 +235,31 @@ def export_state(saved: Optional[IpuState], names: Sequence[str]) -> Tuple[Dict[
         owner = next((name for name in longest if key.endswith(name)), names[0])
         return f"{owner}/{POPTORCH_PREFIX}:{section}:{key.replace('/', '|')}"
 
-    return {make_key(STATE, key): value for key, value in saved.tensors.items()}, {make_key(SCALE, ""): saved.scale}
+    return {make_key(STATE, key): value for key, value in saved.tensors.items()}, {
+        make_key(SCALE, ""): saved.scale
+    }
 
 
-def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig, place: str = RESUMED) -> Optional[IpuState]:
-    """Remove the state that a checkpoint put into the job's optimizer and return it; None if there is none.
+def import_state(
+    optimizer: torch.optim.Optimizer, ipu: IpuConfig, place: str = RESUMED
+) -> IpuState | None:
+    """Remove the state that a checkpoint put into the job's optimizer and return it; None if there
+    is none.
 
     `place`: where the state comes from, for faults.
 
-    Raise `BadInput` for the state of torch's own optimizers, which PopTorch cannot load, and for velocities that this run's SGD
-    would misread.
+    Raise `BadInput` for the state of torch's own optimizers, which PopTorch cannot load, and for
+    velocities that this run's SGD would misread.
     """
-    tensors, scale = {}, None
+    tensors = {}
+    scale = None
     for state in optimizer.state.values():
         for entry, value in state.items():
             prefix, section, key = (*str(entry).split(":", 2), "", "")[:3]
             if prefix != POPTORCH_PREFIX and value is not None:
                 raise BadInput(
-                    f"{place} is torch.optim's, of which PopTorch can load none: go on with the backend that wrote it, or"
+                    f"{place} is torch.optim's, of which PopTorch can load none: go on with the "
+                    f"backend that wrote it, or"
                     f" {_describe_new_start(place)}"
                 )
             if section == STATE:
@@ -210,20 +272,31 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig, place: str = 
         return None
     if list_kinds(optimizer) == ["sgd"]:
         why = ""
-        if any(name.startswith(SEPARATE if ipu.use_combined_accum else COMBINED) for name in tensors):
+        if any(
+            name.startswith(SEPARATE if ipu.use_combined_accum else COMBINED) for name in tensors
+        ):
             key = "use_combined_accum"
-            why = f"the checkpoint's velocities are of the other variant, which PopTorch would drop: {_describe_going_on(place)}"
+            why = (
+                f"the checkpoint's velocities are of the other variant, which PopTorch would "
+                f"drop: {_describe_going_on(place)}"
+            )
         elif scale is None and ipu.loss_scaling != 1.0:
             key = "loss_scaling"
-            why = f"the checkpoint does not say the loss scaling of its velocities: {_describe_new_start(place)}"
+            why = (
+                f"the checkpoint does not say the loss scaling of its velocities: "
+                f"{_describe_new_start(place)}"
+            )
         if why:
             raise BadInput(f"backend.ipu.{key}: {str(getattr(ipu, key)).lower()}: {why}")
     return IpuState(tensors, scale)
 
 
-def count_state_bytes(tensors: Mapping[str, torch.Tensor], part: Partition) -> List[int]:
-    """Count the bytes of optimizer state of each stage; `tensors`: the tensors of `export_state`."""
-    sizes, stage_of = [0] * len(part), part.stage_of()
+def count_state_bytes(tensors: Mapping[str, torch.Tensor], part: Partition) -> list[int]:
+    """Count the bytes of optimizer state of each stage; `tensors`: the tensors of
+    `export_state`.
+    """
+    sizes = [0] * len(part)
+    stage_of = part.stage_of()
     for key, value in tensors.items():
         name = key.rpartition("/")[0]
         if name in stage_of:

@@ -6,7 +6,7 @@ Source: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py). Not run o
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, Dict, Optional
+from typing import Any
 
 from ipu_pipe.backends.ipu.config import LOCATIONS, IpuConfig, TensorLocations
 from ipu_pipe.backends.ipu.placement import PIPELINED, Placement, get_execution
@@ -16,22 +16,30 @@ from ipu_pipe.schedule.methods import Method
 # popart's numbers
 RECOMPUTATION = {"none": 0, "standard": 1, "norm_only": 2, "pipeline": 3, "recompute_all": 4}
 # names of the models and of their profile folders
-TRAINING, INFERENCE = "training", "inference"
+TRAINING = "training"
+INFERENCE = "inference"
 
 
 def make_options(
-    config: Config, method: Method, placement: Placement, training: bool, seed: int, base: Optional[Any] = None,
-    ipu_id: Optional[int] = None, accumulation: Optional[int] = None,
-) -> Any:  # fmt: skip
+    config: Config,
+    method: Method,
+    placement: Placement,
+    training: bool,
+    seed: int,
+    base: Any | None = None,
+    ipu_id: int | None = None,
+    accumulation: int | None = None,
+) -> Any:
     """Return the poptorch.Options of a run's training or inference model.
 
-    `base`: popdist's options, which have the replicas and processes already. `ipu_id`: an id of gc-info, None for any device.
-    `accumulation`: microbatches of an update, None for the config's.
+    `base`: popdist's options, which have the replicas and processes already. `ipu_id`: an id of
+    gc-info, None for any device. `accumulation`: microbatches of an update, None for the config's.
     """
     import poptorch
     import torch
 
-    ipu, execution = config.ipu, get_execution(method)
+    ipu = config.ipu
+    execution = get_execution(method)
     assert execution is not None, "check_method refuses a method that PopTorch does not run"
     options = poptorch.Options() if base is None else base
     if base is None:
@@ -40,12 +48,19 @@ def make_options(
         options.replicationFactor(config.replicas)
         if ipu_id is not None:
             options.useIpuId(ipu_id)
-    stages = [poptorch.Stage(*map(name_stage, stages)).ipu(index) for index, stages in placement.poptorch_stages]
+    stages = [
+        poptorch.Stage(*map(name_stage, stages)).ipu(index)
+        for index, stages in placement.poptorch_stages
+    ]
     options.setExecutionStrategy(getattr(poptorch, execution)(*stages))
     is_pipeline = execution == PIPELINED
     is_split = is_pipeline and placement.ipu_count > 1
     # a pipeline recomputes by default
-    mode = "standard" if ipu.recomputation == "auto" and config.recompute and not is_split else ipu.recomputation
+    mode = (
+        "standard"
+        if ipu.recomputation == "auto" and config.recompute and not is_split
+        else ipu.recomputation
+    )
     settings = {
         "autoRoundNumIPUs": ipu.auto_round_num_ipus,
         "broadcastBuffers": ipu.broadcast_buffers,
@@ -57,9 +72,13 @@ def make_options(
         "Precision.enableStochasticRounding": ipu.stochastic_rounding and training,
         "Precision.enableFloatingPointExceptions": ipu.floating_point_exceptions or None,
         "enableStableNorm": ipu.stable_norm or None,
-        "setAvailableMemoryProportion": _share_memory(ipu.available_memory_proportion, placement.ipu_count),
+        "setAvailableMemoryProportion": _share_memory(
+            ipu.available_memory_proportion, placement.ipu_count
+        ),
         "useOfflineIpuTarget": ipu.offline_target,
-        "connectionType": find_member(poptorch.ConnectionType, ipu.connection_type) if ipu.offline_target is None else None,
+        "connectionType": find_member(poptorch.ConnectionType, ipu.connection_type)
+        if ipu.offline_target is None
+        else None,
         "useIpuModel": ipu.use_ipu_model or None,
         "syncPattern": find_member(poptorch.SyncPattern, ipu.sync_pattern),
         "showCompilationProgressBar": ipu.progress_bar,
@@ -75,12 +94,17 @@ def make_options(
     if training:
         settings.update(_list_training_settings(ipu, accumulation or config.gradient_accumulation))
         popart["autoRecomputation"] = RECOMPUTATION.get(mode)
-        popart["explicitRecomputation"] = (mode in ("standard", "recompute_all") and not is_split) or None
+        popart["explicitRecomputation"] = (
+            mode in ("standard", "recompute_all") and not is_split
+        ) or None
         period = [ipu.output_return_period] if ipu.output_mode == "every_n" else []
         options.outputMode(find_member(poptorch.OutputMode, ipu.output_mode), *period)
     else:
-        # by default a call of an evaluation has one microbatch per stage, which keeps all stages busy
-        settings["deviceIterations"] = ipu.inference_device_iterations or (placement.forward_stages if is_pipeline else 1)
+        # by default a call of an evaluation has one microbatch per stage, which keeps all stages
+        # busy
+        settings["deviceIterations"] = ipu.inference_device_iterations or (
+            placement.forward_stages if is_pipeline else 1
+        )
         options.outputMode(poptorch.OutputMode.All)
     for name, value in settings.items():
         if value is not None:
@@ -93,7 +117,9 @@ def make_options(
 
 
 def find_member(enum: Any, key: str) -> Any:
-    """Return the member of a PopTorch enum that a config calls `key`: every_n is EveryN, forkserver is ForkServer."""
+    """Return the member of a PopTorch enum that a config calls `key`: every_n is EveryN, forkserver
+    is ForkServer.
+    """
     return next(getattr(enum, name) for name in dir(enum) if name.lower() == key.replace("_", ""))
 
 
@@ -102,7 +128,7 @@ def name_stage(stage: int) -> str:
     return f"stage{stage}"
 
 
-def _list_training_settings(ipu: IpuConfig, accumulation: int) -> Dict[str, Any]:
+def _list_training_settings(ipu: IpuConfig, accumulation: int) -> dict[str, Any]:
     import poptorch
 
     strategy = find_member(poptorch.MeanReductionStrategy, ipu.mean_reduction_strategy)
@@ -115,16 +141,25 @@ def _list_training_settings(ipu: IpuConfig, accumulation: int) -> Dict[str, Any]
     }
 
 
-def _share_memory(share: Any, ipus: int) -> Optional[Dict[str, float]]:
+def _share_memory(share: Any, ipus: int) -> dict[str, float] | None:
     shares = share if isinstance(share, list) else [share] * ipus
-    return None if share is None else {f"IPU{index}": float(one) for index, one in enumerate(shares)}
+    return (
+        None if share is None else {f"IPU{index}": float(one) for index, one in enumerate(shares)}
+    )
 
 
-def _make_engine_options(ipu: IpuConfig) -> Dict[str, str]:
-    """Return Poplar's engine options in one map, because setEngineOptions replaces the whole map."""
-    report, folder = {}, ipu.profile.directory
+def _make_engine_options(ipu: IpuConfig) -> dict[str, str]:
+    """Return Poplar's engine options in one map, because setEngineOptions replaces the whole
+    map.
+    """
+    report = {}
+    folder = ipu.profile.directory
     if folder is not None:
-        report = {"debug.allowOutOfMemory": "true", "autoReport.all": "true", "autoReport.directory": folder}
+        report = {
+            "debug.allowOutOfMemory": "true",
+            "autoReport.all": "true",
+            "autoReport.directory": folder,
+        }
     if report and ipu.profile.blocks is not None:
         report["profiler.blocks.filter"] = ipu.profile.blocks
     return {**report, **ipu.engine_options}

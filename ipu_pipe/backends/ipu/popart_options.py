@@ -7,7 +7,7 @@ Source: PopTorch and PopART, branch sdk-release-3.4.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator
+from typing import Any, Iterator
 
 from ipu_pipe.config.values import Case
 from ipu_pipe.text import find_nearest
@@ -69,10 +69,8 @@ _NAMES_BY_TYPE = {
         reportOptions updatableNamedBuffers
     """,
 }
-TYPES: Dict[str, str] = {
-    name: kind
-    for kind, names in _NAMES_BY_TYPE.items()
-    for name in names.split()
+TYPES: dict[str, str] = {
+    name: kind for kind, names in _NAMES_BY_TYPE.items() for name in names.split()
 }
 
 _WORDS = {
@@ -84,10 +82,13 @@ _WORDS = {
 }
 
 
-def list_popart_cases(options: Dict[str, Any]) -> Iterator[Case]:
-    """Yield the cases of `popart_options` that PopART does not have, or of which it takes another type."""
+def list_popart_cases(options: dict[str, Any]) -> Iterator[Case]:
+    """Yield the cases of `popart_options` that PopART does not have, or of which it takes another
+    type.
+    """
     for name, value in options.items():
-        key, expected = f"ipu.popart_options.{name}", TYPES.get(name)
+        key = f"ipu.popart_options.{name}"
+        expected = TYPES.get(name)
         if expected is None:
             near = find_nearest(name, TYPES)
             hint = f": nearest is {near}" if near else ""

@@ -1,4 +1,5 @@
-"""The measurements of a run on IPUs: events and counters of each call, and the figures of PopVision's profile.
+"""The measurements of a run on IPUs: events and counters of each call, and the figures of
+PopVision's profile.
 
 call    |-- send --|-------- update k --------|-- recv --|      device 0 is all IPUs together, as the host sees them
 """
@@ -8,37 +9,56 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable
 
 from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.options import INFERENCE, TRAINING
 from ipu_pipe.trace.events import Counter, Event
 
 # device and stage of events of the whole pipeline
-ALL_IPUS, NO_STAGE = 0, -1
+ALL_IPUS = 0
+NO_STAGE = -1
 LATENCY_GETTERS = {
-    "host_to_ipu": "getHostIpuLatency", "compute": "getComputeLatency", "ipu_to_host": "getIpuHostLatency",
+    "host_to_ipu": "getHostIpuLatency",
+    "compute": "getComputeLatency",
+    "ipu_to_host": "getIpuHostLatency",
     "round_trip": "getLatency",
-}  # fmt: skip
+}
 
 
 class CallTimes:
-    """The events and counters of calls that make one of `updates`: of all stages together, or of one stage and its device."""
+    """The events and counters of calls that make one of `updates`: of all stages together, or of
+    one stage and its device.
+    """
 
     def __init__(self, updates: range, stage: int = NO_STAGE, device: int = ALL_IPUS) -> None:
-        self.events: List[Event] = []
-        self.counters: List[Counter] = []
+        self.events: list[Event] = []
+        self.counters: list[Counter] = []
         # the cycles of the last call on the first replica
-        self.cycles: Optional[int] = None
+        self.cycles: int | None = None
         # PopTorch's latencies in seconds, means over the microbatches of the last call
-        self.latency: Dict[str, float] = {}
-        self._updates, self._stage, self._device = updates, stage, device
+        self.latency: dict[str, float] = {}
+        self._updates = updates
+        self._stage = stage
+        self._device = device
 
     def add_call(
-        self, executor: Any, updates: range, start_ns: int, end_ns: int, samples: int, sent: int, received: int
+        self,
+        executor: Any,
+        updates: range,
+        start_ns: int,
+        end_ns: int,
+        samples: int,
+        sent: int,
+        received: int,
     ) -> None:
-        """Add the events of one call that made `updates` of `samples` samples; `sent` and `received` are bytes."""
-        latencies = {name: _read_figure(getattr(executor, getter)) for name, getter in LATENCY_GETTERS.items()}
+        """Add the events of one call that made `updates` of `samples` samples; `sent` and
+        `received` are bytes.
+        """
+        latencies = {
+            name: _read_figure(getattr(executor, getter))
+            for name, getter in LATENCY_GETTERS.items()
+        }
         # the times are (least, most, mean)
         self.latency = {name: times[2] for name, times in latencies.items() if times is not None}
         if executor.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
@@ -53,46 +73,67 @@ class CallTimes:
             self._add("update", k, start, stop, k + 1)
         self._add("recv", -1, end, end_ns, updates.stop, received)
         figures = {"samples/s": samples * 1e9 / max(end_ns - start_ns, 1)}
-        figures.update({f"{name} latency (ms)": seconds * 1e3 for name, seconds in self.latency.items()})
+        figures.update(
+            {f"{name} latency (ms)": seconds * 1e3 for name, seconds in self.latency.items()}
+        )
         if self.cycles is not None:
             figures["IPU cycles an update"] = self.cycles / len(updates)
-        self.counters += [Counter(self._device, name, start_ns, value) for name, value in figures.items()]
+        self.counters += [
+            Counter(self._device, name, start_ns, value) for name, value in figures.items()
+        ]
 
     def _add(
-        self, kind: str, number: int, start_ns: int, end_ns: int, version: int, size: Optional[int] = None
+        self,
+        kind: str,
+        number: int,
+        start_ns: int,
+        end_ns: int,
+        version: int,
+        size: int | None = None,
     ) -> None:
-        self.events.append(Event(self._stage, self._device, kind, number, start_ns, end_ns, version, size))
+        self.events.append(
+            Event(self._stage, self._device, kind, number, start_ns, end_ns, version, size)
+        )
 
     def add(self, kind: str, k: int, start_ns: int, end_ns: int) -> None:
         """Add an evaluation or checkpoint after k updates."""
         self._add(kind, -1, start_ns, end_ns, k)
 
-    def describe(self) -> Dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the figures of the last call, as `ipu.json` has them."""
         return {"latency_seconds": self.latency or None, "cycles_of_the_last_call": self.cycles}
 
 
 def _read_figure(figure: Callable[[], Any]) -> Any:
-    """Return a figure of PopTorch, None if PopTorch raises: it asserts consistent time stamps, and a missing time must not end a
-    run. A lost device shows at the next call."""
+    """Return a figure of PopTorch, None if PopTorch raises: it asserts consistent time stamps, and
+    a missing time must not end a run. A lost device shows at the next call."""
     try:
         return figure()
     except Exception:
         return None
 
 
-def read_profiles(ipu: IpuConfig) -> Optional[Dict[str, Any]]:
-    """Read the profile.pop of each model (training, inference) after its engine has ended; None if the config asks for none."""
+def read_profiles(ipu: IpuConfig) -> dict[str, Any] | None:
+    """Read the profile.pop of each model (training, inference) after its engine has ended; None if
+    the config asks for none.
+    """
     if ipu.profile.directory is None:
         return None
     if importlib.util.find_spec("pva") is None:
-        return {"note": f"libpva is not installed: open the profiles in {ipu.profile.directory} with PopVision"}
-    paths = {model: Path(ipu.profile.directory) / model / "profile.pop" for model in (TRAINING, INFERENCE)}
+        return {
+            "note": f"libpva is not installed: open the profiles in {ipu.profile.directory} with "
+            f"PopVision"
+        }
+    paths = {
+        model: Path(ipu.profile.directory) / model / "profile.pop"
+        for model in (TRAINING, INFERENCE)
+    }
     return {model: read_profile(path) for model, path in paths.items() if path.is_file()}
 
 
-def read_profile(path: Path) -> Dict[str, Any]:
-    """Read memory, cycles and exchange bytes of each IPU from a profile.pop with libpva; missing values are null.
+def read_profile(path: Path) -> dict[str, Any]:
+    """Read memory, cycles and exchange bytes of each IPU from a profile.pop with libpva; missing
+    values are null.
 
     Memory is the sum over an IPU's tiles. A model fits if its fullest tile fits.
     """
@@ -103,7 +144,7 @@ def read_profile(path: Path) -> Dict[str, Any]:
     target = report.compilation.target
     tiles = [tile.memory for tile in report.compilation.tiles]
     exchanged = {"cycles": "cycles", "exchange_in_bytes": "dataIn", "exchange_out_bytes": "dataOut"}
-    devices: List[Dict[str, Any]] = []
+    devices: list[dict[str, Any]] = []
     for index in range(target.numIPUs):
         memories = tiles[index * target.tilesPerIpu : (index + 1) * target.tilesPerIpu]
         sizes = [memory.total.includingGaps for memory in memories]
@@ -121,7 +162,9 @@ def read_profile(path: Path) -> Dict[str, Any]:
     with contextlib.suppress(AttributeError, RuntimeError):
         for index, device in enumerate(devices):
             steps = [step.ipus[index] for step in report.execution.steps]
-            device.update({key: sum(getattr(step, name) for step in steps) for key, name in exchanged.items()})
+            device.update(
+                {key: sum(getattr(step, name) for step in steps) for key, name in exchanged.items()}
+            )
         cycles = report.execution.totalCycles.total
     live = [step.notAlwaysLiveMemory.bytes for step in report.compilation.livenessProgramSteps]
     return {
@@ -129,7 +172,8 @@ def read_profile(path: Path) -> Dict[str, Any]:
         "clock_hz": target.clockFrequency,
         "ipus": target.numIPUs,
         "replicas": target.numReplicas,
-        "peak_live_bytes": sum(device["always_live_bytes"] for device in devices) + max(live, default=0),
+        "peak_live_bytes": sum(device["always_live_bytes"] for device in devices)
+        + max(live, default=0),
         "total_cycles": cycles,
         "devices": devices,
     }

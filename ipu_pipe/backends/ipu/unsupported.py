@@ -1,13 +1,15 @@
-"""Check a config, its stages and a model for features that IPUs do not support, before anything compiles.
+"""Check a config, its stages and a model for features that IPUs do not support, before anything
+compiles.
 
-Each fault is a line `key: value: reason and remedy`. Sources: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py,
-popart_compiler/source/Compiler.cpp), PopART. Not run on hardware. This file does not import torch, so that configs load fast.
+Each fault is a line `key: value: reason and remedy`. Sources: PopTorch, branch sdk-release-3.4
+(poptorch/python/options.py, popart_compiler/source/Compiler.cpp), PopART. Not run on hardware. This
+file does not import torch, so that configs load fast.
 """
 
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, Mapping, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 
 from ipu_pipe.backends.ipu.config import LOCATIONS, IpuProfile, TensorLocation
 from ipu_pipe.backends.ipu.placement import (
@@ -32,13 +34,18 @@ MOST_IPUS = 64
 PRECISIONS = ("16.16", "16.32", "32.32", "float32")
 _MOMENTS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
 # optimizer -> its tensors that PopTorch may hold in float16
-ACCUMULATORS = {"sgd": ("accum_type", "velocity_accum_type"), **dict.fromkeys(("adam", "adamw", "rmsprop"), _MOMENTS)}
+ACCUMULATORS = {
+    "sgd": ("accum_type", "velocity_accum_type"),
+    **dict.fromkeys(("adam", "adamw", "rmsprop"), _MOMENTS),
+}
 
 TILES = "needs tensor_locations.num_io_tiles, 32 or more"
 
 
-def describe_cases(config: Config, cases: Iterable[Case]) -> List[str]:
-    """Return `key: value: reason` of the cases that apply; a key that begins with `ipu.` means backend.ipu."""
+def describe_cases(config: Config, cases: Iterable[Case]) -> list[str]:
+    """Return `key: value: reason` of the cases that apply; a key that begins with `ipu.` means
+    backend.ipu.
+    """
     faults = []
     for case in cases:
         if case.applies:
@@ -49,14 +56,21 @@ def describe_cases(config: Config, cases: Iterable[Case]) -> List[str]:
     return faults
 
 
-def check_method(method: Method) -> List[str]:
-    """Return the reason why PopTorch cannot run the method, with a similar method that it can run; empty if it can."""
+def check_method(method: Method) -> list[str]:
+    """Return the reason why PopTorch cannot run the method, with a similar method that it can run;
+    empty if it can.
+    """
     if get_execution(method) is not None:
         return []
     nearest = "gpipe or pipedream_flush"
     if method.is_stale:
-        why = "a PopTorch pipeline is flushed at every weight update and keeps one version of the weights"
-        nearest = "pipedream_flush (1F1B with a flush), local_greedy, whose blocks wait for no gradient"
+        why = (
+            "a PopTorch pipeline is flushed at every weight update and keeps one version of the "
+            "weights"
+        )
+        nearest = (
+            "pipedream_flush (1F1B with a flush), local_greedy, whose blocks wait for no gradient"
+        )
     elif method.structure is not None and method.structure.overlap:
         why = "a layer's weights would be on two IPUs, which PopART refuses in a pipeline"
         nearest = "local_greedy, local_chunked"
@@ -66,13 +80,22 @@ def check_method(method: Method) -> List[str]:
         why += f" ({cell})" if cell is not None else ""
     else:
         reads = f"{method.forward_reads.value}, {method.backward_reads.value}"
-        why = f"PopTorch is not known to run its schedule ({method.pipeline.value}) with its reads ({reads})"
+        why = (
+            f"PopTorch is not known to run its schedule ({method.pipeline.value}) with its reads "
+            f"({reads})"
+        )
     return [f"method: {method.name}: {why}: use {nearest}, or backend.name emulator or distributed"]
 
 
-def check_config(config: Config, method: Method) -> List[str]:
-    """Return why IPUs cannot run a config of backend poptorch whose method is resolved, before model and data are made."""
-    cases = [*_list_option_cases(config, method), *_list_location_cases(config), *_list_block_cases(config, method)]
+def check_config(config: Config, method: Method) -> list[str]:
+    """Return why IPUs cannot run a config of backend poptorch whose method is resolved, before
+    model and data are made.
+    """
+    cases = [
+        *_list_option_cases(config, method),
+        *_list_location_cases(config),
+        *_list_block_cases(config, method),
+    ]
     faults = check_method(method) + describe_cases(config, cases)
     if not faults and config.ipu.local == "fused" and method.structure is None:
         stages = config.stages.get("count") if isinstance(config.stages, dict) else config.stages
@@ -83,11 +106,17 @@ def check_config(config: Config, method: Method) -> List[str]:
 
 def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     """Yield the cases of options that do not fit together."""
-    ipu, clip, period = config.ipu, config.clip, config.ipu.output_return_period
-    overlaps, offline, every_n = ipu.overlapped_io != "none", ipu.offline_target is not None, ipu.output_mode == "every_n"
+    ipu = config.ipu
+    clip = config.clip
+    period = config.ipu.output_return_period
+    overlaps = ipu.overlapped_io != "none"
+    offline = ipu.offline_target is not None
+    every_n = ipu.output_mode == "every_n"
     why = f"is not supported on IPUs: must be {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}"
     yield Case(config.precision not in PRECISIONS, "precision", why)
-    yield Case(config.backend.device != "cpu", "backend.device", "poptorch's host is the CPU: must be cpu")
+    yield Case(
+        config.backend.device != "cpu", "backend.device", "poptorch's host is the CPU: must be cpu"
+    )
     why = "PopTorch gets one optimizer with the same settings on all stages: must be null"
     yield Case(config.optimizer.groups, "optimizer.groups", why)
     yield Case(config.optimizer.by_stage, "optimizer.by_stage", why)
@@ -103,94 +132,183 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     yield Case(overlaps and ipu.output_mode not in ("all", "sum"), "ipu.output_mode", why)
     why = f"must divide gradient_accumulation {config.gradient_accumulation}"
     yield Case(every_n and config.gradient_accumulation % period, "ipu.output_return_period", why)
-    yield Case(not every_n and period != 1, "ipu.output_return_period", "must be 1, or output_mode every_n")
-    yield Case(config.recompute and ipu.recomputation == "none", "recompute", "contradicts backend.ipu.recomputation none")
+    yield Case(
+        not every_n and period != 1, "ipu.output_return_period", "must be 1, or output_mode every_n"
+    )
+    yield Case(
+        config.recompute and ipu.recomputation == "none",
+        "recompute",
+        "contradicts backend.ipu.recomputation none",
+    )
     for key, every in (("steps", config.steps), ("checkpoint.every", config.checkpoint_every)):
         why = f"the updates of a call: must divide {key} {every}"
         yield Case(every and every % ipu.device_iterations, "ipu.device_iterations", why)
     why = "must be one number with automatic_loss_scaling"
     yield Case(ipu.automatic_loss_scaling and ipu.changes_loss_scaling, "ipu.loss_scaling", why)
-    yield Case(ipu.ipu_ids and is_under_poprun(), "ipu.ipu_ids", "not under poprun, which chooses the devices: leave it out")
-    yield Case(offline and not ipu.compile_only, "ipu.offline_target", "nothing can run on it: needs compile_only: true")
-    yield Case(offline and ipu.use_ipu_model, "ipu.use_ipu_model", "cannot be combined with offline_target: set one of them")
+    yield Case(
+        ipu.ipu_ids and is_under_poprun(),
+        "ipu.ipu_ids",
+        "not under poprun, which chooses the devices: leave it out",
+    )
+    yield Case(
+        offline and not ipu.compile_only,
+        "ipu.offline_target",
+        "nothing can run on it: needs compile_only: true",
+    )
+    yield Case(
+        offline and ipu.use_ipu_model,
+        "ipu.use_ipu_model",
+        "cannot be combined with offline_target: set one of them",
+    )
     for key in ("ipu_ids", "log_cycle_count"):
         why = "cannot be combined with offline_target, which has no device: leave it out"
         yield Case(offline and getattr(ipu, key), f"ipu.{key}", why)
     yield from list_popart_cases(ipu.popart_options)
-    yield Case(ipu.log_cycle_count and ipu.use_ipu_model, "ipu.log_cycle_count", "must be false: hardware alone counts cycles")
+    yield Case(
+        ipu.log_cycle_count and ipu.use_ipu_model,
+        "ipu.log_cycle_count",
+        "must be false: hardware alone counts cycles",
+    )
 
 
 def _list_location_cases(config: Config) -> Iterator[Case]:
-    """Yield the tensors that cannot be placed: sharded over one replica, or on I/O tiles that are not reserved."""
+    """Yield the tensors that cannot be placed: sharded over one replica, or on I/O tiles that are
+    not reserved.
+    """
     has_tiles = config.ipu.tensor_locations.num_io_tiles is not None
     for name in LOCATIONS:
-        location, key = getattr(config.ipu.tensor_locations, name), f"ipu.tensor_locations.{name}"
+        location = getattr(config.ipu.tensor_locations, name)
+        key = f"ipu.tensor_locations.{name}"
         shards = location.replicated_tensor_sharding and config.replicas == 1
-        yield Case(shards, f"{key}.replicated_tensor_sharding", "there is one replica: must be false, or replicas 2 or more")
+        yield Case(
+            shards,
+            f"{key}.replicated_tensor_sharding",
+            "there is one replica: must be false, or replicas 2 or more",
+        )
         for way in ("io_tiles_to_load", "io_tiles_to_store"):
             yield Case(getattr(location, way) and not has_tiles, f"{key}.{way}", TILES)
 
 
 def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
-    """Yield the cases of blocks with losses of their own, in one graph (fused) or in a process each (decoupled)."""
-    ipu, blocks = config.ipu, method.structure
-    yield Case(blocks and config.clip, "clip.norm", f"PopTorch's norm is over all blocks of {method.name}: must be null")
+    """Yield the cases of blocks with losses of their own, in one graph (fused) or in a process each
+    (decoupled).
+    """
+    ipu = config.ipu
+    blocks = method.structure
+    yield Case(
+        blocks and config.clip,
+        "clip.norm",
+        f"PopTorch's norm is over all blocks of {method.name}: must be null",
+    )
     if ipu.local == "fused":
-        why = "one graph updates all blocks together: leave it out, or set backend.ipu.local=decoupled"
-        yield Case(config.method_settings().get("block_accumulation"), "method_args.block_accumulation", why)
+        why = (
+            "one graph updates all blocks together: leave it out, or set "
+            "backend.ipu.local=decoupled"
+        )
+        yield Case(
+            config.method_settings().get("block_accumulation"),
+            "method_args.block_accumulation",
+            why,
+        )
         why = "must be one id of gc-info, of a device with all the IPUs"
         yield Case(ipu.ipu_ids and len(ipu.ipu_ids) != 1, "ipu.ipu_ids", why)
         return
-    yield Case(not blocks, "ipu.local", f"{method.name} has one loss: must be fused, or a local_ method")
-    yield Case(blocks and blocks.layers is not None, "ipu.local", f"{method.name} trains one block alone: must be fused")
+    yield Case(
+        not blocks, "ipu.local", f"{method.name} has one loss: must be fused, or a local_ method"
+    )
+    yield Case(
+        blocks and blocks.layers is not None,
+        "ipu.local",
+        f"{method.name} trains one block alone: must be fused",
+    )
     why = "its processes would overwrite each other's profile: leave profile out"
     yield Case(ipu.profile != IpuProfile(), "ipu.local", why)
     needed = {
-        "replicas": 1, "ipu.device_iterations": 1, "ipu.ipus": None, "ipu.data_loading.mode": "sync", "ipu.output_mode": "all",
+        "replicas": 1,
+        "ipu.device_iterations": 1,
+        "ipu.ipus": None,
+        "ipu.data_loading.mode": "sync",
+        "ipu.output_mode": "all",
         "ipu.compile_only": False,
-    }  # fmt: skip
+    }
     for key, value in needed.items():
-        yield Case(attrgetter(key)(config) != value, key, f"must be {str(value).lower()} with backend.ipu.local decoupled")
+        yield Case(
+            attrgetter(key)(config) != value,
+            key,
+            f"must be {str(value).lower()} with backend.ipu.local decoupled",
+        )
 
 
-def check_placement(config: Config, method: Method, stages: int) -> List[str]:
+def check_placement(config: Config, method: Method, stages: int) -> list[str]:
     """Return the reasons why `stages` stages cannot run on their IPUs; empty for other backends."""
-    return [] if config.backend.ipu is None else describe_cases(config, _list_placement_cases(config, method, stages))
+    return (
+        []
+        if config.backend.ipu is None
+        else describe_cases(config, _list_placement_cases(config, method, stages))
+    )
 
 
 def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterator[Case]:
     """Yield the cases of options that do not fit the number of stages and IPUs."""
-    ipu, pipelined = config.ipu, is_pipelined(method)
+    ipu = config.ipu
+    pipelined = is_pipelined(method)
     if ipu.ipus is not None and len(ipu.ipus) != stages:
         yield Case(True, "ipu.ipus", f"must name an IPU for each of {stages} stages")
         return
     placement = place_stages(ipu, stages)
-    forward, least = placement.forward_stages, placement.least_accumulation
-    shares, iterations = ipu.available_memory_proportion, ipu.inference_device_iterations
+    forward = placement.forward_stages
+    least = placement.least_accumulation
+    shares = ipu.available_memory_proportion
+    iterations = ipu.inference_device_iterations
     why = "the first stage must be on IPU 0, because PopTorch always counts IPU 0 as a stage"
     yield Case(placement.ipu_by_stage[0] != 0, "ipu.ipus", why)
-    why = f"a PopTorch pipeline of {forward} stages needs at least 2 x {forward} - 1 = {least} microbatches per update"
+    why = (
+        f"a PopTorch pipeline of {forward} stages needs at least 2 x {forward} - 1 = {least} "
+        f"microbatches per update"
+    )
     has_too_few = pipelined and placement.ipu_count > 1 and config.gradient_accumulation < least
     yield Case(has_too_few, "gradient_accumulation", why)
     why = f"a pipeline of {forward} stages: must be at least {forward}"
-    yield Case(iterations is not None and pipelined and iterations < forward, "ipu.inference_device_iterations", why)
+    yield Case(
+        iterations is not None and pipelined and iterations < forward,
+        "ipu.inference_device_iterations",
+        why,
+    )
     why = f"must be one number, or {placement.ipu_count}, one per IPU"
-    yield Case(isinstance(shares, list) and len(shares) != placement.ipu_count, "ipu.available_memory_proportion", why)
+    yield Case(
+        isinstance(shares, list) and len(shares) != placement.ipu_count,
+        "ipu.available_memory_proportion",
+        why,
+    )
     # a simulated device needs no IPUs
     if ipu.use_ipu_model or ipu.offline_target is not None:
         return
     total = placement.ipu_count * config.replicas
     reserved = round_up_ipus(total)
-    counted = f"{placement.ipu_count} IPUs x replicas {config.replicas} = {total}" if config.replicas > 1 else f"{total} IPUs"
+    counted = (
+        f"{placement.ipu_count} IPUs x replicas {config.replicas} = {total}"
+        if config.replicas > 1
+        else f"{total} IPUs"
+    )
     if total != reserved and not ipu.auto_round_num_ipus:
-        remedy = "take another number of stages or replicas, put two on one with backend.ipu.ipus, or auto_round_num_ipus: true"
-        yield Case(True, "stages", f"IPUs are reserved by powers of 2, here {reserved}: {remedy}", counted)
+        remedy = (
+            "take another number of stages or replicas, put two on one with backend.ipu.ipus, "
+            "or auto_round_num_ipus: true"
+        )
+        yield Case(
+            True, "stages", f"IPUs are reserved by powers of 2, here {reserved}: {remedy}", counted
+        )
         return
-    why = f"{counted}: a process drives at most {MOST_IPUS}: take fewer, or start several with poprun --num-instances"
+    why = (
+        f"{counted}: a process drives at most {MOST_IPUS}: take fewer, or start several with "
+        f"poprun --num-instances"
+    )
     yield Case(reserved > MOST_IPUS and not is_under_poprun(), "replicas", why)
 
 
-def check_model(config: Config, method: Method, facts: ModelFacts, local_replicas: Optional[int] = None) -> List[str]:
+def check_model(
+    config: Config, method: Method, facts: ModelFacts, local_replicas: int | None = None
+) -> list[str]:
     """Return why PopTorch cannot run the job, each reason with its remedy; empty if none is known.
 
     `local_replicas`: the replicas of this process, if poprun started several processes.
@@ -207,32 +325,51 @@ def check_model(config: Config, method: Method, facts: ModelFacts, local_replica
     model_cases = [*_list_model_cases(config, facts, local_replicas is not None)]
     if facts.updates is None:
         model_cases += _list_loop_cases(config, local_replicas is not None)
-    return describe_cases(config, [*cases, *model_cases, *_list_optimizer_cases(*facts.optimizer, config)])
+    return describe_cases(
+        config, [*cases, *model_cases, *_list_optimizer_cases(*facts.optimizer, config)]
+    )
 
 
 def _list_loop_cases(config: Config, is_one_of_several: bool) -> Iterator[Case]:
-    """Yield the cases of options with which a loop of the caller's own, which gives the batches itself, cannot drive IPUs."""
+    """Yield the cases of options with which a loop of the caller's own, which gives the batches
+    itself, cannot drive IPUs.
+    """
     ipu = config.ipu
     why = "a loop of your own drives all IPUs from one process: must be fused"
     yield Case(ipu.local == "decoupled", "ipu.local", why)
-    why = "a loop of your own drives the IPUs of one process: start it without poprun's --num-instances"
+    why = (
+        "a loop of your own drives the IPUs of one process: start it without poprun's "
+        "--num-instances"
+    )
     yield Case(is_one_of_several, "backend.name", why)
     why = "a loop of your own loads the data: must be sync"
     yield Case(ipu.data_loading.mode == "async", "ipu.data_loading.mode", why)
-    yield Case(ipu.compile_only, "ipu.compile_only", "a loop of your own runs its steps: must be false")
+    yield Case(
+        ipu.compile_only, "ipu.compile_only", "a loop of your own runs its steps: must be false"
+    )
 
 
 def _list_decoupled_cases(config: Config, facts: ModelFacts) -> Iterator[Case]:
-    """Yield the cases of options that do not fit the number of blocks, each in a process of its own."""
-    ids, shares = config.ipu.ipu_ids, config.ipu.available_memory_proportion
+    """Yield the cases of options that do not fit the number of blocks, each in a process of its
+    own.
+    """
+    ids = config.ipu.ipu_ids
+    shares = config.ipu.available_memory_proportion
     why = f"must name a device for each of {facts.stages} blocks"
     yield Case(ids is not None and len(ids) != facts.stages, "ipu.ipu_ids", why)
     why = f"must be one number, or {facts.stages}, one per block"
-    yield Case(isinstance(shares, list) and len(shares) != facts.stages, "ipu.available_memory_proportion", why)
+    yield Case(
+        isinstance(shares, list) and len(shares) != facts.stages,
+        "ipu.available_memory_proportion",
+        why,
+    )
 
 
-def _list_stage_cases(config: Config, method: Method, facts: ModelFacts, is_one_of_several: bool) -> Iterator[Case]:
-    """Yield the cases of stages that are empty or out of order on their IPUs, and of weights that several IPUs would hold.
+def _list_stage_cases(
+    config: Config, method: Method, facts: ModelFacts, is_one_of_several: bool
+) -> Iterator[Case]:
+    """Yield the cases of stages that are empty or out of order on their IPUs, and of weights that
+    several IPUs would hold.
 
     `is_one_of_several`: whether poprun started several processes.
     """
@@ -242,22 +379,38 @@ def _list_stage_cases(config: Config, method: Method, facts: ModelFacts, is_one_
     is_disordered = list(facts.order) != sorted(set(facts.order))
     yield Case(is_disordered, "stages", "on IPUs each must begin once, in order", order)
     placement = place_stages(config.ipu, facts.stages)
-    why = f"of each process, which drives at most {MOST_IPUS} IPUs: start more with poprun --num-instances"
-    yield Case(is_one_of_several and round_up_ipus(placement.ipu_count * config.replicas) > MOST_IPUS, "replicas", why)
+    why = (
+        f"of each process, which drives at most {MOST_IPUS} IPUs: start more with poprun "
+        f"--num-instances"
+    )
+    yield Case(
+        is_one_of_several and round_up_ipus(placement.ipu_count * config.replicas) > MOST_IPUS,
+        "replicas",
+        why,
+    )
     for name, stages in facts.shared.items() if is_pipelined(method) else ():
         ipus = sorted({placement.ipu_by_stage[s] for s in stages})
         users = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
-        why = f"used by {users}, but a parameter is stored on one IPU only: use backend.ipu.ipus or other boundaries"
+        why = (
+            f"used by {users}, but a parameter is stored on one IPU only: use backend.ipu.ipus "
+            f"or other boundaries"
+        )
         yield Case(len(ipus) > 1, "model", why, name)
 
 
 def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool) -> Iterator[Case]:
-    """Yield the cases of options that do not fit the model's buffers or the number of updates, and of unsupported operations."""
-    iterations, every = config.ipu.device_iterations, config.evaluate.interval(facts.updates_per_epoch)
+    """Yield the cases of options that do not fit the model's buffers or the number of updates, and
+    of unsupported operations.
+    """
+    iterations = config.ipu.device_iterations
+    every = config.evaluate.interval(facts.updates_per_epoch)
     # a caller's loop gives whole calls
     updates = facts.updates or 0
     writes = facts.written and config.replicas > 1 and config.ipu.broadcast_buffers
-    why = f"training writes {list_some(facts.written, 3)} on each replica: must be false (the first's count), or GroupNorm"
+    why = (
+        f"training writes {list_some(facts.written, 3)} on each replica: must be false (the "
+        f"first's count), or GroupNorm"
+    )
     yield Case(writes, "ipu.broadcast_buffers", why)
     why = f"the updates of a call: must divide the run's {updates} (steps, epochs)"
     yield Case(updates % iterations, "ipu.device_iterations", why)
@@ -268,11 +421,25 @@ def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool
         yield from _list_location_cases(config)
     # parts of the forward that PopTorch would compute differently or refuse to compile
     for names, why in (
-        (facts.functions, "PopTorch never calls its backward (a torch.autograd.Function): use plain operations"),
-        (facts.ungraded, "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is read"),
-        (facts.fixed_norms, "PopART has no gradient of a normalization in evaluation mode: use GroupNorm, or freeze by "
-         "requires_grad_(False) its weights and all weights before it"),
-        (facts.counters, "training writes an integer buffer, a constant on an IPU: keep it in float32"),
+        (
+            facts.functions,
+            "PopTorch never calls its backward (a torch.autograd.Function): use plain operations",
+        ),
+        (
+            facts.ungraded,
+            "torch.no_grad() has no effect inside a forward on an IPU: use .detach() on what is "
+            "read",
+        ),
+        (
+            facts.fixed_norms,
+            "PopART has no gradient of a normalization in evaluation mode: use GroupNorm, or "
+            "freeze by "
+            "requires_grad_(False) its weights and all weights before it",
+        ),
+        (
+            facts.counters,
+            "training writes an integer buffer, a constant on an IPU: keep it in float32",
+        ),
     ):
         yield Case(names, "model", why, list_some(names, 3))
     if config.precision == "16.32":
@@ -280,29 +447,60 @@ def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool
         why = f"inputs are {dtype}: nothing would be computed in half precision: use 16.16 or 32.32"
         yield Case(not facts.input_type.is_floating_point, "precision", why)
         names = list_some(facts.biased_convolutions, 3)
-        why = f"{names}: torch 2.0.1 convolves no half inputs with a float32 bias: use bias=False, 16.16 or 32.32"
+        why = (
+            f"{names}: torch 2.0.1 convolves no half inputs with a float32 bias: use bias=False, "
+            f"16.16 or 32.32"
+        )
         yield Case(facts.biased_convolutions, "precision", why)
 
 
-def _list_optimizer_cases(kind: str, groups: Sequence[Mapping[str, Any]], config: Config) -> Iterator[Case]:
+def _list_optimizer_cases(
+    kind: str, groups: Sequence[Mapping[str, Any]], config: Config
+) -> Iterator[Case]:
     """Yield the cases of the optimizer in use, which may differ from the config's."""
     if kind not in ACCUMULATORS:
-        yield Case(True, "optimizer", "unsupported: must be torch.optim's SGD, Adam, AdamW or RMSprop", kind)
+        yield Case(
+            True,
+            "optimizer",
+            "unsupported: must be torch.optim's SGD, Adam, AdamW or RMSprop",
+            kind,
+        )
         return
-    ipu, combined = config.ipu, config.ipu.use_combined_accum
-    for key in sorted({key for keys in ACCUMULATORS.values() for key in keys}.difference(ACCUMULATORS[kind])):
-        yield Case(getattr(ipu, key) != "float32", f"ipu.{key}", f"{kind} has none: must be float32")
-    yield Case(combined and kind != "sgd", "ipu.use_combined_accum", f"{kind} has none: only sgd has it")
-    yield Case(config.clip and kind == "rmsprop", "clip.norm", "PopTorch does not clip with rmsprop: must be null")
-    chosen = {key: value for group in groups for key, value in group.items() if key != "params" and value}
+    ipu = config.ipu
+    combined = config.ipu.use_combined_accum
+    for key in sorted(
+        {key for keys in ACCUMULATORS.values() for key in keys}.difference(ACCUMULATORS[kind])
+    ):
+        yield Case(
+            getattr(ipu, key) != "float32", f"ipu.{key}", f"{kind} has none: must be float32"
+        )
+    yield Case(
+        combined and kind != "sgd", "ipu.use_combined_accum", f"{kind} has none: only sgd has it"
+    )
+    yield Case(
+        config.clip and kind == "rmsprop",
+        "clip.norm",
+        "PopTorch does not clip with rmsprop: must be null",
+    )
+    chosen = {
+        key: value for group in groups for key, value in group.items() if key != "params" and value
+    }
     for key in ("amsgrad", "capturable", "differentiable", "maximize"):
-        yield Case(key in chosen, f"optimizer.{key}", "PopTorch does not have it: must be false", True)
+        yield Case(
+            key in chosen, f"optimizer.{key}", "PopTorch does not have it: must be false", True
+        )
     why = "PopART's velocity starts at zero, PyTorch's at the first gradient: must be 0"
     yield Case("dampening" in chosen, "optimizer.dampening", why, chosen.get("dampening"))
-    # PopART's Nesterov step uses the accumulator without dividing it by the number of microbatches (compoundscalarhelper.cpp:
-    # NesterovDampeningScaleFactor times DampeningScaleFactor is 1 / loss scale). It is the mean only with a running mean.
+    # PopART's Nesterov step uses the accumulator without dividing it by the number of microbatches
+    # (compoundscalarhelper.cpp: # NesterovDampeningScaleFactor times DampeningScaleFactor is 1 /
+    # loss scale). It is the mean only with a running mean.
     accumulates = config.gradient_accumulation * config.replicas > 1 or ipu.local == "decoupled"
     running = ipu.mean_reduction_strategy == "running" or ipu.accum_type == "float16"
     remedy = "set backend.ipu.mean_reduction_strategy=running and use_combined_accum=false"
     why = f"PopART would take the sum of the microbatches' gradients: {remedy}"
-    yield Case("nesterov" in chosen and (combined or (accumulates and not running)), "optimizer.nesterov", why, True)
+    yield Case(
+        "nesterov" in chosen and (combined or (accumulates and not running)),
+        "optimizer.nesterov",
+        why,
+        True,
+    )

@@ -4,8 +4,9 @@
                     -> final loss, loss of each block (P,), right and counted labels of each block (P, 2)
     forward(x)      -> outputs, for evaluation
 
-Blocks with losses of their own (local-parallel training) form one graph. Their boundaries are detached and their losses summed,
-so each block's gradient comes from its own loss only. A loss is computed on its block's IPU, before the next block begins:
+Blocks with losses of their own (local-parallel training) form one graph. Their boundaries are
+detached and their losses summed, so each block's gradient comes from its own loss only. A loss is
+computed on its block's IPU, before the next block begins:
 
     IPU 0: block 0, head 0, loss 0 | IPU 1: block 1, head 1, loss 1 | IPU 2: block 2, loss 2, sum
 """
@@ -13,7 +14,7 @@ so each block's gradient comes from its own loss only. A loss is computed on its
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -27,7 +28,10 @@ from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.loss import Loss, count_right, get_block_loss
 from ipu_pipe.model.stages import Partition
 
-OVERLAP = {"accumulation_loop": "OverlapAccumulationLoop", "device_iteration_loop": "OverlapDeviceIterationLoop"}
+OVERLAP = {
+    "accumulation_loop": "OverlapAccumulationLoop",
+    "device_iteration_loop": "OverlapDeviceIterationLoop",
+}
 
 
 class WholeModel(nn.Module):
@@ -39,25 +43,31 @@ class WholeModel(nn.Module):
         super().__init__()
         self.model = copy.deepcopy(model)
 
-    def run_blocks(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
+    def run_blocks(self, x: torch.Tensor) -> Iterator[tuple[Any, Any]]:
         """Yield the model's output, and None for the activations."""
         yield self.model(x), None
 
 
 class LocalBlocks(nn.Module):
-    """Copies of a model's blocks with losses of their own, in one graph: all blocks, or some from number `first` on."""
+    """Copies of a model's blocks with losses of their own, in one graph: all blocks, or some from
+    number `first` on.
+    """
 
-    def __init__(self, model: nn.Module, heads: nn.ModuleDict, pieces: Sequence[Piece], first: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, heads: nn.ModuleDict, pieces: Sequence[Piece], first: int = 0
+    ) -> None:
         super().__init__()
-        self.model, self.heads = model, heads
+        self.model = model
+        self.heads = heads
         # a tuple, so that they are not children: their modules belong to the model
         self._pieces = tuple(piece.copy_to(model) for piece in pieces)
         self._first = first
         last = len(pieces) - 1
         self.losses = sum(i == last or str(first + i) in heads for i in range(len(pieces)))
 
-    def run_blocks(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
-        """Yield (outputs, detached activations for the next block) of each block that has a loss, the whole model's last.
+    def run_blocks(self, x: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+        """Yield (outputs, detached activations for the next block) of each block that has a loss,
+        the whole model's last.
 
         A block runs when its item is taken.
         """
@@ -82,7 +92,9 @@ def copy_body(model: nn.Module) -> Any:
 
 
 def copy_piece(piece: Piece) -> nn.Module:
-    """Return a module with copies of one piece's modules and weights under the model's names, and nothing else."""
+    """Return a module with copies of one piece's modules and weights under the model's names, and
+    nothing else.
+    """
     root, memo = nn.Module(), {}  # type: ignore[var-annotated]
     for name, called in zip(piece.names, piece.called):
         owner, _, last = name.rpartition(".")
@@ -105,12 +117,18 @@ def _make_path(root: nn.Module, path: str) -> nn.Module:
 class Wrapped(nn.Module):
     """The module that PopTorch compiles.
 
-    `is_half`: outputs are in half precision, and losses are computed in float32. `overlap`: PopTorch's mode of overlapping input
-    with compute. `passes_activations`: the outputs include the activations for the next block.
+    `is_half`: outputs are in half precision, and losses are computed in float32. `overlap`:
+    PopTorch's mode of overlapping input with compute. `passes_activations`: the outputs include the
+    activations for the next block.
     """
 
     def __init__(
-        self, body: Any, loss: Loss, is_half: bool = False, overlap: Optional[str] = None, passes_activations: bool = False
+        self,
+        body: Any,
+        loss: Loss,
+        is_half: bool = False,
+        overlap: str | None = None,
+        passes_activations: bool = False,
     ) -> None:
         super().__init__()
         block_loss = get_block_loss(loss)
@@ -119,21 +137,28 @@ class Wrapped(nn.Module):
         self.loss: Any = [block_loss] * body.losses
         if isinstance(block_loss, nn.Module):
             self.loss = nn.ModuleList([copy.deepcopy(block_loss) for _ in range(body.losses)])
-        self._is_half, self._overlap, self._passes_activations = is_half, overlap, passes_activations
+        self._is_half = is_half
+        self._overlap = overlap
+        self._passes_activations = passes_activations
 
-    def list_names(self) -> List[Optional[str]]:
+    def list_names(self) -> list[str | None]:
         """Return the names of all parameters in the user's model, see `get_unsplit_name`."""
         return [get_unsplit_name(name) for name, _ in self.named_parameters()]
 
-    def forward(self, x: torch.Tensor, y: Optional[torch.Tensor] = None) -> Any:
-        """Run a microbatch x with its labels y, in training; the module's docstring says what it returns."""
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        """Run a microbatch x with its labels y, in training; the module's docstring says what it
+        returns.
+        """
         import poptorch
 
         # operations before the first boundary would otherwise belong to no listed block
         poptorch.Block.start(name_stage(0))
         if self._overlap is not None:
             x = poptorch.set_overlap_for_input(x, getattr(poptorch.OverlapMode, self._overlap))
-        losses, counts_of_right, outputs, passed_on = [], [], [], []
+        losses = []
+        counts_of_right = []
+        outputs = []
+        passed_on = []
         for loss, (output, activations) in zip(self.loss, self.body.run_blocks(x)):
             passed_on = [activations] if self._passes_activations else []
             if y is None:
@@ -155,7 +180,7 @@ class Wrapped(nn.Module):
         return (*outputs, *passed_on)
 
 
-def get_unsplit_name(name: str) -> Optional[str]:
+def get_unsplit_name(name: str) -> str | None:
     """Return the name in the user's model of a tensor of Wrapped; None for the loss's own."""
     for prefix, prefix_here in (("body.model.", ""), ("body.heads.", f"{HEADS}.")):
         if name.startswith(prefix):
@@ -164,25 +189,39 @@ def get_unsplit_name(name: str) -> Optional[str]:
 
 
 def wrap(
-    model: nn.Module, loss: Loss, part: Partition, precision: str, ipu: IpuConfig, block: Optional[int] = None
+    model: nn.Module,
+    loss: Loss,
+    part: Partition,
+    precision: str,
+    ipu: IpuConfig,
+    block: int | None = None,
 ) -> Wrapped:
-    """Return a copy of the model as PopTorch wants it, its stages marked. The user's own stays as it is. With `block`, a copy of
-    that block alone, for an IPU of its own; it hands its activations on unless it is the last."""
+    """Return a copy of the model as PopTorch wants it, its stages marked. The user's own stays as
+    it is. With `block`, a copy of that block alone, for an IPU of its own; it hands its activations
+    on unless it is the last.
+    """
     import poptorch
 
     blocks = get_blocks(model)
     if blocks is None or block is None:
         body = copy_body(model)
     else:
-        heads = {name: copy.deepcopy(head) for name, head in blocks.heads.items() if name == str(block)}
-        body = LocalBlocks(copy_piece(blocks.pieces[block]), nn.ModuleDict(heads), [blocks.pieces[block]], block)
+        heads = {
+            name: copy.deepcopy(head) for name, head in blocks.heads.items() if name == str(block)
+        }
+        body = LocalBlocks(
+            copy_piece(blocks.pieces[block]), nn.ModuleDict(heads), [blocks.pieces[block]], block
+        )
     if precision == "16.16":
         body.half()
-    # PopART keeps integer tensors as constants (JitDispatch.cpp): a BatchNorm's number of batches counts in float32
+    # PopART keeps integer tensors as constants (JitDispatch.cpp): a BatchNorm's number of batches
+    # counts in float32
     for module in body.modules():
         if isinstance(module, _NormBase) and module.num_batches_tracked is not None:
             module.num_batches_tracked = module.num_batches_tracked.float()
     for name, stage in part.begins.items() if block is None else ():
         poptorch.BeginBlock(body.model.get_submodule(name), name_stage(stage))
     passes_activations = blocks is not None and block is not None and block < len(blocks.pieces) - 1
-    return Wrapped(body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), passes_activations)
+    return Wrapped(
+        body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), passes_activations
+    )

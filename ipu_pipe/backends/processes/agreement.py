@@ -1,14 +1,14 @@
 """Compare the models of all ranks before the first tensor is sent.
 
-Each rank makes its own model and trains the stages that it holds, so ranks with different models would train a mixture, or send
-tensors that the receiver does not expect.
+Each rank makes its own model and trains the stages that it holds, so ranks with different models
+would train a mixture, or send tensors that the receiver does not expect.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Dict, List
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,23 @@ from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import describe_tensors
 
-REMEDY = "give all ranks the same model: make it from one seed (torch.manual_seed), or load the same weights"
+REMEDY = (
+    "give all ranks the same model: make it from one seed (torch.manual_seed), or load the "
+    "same weights"
+)
 READ_ALIKE = (
-    "ranks of one pipeline must read the same batches: do not shard the loader by rank, and seed its shuffle alike "
+    "ranks of one pipeline must read the same batches: do not shard the loader by rank, and seed "
+    "its shuffle alike "
     "(with replicas: DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica))"
 )
 
 
 def compare_models(model: nn.Module) -> None:
-    """Raise `BadInput` on all ranks, with the first difference, if a rank has another model than rank 0.
+    """Raise `BadInput` on all ranks, with the first difference, if a rank has another model than
+    rank 0.
 
-    Compared are names, shapes, dtypes and `requires_grad` of parameters and buffers, and the modes of modules.
+    Compared are names, shapes, dtypes and `requires_grad` of parameters and buffers, and the modes
+    of modules.
     """
     if not _are_several():
         return
@@ -45,23 +51,33 @@ def compare_models(model: nn.Module) -> None:
 
 
 def compare_values(model: nn.Module, loss: Any, replaces_weights: bool) -> None:
-    """Raise `BadInput` on all ranks, with the first difference, if a rank has other values in its model or its loss.
+    """Raise `BadInput` on all ranks, with the first difference, if a rank has other values in its
+    model or its loss.
 
-    `replaces_weights`: a checkpoint will replace all that is in the model's state dict, so these values may differ.
+    `replaces_weights`: a checkpoint will replace all that is in the model's state dict, so these
+    values may differ.
     """
     if not _are_several():
         return
     replaced = set(model.state_dict()) if replaces_weights else set()
-    tensors = {f"model: {name}": tensor for name, tensor in _list_tensors(model).items() if name not in replaced}
+    tensors = {
+        f"model: {name}": tensor
+        for name, tensor in _list_tensors(model).items()
+        if name not in replaced
+    }
     if isinstance(loss, nn.Module):
         tensors.update({f"loss: {name}": tensor for name, tensor in _list_tensors(loss).items()})
     # tensors on the meta device have none
     values = {name: t for name, t in tensors.items() if not t.is_meta}
-    _raise_first_difference({f"{name}: values (CRC-32)": f"{compute_checksum(t):08x}" for name, t in values.items()})
+    _raise_first_difference(
+        {f"{name}: values (CRC-32)": f"{compute_checksum(t):08x}" for name, t in values.items()}
+    )
 
 
 def compare_inputs(x: Any) -> None:
-    """Raise `BadInput` on all ranks if a rank's first microbatch has inputs of other shapes than rank 0's."""
+    """Raise `BadInput` on all ranks if a rank's first microbatch has inputs of other shapes than
+    rank 0's.
+    """
     if _are_several():
         _raise_first_difference({"step: inputs of a microbatch": describe_tensors(x)}, READ_ALIKE)
 
@@ -70,13 +86,15 @@ def _are_several() -> bool:
     return are_joined() and dist.get_world_size() > 1
 
 
-def _list_tensors(module: nn.Module) -> Dict[str, torch.Tensor]:
+def _list_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a module by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _raise_first_difference(description: Dict[str, str], remedy: str = REMEDY) -> None:
-    """Compare the ranks' descriptions: a hash of each, and all of them only if the hashes differ."""
+def _raise_first_difference(description: dict[str, str], remedy: str = REMEDY) -> None:
+    """Compare the ranks' descriptions: a hash of each, and all of them only if the hashes
+    differ.
+    """
     digests = _gather(hashlib.sha256(json.dumps(description).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
@@ -85,12 +103,16 @@ def _raise_first_difference(description: Dict[str, str], remedy: str = REMEDY) -
         faults = compare_requests(first, other, 0, rank)
         # optimizers number parameters in their order
         if faults or list(first) != list(other):
-            fault = faults[0] if faults else f"model: rank {rank} has its parameters in another order than rank 0"
+            fault = (
+                faults[0]
+                if faults
+                else f"model: rank {rank} has its parameters in another order than rank 0"
+            )
             raise BadInput(f"{fault}: {remedy}")
 
 
-def _gather(value: Any) -> List[Any]:
-    values: List[Any] = [None] * dist.get_world_size()
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
     with report_lost_rank():
         dist.all_gather_object(values, value)
     return values

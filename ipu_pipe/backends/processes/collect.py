@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,12 @@ from torch.utils._pytree import tree_map
 from ipu_pipe.backends.interface import CheckpointState, DeviceTimes, Report
 from ipu_pipe.backends.processes.interpreter import Interpreter
 from ipu_pipe.backends.processes.layout import RankLayout
-from ipu_pipe.backends.processes.lost_ranks import KEEPER, Termination, answer_within, detect_lost_rank
+from ipu_pipe.backends.processes.lost_ranks import (
+    KEEPER,
+    Termination,
+    answer_within,
+    detect_lost_rank,
+)
 from ipu_pipe.backends.processes.mail import OBSERVED, TEST, Mail, Message
 from ipu_pipe.backends.processes.stage import StageModel
 from ipu_pipe.backends.processes.update import DRAW_ALIKE
@@ -38,7 +43,7 @@ EVALUATED = "ipu_pipe/evaluated"
 Value = TypeVar("Value")
 
 
-def gather(mail: Mail, value: Value) -> Optional[List[Value]]:
+def gather(mail: Mail, value: Value) -> list[Value] | None:
     """Return every rank's value on rank 0, else None."""
     # wait for all ranks first, because this wait has the deadline
     mail.all_gather(torch.zeros(1))
@@ -51,21 +56,35 @@ def gather(mail: Mail, value: Value) -> Optional[List[Value]]:
 # ---- weights and optimizer state
 
 
-def export_stages(job: Job, models: Sequence[StageModel], names: Dict[nn.Parameter, str]) -> CheckpointState:
-    """Return a rank's part of a checkpoint, on the host. `names`: parameter -> name, for all parameters of the optimizer."""
-    parameters: List[torch.Tensor] = []
+def export_stages(
+    job: Job, models: Sequence[StageModel], names: dict[nn.Parameter, str]
+) -> CheckpointState:
+    """Return a rank's part of a checkpoint, on the host. `names`: parameter -> name, for all
+    parameters of the optimizer.
+    """
+    parameters: list[torch.Tensor] = []
     for model in models:
-        parameters += [*model.piece.list_tensors(), *(model.head.parameters() if model.head is not None else ())]
+        parameters += [
+            *model.piece.list_tensors(),
+            *(model.head.parameters() if model.head is not None else ()),
+        ]
     trained = {id(job.precision.get_trained(p)) for p in parameters if isinstance(p, nn.Parameter)}
     names = {p: name for p, name in names.items() if id(p) in trained}
     tensors, plain = optimizer.export_state(job.optimizer, names)
-    weights: Dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for model in models:
         with job.precision.put_masters_in_place():
-            weights.update({key: value.detach().cpu() for key, value in model.piece.select_state().items()})
+            weights.update(
+                {key: value.detach().cpu() for key, value in model.piece.select_state().items()}
+            )
         if model.head is not None:
             head = f"{HEADS}.{model.stage}"
-            weights.update({f"{head}.{key}": value.detach().cpu() for key, value in model.head.state_dict().items()})
+            weights.update(
+                {
+                    f"{head}.{key}": value.detach().cpu()
+                    for key, value in model.head.state_dict().items()
+                }
+            )
     return CheckpointState(weights, {key: value.cpu() for key, value in tensors.items()}, plain)
 
 
@@ -78,20 +97,28 @@ def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
     with job.precision.put_masters_in_place():
         # tensors that no piece uses are unchanged here
         state = job.model.state_dict()
-    return merged._replace(model={name: merged.model.get(name, value) for name, value in state.items()})
+    return merged._replace(
+        model={name: merged.model.get(name, value) for name, value in state.items()}
+    )
 
 
-def export_rest(job: Job, cut: Sequence[Piece]) -> Dict[str, torch.Tensor]:
+def export_rest(job: Job, cut: Sequence[Piece]) -> dict[str, torch.Tensor]:
     """Return the part of the model's state that no stage uses; `cut`: the pieces of all stages."""
     in_pieces = {name for piece in cut for name in piece.select_state()}
     with job.precision.put_masters_in_place():
         state = job.model.state_dict()
-    return {name: value for name, value in state.items() if name not in in_pieces and not name.startswith(HEADS)}
+    return {
+        name: value
+        for name, value in state.items()
+        if name not in in_pieces and not name.startswith(HEADS)
+    }
 
 
-def find_holders(model: nn.Module, cut: Sequence[Piece]) -> Dict[str, int]:
+def find_holders(model: nn.Module, cut: Sequence[Piece]) -> dict[str, int]:
     """Return the stage that holds each parameter and buffer of a model, by its name."""
-    stage_of = {id(tensor): stage for stage, piece in enumerate(cut) for tensor in piece.list_tensors()}
+    stage_of = {
+        id(tensor): stage for stage, piece in enumerate(cut) for tensor in piece.list_tensors()
+    }
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: stage_of[id(tensor)] for name, tensor in named if id(tensor) in stage_of}
 
@@ -99,19 +126,21 @@ def find_holders(model: nn.Module, cut: Sequence[Piece]) -> Dict[str, int]:
 def broadcast_weights(
     mail: Mail,
     model: nn.Module,
-    holders: Dict[str, int],
+    holders: dict[str, int],
     placement: Sequence[int],
-    freed: Optional[Sequence[torch.Tensor]] = None,
+    freed: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Copy the tensors of the first replica's stages into every rank's model.
 
-    `holders`: the result of `find_holders`; `placement`: the device, which is the rank, of each stage; `freed`: the tensors to
-    copy into, all if None.
+    `holders`: the result of `find_holders`; `placement`: the device, which is the rank, of each
+    stage; `freed`: the tensors to copy into, all if None.
     """
     mail.all_gather(torch.zeros(1))
     freed_ids = None if freed is None else {id(tensor) for tensor in freed}
     for stage in sorted({*holders.values()}):
-        tensors = {name: operator.attrgetter(name)(model) for name, s in holders.items() if s == stage}
+        tensors = {
+            name: operator.attrgetter(name)(model) for name, s in holders.items() if s == stage
+        }
         values: Any = [None]
         source = placement[stage]
         if dist.get_rank() == source:
@@ -124,12 +153,20 @@ def broadcast_weights(
 
 
 def gather_weights(
-    mail: Mail, model: nn.Module, holders: Dict[str, int], layout: RankLayout, freed: Sequence[torch.Tensor]
+    mail: Mail,
+    model: nn.Module,
+    holders: dict[str, int],
+    layout: RankLayout,
+    freed: Sequence[torch.Tensor],
 ) -> None:
-    """Copy the tensors of the first replica's stages into rank 0's model; arguments as of `broadcast_weights`."""
+    """Copy the tensors of the first replica's stages into rank 0's model; arguments as of
+    `broadcast_weights`.
+    """
     stages_here = layout.stages_of_rank if layout.replica == 0 else []
     names_here = [name for name, stage in holders.items() if stage in stages_here]
-    tensors = {name: operator.attrgetter(name)(model).detach().cpu() for name in names_here if layout.rank}
+    tensors = {
+        name: operator.attrgetter(name)(model).detach().cpu() for name in names_here if layout.rank
+    }
     freed_ids = {id(tensor) for tensor in freed}
     for part in gather(mail, tensors) or []:
         for name, value in part.items():
@@ -141,9 +178,13 @@ def gather_weights(
 # ---- memory of the other ranks' stages
 
 
-def free_other_stages(job: Job, models: Sequence[StageModel], cut: Sequence[Piece]) -> List[torch.Tensor]:
+def free_other_stages(
+    job: Job, models: Sequence[StageModel], cut: Sequence[Piece]
+) -> list[torch.Tensor]:
     """Free the tensors of the model that other ranks hold, and return them."""
-    pieces = [piece for model in models for piece in (model.piece, model.previous) if piece is not None]
+    pieces = [
+        piece for model in models for piece in (model.piece, model.previous) if piece is not None
+    ]
     here = {id(t) for piece in pieces for t in piece.list_tensors()}
     others = [t for piece in cut for t in piece.list_tensors()]
     blocks = get_blocks(job.model)
@@ -153,21 +194,29 @@ def free_other_stages(job: Job, models: Sequence[StageModel], cut: Sequence[Piec
             if index not in [str(model.stage) for model in models]:
                 others += [*head.parameters(), *head.buffers()]
     others = [t for t in others if id(t) not in here]
-    return free([*others, *(job.precision.get_trained(t) for t in others if isinstance(t, nn.Parameter))])
+    return free(
+        [*others, *(job.precision.get_trained(t) for t in others if isinstance(t, nn.Parameter))]
+    )
 
 
-def free(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:
-    """Free the memory of tensors and return them: they keep their shapes, their values become NaN."""
+def free(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Free the memory of tensors and return them: they keep their shapes, their values become
+    NaN.
+    """
     freed = list(tensors)
     for tensor in freed:
         value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-        tensor.data = torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        tensor.data = torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(
+            tensor.shape
+        )
     return freed
 
 
 @contextlib.contextmanager
 def zero_freed(freed: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Make freed tensors dense zeros inside the context, for a forward of the whole model, which may refuse NaN."""
+    """Make freed tensors dense zeros inside the context, for a forward of the whole model, which
+    may refuse NaN.
+    """
     data = [tensor.data for tensor in freed]
     try:
         for tensor in freed:
@@ -182,23 +231,38 @@ def zero_freed(freed: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 class GradientCollection:
-    """Send the gradients of updates from the first replica's stages to rank 0, for callbacks; other replicas have equal ones."""
+    """Send the gradients of updates from the first replica's stages to rank 0, for callbacks; other
+    replicas have equal ones.
+    """
 
     def __init__(self, job: Job, mail: Mail, layout: RankLayout) -> None:
-        self._mail, self._layout = mail, layout
+        self._mail = mail
+        self._layout = layout
         named = {s: job.list_trained(s) for s in range(layout.stages)}
         self._names = {s: list(parameters) for s, parameters in named.items() if parameters}
-        self._parameters = {s: list(parameters.values()) for s, parameters in named.items() if parameters}
+        self._parameters = {
+            s: list(parameters.values()) for s, parameters in named.items() if parameters
+        }
         # (update, stage) -> which parameters have a gradient, and the bytes of all gradients
-        self._noted: Dict[Tuple[int, int], List[torch.Tensor]] = {}
+        self._noted: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def note(self, k: int, stages: Sequence[int]) -> None:
         """Copy the gradients of update k of these stages."""
         for s in stages:
-            if s in self._parameters and s in self._layout.stages_of_rank and self._layout.replica == 0:
-                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters[s]]
-                all_bytes = torch.cat([g.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for g in gradients])
-                has_gradient = torch.tensor([p.grad is not None for p in self._parameters[s]], dtype=torch.uint8)
+            if (
+                s in self._parameters
+                and s in self._layout.stages_of_rank
+                and self._layout.replica == 0
+            ):
+                gradients = [
+                    torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters[s]
+                ]
+                all_bytes = torch.cat(
+                    [g.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for g in gradients]
+                )
+                has_gradient = torch.tensor(
+                    [p.grad is not None for p in self._parameters[s]], dtype=torch.uint8
+                )
                 self._noted[k, s] = [has_gradient, all_bytes]
 
     def expect(self, k: int) -> None:
@@ -206,7 +270,14 @@ class GradientCollection:
         if self._layout.rank == 0:
             for s, parameters in self._parameters.items():
                 sizes = len(parameters), sum(p.numel() * p.element_size() for p in parameters)
-                self._mail.expect([(Message(OBSERVED, k, s, 0), tuple(TensorSpec((n,), torch.uint8, False) for n in sizes))])
+                self._mail.expect(
+                    [
+                        (
+                            Message(OBSERVED, k, s, 0),
+                            tuple(TensorSpec((n,), torch.uint8, False) for n in sizes),
+                        )
+                    ]
+                )
 
     def send(self, k: int) -> None:
         """Send the copied gradients of update k to rank 0."""
@@ -214,14 +285,20 @@ class GradientCollection:
             if (k, s) in self._noted:
                 self._mail.send(Message(OBSERVED, k, s, 0), self._noted.pop((k, s)))
 
-    def collect(self, k: int) -> Dict[str, torch.Tensor]:
-        """Return the gradients of update k by parameter name on rank 0, an empty dict on other ranks."""
-        gradients: Dict[str, torch.Tensor] = {}
+    def collect(self, k: int) -> dict[str, torch.Tensor]:
+        """Return the gradients of update k by parameter name on rank 0, an empty dict on other
+        ranks.
+        """
+        gradients: dict[str, torch.Tensor] = {}
         for s, parameters in self._parameters.items() if self._layout.rank == 0 else ():
             noted = self._noted.pop((k, s), None)
-            has_gradient, all_bytes = self._mail.receive(Message(OBSERVED, k, s, 0)) if noted is None else noted
+            has_gradient, all_bytes = (
+                self._mail.receive(Message(OBSERVED, k, s, 0)) if noted is None else noted
+            )
             parts = all_bytes.split([p.numel() * p.element_size() for p in parameters])
-            for name, p, gradient_bytes, is_there in zip(self._names[s], parameters, parts, has_gradient.tolist()):
+            for name, p, gradient_bytes, is_there in zip(
+                self._names[s], parameters, parts, has_gradient.tolist()
+            ):
                 if is_there:
                     gradients[name] = gradient_bytes.clone().view(p.dtype).view(p.shape)
         return gradients
@@ -233,16 +310,26 @@ class GradientCollection:
 class Evaluation:
     """Evaluate the test set with forwards of the first replica's stages; other replicas wait.
 
-    `with_loss`: the stages that sum up losses and metrics; `freed`: the freed tensors of the other ranks' stages.
+    `with_loss`: the stages that sum up losses and metrics; `freed`: the freed tensors of the other
+    ranks' stages.
     """
 
-    def __init__(self, job: Job, interpreter: Interpreter, with_loss: List[int], freed: List[torch.Tensor]) -> None:
-        self._job, self._with_loss, self._freed = job, with_loss, freed
-        self._models, self._mail = [stage.model for stage in interpreter.stages.values()], interpreter.mail
-        self._layout, self._count, self._predicted = interpreter.layout, 0, 0
+    def __init__(
+        self, job: Job, interpreter: Interpreter, with_loss: list[int], freed: list[torch.Tensor]
+    ) -> None:
+        self._job = job
+        self._with_loss = with_loss
+        self._freed = freed
+        self._models = [stage.model for stage in interpreter.stages.values()]
+        self._mail = interpreter.mail
+        self._layout = interpreter.layout
+        self._count = 0
+        self._predicted = 0
 
-    def evaluate(self, split: str) -> List[EvaluationResult]:
-        """Return loss and metrics of each stage with a loss for the loaded weights, the same on every rank."""
+    def evaluate(self, split: str) -> list[EvaluationResult]:
+        """Return loss and metrics of each stage with a loss for the loaded weights, the same on
+        every rank.
+        """
         layout = self._layout
         # finish the messages of training: waiting for them must not count as evaluation
         self._mail.flush()
@@ -262,14 +349,18 @@ class Evaluation:
         by_stage = [by_rank[device][stage] for stage, device in enumerate(layout.placement)]
         # stages without data and labels read the test set for shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
-            raise RunFault(f"data: {self._job.data_name}: evaluation: the ranks read different test sets: {DRAW_ALIKE}")
+            raise RunFault(
+                f"data: {self._job.data_name}: evaluation: the ranks read different test sets: "
+                f"{DRAW_ALIKE}"
+            )
         return [evaluate_sums(self._job.metrics, by_stage[stage][:-1]) for stage in self._with_loss]
 
     def predict(self, x: Any) -> Any:
         """Return the output of the last stage for inputs `x`, on every rank."""
-        layout, last = self._layout, self._layout.stages - 1
+        layout = self._layout
+        last = self._layout.stages - 1
         modules = [m for model in self._models for m in (model.piece, model.head) if m is not None]
-        outputs: List[Any] = [None]
+        outputs: list[Any] = [None]
         with torch.no_grad(), restore_modes(*modules):
             for module in modules:
                 module.eval()
@@ -278,7 +369,11 @@ class Evaluation:
                 for model in self._models:
                     output = self._run_stage(model, self._predicted, x, crossings)
                     if model.stage == last:
-                        outputs = [tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, output)]
+                        outputs = [
+                            tree_map(
+                                lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, output
+                            )
+                        ]
                 self._predicted += 1
         self._mail.flush()
         # wait for all ranks first, because this wait has the deadline
@@ -290,11 +385,17 @@ class Evaluation:
     def _prepare(self, x: Any) -> Sequence[Crossing]:
         """Return the tensors that cross each cut in the evaluation of inputs `x`."""
         cut = self._models[0].piece.cut
-        with contextlib.nullcontext() if cut.is_prepared(x, training=False) else zero_freed(self._freed):
+        with (
+            contextlib.nullcontext()
+            if cut.is_prepared(x, training=False)
+            else zero_freed(self._freed)
+        ):
             return cut.prepare(x, training=False)
 
     def _sum_by_stage(self, split: str) -> torch.Tensor:
-        """Run this rank's stages on a set; return a row per stage: the sums of its tally, and the checksum of the set."""
+        """Run this rank's stages on a set; return a row per stage: the sums of its tally, and the
+        checksum of the set.
+        """
         tallies = {model.stage: Tally.of(self._job) for model in self._models}
         checksum = 0
         for batch, (x, y) in enumerate(load_test_batches(self._job, split)):
@@ -305,21 +406,32 @@ class Evaluation:
                 if model.stage in self._with_loss:
                     tallies[model.stage].add(output, y, count_samples(x))
             if self._layout.replicas > 1:
-                store, limit = dist.distributed_c10d._get_default_store(), self._mail.limit
+                store = dist.distributed_c10d._get_default_store()
+                limit = self._mail.limit
                 with detect_lost_rank([KEEPER], limit):
                     answer_within(limit.total_seconds(), lambda: store.add(EVALUATED, 1))
-        sums = torch.zeros(self._layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
+        sums = torch.zeros(
+            self._layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64
+        )
         for stage, tally in tallies.items():
             sums[stage] = torch.cat([tally.sums, torch.tensor([checksum], dtype=torch.float64)])
         return sums
 
-    def _run_stage(self, model: StageModel, batch: int, x: Any, crossings: Sequence[Crossing]) -> Any:
-        """Send the output of a stage on a batch of the test set to the next stage, and return it."""
-        value, s = x, model.stage
+    def _run_stage(
+        self, model: StageModel, batch: int, x: Any, crossings: Sequence[Crossing]
+    ) -> Any:
+        """Send the output of a stage on a batch of the test set to the next stage, and return
+        it.
+        """
+        value = x
+        s = model.stage
         if not model.is_first:
-            message, crossing = Message(TEST, batch, s - 1, s), crossings[s - 1]
+            message = Message(TEST, batch, s - 1, s)
+            crossing = crossings[s - 1]
             self._mail.expect([(message, crossing.tensors)])
-            value = crossing.from_messages([tensor.to(model.device) for tensor in self._mail.receive(message)])
+            value = crossing.from_messages(
+                [tensor.to(model.device) for tensor in self._mail.receive(message)]
+            )
         output = model.piece(value)
         if not model.is_last:
             self._mail.send(Message(TEST, batch, s, s + 1), crossings[s].to_messages(output))
@@ -327,9 +439,14 @@ class Evaluation:
 
 
 def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
-    """Wait for the first replica's evaluation `number`. Raise `LostRank` if it makes no progress within the deadline."""
-    store, done = dist.distributed_c10d._get_default_store(), f"ipu_pipe/evaluation-{number}/done"
-    progress, since, limit = -1, time.monotonic(), mail.limit.total_seconds()
+    """Wait for the first replica's evaluation `number`. Raise `LostRank` if it makes no progress
+    within the deadline.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    done = f"ipu_pipe/evaluation-{number}/done"
+    progress = -1
+    since = time.monotonic()
+    limit = mail.limit.total_seconds()
     with detect_lost_rank(range(layout.devices), mail.limit):
         if layout.replica == 0:
             answer_within(limit, lambda: store.add(done, 1))
@@ -337,7 +454,8 @@ def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
         while answer_within(limit, lambda: store.add(done, 0)) < layout.devices:
             batches = answer_within(limit, lambda: store.add(EVALUATED, 0))
             if batches != progress:
-                progress, since = batches, time.monotonic()
+                progress = batches
+                since = time.monotonic()
             elif time.monotonic() - since > limit:
                 raise TimeoutError
             Termination.check()
@@ -350,33 +468,44 @@ def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
 class RankReport(NamedTuple):
     """The measurements of one rank.
 
-    `optimizer_bytes`: stage -> bytes of optimizer state. `version_bytes`: stage -> peak bytes of weight versions besides the
-    newest. `sent`: (source stage, target stage) -> (bytes, messages); `sent_shared`: the same for gradients of shared layers.
-    `peaks`: category -> peak bytes. `trace`: the recorded events, None without a file.
+    `optimizer_bytes`: stage -> bytes of optimizer state. `version_bytes`: stage -> peak bytes of
+    weight versions besides the newest. `sent`: (source stage, target stage) -> (bytes, messages);
+    `sent_shared`: the same for gradients of shared layers. `peaks`: category -> peak bytes.
+    `trace`: the recorded events, None without a file.
     """
 
-    optimizer_bytes: Dict[int, int]
-    version_bytes: Dict[int, int]
-    sent: Dict[Tuple[int, int], Tuple[int, int]]
-    sent_shared: Dict[Tuple[int, int], Tuple[int, int]]
+    optimizer_bytes: dict[int, int]
+    version_bytes: dict[int, int]
+    sent: dict[tuple[int, int], tuple[int, int]]
+    sent_shared: dict[tuple[int, int], tuple[int, int]]
     times: DeviceTimes
-    peaks: Dict[str, int]
-    trace: Optional[Trace]
+    peaks: dict[str, int]
+    trace: Trace | None
 
 
-def report_rank(job: Job, interpreter: Interpreter, trace: Optional[Trace]) -> RankReport:
+def report_rank(job: Job, interpreter: Interpreter, trace: Trace | None) -> RankReport:
     """Return this rank's report; `trace`: its recorded events, by rank 0's clock."""
-    recorder, stages = interpreter.recorder, interpreter.stages
-    replicas, count = interpreter.independent, interpreter.layout.stages
-    others = [state for stage_replicas in replicas.values() for state in stage_replicas.list_other_states()]
-    by_stage, masters = optimizer.count_state_bytes(job.optimizer, count, others), job.count_master_bytes()
+    recorder = interpreter.recorder
+    stages = interpreter.stages
+    replicas = interpreter.independent
+    count = interpreter.layout.stages
+    others = [
+        state
+        for stage_replicas in replicas.values()
+        for state in stage_replicas.list_other_states()
+    ]
+    by_stage = optimizer.count_state_bytes(job.optimizer, count, others)
+    masters = job.count_master_bytes()
     optimizer_bytes = {s: by_stage[s] + masters[s] for s in stages}
     # overlapping local blocks have a layer of the previous stage here too
     total = sum(by_stage) + interpreter.memory.master_bytes
     optimizer_bytes[min(stages)] += total - sum(optimizer_bytes.values())
     return RankReport(
         optimizer_bytes,
-        {s: stage.peak_version_bytes + (replicas[s].held_bytes if s in replicas else 0) for s, stage in stages.items()},
+        {
+            s: stage.peak_version_bytes + (replicas[s].held_bytes if s in replicas else 0)
+            for s, stage in stages.items()
+        },
         recorder.sent,
         recorder.sent_shared,
         recorder.times,
@@ -386,7 +515,9 @@ def report_rank(job: Job, interpreter: Interpreter, trace: Optional[Trace]) -> R
 
 
 def merge_reports(ranks: Sequence[RankReport], layout: RankLayout, microbatches: int) -> Report:
-    """Merge the ranks' reports: values by stage come from the first replica; events, times and memory from all ranks."""
+    """Merge the ranks' reports: values by stage come from the first replica; events, times and
+    memory from all ranks.
+    """
     first = ranks[: layout.devices]
     traces = [rank.trace for rank in ranks if rank.trace is not None]
     return Report(

@@ -1,6 +1,8 @@
-"""One job on several processes: each rank holds stages and interprets its row of the schedule (`interpreter`).
+"""One job on several processes: each rank holds stages and interprets its row of the schedule
+(`interpreter`).
 
-Rank 0 prints and writes. Gradients are averaged between the ranks of one stage in all replicas (`layout.RankLayout`).
+Rank 0 prints and writes. Gradients are averaged between the ranks of one stage in all replicas
+(`layout.RankLayout`).
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -43,59 +45,103 @@ from ipu_pipe.update.rules import select_rules
 
 
 class ProcessEngine(Engine):
-    """The engine of a rank: it runs the rank's stages and joins the other ranks for results, evaluations and checkpoints."""
+    """The engine of a rank: it runs the rank's stages and joins the other ranks for results,
+    evaluations and checkpoints.
+    """
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
-        config, work = job.config, Work.from_job(job, first_update)
+        config = job.config
+        work = Work.from_job(job, first_update)
         self._layout = layout = RankLayout(dist.get_rank(), job.placement, config.replicas)
         self.is_main = layout.rank == 0
-        self._first_update, self._clocks_compared_at, self._steps = first_update, first_update, 0
+        self._first_update = first_update
+        self._clocks_compared_at = first_update
+        self._steps = 0
         # device -> the group of its ranks in all replicas
-        groups: List[Any] = []
+        groups: list[Any] = []
         if layout.replicas > 1:
-            groups = [make_group(layout.list_ranks(device), config.backend.deadline) for device in range(layout.devices)]
+            groups = [
+                make_group(layout.list_ranks(device), config.backend.deadline)
+                for device in range(layout.devices)
+            ]
         if config.checkpoint is not None and config.checkpoint.format == "sharded":
-            self.checkpoint_group = make_group(range(dist.get_world_size()), config.backend.deadline)
+            self.checkpoint_group = make_group(
+                range(dist.get_world_size()), config.backend.deadline
+            )
         self._microbatches = Microbatches(job, layout, work.microbatch)
         models, self._cut = cut_stages(job, layout, self._microbatches)
         stream = trace.StreamClock() if job.device.type == "cuda" else None
-        self._recorder = trace.TraceRecorder(layout.rank, models[0].stage, job.traced_updates, stream)
+        self._recorder = trace.TraceRecorder(
+            layout.rank, models[0].stage, job.traced_updates, stream
+        )
         channels = make_channels(job, layout, models[0].ties.links)
-        replicas: List[ReplicaGroup] = []
+        replicas: list[ReplicaGroup] = []
         if groups:
-            nccl_group, is_fast = (channels or {}).get(REPLICAS), config.reduction == "fast"
-            replicas = [ReplicaGroup(groups[device], nccl_group, is_fast) for device in layout.placement]
+            nccl_group = (channels or {}).get(REPLICAS)
+            is_fast = config.reduction == "fast"
+            replicas = [
+                ReplicaGroup(groups[device], nccl_group, is_fast) for device in layout.placement
+            ]
         # a file of rows may receive a message after any number of later ones
         in_flight = job.schedule.microbatches
         if job.method.pipeline is not Timeline.ROWS:
-            # with local losses no gradient comes back, so only the limit on sends tells that a message has arrived
+            # with local losses no gradient comes back, so only the limit on sends tells that a
+            # message has arrived
             is_local = job.method.structure is not None
-            in_flight = 8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())
-        # a group of its own, so that no message that a broken pipeline has left reaches the next one, nor one of the caller's own
-        self._group = make_group(range(dist.get_world_size()), config.backend.deadline) if job.is_open else None
-        self._mail = Mail(layout, job.device, self._recorder, config.backend.deadline, self._group, channels, in_flight)
+            in_flight = (
+                8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())
+            )
+        # a group of its own, so that no message that a broken pipeline has left reaches the next
+        # one, nor one of the caller's own
+        self._group = (
+            make_group(range(dist.get_world_size()), config.backend.deadline)
+            if job.is_open
+            else None
+        )
+        self._mail = Mail(
+            layout,
+            job.device,
+            self._recorder,
+            config.backend.deadline,
+            self._group,
+            channels,
+            in_flight,
+        )
         if job.loss_weight is not None:
             group = groups[layout.placement[models[0].stage]] if groups else None
             self._weights = UpdateWeights(work, self._microbatches, self._mail, group)
             for model in models:
                 model.weigh_update = self._weights.read
-        self._models, self._replicas = models, replicas
+        self._models = models
+        self._replicas = replicas
         stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in models}
         if job.schedule.passes == SPLIT_PASSES:
             self._split_backwards(stages)
-        self._interpreter = Interpreter(work, stages, self._mail, self._recorder, replicas, channels)
+        self._interpreter = Interpreter(
+            work, stages, self._mail, self._recorder, replicas, channels
+        )
         self.newest_model = None
         # for a model that the caller uses after training
-        self._holders = collect.find_holders(job.model, self._cut) if job.precision.is_given or job.wants_model else {}
-        self._gradient_collection: Optional[collect.GradientCollection] = None
+        self._holders = (
+            collect.find_holders(job.model, self._cut)
+            if job.precision.is_given or job.wants_model
+            else {}
+        )
+        self._gradient_collection: collect.GradientCollection | None = None
         if job.watches_gradients:
             self._gradient_collection = collect.GradientCollection(job, self._mail, layout)
             job.rules.observe = self._gradient_collection.note
         self._freed = collect.free_other_stages(job, models, self._cut)
         self._with_loss = _list_stages_with_loss(job)
-        group_of_replicas = groups[layout.rank % layout.devices if job.is_open else layout.placement[0]] if groups else None
-        self._results = ResultCollection(job, self._mail, self._recorder, layout, self._with_loss, group_of_replicas)
+        group_of_replicas = (
+            groups[layout.rank % layout.devices if job.is_open else layout.placement[0]]
+            if groups
+            else None
+        )
+        self._results = ResultCollection(
+            job, self._mail, self._recorder, layout, self._with_loss, group_of_replicas
+        )
         self._evaluation = collect.Evaluation(job, self._interpreter, self._with_loss, self._freed)
         # import now: an optimizer's first step would import it within the measured time
         importlib.import_module("torch._dynamo")
@@ -103,10 +149,18 @@ class ProcessEngine(Engine):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
 
     @property
-    def _fault_context(self) -> Tuple[int, Callable[[], int], Callable[[], str], Callable[[], str]]:
+    def _fault_context(
+        self,
+    ) -> tuple[int, Callable[[], int], Callable[[], str], Callable[[], str]]:
         """The arguments of `name_faults`."""
-        interpreter, recorder = self._interpreter, self._recorder
-        return self._layout.rank, lambda: recorder.stage, lambda: interpreter.doing, lambda: interpreter.activity
+        interpreter = self._interpreter
+        recorder = self._recorder
+        return (
+            self._layout.rank,
+            lambda: recorder.stage,
+            lambda: interpreter.doing,
+            lambda: interpreter.activity,
+        )
 
     # ---- updates
 
@@ -143,12 +197,18 @@ class ProcessEngine(Engine):
             old.end()
             self._mail.forget_expected()
             work = Work.from_job(self.job, update)
-            stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in self._models}
+            stages = {
+                model.stage: Stage(work, model, self._mail, self._recorder)
+                for model in self._models
+            }
             for s, stage in stages.items():
                 stage.continue_from(old.stages[s])
-            # replicas with weights of their own go on through the optimizer's state; the mail has used its channels
+            # replicas with weights of their own go on through the optimizer's state; the mail has
+            # used its channels
             with contextlib.nullcontext() if is_loaded else old.export_replicas():
-                self._interpreter = Interpreter(work, stages, self._mail, self._recorder, self._replicas)
+                self._interpreter = Interpreter(
+                    work, stages, self._mail, self._recorder, self._replicas
+                )
             self._interpreter.memory.continue_from(old.memory)
             self._microbatches.restart(work.microbatch)
             if self.job.loss_weight is not None:
@@ -166,25 +226,31 @@ class ProcessEngine(Engine):
         load()
         collect.free(self._freed)
 
-    def _split_backwards(self, stages: Dict[int, Stage]) -> None:
-        """Find the stages whose backward can be split and warn of the others. All ranks must call this at once."""
+    def _split_backwards(self, stages: dict[int, Stage]) -> None:
+        """Find the stages whose backward can be split and warn of the others. All ranks must call
+        this at once.
+        """
         is_whole = torch.zeros(self._layout.stages, dtype=torch.int64)
         for s, stage in stages.items():
             is_whole[s] = not stage.verify_split(self.job.example)
-        whole = torch.stack(self._mail.all_gather(is_whole)).amax(dim=0).nonzero().flatten().tolist()
+        whole = (
+            torch.stack(self._mail.all_gather(is_whole)).amax(dim=0).nonzero().flatten().tolist()
+        )
         if whole:
             warnings.warn(
-                f"stages {', '.join(map(str, whole))}: weight gradients are computed together with input gradients:"
-                " their backward does not come out the same, bit for bit, when its weight gradients are computed later",
+                f"stages {', '.join(map(str, whole))}: weight gradients are computed together with "
+                f"input gradients:"
+                " their backward does not come out the same, bit for bit, when its weight "
+                "gradients are computed later",
                 stacklevel=2,
             )
 
-    def collect_gradients(self, k: int) -> Dict[str, torch.Tensor]:
+    def collect_gradients(self, k: int) -> dict[str, torch.Tensor]:
         assert self._gradient_collection is not None
         with name_faults(*self._fault_context):
             return self._gradient_collection.collect(k)
 
-    def evaluate(self, split: str = "test") -> List[EvaluationResult]:
+    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
         with self._record_pause("evaluate", "evaluation"):
             self._interpreter.load_newest()
             with self.job.rules.hold_averages():
@@ -195,9 +261,13 @@ class ProcessEngine(Engine):
         with self._record_pause("gather", "whole model"):
             self._interpreter.load_newest()
             if everywhere:
-                collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement, self._freed)
+                collect.broadcast_weights(
+                    self._mail, self.job.model, self._holders, self._layout.placement, self._freed
+                )
             else:
-                collect.gather_weights(self._mail, self.job.model, self._holders, self._layout, self._freed)
+                collect.gather_weights(
+                    self._mail, self.job.model, self._holders, self._layout, self._freed
+                )
         self.newest_model = self.job.model if everywhere or self.is_main else None
         try:
             yield
@@ -205,10 +275,12 @@ class ProcessEngine(Engine):
             self.newest_model = None
             collect.free(self._freed)
 
-    def collect_state(self) -> Optional[CheckpointState]:
+    def collect_state(self) -> CheckpointState | None:
         with self._record_pause("checkpoint", "checkpoint"):
             ranks = collect.gather(self._mail, self._export())
-        return None if ranks is None else collect.merge_ranks(self.job, ranks[: self._layout.devices])
+        return (
+            None if ranks is None else collect.merge_ranks(self.job, ranks[: self._layout.devices])
+        )
 
     def collect_part(self, every_replica: bool = False) -> CheckpointState:
         with self._record_pause("checkpoint", "checkpoint"):
@@ -227,19 +299,23 @@ class ProcessEngine(Engine):
 
     @contextlib.contextmanager
     def _record_pause(self, kind: str, doing: str) -> Iterator[None]:
-        """Record the work in the context, between two updates, as one event `kind`; then flush and compare the clocks."""
+        """Record the work in the context, between two updates, as one event `kind`; then flush and
+        compare the clocks.
+        """
         self._interpreter.doing = doing
         start = self._recorder.mark()
         with name_faults(*self._fault_context):
             yield
-            # flush before the checkpoint is written: a run that is killed later has all events before the checkpoint
+            # flush before the checkpoint is written: a run that is killed later has all events
+            # before the checkpoint
             self._recorder.flush()
             self._compare_clocks()
         self._recorder.add(kind, -1, start, version=self._interpreter.update)
 
     def _compare_clocks(self) -> None:
         """Compare the clocks if events were recorded since the last comparison."""
-        traced, done = self.job.traced_updates, self._interpreter.update + 1
+        traced = self.job.traced_updates
+        done = self._interpreter.update + 1
         if max(traced.start, self._clocks_compared_at) < min(traced.stop, done):
             self._synchronize_clocks()
         self._clocks_compared_at = done
@@ -248,7 +324,7 @@ class ProcessEngine(Engine):
         with detect_lost_rank(limit=self._mail.limit):
             self._recorder.synchronize(trace.compare_clocks())
 
-    def report(self) -> Optional[Report]:
+    def report(self) -> Report | None:
         self._interpreter.doing = "report"
         with name_faults(*self._fault_context):
             if not self.job.is_open:
@@ -258,8 +334,12 @@ class ProcessEngine(Engine):
                 # ranks may be at different updates, and all must compare
                 self._synchronize_clocks()
             recorded = trace.read_back(self.job, self._layout.rank, self._recorder)
-            ranks = collect.gather(self._mail, collect.report_rank(self.job, self._interpreter, recorded))
-        microbatches = (self._interpreter.update - self._first_update) * self.job.schedule.accumulate
+            ranks = collect.gather(
+                self._mail, collect.report_rank(self.job, self._interpreter, recorded)
+            )
+        microbatches = (
+            self._interpreter.update - self._first_update
+        ) * self.job.schedule.accumulate
         return None if ranks is None else collect.merge_reports(ranks, self._layout, microbatches)
 
     def close(self) -> None:
@@ -268,7 +348,9 @@ class ProcessEngine(Engine):
             self._interpreter.close()
             if self._holders:
                 with self.job.precision.put_masters_in_place(loads=True):
-                    collect.broadcast_weights(self._mail, self.job.model, self._holders, self._layout.placement)
+                    collect.broadcast_weights(
+                        self._mail, self.job.model, self._holders, self._layout.placement
+                    )
                 self.newest_model = self.job.model
                 # all ranks have taken part in that, so that no message is on its way
                 if self._group is not None:
@@ -285,8 +367,12 @@ class ProcessEngine(Engine):
         self.release_blocks()
 
 
-def cut_stages(job: Job, layout: RankLayout, microbatches: Microbatches) -> Tuple[List[StageModel], List[Piece]]:
-    """Return this rank's stages of a job's model, which read `microbatches`, and the pieces of all stages."""
+def cut_stages(
+    job: Job, layout: RankLayout, microbatches: Microbatches
+) -> tuple[list[StageModel], list[Piece]]:
+    """Return this rank's stages of a job's model, which read `microbatches`, and the pieces of all
+    stages.
+    """
     blocks = get_blocks(job.model)
     cut = list(job.pieces) if blocks is None else blocks.pieces
     across = list_crossings(cut) if blocks is None else blocks.crossings
@@ -296,14 +382,17 @@ def cut_stages(job: Job, layout: RankLayout, microbatches: Microbatches) -> Tupl
     keyed = KeyedRandomness(job.model, draws, job.config.seed, job.device) if draws else None
     models = []
     for s in layout.stages_of_rank:
-        ties, local = Ties(), None
+        ties = Ties()
+        local = None
         if blocks is None:
             ties = find_ties(job.model, cut, s, layout.placement)
         else:
             local = LocalBlock.create(cut, s, blocks.overlap > 0, blocks.get_head(s))
-        checksums: Dict[int, int] = {}
+        checksums: dict[int, int] = {}
         read = functools.partial(microbatches.read, checksums)
-        model = StageModel(layout, s, cut[s], across, read, job.device, keyed, local, ties, checksums)
+        model = StageModel(
+            layout, s, cut[s], across, read, job.device, keyed, local, ties, checksums
+        )
         model.example = job.example
         models.append(model)
     return models, cut
@@ -312,18 +401,21 @@ def cut_stages(job: Job, layout: RankLayout, microbatches: Microbatches) -> Tupl
 class Microbatches:
     """The microbatches of a rank from `first` on, each read from the data once and in order.
 
-    Several stages of the rank may take a microbatch: the first stage takes its inputs, stages with a loss take its labels.
+    Several stages of the rank may take a microbatch: the first stage takes its inputs, stages with
+    a loss take its labels.
     """
 
     def __init__(self, job: Job, layout: RankLayout, first: int) -> None:
-        self._job, self._replica, self._next = job, layout.replica, first
+        self._job = job
+        self._replica = layout.replica
+        self._next = first
         # replicas with weights of their own take turns in one row
         self._turns = job.replica_count if job.method.rounds is not None else None
         self._user_count = len({0, *_list_stages_with_loss(job)} & {*layout.stages_of_rank})
         # microbatch -> (number of stages that will still take it, batch, checksum)
-        self._batches: Dict[int, Tuple[int, Any, int]] = {}
+        self._batches: dict[int, tuple[int, Any, int]] = {}
 
-    def read(self, checksums: Dict[int, int], m: int) -> Tuple[Any, Any]:
+    def read(self, checksums: dict[int, int], m: int) -> tuple[Any, Any]:
         """Return inputs and labels of microbatch m, and add its checksum to `checksums`."""
         job = self._job
         self._hold(m)
@@ -338,7 +430,9 @@ class Microbatches:
     def weigh(self, m: int) -> float:
         """Return the weight of microbatch m, which no stage has taken."""
         self._hold(m)
-        return self._job.weigh_microbatch(self._batches[m][1], m // self._job.schedule.accumulate, *self._locate(m))
+        return self._job.weigh_microbatch(
+            self._batches[m][1], m // self._job.schedule.accumulate, *self._locate(m)
+        )
 
     def _hold(self, m: int) -> None:
         """Read on to microbatch m."""
@@ -349,10 +443,12 @@ class Microbatches:
         if m not in self._batches:
             self._batches[m] = self._read(m)
 
-    def _read(self, m: int) -> Tuple[int, Any, int]:
+    def _read(self, m: int) -> tuple[int, Any, int]:
         batch = self._job.read_microbatch(*self._locate(m))
         # a rank of an open run may lack inputs or labels, and knows which
-        compute: Callable[[Any], int] = getattr(self._job.data, "compute_checksum", compute_checksum)
+        compute: Callable[[Any], int] = getattr(
+            self._job.data, "compute_checksum", compute_checksum
+        )
         return self._user_count, batch, compute(batch)
 
     def restart(self, first: int) -> None:
@@ -360,34 +456,42 @@ class Microbatches:
         self._next = first
         self._batches.clear()
 
-    def _locate(self, m: int) -> Tuple[int, int]:
+    def _locate(self, m: int) -> tuple[int, int]:
         """Return the number of microbatch m in its replica's data, and the replica."""
         return (m, self._replica) if self._turns is None else divmod(m, self._turns)
 
 
 class UpdateWeights:
-    """The weights of each update's microbatches in its mean loss, for the stages of a rank that have a loss.
+    """The weights of each update's microbatches in its mean loss, for the stages of a rank that
+    have a loss.
 
-    The labels of the whole update are read before the first of its backwards. `group`: the ranks of these stages in all replicas,
-    whose sum counts; None if there is one replica. They all call `read` at the same place in their rows.
+    The labels of the whole update are read before the first of its backwards. `group`: the ranks of
+    these stages in all replicas, whose sum counts; None if there is one replica. They all call
+    `read` at the same place in their rows.
     """
 
     def __init__(self, work: Work, microbatches: Microbatches, mail: Mail, group: Any) -> None:
-        self._work, self._microbatches, self._mail, self._group = work, microbatches, mail, group
+        self._work = work
+        self._microbatches = microbatches
+        self._mail = mail
+        self._group = group
         # the newest update that was read, and its weights by microbatch
-        self._newest: Tuple[int, Dict[int, LossShare]] = (-1, {})
+        self._newest: tuple[int, dict[int, LossShare]] = (-1, {})
 
     def restart(self) -> None:
         """Forget the newest update, whose number may come again."""
         self._newest = -1, {}
 
-    def read(self, k: int) -> Dict[int, LossShare]:
+    def read(self, k: int) -> dict[int, LossShare]:
         """Return the weights of update k's microbatches, by microbatch."""
         if k == self._newest[0]:
             return self._newest[1]
-        count, rank = self._work.schedule.accumulate, 0
+        count = self._work.schedule.accumulate
+        rank = 0
         numbers = range(k * count, (k + 1) * count)
-        weights_here = torch.tensor([self._microbatches.weigh(m) for m in numbers], dtype=torch.float64)
+        weights_here = torch.tensor(
+            [self._microbatches.weigh(m) for m in numbers], dtype=torch.float64
+        )
         by_replica = [weights_here]
         if self._group is not None:
             by_replica = self._mail.all_gather(weights_here, self._group)
@@ -399,8 +503,9 @@ class UpdateWeights:
         return self._newest[1]
 
 
-def _list_stages_with_loss(job: Job) -> List[int]:
-    blocks, last = get_blocks(job.model), len(job.partition) - 1
+def _list_stages_with_loss(job: Job) -> list[int]:
+    blocks = get_blocks(job.model)
+    last = len(job.partition) - 1
     if blocks is None:
         return [last]
     return [s for s in range(last + 1) if s == last or blocks.get_head(s) is not None]
@@ -408,12 +513,16 @@ def _list_stages_with_loss(job: Job) -> List[int]:
 
 @contextlib.contextmanager
 def name_faults(
-    rank: int, stage: Callable[[], int], action: Callable[[], str], doing: Callable[[], str]
+    rank: int,
+    stage: Callable[[], int],
+    action: Callable[[], str],
+    doing: Callable[[], str],
 ) -> Iterator[None]:
-    """Add rank, stage and action to faults: raise `RunFault` for a lost rank, and annotate the user's own exceptions.
+    """Add rank, stage and action to faults: raise `RunFault` for a lost rank, and annotate the
+    user's own exceptions.
 
-    `stage`: returns the current stage; `action`: the letter and number of the current action; `doing`: the action in words,
-    with the update.
+    `stage`: returns the current stage; `action`: the letter and number of the current action;
+    `doing`: the action in words, with the update.
     """
     try:
         yield
@@ -427,13 +536,16 @@ def name_faults(
 
 def make(job: Job, first_update: int) -> ProcessEngine:
     """Return this rank's engine, which continues with update `first_update`."""
-    layout, doing = RankLayout(dist.get_rank(), job.placement, job.config.replicas), f"start before update {first_update}"
+    layout = RankLayout(dist.get_rank(), job.placement, job.config.replicas)
+    doing = f"start before update {first_update}"
     with name_faults(layout.rank, lambda: layout.stages_of_rank[0], lambda: "start", lambda: doing):
         return ProcessEngine(job, first_update)
 
 
-def list_faults(job: Job) -> List[str]:
-    """Return the reasons why processes cannot train a job: the method has no pipeline, or the result would not be exact."""
+def list_faults(job: Job) -> list[str]:
+    """Return the reasons why processes cannot train a job: the method has no pipeline, or the
+    result would not be exact.
+    """
     method = job.method
     if method.history is not None:
         why = "draws the weight versions at random, which no pipeline of processes does"
@@ -442,9 +554,14 @@ def list_faults(job: Job) -> List[str]:
     tied = list(job.partition.list_tied(job.model))
     # a rule corrects weights by state that only the owning stage has
     if tied:
-        rules = [rule.key for rule, _ in select_rules(job.config.method_settings(), method) if rule.read is not None]
+        rules = [
+            rule.key
+            for rule, _ in select_rules(job.config.method_settings(), method)
+            if rule.read is not None
+        ]
         faults += [
-            f"method_args.{key}: corrects {list_some(tied)}, which several stages use, with state that only one of them"
+            f"method_args.{key}: corrects {list_some(tied)}, which several stages use, with state "
+            f"that only one of them"
             " has: use backend.name: emulator, or untie them"
             for key in rules
         ]

@@ -1,4 +1,5 @@
-"""The interpreter of a rank's row of the schedule: one loop over its actions, one function for each kind.
+"""The interpreter of a rank's row of the schedule: one loop over its actions, one function for each
+kind.
 
     F  Stage.forward     R  Stage.recompute     B, I  Stage.backward     W  Stage.add_weight_gradients     U  Interpreter._update
 
@@ -9,9 +10,9 @@ A rank's row joins the rows of its stages, slot by slot:
     stage 1   .   F0  F1  F2  .   .   B0  F3  B1
     rank 0    F0  F1 F0' F2 F1' F3 F2'  B0'  B0 F3'  F4 B1'    (': of stage 1)
 
-Before a batch of actions begins, the interpreter announces to the mail the messages that they need. At its end F(m) of stage s
-sends to s + 1, and B(m) or I(m) to s - 1. Every wait is for an action of an earlier slot (the schedule's check proves it), so
-ranks cannot wait in a circle.
+Before a batch of actions begins, the interpreter announces to the mail the messages that they need.
+At its end F(m) of stage s sends to s + 1, and B(m) or I(m) to s - 1. Every wait is for an action of
+an earlier slot (the schedule's check proves it), so ranks cannot wait in a circle.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import heapq
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -43,7 +44,9 @@ ORDER = tuple(Kind)
 
 
 class RowAction(NamedTuple):
-    """One action of a row: its slot, the index of its kind in `ORDER`, its stage, the number of its microbatch or update."""
+    """One action of a row: its slot, the index of its kind in `ORDER`, its stage, the number of its
+    microbatch or update.
+    """
 
     slot: int
     order: int
@@ -51,14 +54,18 @@ class RowAction(NamedTuple):
     number: int
 
 
-def list_actions(work: Work, kind: Kind, stage: int, together: Sequence[int]) -> Iterator[List[RowAction]]:
+def list_actions(
+    work: Work, kind: Kind, stage: int, together: Sequence[int]
+) -> Iterator[list[RowAction]]:
     """Yield a stage's actions of one kind in the order of their slots, some batches at a time.
 
-    Input gradients include the whole backwards of a schedule that mixes whole and split ones: they need and send the same
-    messages. `together`: the stages whose gradients the update needs too, in the slot of the last of them. If there are
-    several, no pass of this stage lies between these slots.
+    Input gradients include the whole backwards of a schedule that mixes whole and split ones: they
+    need and send the same messages. `together`: the stages whose gradients the update needs too, in
+    the slot of the last of them. If there are several, no pass of this stage lies between these
+    slots.
     """
-    schedule, here = work.schedule, slice(stage, stage + 1)
+    schedule = work.schedule
+    here = slice(stage, stage + 1)
     is_half = kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
     is_mixed = is_half and any(stretch.whole is not None for stretch in schedule.stretches)
     batches = max(CHUNK // schedule.accumulate, 1)
@@ -66,7 +73,9 @@ def list_actions(work: Work, kind: Kind, stage: int, together: Sequence[int]) ->
         last = min(batch + batches, schedule.update_count)
         if kind is Kind.UPDATE:
             numbers = np.arange(batch, last)
-            slots_by_stage = [schedule.slots(Kind.UPDATE, batch, last, slice(s, s + 1))[0] for s in together]
+            slots_by_stage = [
+                schedule.slots(Kind.UPDATE, batch, last, slice(s, s + 1))[0] for s in together
+            ]
             slots = np.max(slots_by_stage, axis=0)
         else:
             ends = batch * schedule.accumulate, last * schedule.accumulate
@@ -81,12 +90,14 @@ def list_actions(work: Work, kind: Kind, stage: int, together: Sequence[int]) ->
             orders[is_whole] = ORDER.index(Kind.BACKWARD)
             # a whole backward includes its weight gradient
             if kind is Kind.WEIGHT_GRADIENT:
-                slots, orders, numbers = slots[~is_whole], orders[~is_whole], numbers[~is_whole]
+                slots = slots[~is_whole]
+                orders = orders[~is_whole]
+                numbers = numbers[~is_whole]
         actions = zip(slots.tolist(), orders.tolist(), numbers.tolist())
         yield sorted(RowAction(slot, order, stage, number) for slot, order, number in actions)
 
 
-def list_action_kinds(work: Work) -> List[Kind]:
+def list_action_kinds(work: Work) -> list[Kind]:
     """List the kinds of actions of a row."""
     kinds = {*work.schedule.passes, Kind.UPDATE}
     if work.method.segments is not None and work.method.reads_old(work.schedule.stages):
@@ -95,29 +106,47 @@ def list_action_kinds(work: Work) -> List[Kind]:
 
 
 class Interpreter:
-    """Carry out a rank's row: `advance(cut, batches)` runs it up to a slot, with the batches that are at hand.
+    """Carry out a rank's row: `advance(cut, batches)` runs it up to a slot, with the batches that
+    are at hand.
 
-    `stages`: stage number -> stage, for the stages of the rank. `replicas`: the replica group of each stage, empty if there is
-    one replica. `channels`: the mail's channels, which must be used once before anything is posted. No receive is posted for a
-    batch that was not given: it would take a message of the next stretch. Attributes: `update` is the next update, which not all
+    `stages`: stage number -> stage, for the stages of the rank. `replicas`: the replica group of
+    each stage, empty if there is one replica. `channels`: the mail's channels, which must be used
+    once before anything is posted. No receive is posted for a batch that was not given: it would
+    take a message of the next stretch. Attributes: `update` is the next update, which not all
     stages have done; `doing` is the current action or activity.
     """
 
     def __init__(
-        self, work: Work, stages: Mapping[int, Stage], mail: Mail, recorder: TraceRecorder,
+        self,
+        work: Work,
+        stages: Mapping[int, Stage],
+        mail: Mail,
+        recorder: TraceRecorder,
         replicas: Sequence[ReplicaGroup] = (),
-        channels: Optional[Mapping[Link, Any]] = None,
-    ) -> None:  # fmt: skip
-        self.stages, self.mail, self.recorder, self._work = stages, mail, recorder, work
+        channels: Mapping[Link, Any] | None = None,
+    ) -> None:
+        self.stages = stages
+        self.mail = mail
+        self.recorder = recorder
+        self._work = work
         self.layout = next(iter(stages.values())).model.layout
-        created = {s: IndependentReplicas.create(work, stage.model.piece, [s]) for s, stage in stages.items()}
-        self.independent = {s: replicas_of_stage for s, replicas_of_stage in created.items() if replicas_of_stage is not None}
-        # the norm over all stages is known only when all have their gradients, so they update together
+        created = {
+            s: IndependentReplicas.create(work, stage.model.piece, [s])
+            for s, stage in stages.items()
+        }
+        self.independent = {
+            s: replicas_of_stage
+            for s, replicas_of_stage in created.items()
+            if replicas_of_stage is not None
+        }
+        # the norm over all stages is known only when all have their gradients, so they update
+        # together
         is_global = work.clip is not None and work.clip[1] == "global"
-        self._updates: Dict[int, StageUpdate] = {}
+        self._updates: dict[int, StageUpdate] = {}
         for group in [list(stages)] if is_global else [[s] for s in stages]:
             independent = [self.independent[s] for s in group if s in self.independent]
-            members, replica_group = [stages[s] for s in group], replicas[group[0]] if replicas else None
+            members = [stages[s] for s in group]
+            replica_group = replicas[group[0]] if replicas else None
             update = StageUpdate(work, members, mail, recorder, replica_group, independent)
             self._updates.update(dict.fromkeys(group, update))
         self.memory = MemoryCounters(work, stages, mail, recorder, list(self.independent.values()))
@@ -125,20 +154,29 @@ class Interpreter:
         # true after the first step
         self._is_warm = False
         # the action at which an open row has stopped
-        self._next_action: Optional[RowAction] = None
+        self._next_action: RowAction | None = None
         # update -> stage -> table of the microbatches' results
-        self._tables: Dict[int, Dict[int, torch.Tensor]] = {}
-        self._carry_out: Dict[Kind, Callable[[Stage, int], None]] = {
-            Kind.FORWARD: Stage.forward, Kind.RECOMPUTE: Stage.recompute, Kind.BACKWARD: Stage.backward,
+        self._tables: dict[int, dict[int, torch.Tensor]] = {}
+        self._carry_out: dict[Kind, Callable[[Stage, int], None]] = {
+            Kind.FORWARD: Stage.forward,
+            Kind.RECOMPUTE: Stage.recompute,
+            Kind.BACKWARD: Stage.backward,
             Kind.INPUT_GRADIENT: partial(Stage.backward, kind=Kind.INPUT_GRADIENT),
-            Kind.WEIGHT_GRADIENT: Stage.add_weight_gradients, Kind.UPDATE: self._update,
-        }  # fmt: skip
+            Kind.WEIGHT_GRADIENT: Stage.add_weight_gradients,
+            Kind.UPDATE: self._update,
+        }
         if self.independent:
-            self._carry_out.update({Kind.FORWARD: self._run_replica_forward, Kind.BACKWARD: self._run_replica_backward})
+            self._carry_out.update(
+                {Kind.FORWARD: self._run_replica_forward, Kind.BACKWARD: self._run_replica_backward}
+            )
         elif any(update.averages for update in self._updates.values()):
             for kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
                 self._carry_out[kind] = partial(self._run_and_average, self._carry_out[kind])
-        kinds = [self._read_kind(stage, kind) for stage in stages.values() for kind in list_action_kinds(work)]
+        kinds = [
+            self._read_kind(stage, kind)
+            for stage in stages.values()
+            for kind in list_action_kinds(work)
+        ]
         self._row = heapq.merge(*kinds)
         self.doing = "start"
         self.update = work.update
@@ -147,31 +185,46 @@ class Interpreter:
     @property
     def activity(self) -> str:
         """The current activity of the rank, in words for a fault."""
-        kind, index = self.doing[:1], self.doing[1:]
+        kind = self.doing[:1]
+        index = self.doing[1:]
         if not index.isdigit():
             return f"{self.doing} before update {self.update}"
         if kind == Kind.UPDATE.value:
             return f"update {index}"
-        return f"update {int(index) // self._work.schedule.accumulate}, microbatch {index}, action {self.doing}"
+        return (
+            f"update {int(index) // self._work.schedule.accumulate}, microbatch {index}, action "
+            f"{self.doing}"
+        )
 
     def _read_kind(self, stage: Stage, kind: Kind) -> Iterator[RowAction]:
         """Yield a stage's actions of one kind, and announce the messages that they need."""
-        s, update = stage.model.stage, self._updates[stage.model.stage]
+        s = stage.model.stage
+        update = self._updates[stage.model.stage]
         together = [member.model.stage for member in update.stages]
         structure = self._work.method.structure
         if structure is not None and structure.overlap and s + 1 < self.layout.stages:
-            # the update needs the next stage's gradient of the shared layer, so it comes in the slot of that
+            # the update needs the next stage's gradient of the shared layer, so it comes in the
+            # slot of that
             together.append(s + 1)
-        list_needs = partial(update.list_needs, stage) if kind is Kind.UPDATE else partial(stage.list_needs, kind)
+        list_needs = (
+            partial(update.list_needs, stage)
+            if kind is Kind.UPDATE
+            else partial(stage.list_needs, kind)
+        )
         for actions in list_actions(self._work, kind, s, together):
             self.mail.expect(need for action in actions for need in list_needs(action.number))
             yield from actions
 
-    def advance(self, cut: float, batches: int) -> Iterator[Tuple[int, Dict[int, torch.Tensor]]]:
+    def advance(
+        self,
+        cut: float,
+        batches: int,
+    ) -> Iterator[tuple[int, dict[int, torch.Tensor]]]:
         """Carry out the actions of slots before `cut` that belong to this many batches.
 
-        Yield each update that all stages of the rank have made now, with the table of results of each stage with a loss. If
-        `cut` is beyond all of them, the pipeline is empty afterwards, and the interpreter cannot go on.
+        Yield each update that all stages of the rank have made now, with the table of results of
+        each stage with a loss. If `cut` is beyond all of them, the pipeline is empty afterwards,
+        and the interpreter cannot go on.
         """
         if self._unused_channels is not None:
             self._use_channels()
@@ -190,14 +243,21 @@ class Interpreter:
         return action.number if is_update else action.number // self._work.schedule.accumulate
 
     def _run_action(self, action: RowAction) -> bool:
-        """Carry out one action of the row. Return whether all stages of the rank have now made another update."""
+        """Carry out one action of the row. Return whether all stages of the rank have now made
+        another update.
+        """
         if Termination.signalled_at is not None:
             Termination.check()
-        k, kind, stage = self.update, ORDER[action.order], self.stages[action.stage]
-        self.doing, self.recorder.stage = f"{kind.value}{action.number}", action.stage
+        k = self.update
+        kind = ORDER[action.order]
+        stage = self.stages[action.stage]
+        self.doing = f"{kind.value}{action.number}"
+        self.recorder.stage = action.stage
         self._carry_out[kind](stage, action.number)
         is_update = kind is Kind.UPDATE
-        self.memory.sample(self.update, kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT, Kind.UPDATE), is_update)
+        self.memory.sample(
+            self.update, kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT, Kind.UPDATE), is_update
+        )
         if self.update == k:
             return False
         if not self._is_warm and self._has_every_stage_begun(k):
@@ -208,8 +268,8 @@ class Interpreter:
     def _has_every_stage_begun(self, k: int) -> bool:
         """Return whether all stages have begun when update k is done.
 
-        With local losses no gradient comes back from later stages. There the count of updates tells, because the first stage does
-        not run further ahead than that.
+        With local losses no gradient comes back from later stages. There the count of updates
+        tells, because the first stage does not run further ahead than that.
         """
         is_local = any(stage.model.local is not None for stage in self.stages.values())
         return k - self._work.update >= (self.layout.stages + 1 if is_local else 0)
@@ -217,13 +277,17 @@ class Interpreter:
     # ---- one function for each kind of action
 
     def _run_replica_forward(self, stage: Stage, m: int) -> None:
-        """Carry out a forward with the weights of the microbatch's replica: replicas take turns (LocalSGD)."""
+        """Carry out a forward with the weights of the microbatch's replica: replicas take turns
+        (LocalSGD).
+        """
         replicas = self.independent[stage.model.stage]
         replicas.enter(m % replicas.count)
         stage.forward(m)
 
     def _run_replica_backward(self, stage: Stage, m: int) -> None:
-        """Carry out a backward with the weights of the microbatch's replica, and the replica's step."""
+        """Carry out a backward with the weights of the microbatch's replica, and the replica's
+        step.
+        """
         replicas = self.independent[stage.model.stage]
         replicas.enter(m % replicas.count)
         stage.backward(m)
@@ -232,8 +296,12 @@ class Interpreter:
         self._updates[stage.model.stage].step(m // replicas.count)
         replicas.end_replica_step(self._work, m // replicas.count)
 
-    def _run_and_average(self, carry_out: Callable[[Stage, int], None], stage: Stage, m: int) -> None:
-        """Carry out a pass, and average finished gradients over the replicas meanwhile (`reduction: fast`)."""
+    def _run_and_average(
+        self, carry_out: Callable[[Stage, int], None], stage: Stage, m: int
+    ) -> None:
+        """Carry out a pass, and average finished gradients over the replicas meanwhile
+        (`reduction: fast`).
+        """
         overlapped = self._updates[stage.model.stage].averages.get(stage.model.stage)
         with nullcontext() if overlapped is None else overlapped.add_pass():
             carry_out(stage, m)
@@ -268,7 +336,9 @@ class Interpreter:
         assert self._unused_channels is not None
         first = next(iter(self.stages.values())).model
         links = nccl.list_links(self.layout.stages, self._work.method, first.ties.links)
-        nccl.use_channels_once(self._unused_channels, links, self.layout, first.device, self.mail.limit)
+        nccl.use_channels_once(
+            self._unused_channels, links, self.layout, first.device, self.mail.limit
+        )
         for s, stage in self.stages.items():
             state = self._work.rules.stages.get(s)
             nccl.load_kernels(self._work, stage, state.parameters if state is not None else [])
@@ -288,14 +358,18 @@ class Interpreter:
             stage.load_newest()
 
     def end_round(self, work: Work) -> None:
-        """End a round of replicas with weights of their own early, if the schedule of `work` drains before the next update."""
+        """End a round of replicas with weights of their own early, if the schedule of `work` drains
+        before the next update.
+        """
         last = self.update - 1
         for replicas in self.independent.values():
             if self._work.schedule.get_drain_interval(last)[1] != self.update:
                 replicas.end_step(work, last)
 
     def end(self) -> None:
-        """Wait for all messages, of a pipeline that is empty, and put the newest weights into the parameters."""
+        """Wait for all messages, of a pipeline that is empty, and put the newest weights into the
+        parameters.
+        """
         for update in dict.fromkeys(self._updates.values()):
             update.clipping.discard_rest()
         self.load_newest()

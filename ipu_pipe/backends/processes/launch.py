@@ -1,11 +1,14 @@
-"""Join the process group that a launcher started: within the deadline, and only if all ranks have the same request.
+"""Join the process group that a launcher started: within the deadline, and only if all ranks have
+the same request.
 
 Rank 0 (or the launcher) keeps a store at MASTER_ADDR:MASTER_PORT.
-[1] Rank 0 begins a round. A launcher that restarts its ranks keeps the old entries of the store, and no rank can count the
-    restarts, because torchrun counts the failures of each machine separately.
+[1] Rank 0 begins a round. A launcher that restarts its ranks keeps the old entries of the store,
+    and no rank can count the restarts, because torchrun counts the failures of each machine
+    separately.
 [2] Each rank puts its request into the store: config, options, versions.
-[3] Each rank waits for all other requests and compares them with its own. Rank 0 announces when it has seen all.
-[4] Only then the process group is made, because making it would wait silently for a missing rank.
+[3] Each rank waits for all other requests and compares them with its own. Rank 0 announces when it
+has seen all. [4] Only then the process group is made, because making it would wait silently for a
+missing rank.
 """
 
 from __future__ import annotations
@@ -17,13 +20,19 @@ import os
 import socket
 import time
 from datetime import timedelta
-from typing import Any, Dict, List, Mapping, NoReturn, Sequence, Union
+from typing import Any, Dict, Mapping, NoReturn, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ipu_pipe import __version__
-from ipu_pipe.backends.processes.lost_ranks import ANSWER, WARM_UP, Termination, answer_within, wait_limit
+from ipu_pipe.backends.processes.lost_ranks import (
+    ANSWER,
+    WARM_UP,
+    Termination,
+    answer_within,
+    wait_limit,
+)
 from ipu_pipe.backends.ranks import is_distributed, read_torch_version, report_lost_rank
 from ipu_pipe.config.compare import flatten
 from ipu_pipe.config.schema import Config
@@ -45,81 +54,112 @@ Request = Dict[str, Any]
 def join(config: Config, options: Mapping[str, object]) -> None:
     """Join the process group (gloo).
 
-    Raise `BadInput` if there is no launcher, or if another rank has another config or other options, `RunFault` if a rank is
-    missing at the deadline. For GPUs that exchange messages directly, each link has an nccl group besides (`nccl.make_channels`).
+    Raise `BadInput` if there is no launcher, or if another rank has another config or other
+    options, `RunFault` if a rank is missing at the deadline. For GPUs that exchange messages
+    directly, each link has an nccl group besides (`nccl.make_channels`).
     """
-    backend, where = config.backend, read_launch()
+    backend = config.backend
+    where = read_launch()
     if not is_distributed():
         raise BadInput(
             "backend.name: distributed: each stage runs in a process of its own: start it with"
             " torchrun --nproc_per_node STAGES tools/train.py CONFIG --set backend.name=distributed"
         )
     if not dist.is_available():
-        raise BadInput("backend.name: distributed: this PyTorch was built without torch.distributed")
+        raise BadInput(
+            "backend.name: distributed: this PyTorch was built without torch.distributed"
+        )
     if read_torch_version() < (2, 4):
-        raise BadInput(f"backend.name: distributed: needs torch 2.4 or later, this is {torch.__version__}")
+        raise BadInput(
+            f"backend.name: distributed: needs torch 2.4 or later, this is {torch.__version__}"
+        )
     request = make_request(config, options)
     if dist.is_initialized():
         carried = dist.get_backend_config()
         if "cpu:" not in carried:
             remedy = "dist.init_process_group('cpu:gloo,cuda:nccl')"
-            raise BadInput(f"backend.name: distributed: the process group ({carried}) has no backend for the CPU: use {remedy}")
+            raise BadInput(
+                f"backend.name: distributed: the process group ({carried}) has no backend for the "
+                f"CPU: use {remedy}"
+            )
         _compare_with_all(request)
         return
-    missing = [key for key, value in (("MASTER_ADDR", where.address), ("MASTER_PORT", where.port)) if value is None]
+    missing = [
+        key
+        for key, value in (("MASTER_ADDR", where.address), ("MASTER_PORT", where.port))
+        if value is None
+    ]
     if missing:
-        raise BadInput([f"{key}: missing: must be set, as a launcher such as torchrun does" for key in missing])
+        raise BadInput(
+            [f"{key}: missing: must be set, as a launcher such as torchrun does" for key in missing]
+        )
     limit = wait_limit(backend.deadline)
     store = wait_for_ranks(where, limit.total_seconds(), request)
     if backend.device == "cuda":
-        # loading a kernel at its first use would wait for an idle GPU, but a posted receive keeps the GPU busy
+        # loading a kernel at its first use would wait for an idle GPU, but a posted receive keeps
+        # the GPU busy
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         set_numerics(backend)
         torch.cuda.set_device((where.local_rank or 0) % max(torch.cuda.device_count(), 1))
     try:
-        # torch waits for the store without a limit: if rank 0, which keeps it, is stopped, all others would hang
+        # torch waits for the store without a limit: if rank 0, which keeps it, is stopped, all
+        # others would hang
         answer_within(
             limit.total_seconds() + ANSWER,
             lambda: dist.init_process_group(
-                "gloo", store=dist.PrefixStore("group", store), rank=where.rank, world_size=where.world, timeout=limit
+                "gloo",
+                store=dist.PrefixStore("group", store),
+                rank=where.rank,
+                world_size=where.world,
+                timeout=limit,
             ),
         )
     except (RuntimeError, TimeoutError) as error:
-        raise RunFault(f"rank {where.rank}: another rank is lost, or did not answer within the deadline") from error
-    # a loop of the caller's own ends as any script does: taking down the interpreter around the group's threads would abort
-    # about every third run
+        raise RunFault(
+            f"rank {where.rank}: another rank is lost, or did not answer within the deadline"
+        ) from error
+    # a loop of the caller's own ends as any script does: taking down the interpreter around the
+    # group's threads would abort # about every third run
     atexit.register(_end_group)
     Termination.watch()
 
 
 def _end_group() -> None:
-    """End the process group when the interpreter ends; after an error, wait no longer than a live group takes for that."""
+    """End the process group when the interpreter ends; after an error, wait no longer than a live
+    group takes for that.
+    """
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError, TimeoutError):
             answer_within(ANSWER, dist.destroy_process_group)
 
 
 def make_group(ranks: Sequence[int], deadline: float, **how: Any) -> Any:
-    """Return a new process group of these ranks. All ranks must call this at once, in the same order of groups.
+    """Return a new process group of these ranks. All ranks must call this at once, in the same
+    order of groups.
 
-    Raise `RunFault` if another rank does not take part within `deadline` seconds and some more. `how`: further arguments of
-    `torch.distributed.new_group`, such as another `timeout` for the group's later operations.
+    Raise `RunFault` if another rank does not take part within `deadline` seconds and some more.
+    `how`: further arguments of `torch.distributed.new_group`, such as another `timeout` for the
+    group's later operations.
     """
     limit = wait_limit(deadline)
     with report_lost_rank():
         # as in `join`, torch waits for the store without a limit
         return answer_within(
-            limit.total_seconds() + ANSWER, lambda: dist.new_group(list(ranks), **{"timeout": limit, **how})
+            limit.total_seconds() + ANSWER,
+            lambda: dist.new_group(list(ranks), **{"timeout": limit, **how}),
         )
 
 
 def leave() -> None:
-    """Leave the group when all ranks are ready: a rank that ended before the others would close their connections."""
+    """Leave the group when all ranks are ready: a rank that ended before the others would close
+    their connections.
+    """
     if dist.is_initialized():
         with report_lost_rank():
             dist.barrier()
-        # Before torch 2.4 (PopTorch's is 2.0.1) gloo's destructor joins a worker while it holds the interpreter's lock, for which
-        # that worker may wait: there the group ends with the process (errors.end_process).
+        # Before torch 2.4 (PopTorch's is 2.0.1) gloo's destructor joins a worker while it holds the
+        # interpreter's lock, for which # that worker may wait: there the group ends with the
+        # process (errors.end_process).
         if read_torch_version() >= (2, 4):
             dist.destroy_process_group()
         Termination.stop_watching()
@@ -130,18 +170,28 @@ def leave() -> None:
 
 def make_request(config: Config, options: Mapping[str, object]) -> Request:
     """Return the settings, options and versions that must be equal on every rank."""
-    settings = {key: value for key, value in flatten(config.to_dict()).items() if key not in RANKS_MAY_DIFFER}
+    settings = {
+        key: value
+        for key, value in flatten(config.to_dict()).items()
+        if key not in RANKS_MAY_DIFFER
+    }
     versions = {"version of ipu_pipe": __version__, "version of torch": str(torch.__version__)}
-    texts = {key: value if isinstance(value, (bool, type(None))) else str(value) for key, value in options.items()}
+    texts = {
+        key: value if isinstance(value, (bool, type(None))) else str(value)
+        for key, value in options.items()
+    }
     return dict(json.loads(json.dumps({**versions, **texts, **settings})))
 
 
-def compare_requests(ours: Request, theirs: Request, rank: int, other: int) -> List[str]:
-    """Return a line for each difference between the requests of two ranks, the same lines on both."""
+def compare_requests(ours: Request, theirs: Request, rank: int, other: int) -> list[str]:
+    """Return a line for each difference between the requests of two ranks, the same lines on
+    both.
+    """
     if other < rank:
         return compare_requests(theirs, ours, other, rank)
     return [
-        f"{key}: rank {rank} has {_show(ours, key)}, rank {other} has {_show(theirs, key)}: must be the same on all ranks"
+        f"{key}: rank {rank} has {_show(ours, key)}, rank {other} has {_show(theirs, key)}: must "
+        f"be the same on all ranks"
         for key in {**ours, **theirs}
         if key not in ours or key not in theirs or ours[key] != theirs[key]
     ]
@@ -153,7 +203,7 @@ def _show(request: Request, key: str) -> str:
 
 def _compare_with_all(request: Request) -> None:
     """Raise `BadInput`, on all ranks of an existing group, if a rank has another request."""
-    requests: List[Any] = [None] * dist.get_world_size()
+    requests: list[Any] = [None] * dist.get_world_size()
     with report_lost_rank():
         dist.all_gather_object(requests, request)
     for rank, other in enumerate(requests):
@@ -166,18 +216,22 @@ def _compare_with_all(request: Request) -> None:
 def wait_for_ranks(where: Launch, limit: float, request: Request) -> Any:
     """Return the store of a run when all ranks have come.
 
-    Raise `BadInput` if their requests differ, `RunFault` if a rank is missing after `limit` seconds.
+    Raise `BadInput` if their requests differ, `RunFault` if a rank is missing after `limit`
+    seconds.
     """
     try:
         return answer_within(limit + ANSWER, lambda: _run_rounds(where, limit, request))
     except TimeoutError as error:
         raise RunFault(
-            f"rank {where.rank}: rank 0 is at {_format_address(where)} but does not answer within {limit:g} s"
+            f"rank {where.rank}: rank 0 is at {_format_address(where)} but does not answer within "
+            f"{limit:g} s"
         ) from error
 
 
 def _run_rounds(where: Launch, limit: float, request: Request) -> Any:
-    """Wait for all ranks, again after each restart of the launcher's ranks; return the store of the last round."""
+    """Wait for all ranks, again after each restart of the launcher's ranks; return the store of the
+    last round.
+    """
     end = time.monotonic() + limit
     rounds = _open_store(where, limit)
     is_complete = False
@@ -186,7 +240,9 @@ def _run_rounds(where: Launch, limit: float, request: Request) -> Any:
             number = rounds.add("round", 1 if where.rank == 0 else 0)
             store = dist.PrefixStore(str(number), rounds)
             try:
-                is_complete = _wait_in_round(rounds, number, store, where, end, limit, {**request, "WORLD_SIZE": where.world})
+                is_complete = _wait_in_round(
+                    rounds, number, store, where, end, limit, {**request, "WORLD_SIZE": where.world}
+                )
             except (BadInput, RunFault) as error:
                 _end_for_all(store, where, error)
     except (BadInput, RunFault):
@@ -194,7 +250,8 @@ def _run_rounds(where: Launch, limit: float, request: Request) -> Any:
     # torch's store raises this error
     except RuntimeError as error:
         raise RunFault(
-            f"{_format_address(where)}: rank 0, which keeps the store there, left before all ranks had come"
+            f"{_format_address(where)}: rank 0, which keeps the store there, left before all ranks "
+            f"had come"
         ) from error
     announce_attempt(number - 1)
     return store
@@ -203,11 +260,14 @@ def _run_rounds(where: Launch, limit: float, request: Request) -> Any:
 def _wait_in_round(
     rounds: Any, number: int, store: Any, where: Launch, end: float, limit: float, request: Request
 ) -> bool:
-    """Wait until all ranks have come to round `number`, whose `store` this is; return False if the next round has begun.
+    """Wait until all ranks have come to round `number`, whose `store` this is; return False if the
+    next round has begun.
 
     Raise `BadInput` if their requests differ, `RunFault` if a rank is missing at the time `end`.
     """
-    duplicate = f"RANK: {where.rank}: two processes have it: each of {where.world} must have its own"
+    duplicate = (
+        f"RANK: {where.rank}: two processes have it: each of {where.world} must have its own"
+    )
     is_first = store.add(f"came/{where.rank}", 1) == 1
     # the entries may be of the round before a restart
     if not is_first or (where.has_agent and store.check(["over"])):
@@ -221,7 +281,11 @@ def _wait_in_round(
     while missing or not (where.rank == 0 or store.check(["complete"])):
         for rank in list(missing):
             if store.check([f"asked/{rank}"]):
-                raise_faults(compare_requests(request, json.loads(store.get(f"asked/{rank}")), where.rank, rank))
+                raise_faults(
+                    compare_requests(
+                        request, json.loads(store.get(f"asked/{rank}")), where.rank, rank
+                    )
+                )
                 missing.remove(rank)
         if rounds.add("round", 0) > number:
             if where.rank == 0:
@@ -229,13 +293,17 @@ def _wait_in_round(
             return False
         if store.check(["over"]):
             reason = json.loads(store.get("over"))
-            raise BadInput(reason["faults"]) if reason["is_input"] else RunFault(reason["faults"][0])
+            raise (
+                BadInput(reason["faults"]) if reason["is_input"] else RunFault(reason["faults"][0])
+            )
         if time.monotonic() > end:
             missing = missing or [0]
             ranks = f"rank{'s' if len(missing) > 1 else ''} {list_some(missing, 8)}"
             raise RunFault(
-                f"rank {where.rank}: {ranks} of {where.world} did not come to {_format_address(where)} within {limit:g} s "
-                f"(backend.deadline and {WARM_UP:g} more): is it started, with the same MASTER_ADDR and MASTER_PORT?"
+                f"rank {where.rank}: {ranks} of {where.world} did not come to "
+                f"{_format_address(where)} within {limit:g} s "
+                f"(backend.deadline and {WARM_UP:g} more): is it started, with the same "
+                f"MASTER_ADDR and MASTER_PORT?"
             )
         if missing or where.rank:
             time.sleep(POLL)
@@ -244,8 +312,10 @@ def _wait_in_round(
     return True
 
 
-def _end_for_all(store: Any, where: Launch, error: Union[BadInput, RunFault]) -> NoReturn:
-    """Raise `error` on this rank and, through the store, on ranks that still wait; only the first rank prints it."""
+def _end_for_all(store: Any, where: Launch, error: BadInput | RunFault) -> NoReturn:
+    """Raise `error` on this rank and, through the store, on ranks that still wait; only the first
+    rank prints it.
+    """
     faults = error.faults if isinstance(error, BadInput) else [str(error)]
     # the store may be gone
     with contextlib.suppress(RuntimeError):
@@ -278,17 +348,27 @@ def _open_store(where: Launch, limit: float) -> Any:
                 probe.bind(("", where.port))
                 probe.listen(1)
         store = dist.TCPStore(
-            where.address, where.port, where.world, keeps_store, timedelta(seconds=limit), wait_for_workers=False
+            where.address,
+            where.port,
+            where.world,
+            keeps_store,
+            timedelta(seconds=limit),
+            wait_for_workers=False,
         )
     except OSError as error:
         if not keeps_store:
-            raise RunFault(f"{_format_address(where)}: cannot be joined: {error.strerror or error}") from error
+            raise RunFault(
+                f"{_format_address(where)}: cannot be joined: {error.strerror or error}"
+            ) from error
         raise RunFault(
-            f"MASTER_PORT: {where.port}: cannot be used on this machine: {error.strerror or error}: another run, or a second"
+            f"MASTER_PORT: {where.port}: cannot be used on this machine: "
+            f"{error.strerror or error}: another run, or a second"
             " process with RANK 0, may use it"
         ) from error
     except (RuntimeError, ValueError) as error:
-        raise RunFault(f"{_format_address(where)}: cannot be joined: {' '.join(str(error).split())[:200]}") from error
+        raise RunFault(
+            f"{_format_address(where)}: cannot be joined: {' '.join(str(error).split())[:200]}"
+        ) from error
     return dist.PrefixStore("ipu_pipe", store)
 
 
@@ -304,7 +384,8 @@ def _wait_for_keeper(where: Launch, limit: float) -> None:
             if time.monotonic() > end:
                 reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
                 raise RunFault(
-                    f"rank {where.rank}: rank 0 did not come to {_format_address(where)} within {limit:g} s "
+                    f"rank {where.rank}: rank 0 did not come to {_format_address(where)} within "
+                    f"{limit:g} s "
                     f"(backend.deadline and {WARM_UP:g} more): {reason}"
                 ) from error
         time.sleep(4 * POLL)

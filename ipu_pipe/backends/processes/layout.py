@@ -1,9 +1,11 @@
-"""Place the stages of a model on the ranks of a distributed run, and refuse models that cannot be placed.
+"""Place the stages of a model on the ranks of a distributed run, and refuse models that cannot be
+placed.
 
-`RankLayout` says which rank holds which stages of which replica. `place` decides them: it merges neighboring stages until there
-is a group for each device (or follows the placement of the method's order), cuts the model at their boundaries, verifies the
-pieces, and lists every reason for which separate processes cannot run them: weights, buffers or checkpoints that several stages
-share. Every rank does this alike before any rank waits for another, so that all ranks report the same faults.
+`RankLayout` says which rank holds which stages of which replica. `place` decides them: it merges
+neighboring stages until there is a group for each device (or follows the placement of the method's
+order), cuts the model at their boundaries, verifies the pieces, and lists every reason for which
+separate processes cannot run them: weights, buffers or checkpoints that several stages share. Every
+rank does this alike before any rank waits for another, so that all ranks report the same faults.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Dict, List, Sequence, Tuple
+from typing import Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,13 @@ from ipu_pipe.cut.cutting import Piece, cut_model
 from ipu_pipe.cut.verification import TrainingEffects, verify_pieces
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.factories import Placed, place_blocks
-from ipu_pipe.model.stages import Partition, group_stages, partition, require_one_stage, share_weights
+from ipu_pipe.model.stages import (
+    Partition,
+    group_stages,
+    partition,
+    require_one_stage,
+    share_weights,
+)
 from ipu_pipe.schedule.methods import Method, Order, Reads
 from ipu_pipe.schedule.rows import read_csv
 from ipu_pipe.schedule.table import list_stages
@@ -42,7 +50,7 @@ class RankLayout:
     """
 
     rank: int
-    placement: Tuple[int, ...]
+    placement: tuple[int, ...]
     replicas: int = 1
 
     @cached_property
@@ -56,7 +64,7 @@ class RankLayout:
         return max(self.placement) + 1
 
     @cached_property
-    def stages_of_rank(self) -> List[int]:
+    def stages_of_rank(self) -> list[int]:
         """The stages of this rank, ascending."""
         return list_stages(self.placement, self.rank % self.devices)
 
@@ -69,14 +77,14 @@ class RankLayout:
         """Return the rank that holds `stage` in this rank's replica."""
         return self.replica * self.devices + self.placement[stage]
 
-    def list_ranks(self, device: int) -> List[int]:
+    def list_ranks(self, device: int) -> list[int]:
         """Return the ranks of a device, one in each replica; they have the same stages."""
         return [replica * self.devices + device for replica in range(self.replicas)]
 
 
-def find_tied_weights(cut: Sequence[Piece]) -> Dict[str, List[int]]:
+def find_tied_weights(cut: Sequence[Piece]) -> dict[str, list[int]]:
     """Return the users of each tied weight: name -> the stages that use it, ascending."""
-    users: Dict[str, List[int]] = {}
+    users: dict[str, list[int]] = {}
     for stage, piece in enumerate(cut):
         for name in piece.list_weights():
             users.setdefault(name, []).append(stage)
@@ -84,11 +92,13 @@ def find_tied_weights(cut: Sequence[Piece]) -> Dict[str, List[int]]:
 
 
 def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
-    """Cut the model into stages, place them on the ranks, and return all stages with this rank's own.
+    """Cut the model into stages, place them on the ranks, and return all stages with this rank's
+    own.
 
     `x`: a microbatch of input. Raise `BadInput` if there are fewer stages than ranks.
     """
-    world, replicas = dist.get_world_size(), config.replicas
+    world = dist.get_world_size()
+    replicas = config.replicas
     if world % replicas:
         raise BadInput(f"replicas: {replicas}: must divide the number of processes, {world}")
     devices = world // replicas
@@ -105,60 +115,103 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
 def _place_stages(
     config: Config, method: Method, model: nn.Module, x: torch.Tensor, devices: int, device: int
 ) -> Placed:
-    """Merge neighboring stages into one group per device, so that the largest group has as few FLOPs as possible.
+    """Merge neighboring stages into one group per device, so that the largest group has as few
+    FLOPs as possible.
 
     A method with an order of its own is placed by that order.
     """
     # rank 0 decides for all, because measured times differ between ranks
-    requested = run_on_main(lambda: partition(model, x, config.stages, one_stage=method.one_stage_reason))
+    requested = run_on_main(
+        lambda: partition(model, x, config.stages, one_stage=method.one_stage_reason)
+    )
     if method.order is not None:
         return _place_by_order(config, method, method.order, model, requested, devices, device, x)
-    groups, note = group_stages(model, requested, devices, x), ""
-    begins, group_begins = requested.begin_names(), list(groups.values())
+    groups = group_stages(model, requested, devices, x)
+    note = ""
+    begins = requested.begin_names()
+    group_begins = list(groups.values())
     placement = tuple(itertools.accumulate(int(stage in groups) for stage in range(len(requested))))
     if not _can_cut(method, model, requested, x):
-        begins, placement = group_begins, tuple(range(devices))
+        begins = group_begins
+        placement = tuple(range(devices))
         names = list_some(begins, 8) or "the model"
-        note = f"{len(requested)} stages divide modules, which processes cannot: merged to {devices}, which begin at {names}"
+        note = (
+            f"{len(requested)} stages divide modules, which processes cannot: merged to "
+            f"{devices}, which begin at {names}"
+        )
     elif len(requested) != devices:
-        note = f"{len(requested)} stages on {devices} processes, which begin at {list_some(group_begins, 8) or 'the model'}"
+        note = (
+            f"{len(requested)} stages on {devices} processes, which begin at "
+            f"{list_some(group_begins, 8) or 'the model'}"
+        )
     return _cut(method, model, begins, placement, device, x, note)
 
 
 def _place_by_order(
-    config: Config, method: Method, order: Order, model: nn.Module, requested: Partition, devices: int, device: int,
+    config: Config,
+    method: Method,
+    order: Order,
+    model: nn.Module,
+    requested: Partition,
+    devices: int,
+    device: int,
     x: torch.Tensor,
-) -> Placed:  # fmt: skip
-    """Place the stages as the method's order says; if the config names no stages, merge neighbors among the model's own."""
-    placement = read_csv(order.file).placement if order.file else order.place(devices * order.stages_per_device)
-    count, begins = len(placement), requested.begin_names()
+) -> Placed:
+    """Place the stages as the method's order says; if the config names no stages, merge neighbors
+    among the model's own.
+    """
+    placement = (
+        read_csv(order.file).placement
+        if order.file
+        else order.place(devices * order.stages_per_device)
+    )
+    count = len(placement)
+    begins = requested.begin_names()
     if max(placement) + 1 != devices:
         rows = max(placement) + 1
-        raise BadInput(f"method_args.file: {order.file}: has rows of {rows} devices: must be {devices}, one per process")
+        raise BadInput(
+            f"method_args.file: {order.file}: has rows of {rows} devices: must be {devices}, one "
+            f"per process"
+        )
     if config.stages is None and len(requested) > count:
         begins = list(group_stages(model, requested, count, x).values())
     elif len(requested) != count:
-        expected = order.file or f"{method.name} with {order.stages_per_device} on each of {devices} processes"
+        expected = (
+            order.file
+            or f"{method.name} with {order.stages_per_device} on each of {devices} processes"
+        )
         may_differ = len(requested) % devices == 0 and not (order.fixed or order.file)
         more = f", or stages_per_device {len(requested) // devices}" if may_differ else ""
         raise BadInput(f"stages: {len(requested)}: {expected} has {count}: must be {count}{more}")
     if not _can_cut(method, model, requested, x):
-        raise BadInput(f"stages: {len(requested)}: they divide the weights of modules, which processes cannot: use fewer stages")
+        raise BadInput(
+            f"stages: {len(requested)}: they divide the weights of modules, which processes "
+            f"cannot: use fewer stages"
+        )
     return _cut(method, model, begins, placement, device, x)
 
 
 def _can_cut(method: Method, model: nn.Module, requested: Partition, x: torch.Tensor) -> bool:
-    """Return whether the model can be cut into these stages; stages that divide the weights of one module cannot."""
+    """Return whether the model can be cut into these stages; stages that divide the weights of one
+    module cannot.
+    """
     if not requested.spread:
         return True
     part = partition(model, x, requested.begin_names() or 1, one_stage=method.one_stage_reason)
-    return [set(stage.parameters) for stage in part.stages] == [set(stage.parameters) for stage in requested.stages]
+    return [set(stage.parameters) for stage in part.stages] == [
+        set(stage.parameters) for stage in requested.stages
+    ]
 
 
 def _cut(
-    method: Method, model: nn.Module, begins: Sequence[str], placement: Tuple[int, ...], device: int, x: torch.Tensor,
+    method: Method,
+    model: nn.Module,
+    begins: Sequence[str],
+    placement: tuple[int, ...],
+    device: int,
+    x: torch.Tensor,
     note: str = "",
-) -> Placed:  # fmt: skip
+) -> Placed:
     """Cut the model at the beginnings of its stages, and check that ranks can hold the pieces."""
     cut = cut_model(model, begins, x)
     # every rank finds the same faults here, before any rank waits for another
@@ -171,10 +224,18 @@ def _cut(
 
 
 def _refuse_cut(
-    model: nn.Module, method: Method, cut: Sequence[Piece], placement: Sequence[int], effects: TrainingEffects
+    model: nn.Module,
+    method: Method,
+    cut: Sequence[Piece],
+    placement: Sequence[int],
+    effects: TrainingEffects,
 ) -> None:
-    """Raise `BadInput`, with every fault, for weights and buffers that ranks cannot share, or cannot read as the method says."""
-    faults, users, use_emulator = [], find_tied_weights(cut), "use backend: {name: emulator}"
+    """Raise `BadInput`, with every fault, for weights and buffers that ranks cannot share, or
+    cannot read as the method says.
+    """
+    faults = []
+    users = find_tied_weights(cut)
+    use_emulator = "use backend: {name: emulator}"
     if method.delay is not None:
         key = "hogwild" if method.delay.drawn else "constant_delay"
         faults.append(f"method_args.{key}: delays that are not the pipeline's own: {use_emulator}")
@@ -182,45 +243,61 @@ def _refuse_cut(
     for name, stages in users.items() if method.reads_old(len(cut)) else ():
         if len({placement[stage] for stage in stages}) < len(stages):
             faults.append(
-                f"model: {name}: stages {' and '.join(map(str, stages))} use this weight, several on one process, and"
-                f" {method.name} reads versions that are not the newest: use as many processes as stages, or untie it"
+                f"model: {name}: stages {' and '.join(map(str, stages))} use this weight, several "
+                f"on one process, and"
+                f" {method.name} reads versions that are not the newest: use as many processes as "
+                f"stages, or untie it"
             )
     reads_anew = method.reads_old(len(cut)) and method.backward_reads is Reads.NEWEST
     if effects.checkpointed and reads_anew:
         faults.append(
-            f"model: {list_some(effects.checkpointed)}: a checkpoint (torch.utils.checkpoint) in a module that is cut runs it"
-            f" again in the backward, with {method.name} by newer weights, and a part of the checkpoint cannot: begin stages"
+            f"model: {list_some(effects.checkpointed)}: a checkpoint (torch.utils.checkpoint) in a "
+            f"module that is cut runs it"
+            f" again in the backward, with {method.name} by newer weights, and a part of the "
+            f"checkpoint cannot: begin stages"
             " around it, or use method_args: {stash: true} or backend: {name: emulator}"
         )
     handed_on = [name for piece in cut for name in piece.list_passed_weights()]
     if handed_on and reads_anew:
         faults.append(
-            f"model: {', '.join(handed_on)}: weights of a cut module, which a later stage uses: with {method.name} its backward"
-            " must read newer ones than the forward: put them into modules of that stage, or method_args: {stash: true}"
+            f"model: {', '.join(handed_on)}: weights of a cut module, which a later stage uses: "
+            f"with {method.name} its backward"
+            " must read newer ones than the forward: put them into modules of that stage, or "
+            "method_args: {stash: true}"
         )
     # tensors that the forwards or backwards of several ranks change, each in its own copy
     if effects.changed_by_backward:
         faults.append(
-            f"model: {list_some(effects.changed_by_backward)}: a backward changes it (a checkpoint runs its module again), and"
-            f" other microbatches' forwards come between: keep it out of checkpoints, or {use_emulator}"
+            f"model: {list_some(effects.changed_by_backward)}: a backward changes it (a checkpoint "
+            f"runs its module again), and"
+            f" other microbatches' forwards come between: keep it out of checkpoints, or "
+            f"{use_emulator}"
         )
     for name in sorted(users.keys() & {*cut[0].cut.first.written, *effects.forward.weights}):
         faults.append(
-            f"model: {name}: the forward changes this weight (max_norm of an embedding?), which several stages use: untie it, or"
+            f"model: {name}: the forward changes this weight (max_norm of an embedding?), which "
+            f"several stages use: untie it, or"
             f" {use_emulator}"
         )
-    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-    changed: Dict[str, List[str]] = {}
+    norms = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+    ]
+    changed: dict[str, list[str]] = {}
     for name, buffer in model.named_buffers():
         stages = [s for s, piece in enumerate(cut) if any(buffer is b for b in piece.buffers())]
-        if len(stages) > 1 and (name in effects.forward.buffers or name.rpartition(".")[0] in norms):
+        if len(stages) > 1 and (
+            name in effects.forward.buffers or name.rpartition(".")[0] in norms
+        ):
             changed.setdefault(" and ".join(map(str, stages)), []).append(name)
     faults += [
-        f"model: {list_some(names)}: training changes it, and stages {where} use it, each in a process of its own: cut elsewhere,"
+        f"model: {list_some(names)}: training changes it, and stages {where} use it, each in a "
+        f"process of its own: cut elsewhere,"
         f" or {use_emulator}"
         for where, names in changed.items()
     ]
-    first_at: Dict[int, Tuple[int, str, nn.Parameter]] = {}
+    first_at: dict[int, tuple[int, str, nn.Parameter]] = {}
     for stage, piece in enumerate(cut):
         parameters = dict(piece.cut.model.named_parameters())
         for name in piece.list_weights():
@@ -228,7 +305,9 @@ def _refuse_cut(
             first, first_name, first_parameter = first_at.setdefault(p.data_ptr(), (stage, name, p))
             if first_parameter is not p and first != stage and not p.is_meta:
                 faults.append(
-                    f"model: {first_name} on stage {first} and {name} on stage {stage} are two parameters in one memory, which"
-                    " processes do not share: make them one parameter (b.weight = a.weight), or clone one"
+                    f"model: {first_name} on stage {first} and {name} on stage {stage} are two "
+                    f"parameters in one memory, which"
+                    " processes do not share: make them one parameter (b.weight = a.weight), or "
+                    "clone one"
                 )
     raise_faults(faults)

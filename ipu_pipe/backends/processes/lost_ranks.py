@@ -1,8 +1,10 @@
-"""Waiting for other ranks: the limit of a wait, the rank to blame when it fails, and signals during a wait.
+"""Waiting for other ranks: the limit of a wait, the rank to blame when it fails, and signals during
+a wait.
 
-A rank that hangs holds up its neighbors, and they hold up theirs: the first wait that fails may be for a rank that waits itself.
-So a rank whose wait failed publishes in the store the ranks that it waited for, gives the others time to do the same, and follows
-their waits to a rank that has published nothing: that one is lost, hangs, or computes for too long.
+A rank that hangs holds up its neighbors, and they hold up theirs: the first wait that fails may be
+for a rank that waits itself. So a rank whose wait failed publishes in the store the ranks that it
+waited for, gives the others time to do the same, and follows their waits to a rank that has
+published nothing: that one is lost, hangs, or computes for too long.
 
     rank 0   waits for rank 1 ........ deadline | publishes "1" ... grace ... | 0 waits for 1, 1 for 2: rank 2 is to blame
     rank 1   waits for rank 2 ........... deadline | publishes "2" ... grace ...
@@ -20,7 +22,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import torch.distributed as dist
 
@@ -61,14 +63,18 @@ class LostRank(Exception):
 
 
 def wait_limit(deadline: float, is_warm: bool = False) -> timedelta:
-    """Return the limit of a wait: `deadline` seconds, and `WARM_UP` more until the first step is done."""
+    """Return the limit of a wait: `deadline` seconds, and `WARM_UP` more until the first step is
+    done.
+    """
     return timedelta(seconds=min(deadline + (0.0 if is_warm else WARM_UP), LONGEST))
 
 
 def answer_within(seconds: float, ask: Callable[[], Result]) -> Result:
-    """Return `ask()`. Raise `TimeoutError` after `seconds`, because torch waits without a limit for a store that is stopped."""
-    results: List[Result] = []
-    errors: List[Exception] = []
+    """Return `ask()`. Raise `TimeoutError` after `seconds`, because torch waits without a limit for
+    a store that is stopped.
+    """
+    results: list[Result] = []
+    errors: list[Exception] = []
 
     def run() -> None:
         try:
@@ -89,7 +95,8 @@ def answer_within(seconds: float, ask: Callable[[], Result]) -> Result:
 def wait_for_channel(work: Any, limit: timedelta) -> None:
     """Wait for an nccl message. Raise `RuntimeError` after the limit.
 
-    nccl's own wait does not serve: with a limit it aborts the group, without one it makes the GPU wait and not the host.
+    nccl's own wait does not serve: with a limit it aborts the group, without one it makes the GPU
+    wait and not the host.
     """
     end = time.monotonic() + limit.total_seconds()
     while not work.is_completed():
@@ -103,11 +110,13 @@ def wait_for_channel(work: Any, limit: timedelta) -> None:
 
 
 @contextlib.contextmanager
-def detect_lost_rank(ranks: Optional[Sequence[int]] = None, limit: Optional[timedelta] = None) -> Iterator[None]:
+def detect_lost_rank(
+    ranks: Sequence[int] | None = None, limit: timedelta | None = None
+) -> Iterator[None]:
     """Raise `LostRank` for any error inside the context, which may call torch.distributed only.
 
-    `ranks`: the ranks that this one waits for (default: all others); `limit`: the limit of the wait (default: the process
-    group's).
+    `ranks`: the ranks that this one waits for (default: all others); `limit`: the limit of the wait
+    (default: the process group's).
     """
     start = time.monotonic()
     try:
@@ -118,17 +127,22 @@ def detect_lost_rank(ranks: Optional[Sequence[int]] = None, limit: Optional[time
         store: Any = dist.distributed_c10d._get_default_store()
         seconds = (store.timeout if limit is None else limit).total_seconds()
         others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-        # the others' waits began a little sooner or later than this one, and may have a longer limit
+        # the others' waits began a little sooner or later than this one, and may have a longer
+        # limit
         grace = WARM_UP + seconds / 10 if time.monotonic() - start >= seconds else NOTICE
-        raise LostRank(_find_culprits(store, others if ranks is None else ranks, grace), seconds) from error
+        raise LostRank(
+            _find_culprits(store, others if ranks is None else ranks, grace), seconds
+        ) from error
 
 
-def _find_culprits(store: Any, ranks: Sequence[int], grace: float) -> List[int]:
-    """Return the ranks that hold up this rank, which waited for `ranks`; several if it is not known which of them.
+def _find_culprits(store: Any, ranks: Sequence[int], grace: float) -> list[int]:
+    """Return the ranks that hold up this rank, which waited for `ranks`; several if it is not known
+    which of them.
 
     The other ranks have `grace` seconds to publish the ranks that they wait for.
     """
-    here, where = dist.get_rank(), read_launch()
+    here = dist.get_rank()
+    where = read_launch()
     waits = {here: list(ranks)}
     try:
         if not is_store_there(where):
@@ -145,14 +159,18 @@ def _find_culprits(store: Any, ranks: Sequence[int], grace: float) -> List[int]:
     return [rank for rank, waits_for in waits.items() if not waits_for] or list(ranks)
 
 
-def _read_waits(store: Any, rank: int) -> List[int]:
-    """Return the ranks for which a rank waits, as it has published; an empty list if it has published nothing."""
+def _read_waits(store: Any, rank: int) -> list[int]:
+    """Return the ranks for which a rank waits, as it has published; an empty list if it has
+    published nothing.
+    """
     key = f"{WAITS}/{rank}"
     return list(json.loads(store.get(key))) if store.check([key]) else []
 
 
 def is_store_there(where: Launch) -> bool:
-    """Return whether the store's port is open: a request to a store that is gone makes torch print its own stack."""
+    """Return whether the store's port is open: a request to a store that is gone makes torch print
+    its own stack.
+    """
     if where.address is None:
         return True
     try:
@@ -164,7 +182,8 @@ def is_store_there(where: Launch) -> bool:
 
 # ---- signals during a wait: Ctrl-C, and SIGTERM, which a launcher sends to all ranks when one has failed
 #
-# A neighbor of the failed rank notices the failure at its next wait and can name the rank, so every rank continues for a moment:
+# A neighbor of the failed rank notices the failure at its next wait and can name the rank, so every
+# rank continues for a moment:
 #
 #     main thread       a step ...... waits inside torch (C++), where Python's signal handlers do not run
 #     SIGTERM           |  is noted, and a byte goes through a pipe
@@ -175,16 +194,18 @@ TERMINATED = 143
 
 
 class Termination:
-    """The state of SIGTERM, with which the launcher asks this process to end because another one has failed.
+    """The state of SIGTERM, with which the launcher asks this process to end because another one
+    has failed.
 
-    `GRACE`: the seconds after which the process ends between two actions. `PATIENCE`: the seconds after which it ends anywhere.
+    `GRACE`: the seconds after which the process ends between two actions. `PATIENCE`: the seconds
+    after which it ends anywhere.
     """
 
     GRACE = 3.0
     PATIENCE = 5.0
-    signalled_at: Optional[float] = None
+    signalled_at: float | None = None
     # signal handler and wake-up descriptor before `watch`
-    _previous: Optional[Tuple[Any, int]] = None
+    _previous: tuple[Any, int] | None = None
 
     @classmethod
     def note_signal(cls, *_: Any) -> None:
@@ -199,13 +220,20 @@ class Termination:
 
     @classmethod
     def watch(cls) -> None:
-        """Install the handler of SIGTERM and the watching thread; do nothing outside the main thread."""
+        """Install the handler of SIGTERM and the watching thread; do nothing outside the main
+        thread.
+        """
         if cls._previous is not None or threading.current_thread() is not threading.main_thread():
             return
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        threading.Thread(target=cls._watch_signals, args=(reader,), name="ipu_pipe stopping", daemon=True).start()
-        cls._previous = signal.signal(signal.SIGTERM, cls.note_signal), signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(
+            target=cls._watch_signals, args=(reader,), name="ipu_pipe stopping", daemon=True
+        ).start()
+        cls._previous = (
+            signal.signal(signal.SIGTERM, cls.note_signal),
+            signal.set_wakeup_fd(writer, warn_on_full_buffer=False),
+        )
 
     @classmethod
     def stop_watching(cls) -> None:
@@ -235,7 +263,7 @@ class Termination:
                     os._exit(INTERRUPTED)
 
 
-def _find_main_thread() -> Tuple[int, int]:
+def _find_main_thread() -> tuple[int, int]:
     """Return the id of the main thread's frame and its current instruction."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return (id(frame), frame.f_lasti) if frame is not None else (0, 0)

@@ -1,8 +1,10 @@
-"""Messages between ranks: post receives ahead, send, and hand tensors over between two stages of one rank.
+"""Messages between ranks: post receives ahead, send, and hand tensors over between two stages of
+one rank.
 
-A message carries the tensors that an action needs from another stage. Its kind, its number (of a microbatch or update) and its
-two stages identify it on both sides. Receives are posted ahead of their need. A send is kept until it is complete; compute waits
-for the oldest send only if many later ones are in flight, when its receiver must be done with it anyway.
+A message carries the tensors that an action needs from another stage. Its kind, its number (of a
+microbatch or update) and its two stages identify it on both sides. Receives are posted ahead of
+their need. A send is kept until it is complete; compute waits for the oldest send only if many
+later ones are in flight, when its receiver must be done with it anyway.
 
     gloo     all messages use one group and have tags; tensors of a GPU go through the host's memory
     nccl     has no tags: each link has a group (`nccl.make_channels`), in which both sides follow the order of microbatches
@@ -11,7 +13,7 @@ for the oldest send only if many later ones are in flight, when its receiver mus
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Deque, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Iterable, Mapping, NamedTuple, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,9 @@ from ipu_pipe.cut.crossing import TensorSpec
 from ipu_pipe.schedule.actions import Kind
 
 # Kinds of messages. Those that passes send have the letter of the pass:
-FORWARD, RECOMPUTE, BACKWARD = Kind.FORWARD.value, Kind.RECOMPUTE.value, Kind.BACKWARD.value
+FORWARD = Kind.FORWARD.value
+RECOMPUTE = Kind.RECOMPUTE.value
+BACKWARD = Kind.BACKWARD.value
 # the norm of a stage's gradients of an update, for clipping
 NORM = "N"
 # the gradients of a layer that two neighboring blocks with local losses share
@@ -40,9 +44,15 @@ TEST = "E"
 OBSERVED = "O"
 KINDS = (FORWARD, RECOMPUTE, BACKWARD, NORM, SHARED, RESULT, TIED, WEIGHTS, TEST, OBSERVED)
 CARRIES = {
-    FORWARD: "activations", RECOMPUTE: "recomputed activations", BACKWARD: "gradients",
-    SHARED: "shared gradients", NORM: "norms", RESULT: "losses", TIED: "tied gradients", WEIGHTS: "weights",
-}  # fmt: skip
+    FORWARD: "activations",
+    RECOMPUTE: "recomputed activations",
+    BACKWARD: "gradients",
+    SHARED: "shared gradients",
+    NORM: "norms",
+    RESULT: "losses",
+    TIED: "tied gradients",
+    WEIGHTS: "weights",
+}
 # sent from the host's memory on every device
 ON_HOST = (NORM, RESULT, TEST, OBSERVED)
 # the sender stores these tensors anyway, for its own backward
@@ -64,7 +74,8 @@ Shapes = Tuple[TensorSpec, ...]
 
 
 class Message(NamedTuple):
-    """The identity of a message: its `kind`, the number of the microbatch or update that needs it, its source and target stage.
+    """The identity of a message: its `kind`, the number of the microbatch or update that needs it,
+    its source and target stage.
 
     Both stages belong to one replica.
     """
@@ -81,7 +92,9 @@ class Message(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A tensor in flight; `bytes`: memory that only this send keeps; `lent_bytes`: memory that its microbatch keeps too."""
+    """A tensor in flight; `bytes`: memory that only this send keeps; `lent_bytes`: memory that its
+    microbatch keeps too.
+    """
 
     work: Any
     value: torch.Tensor
@@ -93,9 +106,10 @@ class _Sent(NamedTuple):
 class Mail:
     """The messages of a rank over torch.distributed, including messages between its own stages.
 
-    `group`: the process group of all messages (all ranks if None); nothing else may use it meanwhile. `channels`: nccl groups
-    that replace it. `deadline`: the seconds after which a wait fails; longer until `end_warm_up` (`wait_limit`). `in_flight`: the
-    most microbatches that a stage has in flight, which bounds the sends in flight on a link.
+    `group`: the process group of all messages (all ranks if None); nothing else may use it
+    meanwhile. `channels`: nccl groups that replace it. `deadline`: the seconds after which a wait
+    fails; longer until `end_warm_up` (`wait_limit`). `in_flight`: the most microbatches that a
+    stage has in flight, which bounds the sends in flight on a link.
     """
 
     def __init__(
@@ -105,28 +119,35 @@ class Mail:
         recorder: TraceRecorder,
         deadline: float,
         group: Any = None,
-        channels: Optional[Mapping[Link, Any]] = None,
+        channels: Mapping[Link, Any] | None = None,
         in_flight: int = 24,
     ) -> None:
-        self._rank, self._device, self._recorder = layout.rank, device, recorder
+        self._rank = layout.rank
+        self._device = device
+        self._recorder = recorder
         # the rank of each stage
         self._ranks = [layout.find_rank(stage) for stage in range(layout.stages)]
-        self._by_channel = frozenset(KINDS).difference(ON_HOST) if channels is not None else frozenset()
-        self._deadline, self._group, self._channels, self._in_flight = deadline, group, channels, in_flight
+        self._by_channel = (
+            frozenset(KINDS).difference(ON_HOST) if channels is not None else frozenset()
+        )
+        self._deadline = deadline
+        self._group = group
+        self._channels = channels
+        self._in_flight = in_flight
         self._through_host = device.type != "cpu" and channels is None
-        self._expected: Dict[Link, Deque[Tuple[Message, Shapes]]] = {}
+        self._expected: dict[Link, deque[tuple[Message, Shapes]]] = {}
         # message -> (work, buffer) of each tensor, and their bytes
-        self._posted: Dict[Message, Tuple[List[Tuple[Any, torch.Tensor]], int]] = {}
-        self._posted_count: Dict[Link, int] = {}
+        self._posted: dict[Message, tuple[list[tuple[Any, torch.Tensor]], int]] = {}
+        self._posted_count: dict[Link, int] = {}
         # messages from one stage of this rank to another
-        self._local_messages: Dict[Message, List[torch.Tensor]] = {}
+        self._local_messages: dict[Message, list[torch.Tensor]] = {}
         self._posted_bytes = 0
         # receives may be posted for lower numbers only: (microbatch, update)
         self._post_before = UNLIMITED, UNLIMITED
-        self._sent: Dict[Link, Deque[_Sent]] = {}
+        self._sent: dict[Link, deque[_Sent]] = {}
         self._sent_bytes = 0
         # (stage, microbatch) -> bytes of pending sends that the microbatch keeps too
-        self._lent: Dict[Tuple[int, int], int] = {}
+        self._lent: dict[tuple[int, int], int] = {}
         # the longest time that a wait may take now
         self.limit = wait_limit(deadline)
         # nothing may be posted before each channel was used once
@@ -146,10 +167,10 @@ class Mail:
             for link in list(self._expected):
                 self._post(link)
 
-    def expect(self, messages: Iterable[Tuple[Message, Shapes]]) -> None:
+    def expect(self, messages: Iterable[tuple[Message, Shapes]]) -> None:
         """Announce messages that will arrive, so that their receives are posted ahead."""
         # a dictionary, because a set's order would differ from rank to rank
-        links: Dict[Link, None] = {}
+        links: dict[Link, None] = {}
         for message, shapes in messages:
             if self._ranks[message.source] != self._rank:
                 links[message.link] = None
@@ -158,19 +179,29 @@ class Mail:
             self._post(link)
 
     def forget_expected(self) -> None:
-        """Forget the messages that were announced and not posted: they belong to batches that never begin."""
+        """Forget the messages that were announced and not posted: they belong to batches that never
+        begin.
+        """
         assert not self._posted, f"{len(self._posted)} messages were not received"
         self._expected.clear()
 
     def _post(self, link: Link) -> None:
-        queue, kind = self._expected[link], link[2]
+        queue = self._expected[link]
+        kind = link[2]
         max_posted = 1 if kind == WEIGHTS else MAX_POSTED
-        post_before = UNLIMITED if kind in (RESULT, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
-        while queue and self._posted_count.get(link, 0) < max_posted and queue[0][0].number < post_before:
+        post_before = (
+            UNLIMITED if kind in (RESULT, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
+        )
+        while (
+            queue
+            and self._posted_count.get(link, 0) < max_posted
+            and queue[0][0].number < post_before
+        ):
             message, shapes = queue.popleft()
             source = self._ranks[message.source]
             device = "cpu" if self._through_host or kind in ON_HOST else self._device
-            received, size = [], 0
+            received = []
+            size = 0
             for number, shape in enumerate(shapes):
                 buffer = torch.empty(shape.message_shape, dtype=shape.dtype, device=device)
                 size += buffer.numel() * buffer.element_size()
@@ -181,9 +212,11 @@ class Mail:
             self._posted_bytes += size if kind in CARRIES else 0
             self._posted_count[link] = self._posted_count.get(link, 0) + 1
 
-    def receive(self, message: Message) -> List[torch.Tensor]:
+    def receive(self, message: Message) -> list[torch.Tensor]:
         """Wait for an expected message and return its tensors."""
-        kind, recorder, source = message.kind, self._recorder, self._ranks[message.source]
+        kind = message.kind
+        recorder = self._recorder
+        source = self._ranks[message.source]
         if source == self._rank:
             return self._local_messages.pop(message)
         carries = CARRIES.get(kind)
@@ -205,12 +238,16 @@ class Mail:
 
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors; if too many sends are in flight on the link, wait for the oldest."""
-        kind, m, target = message.kind, message.number, self._ranks[message.target]
+        kind = message.kind
+        m = message.number
+        target = self._ranks[message.target]
         if target == self._rank:
             self._local_messages[message] = [tensor.detach().contiguous() for tensor in tensors]
             return
-        carries, recorder = CARRIES.get(kind), self._recorder
-        start, size = recorder.mark(), 0
+        carries = CARRIES.get(kind)
+        recorder = self._recorder
+        start = recorder.mark()
+        size = 0
         sent = self._sent.setdefault(message.link, deque())
         for number, tensor in enumerate(tensors):
             value = tensor.detach().contiguous()
@@ -232,12 +269,17 @@ class Mail:
             if kind not in ON_HOST:
                 recorder.count_message(message.source, message.target, kind == SHARED, size)
             start = recorder.add("send", m, start, size=size, peer=target, carries=carries)
-        # the oldest send was for an action that later actions of this stage have waited for, so it is complete, or soon will be
-        max_in_flight = (self._in_flight if kind in BY_MICROBATCH else MAX_SMALL_SENDS) * len(tensors)
+        # the oldest send was for an action that later actions of this stage have waited for, so it
+        # is complete, or soon will be
+        max_in_flight = (self._in_flight if kind in BY_MICROBATCH else MAX_SMALL_SENDS) * len(
+            tensors
+        )
         while len(sent) > max_in_flight:
             oldest = self._finish_oldest(message.link)
             if oldest.kind in CARRIES:
-                start = recorder.add("wait", oldest.number, start, peer=target, carries=CARRIES[oldest.kind])
+                start = recorder.add(
+                    "wait", oldest.number, start, peer=target, carries=CARRIES[oldest.kind]
+                )
 
     def _finish_oldest(self, link: Link) -> Message:
         work, _, message, size, lent = self._sent[link].popleft()
@@ -256,14 +298,16 @@ class Mail:
             while sent:
                 self._finish_oldest(link)
 
-    def count_buffer_bytes(self, in_flight: Iterable[Tuple[int, int]]) -> int:
-        """Return the bytes of posted receives and pending sends, without the bytes that the microbatches `in_flight`, pairs
-        (stage, microbatch), keep anyway."""
-        return self._posted_bytes + self._sent_bytes - sum(self._lent.get(key, 0) for key in in_flight)
+    def count_buffer_bytes(self, in_flight: Iterable[tuple[int, int]]) -> int:
+        """Return the bytes of posted receives and pending sends, without the bytes that the
+        microbatches `in_flight`, pairs (stage, microbatch), keep anyway."""
+        return (
+            self._posted_bytes + self._sent_bytes - sum(self._lent.get(key, 0) for key in in_flight)
+        )
 
     # ---- waiting
 
-    def all_gather(self, tensor: torch.Tensor, group: Any = None) -> List[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """Return the tensors of all ranks of a group, in the order of the ranks."""
         tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         with detect_lost_rank(self._list_others(group), self.limit):
@@ -272,20 +316,28 @@ class Mail:
         return tensors
 
     def begin_sum(self, tensor: torch.Tensor, group: Any) -> Any:
-        """Begin to add up the tensors of all ranks of a group, in place. Return the work that `wait_for_all` waits for."""
+        """Begin to add up the tensors of all ranks of a group, in place. Return the work that
+        `wait_for_all` waits for.
+        """
         with detect_lost_rank(self._list_others(group), self.limit):
             return dist.all_reduce(tensor, group=group, async_op=True)
 
     def wait_for_all(self, work: Any, group: Any) -> None:
         """Wait for a collective of a group."""
-        is_channel = self._channels is not None and group is not None and group in self._channels.values()
+        is_channel = (
+            self._channels is not None and group is not None and group in self._channels.values()
+        )
         self._wait(work, self._list_others(group), is_channel)
 
-    def _list_others(self, group: Any) -> Optional[List[int]]:
+    def _list_others(self, group: Any) -> list[int] | None:
         """List the other ranks of a group; return None for the group of all ranks."""
-        return None if group is None else [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
+        return (
+            None
+            if group is None
+            else [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
+        )
 
-    def _route(self, message: Message, number: int) -> Tuple[Any, int]:
+    def _route(self, message: Message, number: int) -> tuple[Any, int]:
         """Return the group and the tag of a message's tensor `number`, the same on both sides."""
         if message.kind not in self._by_channel:
             tag = message.number * len(KINDS) + KINDS.index(message.kind)
@@ -294,7 +346,7 @@ class Mail:
         assert self._channels is not None
         return self._channels[message.link], 0
 
-    def _wait(self, work: Any, ranks: Optional[Sequence[int]], is_channel: bool) -> None:
+    def _wait(self, work: Any, ranks: Sequence[int] | None, is_channel: bool) -> None:
         with detect_lost_rank(ranks, self.limit):
             if is_channel:
                 wait_for_channel(work, self.limit)

@@ -1,14 +1,15 @@
 """The memory of a rank's tensors by category, in bytes, between two actions.
 
-A microbatch in flight keeps autograd's saved tensors and its inputs, labels, outputs and loss. Each storage counts once; weights
-do not count. Hooks measure the first forward of each input shape; later forwards of that shape keep as much. A tensor that is
-being sent counts for its microbatch while the microbatch keeps it, and for the buffers afterwards.
+A microbatch in flight keeps autograd's saved tensors and its inputs, labels, outputs and loss. Each
+storage counts once; weights do not count. Hooks measure the first forward of each input shape;
+later forwards of that shape keep as much. A tensor that is being sent counts for its microbatch
+while the microbatch keeps it, and for the buffers afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Iterator, Mapping, Optional, Sequence
 
 import torch
 
@@ -27,25 +28,29 @@ Tensors = Sequence[Optional[torch.Tensor]]
 
 
 class ActivationBytes:
-    """Count the bytes that microbatches in flight keep on a stage. `weights`: the tensors that are not counted."""
+    """Count the bytes that microbatches in flight keep on a stage. `weights`: the tensors that are
+    not counted.
+    """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        self._weights, self.held_bytes = weights, 0
-        self._bytes_by_shapes: Dict[Tuple[Any, ...], int] = {}
-        self.bytes_by_microbatch: Dict[int, int] = {}
+        self._weights = weights
+        self.held_bytes = 0
+        self._bytes_by_shapes: dict[tuple[Any, ...], int] = {}
+        self.bytes_by_microbatch: dict[int, int] = {}
 
     @contextlib.contextmanager
-    def watch_forward(self, m: int, inputs: Tensors) -> Iterator[List[Optional[torch.Tensor]]]:
+    def watch_forward(self, m: int, inputs: Tensors) -> Iterator[list[torch.Tensor | None]]:
         """Count the bytes that the forward of microbatch m inside the context keeps.
 
-        `inputs`: its inputs and labels. The caller adds its outputs to the list that the context yields.
+        `inputs`: its inputs and labels. The caller adds its outputs to the list that the context
+        yields.
         """
-        outputs: List[Optional[torch.Tensor]] = []
+        outputs: list[torch.Tensor | None] = []
         key = (torch.is_grad_enabled(), *(None if t is None else t.shape for t in inputs))
         if key in self._bytes_by_shapes:
             yield outputs
         else:
-            saved: Dict[int, int] = {}
+            saved: dict[int, int] = {}
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
                 saved[get_storage(tensor)] = tensor.untyped_storage().nbytes()
@@ -54,7 +59,9 @@ class ActivationBytes:
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 yield outputs
-            saved.update((get_storage(t), t.untyped_storage().nbytes()) for t in outputs if t is not None)
+            saved.update(
+                (get_storage(t), t.untyped_storage().nbytes()) for t in outputs if t is not None
+            )
             # inputs may be views of a data set's memory, so count only their own elements
             saved.update((get_storage(t), count_bytes(t)) for t in inputs if t is not None)
             self._bytes_by_shapes[key] = self._sum_without_weights(saved)
@@ -63,9 +70,13 @@ class ActivationBytes:
         self.held_bytes += self.bytes_by_microbatch[m]
 
     def replace(self, m: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Count only `tensors` for microbatch m, which is between the two halves of its backward."""
+        """Count only `tensors` for microbatch m, which is between the two halves of its
+        backward.
+        """
         self.drop(m)
-        self.bytes_by_microbatch[m] = self._sum_without_weights({get_storage(t): t.untyped_storage().nbytes() for t in tensors})
+        self.bytes_by_microbatch[m] = self._sum_without_weights(
+            {get_storage(t): t.untyped_storage().nbytes() for t in tensors}
+        )
         self.held_bytes += self.bytes_by_microbatch[m]
 
     def _sum_without_weights(self, bytes_by_storage: Mapping[int, int]) -> int:
@@ -78,36 +89,60 @@ class ActivationBytes:
 
 
 class MemoryCounters:
-    """Record a rank's memory and the peak of each category, during recorded updates and while the pipeline fills.
+    """Record a rank's memory and the peak of each category, during recorded updates and while the
+    pipeline fills.
 
-    `stages`: the rank's stages by number; `replicas`: the replicas with weights of their own, one record per stage.
+    `stages`: the rank's stages by number; `replicas`: the replicas with weights of their own, one
+    record per stage.
     """
 
     def __init__(
-        self, work: Work, stages: Mapping[int, Any], mail: Mail, recorder: TraceRecorder,
+        self,
+        work: Work,
+        stages: Mapping[int, Any],
+        mail: Mail,
+        recorder: TraceRecorder,
         replicas: Sequence[IndependentReplicas] = (),
-    ) -> None:  # fmt: skip
-        rules, self._stages, self._mail, self._recorder = work.rules, stages, mail, recorder
-        self._replicas, self._replica_bytes = replicas, sum(stage_replicas.held_bytes for stage_replicas in replicas)
-        self._optimizer_states: Mapping[Any, Any] = next((stage.state for stage in rules.stages.values()), {})
-        self._parameters = [p for s, stage in rules.stages.items() if s in stages for p in stage.parameters]
-        tensors = list({id(t): t for stage in stages.values() for t in stage.model.tensors}.values())
+    ) -> None:
+        rules = work.rules
+        self._stages = stages
+        self._mail = mail
+        self._recorder = recorder
+        self._replicas = replicas
+        self._replica_bytes = sum(stage_replicas.held_bytes for stage_replicas in replicas)
+        self._optimizer_states: Mapping[Any, Any] = next(
+            (stage.state for stage in rules.stages.values()), {}
+        )
+        self._parameters = [
+            p for s, stage in rules.stages.items() if s in stages for p in stage.parameters
+        ]
+        tensors = list(
+            {id(t): t for stage in stages.values() for t in stage.model.tensors}.values()
+        )
         self._end_of_fill = work.update + work.schedule.stages + 2
         self._weight_bytes = count_bytes(tensors)
         self.master_bytes = count_bytes([master for _, master in rules.weight_master_pairs])
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._optimizer_bytes, self._gradient_bytes, self._total_peak = -1, 0, 0
-        self._recorded: Tuple[int, ...] = (-1,) * len(MEMORY)
+        self._optimizer_bytes = -1
+        self._gradient_bytes = 0
+        self._total_peak = 0
+        self._recorded: tuple[int, ...] = (-1,) * len(MEMORY)
         self._peaks = [0] * len(MEMORY)
 
     def continue_from(self, previous: MemoryCounters) -> None:
-        """Go on with the peaks of an interpreter that this one's replaces, in which the pipeline has filled before."""
+        """Go on with the peaks of an interpreter that this one's replaces, in which the pipeline
+        has filled before.
+        """
         self._peaks = previous._peaks
         self._total_peak = previous._total_peak
         self._end_of_fill = previous._end_of_fill
 
-    def sample(self, update: int, gradients_changed: bool = True, has_stepped: bool = False) -> None:
-        """Measure now. `gradients_changed`: they may differ from the last call; `has_stepped`: the optimizer has stepped."""
+    def sample(
+        self, update: int, gradients_changed: bool = True, has_stepped: bool = False
+    ) -> None:
+        """Measure now. `gradients_changed`: they may differ from the last call; `has_stepped`: the
+        optimizer has stepped.
+        """
         recorder = self._recorder
         if not (recorder.is_recording or update < self._end_of_fill):
             return
@@ -115,13 +150,27 @@ class MemoryCounters:
             self._gradient_bytes = count_bytes([p.grad for p in self._parameters])
         if has_stepped or self._optimizer_bytes < 0:
             others = [stage_replicas.list_other_states() for stage_replicas in self._replicas]
-            self._optimizer_bytes = count_bytes([self._optimizer_states, others]) + self.master_bytes
+            self._optimizer_bytes = (
+                count_bytes([self._optimizer_states, others]) + self.master_bytes
+            )
         stages = self._stages.items()
-        buffers = self._mail.count_buffer_bytes((i, m) for i, stage in stages for m in stage.activations.bytes_by_microbatch)
+        buffers = self._mail.count_buffer_bytes(
+            (i, m) for i, stage in stages for m in stage.activations.bytes_by_microbatch
+        )
         # in the order of MEMORY
-        versions = sum(stage.weights.held_bytes + stage.tied.held_bytes for stage in self._stages.values()) + self._replica_bytes
+        versions = (
+            sum(stage.weights.held_bytes + stage.tied.held_bytes for stage in self._stages.values())
+            + self._replica_bytes
+        )
         activations = sum(stage.activations.held_bytes for stage in self._stages.values())
-        bytes_by_category = (self._weight_bytes, versions, self._gradient_bytes, self._optimizer_bytes, activations, buffers)
+        bytes_by_category = (
+            self._weight_bytes,
+            versions,
+            self._gradient_bytes,
+            self._optimizer_bytes,
+            activations,
+            buffers,
+        )
         mark = recorder.mark()
         for i, value in enumerate(bytes_by_category):
             self._peaks[i] = max(self._peaks[i], value)
@@ -134,7 +183,7 @@ class MemoryCounters:
             recorder.count(ALLOCATED, torch.cuda.memory_allocated(self._device), mark)
 
     @property
-    def peaks(self) -> Dict[str, int]:
+    def peaks(self) -> dict[str, int]:
         """The peak of each category and of their sum; on a GPU also the peak of the allocator."""
         peaks = {**dict(zip(MEMORY, self._peaks)), TOTAL: self._total_peak}
         if self._device.type == "cuda":

@@ -1,13 +1,15 @@
 """Channels for nccl: a process group for each link between two stages, because nccl has no tags.
 
-A link is (source stage, target stage, kind of message); its channel is the process group that carries it. Two properties of nccl
-shape this file:
+A link is (source stage, target stage, kind of message); its channel is the process group that
+carries it. Two properties of nccl shape this file:
 
-    [1] The first message of a group makes its two ranks wait for each other. Ranks that began with different groups would
-        deadlock, so every rank uses all its channels once, in the same order, before anything else (`use_channels_once`).
-    [2] A posted receive occupies the GPU until its message arrives, and a kernel that is used for the first time is loaded only
-        when the GPU is idle. So a rank runs every kernel of a step once before its first receive (`load_kernels`). It posts no
-        receive across a moment when the pipeline is empty, because an evaluation, with kernels of its own, may run then.
+    [1] The first message of a group makes its two ranks wait for each other. Ranks that began with
+        different groups would deadlock, so every rank uses all its channels once, in the same
+        order, before anything else (`use_channels_once`).
+    [2] A posted receive occupies the GPU until its message arrives, and a kernel that is used for
+        the first time is loaded only when the GPU is idle. So a rank runs every kernel of a step
+        once before its first receive (`load_kernels`). It posts no receive across a moment when the
+        pipeline is empty, because an evaluation, with kernels of its own, may run then.
 
 Tested over gloo, with a double whose groups behave like this. Not run on two GPUs.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,12 +40,12 @@ from ipu_pipe.update import clipping
 from ipu_pipe.update.apply import UpdateRules
 
 
-def list_links(stages: int, method: Method, tied: Sequence[Link] = ()) -> List[Link]:
+def list_links(stages: int, method: Method, tied: Sequence[Link] = ()) -> list[Link]:
     """Return the links from stage 0 on, in the order in which every rank uses its channels first.
 
     `tied`: the links of tied weights, which come last.
     """
-    links: List[Link] = []
+    links: list[Link] = []
     for s in range(stages - 1):
         links.append((s, s + 1, FORWARD))
         if method.structure is not None:
@@ -56,17 +58,23 @@ def list_links(stages: int, method: Method, tied: Sequence[Link] = ()) -> List[L
     return [*links, *tied]
 
 
-def make_channels(job: Job, layout: RankLayout, tied: Sequence[Link]) -> Optional[Dict[Link, Any]]:
-    """Return a group for each link and one for the rank's replicas (`REPLICAS`), None if tensors go through the host's memory.
+def make_channels(job: Job, layout: RankLayout, tied: Sequence[Link]) -> dict[Link, Any] | None:
+    """Return a group for each link and one for the rank's replicas (`REPLICAS`), None if tensors go
+    through the host's memory.
 
-    Tensors go through the host if a rank has no GPU of its own, if nccl is missing, or if the order is read from a CSV file
-    (`method_args.file`): both ends of a link may then order microbatches differently, which needs tags. The groups'
-    timeout is a day, because a receive may be posted long before its message; the mail's deadline limits a wait.
+    Tensors go through the host if a rank has no GPU of its own, if nccl is missing, or if the order
+    is read from a CSV file (`method_args.file`): both ends of a link may then order microbatches
+    differently, which needs tags. The groups' timeout is a day, because a receive may be posted
+    long before its message; the mail's deadline limits a wait.
     """
-    if job.device.type != "cuda" or not _has_each_a_gpu() or (job.method.order is not None and job.method.order.file):
+    if (
+        job.device.type != "cuda"
+        or not _has_each_a_gpu()
+        or (job.method.order is not None and job.method.order.file)
+    ):
         return None
-    channels: Dict[Link, Any] = {}
-    options: Dict[str, Any] = {"timeout": datetime.timedelta(days=1), "backend": "nccl"}
+    channels: dict[Link, Any] = {}
+    options: dict[str, Any] = {"timeout": datetime.timedelta(days=1), "backend": "nccl"}
     for replica in range(layout.replicas):
         for link in list_links(layout.stages, job.method, tied):
             pair = sorted(layout.list_ranks(layout.placement[stage])[replica] for stage in link[:2])
@@ -91,33 +99,54 @@ def _has_each_a_gpu() -> bool:
 
 
 def use_channels_once(
-    channels: Mapping[Link, Any], links: Sequence[Link], layout: RankLayout, device: torch.device,
+    channels: Mapping[Link, Any],
+    links: Sequence[Link],
+    layout: RankLayout,
+    device: torch.device,
     limit: datetime.timedelta,
-) -> None:  # fmt: skip
-    """Use each of this rank's channels once, in the order of `links` (the same on all ranks), and its replicas' group last."""
+) -> None:
+    """Use each of this rank's channels once, in the order of `links` (the same on all ranks), and
+    its replicas' group last.
+    """
     for link in links:
         source, target = map(layout.find_rank, link[:2])
         if source != target and layout.rank in (source, target):
-            exchange, other = (dist.isend, target) if layout.rank == source else (dist.irecv, source)
-            _complete(functools.partial(exchange, torch.zeros(1, device=device), other, channels[link]), [other], limit)
+            exchange, other = (
+                (dist.isend, target) if layout.rank == source else (dist.irecv, source)
+            )
+            _complete(
+                functools.partial(exchange, torch.zeros(1, device=device), other, channels[link]),
+                [other],
+                limit,
+            )
     if REPLICAS in channels:
-        value, group = torch.zeros(1, device=device), channels[REPLICAS]
-        _complete(functools.partial(dist.all_reduce, value, group=group, async_op=True), None, limit)
+        value = torch.zeros(1, device=device)
+        group = channels[REPLICAS]
+        _complete(
+            functools.partial(dist.all_reduce, value, group=group, async_op=True), None, limit
+        )
 
 
-def _complete(begin: Callable[[], Any], ranks: Optional[Sequence[int]], limit: datetime.timedelta) -> None:
-    """Begin a channel's first operation and wait until it is complete; `ranks`: the other ranks, all if None."""
+def _complete(
+    begin: Callable[[], Any], ranks: Sequence[int] | None, limit: datetime.timedelta
+) -> None:
+    """Begin a channel's first operation and wait until it is complete; `ranks`: the other ranks,
+    all if None.
+    """
     with detect_lost_rank(ranks, limit):
         # nccl waits for the other rank's first use without a limit
         wait_for_channel(answer_within(limit.total_seconds(), begin), limit)
 
 
 def load_kernels(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> None:
-    """Run forward, backward and update of this stage once, so that all kernels are loaded, and undo their effects.
+    """Run forward, backward and update of this stage once, so that all kernels are loaded, and undo
+    their effects.
 
     Inputs from another stage are zeros.
     """
-    model, rules, m = stage.model, work.rules, stage.newest_forward + 1
+    model = stage.model
+    rules = work.rules
+    m = stage.newest_forward + 1
     with _restore_state(model.modules, rules):
         x, labels = model.load_data(m, is_trial=True)
         inputs = [x] if x is not None else []
@@ -126,7 +155,11 @@ def load_kernels(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -
             inputs.append(zeros.requires_grad_(shape.differentiable and model.local is None))
         outputs, result = stage.run(m, inputs, labels)
         weight = LossShare(1.0, 1.0) if work.weighs else None
-        ends = [t for t in (outputs if result is None else [work.scale_loss(result.loss, weight)]) if t.requires_grad]
+        ends = [
+            t
+            for t in (outputs if result is None else [work.scale_loss(result.loss, weight)])
+            if t.requires_grad
+        ]
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
         rules.collect()
@@ -134,7 +167,9 @@ def load_kernels(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -
         with keep_version_counters(parameters):
             rules.step(
                 max(stage.version, rules.switch),
-                lambda k: clipping.clip_to_norm(bound, parameters, clipping.compute_gradient_norms(parameters)),
+                lambda k: clipping.clip_to_norm(
+                    bound, parameters, clipping.compute_gradient_norms(parameters)
+                ),
                 [model.stage],
             )
         if model.device.type == "cuda":
@@ -147,7 +182,8 @@ def _restore_state(modules: Sequence[nn.Module], rules: UpdateRules) -> Iterator
     parameters = [p for stage in rules.stages.values() for p in stage.parameters]
     state: Any = next(iter(rules.stages.values())).state
     saved_state = {
-        p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entries.items()} for p, entries in state.items()
+        p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entries.items()}
+        for p, entries in state.items()
     }
     saved = [(p, p.detach().clone(), p.grad) for p in parameters]
     with contextlib.ExitStack() as stack:

@@ -1,18 +1,21 @@
-"""Split backwards: compute the input gradient of a stage now (I) and its weight gradients later (W).
+"""Split backwards: compute the input gradient of a stage now (I) and its weight gradients later
+(W).
 
     graph      y <- conv2 <- relu <- bn1 <- conv1 <- x          <-  gradients flow this way
     I(m)            |g2      .       .       |g1      gx         send gx; keep g1, g2, the saved inputs of conv1 and conv2,
-                                                                 and the finished gradients of bn1; drop everything else
+                                                                 and the finished gradients of bn1;
+                                                                 drop everything else
     W(m)       w2 += f(g2, x2)   w1 += f(g1, x1)   bn1 += ...    call the same functions as a whole backward
 
-W computes the weight gradients that are separate products (`_OPERATIONS`). Gradients of other weights (norms, embeddings, added
-biases) cost almost nothing within I; W only adds them, so that all gradients of a microbatch are added at its W. W reads no
+W computes the weight gradients that are separate products (`_OPERATIONS`). Gradients of other
+weights (norms, embeddings, added biases) cost almost nothing within I; W only adds them, so that
+all gradients of a microbatch are added at its W. W reads no
 weights: there may be an update between I and W.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -27,34 +30,45 @@ Edge = Tuple[Any, int]
 
 
 class _Operation(NamedTuple):
-    """A node whose weight gradients W computes. `edges`: index of a gradient in the node's results -> edge to the weight."""
+    """A node whose weight gradients W computes. `edges`: index of a gradient in the node's results
+    -> edge to the weight.
+    """
 
     node: Any
-    edges: Dict[int, Edge]
-    leaves: List[Any]
+    edges: dict[int, Edge]
+    leaves: list[Any]
 
 
 class WeightGradients:
     """The work that I leaves to W.
 
-    `products`: for each product its function, the gradient to call it with, and the edges to the weights by index of the
-    function's results. `finished`: gradients that I has computed, by the node that accumulates them. `tensors`: all tensors that
-    are stored until W.
+    `products`: for each product its function, the gradient to call it with, and the edges to the
+    weights by index of the function's results. `finished`: gradients that I has computed, by the
+    node that accumulates them. `tensors`: all tensors that are stored until W.
     """
 
     def __init__(self) -> None:
-        self.products: List[Tuple[Callable[[torch.Tensor], Gradients], torch.Tensor, Dict[int, Edge]]] = []
-        self.finished: Dict[Any, torch.Tensor] = {}
-        self.tensors: List[torch.Tensor] = []
+        self.products: list[
+            tuple[Callable[[torch.Tensor], Gradients], torch.Tensor, dict[int, Edge]]
+        ] = []
+        self.finished: dict[Any, torch.Tensor] = {}
+        self.tensors: list[torch.Tensor] = []
 
-    def take(self, weight: torch.Tensor) -> Optional[torch.Tensor]:
-        """Remove the finished gradient of a weight, so that W does not add it, and return it; None if it is zero."""
-        return next((self.finished.pop(node) for node in list(self.finished) if node.variable is weight), None)
+    def take(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Remove the finished gradient of a weight, so that W does not add it, and return it; None
+        if it is zero.
+        """
+        return next(
+            (self.finished.pop(node) for node in list(self.finished) if node.variable is weight),
+            None,
+        )
 
     def add(self) -> None:
-        """Carry out W: compute the remaining gradients and add all of them to the gradients of the weights."""
-        edges: List[GradientEdge] = []
-        gradients: List[torch.Tensor] = []
+        """Carry out W: compute the remaining gradients and add all of them to the gradients of the
+        weights.
+        """
+        edges: list[GradientEdge] = []
+        gradients: list[torch.Tensor] = []
         for compute, gradient, edges_by_index in self.products:
             computed = compute(gradient)
             for index, edge in edges_by_index.items():
@@ -71,8 +85,11 @@ class WeightGradients:
 def run_whole_backward(
     roots: Sequence[torch.Tensor], gradients: Gradients, weights: Sequence[torch.Tensor]
 ) -> WeightGradients:
-    """Carry out I of a stage whose backward cannot be split: compute all gradients now and leave only the addition to W."""
-    deferred, accumulated = WeightGradients(), [p.grad for p in weights]
+    """Carry out I of a stage whose backward cannot be split: compute all gradients now and leave
+    only the addition to W.
+    """
+    deferred = WeightGradients()
+    accumulated = [p.grad for p in weights]
     for p in weights:
         p.grad = None
     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
@@ -84,17 +101,25 @@ def run_whole_backward(
 
 
 def run_input_backward(
-    roots: Sequence[torch.Tensor], gradients: Gradients, inputs: Sequence[torch.Tensor],
+    roots: Sequence[torch.Tensor],
+    gradients: Gradients,
+    inputs: Sequence[torch.Tensor],
     immediate: Sequence[torch.Tensor] = (),
-) -> WeightGradients:  # fmt: skip
+) -> WeightGradients:
     """Carry out I: put the gradients of the tensors `inputs` into them, and return the work of W.
 
-    `gradients`: the gradients of `roots`. `immediate`: the weights whose gradients I computes itself.
+    `gradients`: the gradients of `roots`. `immediate`: the weights whose gradients I computes
+    itself.
     """
     inputs = [t for t in inputs if t.requires_grad]
-    operations, leaves = _list_operations(roots, {id(t) for t in inputs}, {id(t) for t in immediate})
+    operations, leaves = _list_operations(
+        roots, {id(t) for t in inputs}, {id(t) for t in immediate}
+    )
     deferred = WeightGradients()
-    prepared = [_OPERATIONS[operation.node.name()](operation.node, deferred.tensors) for operation in operations]
+    prepared = [
+        _OPERATIONS[operation.node.name()](operation.node, deferred.tensors)
+        for operation in operations
+    ]
     edges = [GradientEdge(operation.node, 0) for operation in operations]
     weights = [leaf.variable for leaf in leaves]
     if not (inputs or weights or edges):
@@ -113,11 +138,13 @@ def run_input_backward(
 
 
 def _list_operations(
-    roots: Sequence[torch.Tensor], input_ids: Set[int], immediate_ids: Set[int]
-) -> Tuple[List[_Operation], List[Any]]:
-    """Walk a graph; return the operations whose weight gradients can wait, and the leaves of the other weights."""
-    operations: List[_Operation] = []
-    immediate_leaves: Dict[Any, None] = {}
+    roots: Sequence[torch.Tensor], input_ids: set[int], immediate_ids: set[int]
+) -> tuple[list[_Operation], list[Any]]:
+    """Walk a graph; return the operations whose weight gradients can wait, and the leaves of the
+    other weights.
+    """
+    operations: list[_Operation] = []
+    immediate_leaves: dict[Any, None] = {}
     unvisited = [t.grad_fn for t in roots if t.grad_fn is not None]
     found_nodes = set(unvisited)
     for root in roots:
@@ -137,24 +164,37 @@ def _list_operations(
                     unvisited.append(child)
             elif id(leaf.variable) in input_ids:
                 continue
-            elif operation is not None and index in _WEIGHT_INDICES[node.name()] and id(leaf.variable) not in immediate_ids:
+            elif (
+                operation is not None
+                and index in _WEIGHT_INDICES[node.name()]
+                and id(leaf.variable) not in immediate_ids
+            ):
                 operation.edges[index] = edge
                 operation.leaves.append(leaf)
             else:
                 immediate_leaves[leaf] = None
         if operation is not None and operation.edges:
             operations.append(operation)
-    # I computes the gradient of a weight that is used in both ways, because autograd sums all uses before it accumulates
+    # I computes the gradient of a weight that is used in both ways, because autograd sums all uses
+    # before it accumulates
     while True:
-        mixed = [operation for operation in operations if any(leaf in immediate_leaves for leaf in operation.leaves)]
+        mixed = [
+            operation
+            for operation in operations
+            if any(leaf in immediate_leaves for leaf in operation.leaves)
+        ]
         if not mixed:
             return operations, list(immediate_leaves)
-        immediate_leaves.update(dict.fromkeys(leaf for operation in mixed for leaf in operation.leaves))
+        immediate_leaves.update(
+            dict.fromkeys(leaf for operation in mixed for leaf in operation.leaves)
+        )
         operations = [operation for operation in operations if operation not in mixed]
 
 
 def _follow(node: Any) -> Any:
-    """Return the leaf at the end of a chain of operations with one argument (transposition, cast), None if there is no leaf."""
+    """Return the leaf at the end of a chain of operations with one argument (transposition, cast),
+    None if there is no leaf.
+    """
     following = node.next_functions
     while len(following) == 1 and following[0][0] is not None:
         node = following[0][0]
@@ -166,25 +206,36 @@ def _get_leaf(weight: torch.Tensor) -> Any:
     return weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def _prepare_convolution(node: Any, stored: List[torch.Tensor]) -> Callable[[torch.Tensor], Gradients]:
-    x, weight = node._saved_input, node._saved_weight
+def _prepare_convolution(
+    node: Any, stored: list[torch.Tensor]
+) -> Callable[[torch.Tensor], Gradients]:
+    x = node._saved_input
+    weight = node._saved_weight
     settings = (
-        node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
-        node._saved_output_padding, node._saved_groups,
-    )  # fmt: skip
+        node._saved_bias_sym_sizes_opt,
+        node._saved_stride,
+        node._saved_padding,
+        node._saved_dilation,
+        node._saved_transposed,
+        node._saved_output_padding,
+        node._saved_groups,
+    )
     mask = [False, *(child is not None for child, _ in node.next_functions[1:])]
     stored.append(x)
     backward = torch.ops.aten.convolution_backward.default
     return lambda gradient: backward(gradient, x, weight, *settings, mask)
 
 
-def _prepare_product(node: Any, stored: List[torch.Tensor]) -> Callable[[torch.Tensor], Gradients]:
-    """Return the function that computes the gradients of a product's second factor (m, n) and of its bias, as autograd does."""
+def _prepare_product(node: Any, stored: list[torch.Tensor]) -> Callable[[torch.Tensor], Gradients]:
+    """Return the function that computes the gradients of a product's second factor (m, n) and of
+    its bias, as autograd does.
+    """
     is_sum = len(node.next_functions) == 3
     x = node._saved_mat1 if is_sum else node._saved_self
     assert not is_sum or (node._saved_alpha == 1 and node._saved_beta == 1)
     stored.append(x)
-    rows, strides = node._saved_mat2_sym_sizes[0], node._saved_mat2_sym_strides
+    rows = node._saved_mat2_sym_sizes[0]
+    strides = node._saved_mat2_sym_strides
     is_transposed = strides[0] == 1 and strides[1] == rows
     bias = node.next_functions[0][0] if is_sum else None
 
@@ -197,7 +248,7 @@ def _prepare_product(node: Any, stored: List[torch.Tensor]) -> Callable[[torch.T
     return compute
 
 
-_OPERATIONS: Dict[str, Callable[[Any, List[torch.Tensor]], Callable[[torch.Tensor], Gradients]]] = {
+_OPERATIONS: dict[str, Callable[[Any, list[torch.Tensor]], Callable[[torch.Tensor], Gradients]]] = {
     "ConvolutionBackward0": _prepare_convolution,
     "AddmmBackward0": _prepare_product,
     "MmBackward0": _prepare_product,
@@ -206,9 +257,12 @@ _WEIGHT_INDICES = {"ConvolutionBackward0": (1, 2), "AddmmBackward0": (0, 2), "Mm
 
 
 def is_split_exact(
-    roots: Sequence[torch.Tensor], gradients: Gradients, inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor], immediate: Sequence[torch.Tensor],
-) -> bool:  # fmt: skip
+    roots: Sequence[torch.Tensor],
+    gradients: Gradients,
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    immediate: Sequence[torch.Tensor],
+) -> bool:
     """Return whether I and W give the gradients of a whole backward, bit for bit.
 
     The gradients are added to random ones. W runs with weights of NaN, because it must read none.
@@ -225,7 +279,8 @@ def is_split_exact(
     torch.autograd.backward(roots, gradients, retain_graph=True)  # type: ignore[arg-type]
     expected = [t.grad for t in (*inputs, *weights)]
     begin()
-    deferred, values = run_input_backward(roots, gradients, inputs, immediate), [p.data for p in weights]
+    deferred = run_input_backward(roots, gradients, inputs, immediate)
+    values = [p.data for p in weights]
     for p in weights:
         p.data = torch.full_like(p, float("nan"))
     try:

@@ -1,10 +1,12 @@
 """Run the passes of one stage on a rank: forward, recomputation and backward of a microbatch.
 
-The interpreter calls one method of `Stage` for each action of the schedule. The method receives the tensors that it needs from
-another stage (`Mail`), loads the weight version that the pass must read, computes, and sends the result on.
+The interpreter calls one method of `Stage` for each action of the schedule. The method receives the
+tensors that it needs from another stage (`Mail`), loads the weight version that the pass must read,
+computes, and sends the result on.
 
-The newest version needs no lookup: it is whatever the parameters hold now, because an update changes them in place when its turn
-in the schedule comes. Older versions (stashed, predicted) come from the weight store.
+The newest version needs no lookup: it is whatever the parameters hold now, because an update
+changes them in place when its turn in the schedule comes. Older versions (stashed, predicted) come
+from the weight store.
 
     actions of stage s    F5   B2   U2   F6   B3   U3
     newest version        w2   w2   w3   w3   w3   w4      pipedream: B3 reads the version that F3 read, which was stashed
@@ -15,16 +17,29 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.local import LocalBlock
-from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, TIED, Mail, Message, Shapes
+from ipu_pipe.backends.processes.mail import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    TIED,
+    Mail,
+    Message,
+    Shapes,
+)
 from ipu_pipe.backends.processes.memory import ActivationBytes
-from ipu_pipe.backends.processes.split import WeightGradients, is_split_exact, run_input_backward, run_whole_backward
+from ipu_pipe.backends.processes.split import (
+    WeightGradients,
+    is_split_exact,
+    run_input_backward,
+    run_whole_backward,
+)
 from ipu_pipe.backends.processes.ties import TiedWeights, Ties
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.cut.crossing import Crossing
@@ -48,67 +63,89 @@ Outputs = Tuple[List[torch.Tensor], Optional[MicrobatchResult]]
 
 @dataclass
 class StageModel:
-    """The part of the model that a rank holds for one `stage`, with everything that the stage's passes need.
+    """The part of the model that a rank holds for one `stage`, with everything that the stage's
+    passes need.
 
-    `crossings`: the tensors that cross each cut. `read_microbatch(m)`: returns microbatch m as (x, y), for the first stage and
-    stages with a loss. `checksums`: CRC-32 of each microbatch that was read, until it is compared with other ranks'. `random`:
-    the modules' keyed draws, None if no module draws. `local`: the block of a stage with a loss of its own. `ties`: the weights
-    that other stages use too. `weigh_update(k)`: returns the weights of the microbatches of update k, by microbatch; None if all
-    count the same. `example`: a microbatch to load kernels with (`nccl`), because a loop gives each of its own once; None: the
-    next one.
+    `crossings`: the tensors that cross each cut. `read_microbatch(m)`: returns microbatch m as (x,
+    y), for the first stage and stages with a loss. `checksums`: CRC-32 of each microbatch that was
+    read, until it is compared with other ranks'. `random`: the modules' keyed draws, None if no
+    module draws. `local`: the block of a stage with a loss of its own. `ties`: the weights that
+    other stages use too. `weigh_update(k)`: returns the weights of the microbatches of update k, by
+    microbatch; None if all count the same. `example`: a microbatch to load kernels with (`nccl`),
+    because a loop gives each of its own once; None: the next one.
     """
 
     layout: RankLayout
     stage: int
     piece: Piece
     crossings: Sequence[Crossing]
-    read_microbatch: Callable[[int], Tuple[Any, Any]]
+    read_microbatch: Callable[[int], tuple[Any, Any]]
     device: torch.device
-    random: Optional[KeyedRandomness] = None
-    local: Optional[LocalBlock] = None
+    random: KeyedRandomness | None = None
+    local: LocalBlock | None = None
     ties: Ties = Ties()
-    checksums: Dict[int, int] = field(default_factory=dict)
-    weigh_update: Optional[Callable[[int], Dict[int, LossShare]]] = None
-    example: Optional[Tuple[Any, Any]] = None
+    checksums: dict[int, int] = field(default_factory=dict)
+    weigh_update: Callable[[int], dict[int, LossShare]] | None = None
+    example: tuple[Any, Any] | None = None
 
     def __post_init__(self) -> None:
-        s, local = self.stage, self.local
-        self.is_first, self.is_last = s == 0, s == self.layout.stages - 1
+        s = self.stage
+        local = self.local
+        self.is_first = s == 0
+        self.is_last = s == self.layout.stages - 1
         # the auxiliary head, and the previous stage's piece if blocks overlap
         self.head = local.head if local is not None else None
         self.previous = local.previous if local is not None else None
         self.has_loss = self.head is not None or self.is_last
-        self.modules = [module for module in (self.piece, self.previous, self.head) if module is not None]
-        entries = local.list_entries(self.crossings) if local is not None else [None, *self.crossings]
-        # the tensors that a forward receives (None if its input is the data), and those that the next stage receives
+        self.modules = [
+            module for module in (self.piece, self.previous, self.head) if module is not None
+        ]
+        entries = (
+            local.list_entries(self.crossings) if local is not None else [None, *self.crossings]
+        )
+        # the tensors that a forward receives (None if its input is the data), and those that the
+        # next stage receives
         self.entering = entries[s]
         self.leaving = None if self.is_last else entries[s + 1]
 
     @cached_property
-    def tensors(self) -> List[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """The stage's parameters and buffers, each once."""
-        tensors = [t for piece in (self.piece, self.previous) if piece is not None for t in piece.list_tensors()]
+        tensors = [
+            t
+            for piece in (self.piece, self.previous)
+            if piece is not None
+            for t in piece.list_tensors()
+        ]
         if self.head is not None:
             tensors += [*self.head.parameters(), *self.head.buffers()]
         return list({id(t): t for t in tensors}.values())
 
-    def load_data(self, m: int, is_trial: bool = False) -> Tuple[Any, Any]:
+    def load_data(self, m: int, is_trial: bool = False) -> tuple[Any, Any]:
         """Return inputs and labels of microbatch m, None for the one that the stage does not need.
 
         `is_trial`: return the example's, if there is one.
         """
         if self.entering is not None and not self.has_loss:
             return None, None
-        x, y = clone_tensors(self.example) if is_trial and self.example is not None else self.read_microbatch(m)
+        x, y = (
+            clone_tensors(self.example)
+            if is_trial and self.example is not None
+            else self.read_microbatch(m)
+        )
         return x if self.entering is None else None, y if self.has_loss else None
 
-    def key_draws(self, m: int, piece: Optional[Piece]) -> ContextManager[None]:
-        """Make the random draws of microbatch m repeatable: in the forward of `piece`, or in the backward if `piece` is None
-        (activation checkpoints run forwards again there)."""
+    def key_draws(self, m: int, piece: Piece | None) -> ContextManager[None]:
+        """Make the random draws of microbatch m repeatable: in the forward of `piece`, or in the
+        backward if `piece` is None (activation checkpoints run forwards again there)."""
         if self.random is None:
             return nullcontext()
         number = m * self.layout.replicas + self.layout.replica
-        return self.random.backward(number) if piece is None else self.random.forward(number, piece.calls_before)
+        return (
+            self.random.backward(number)
+            if piece is None
+            else self.random.forward(number, piece.calls_before)
+        )
 
 
 def _draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -119,58 +156,72 @@ def _draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and its backward on this stage. `inputs`: the batch's inputs, or the received tensors."""
+    """A microbatch between its forward and its backward on this stage. `inputs`: the batch's
+    inputs, or the received tensors.
+    """
 
     replay: Replay
-    inputs: List[Any]
+    inputs: list[Any]
     labels: Any
-    outputs: List[torch.Tensor]
-    loss: Optional[torch.Tensor]
+    outputs: list[torch.Tensor]
+    loss: torch.Tensor | None
 
 
 class Stage:
     """Carry out the passes of a stage.
 
-    `version`: the version of the weights in memory; `newest_forward`: the newest microbatch whose forward is done; `results`: the
-    results of microbatches whose update is not done.
+    `version`: the version of the weights in memory; `newest_forward`: the newest microbatch whose
+    forward is done; `results`: the results of microbatches whose update is not done.
     """
 
     def __init__(self, work: Work, model: StageModel, mail: Mail, recorder: TraceRecorder) -> None:
-        self.model, self._work, self._mail, self._recorder = model, work, mail, recorder
-        layout, ties, self._here = model.layout, model.ties, slice(model.stage, model.stage + 1)
+        self.model = model
+        self._work = work
+        self._mail = mail
+        self._recorder = recorder
+        layout = model.layout
+        ties = model.ties
+        self._here = slice(model.stage, model.stage + 1)
         self._plan = ReplayPlan(work.make_replays([layout.replica]), work.rules, work.microbatch)
         self.weights = make_weight_store(work, [model.stage], [work.update])
         self._keeps_versions = type(self.weights) is not WeightStore or bool(ties.copies_of)
-        self._is_tied = bool(ties.gradients_to or ties.gradients_from or ties.copies_of or ties.copied_to)
+        self._is_tied = bool(
+            ties.gradients_to or ties.gradients_from or ties.copies_of or ties.copied_to
+        )
         self._separates_gradients = self._is_tied or work.rules.compensates
         self.tied = TiedWeights(ties, model.stage, mail, work.update)
         self.activations = ActivationBytes(model.tensors)
         self._trained = [t for t in model.tensors if t.is_leaf and t.requires_grad]
-        self.results: Dict[int, MicrobatchResult] = {}
-        self.version, self.newest_forward = work.update, work.microbatch - 1
-        self._in_flight: Dict[int, _InFlight] = {}
+        self.results: dict[int, MicrobatchResult] = {}
+        self.version = work.update
+        self.newest_forward = work.microbatch - 1
+        self._in_flight: dict[int, _InFlight] = {}
         # microbatch -> its weight until its backward
-        self._weights: Dict[int, LossShare] = {}
+        self._weights: dict[int, LossShare] = {}
         # microbatch -> the weight gradients that I leaves to W
-        self._deferred_weight_gradients: Dict[int, WeightGradients] = {}
+        self._deferred_weight_gradients: dict[int, WeightGradients] = {}
         # False: I computes the weight gradients too, and W only adds them
         self.splits = True
         heads = find_segment_heads(find_segment_ends(layout.stages, work.method.segments or 0))
         # such a stage stores its input, so it needs no recomputation of the previous stage
         self._begins_segment = bool(heads[model.stage])
         self._ends_segment = model.is_last or bool(heads[model.stage + 1])
-        needs = {kind: list(self._find_needs(kind)) for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)}
+        needs = {
+            kind: list(self._find_needs(kind))
+            for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
+        }
         self._needs = {**needs, Kind.INPUT_GRADIENT: needs[Kind.BACKWARD], Kind.WEIGHT_GRADIENT: []}
 
     # ---- the messages that passes need
 
-    def list_needs(self, kind: Kind, m: int) -> Iterator[Tuple[Message, Shapes]]:
+    def list_needs(self, kind: Kind, m: int) -> Iterator[tuple[Message, Shapes]]:
         """Yield the messages that a pass of microbatch m needs, with their shapes."""
         for source, message_kind, shapes in self._needs[kind]:
             yield Message(message_kind, m, source, self.model.stage), shapes
 
-    def _find_needs(self, kind: Kind) -> Iterator[Tuple[int, str, Shapes]]:
-        model, s = self.model, self.model.stage
+    def _find_needs(self, kind: Kind) -> Iterator[tuple[int, str, Shapes]]:
+        model = self.model
+        s = self.model.stage
         if not (kind is Kind.FORWARD and model.entering is None):
             for need in get_pass_needs(kind, model.local is not None, self._begins_segment):
                 source = s + need.offset
@@ -184,20 +235,26 @@ class Stage:
         if kind is Kind.FORWARD and self.model.entering is not None:
             return self.model.entering.tensors
         crossing = self.model.crossings[min(source, self.model.stage)].tensors
-        return tuple(t.gradient for t in crossing if t.differentiable) if kind is Kind.BACKWARD else crossing
+        return (
+            tuple(t.gradient for t in crossing if t.differentiable)
+            if kind is Kind.BACKWARD
+            else crossing
+        )
 
     # ---- passes
 
     def forward(self, m: int) -> None:
         """Carry out F(m); its event begins when its inputs have arrived."""
-        model, recorder, s = self.model, self._recorder, self.model.stage
+        model = self.model
+        recorder = self._recorder
+        s = self.model.stage
         start = recorder.mark()
         if model.weigh_update is not None and model.has_loss and m not in self._weights:
             self._weights.update(model.weigh_update(m // self._work.schedule.accumulate))
         x, labels = model.load_data(m)
         if x is not None or labels is not None:
             recorder.add("wait", m, start, carries="data")
-        inputs: List[Any] = [x]
+        inputs: list[Any] = [x]
         if model.entering is not None:
             inputs = self._mail.receive(Message(FORWARD, m, s - 1, s))
         replay = self._plan.replay(m, self._here)
@@ -210,7 +267,9 @@ class Stage:
         self.weights.load(replay.forward)
         with torch.set_grad_enabled(replay.recompute is None):
             outputs, result = self._run_and_count_bytes(m, inputs, labels)
-        self._in_flight[m] = _InFlight(replay, inputs, labels, outputs, result.loss if result else None)
+        self._in_flight[m] = _InFlight(
+            replay, inputs, labels, outputs, result.loss if result else None
+        )
         self.newest_forward = max(m, self.newest_forward)
         if result is not None:
             self.results[m] = result._replace(loss=result.loss.detach())
@@ -218,14 +277,16 @@ class Stage:
         if model.leaving is not None:
             self._mail.send(Message(FORWARD, m, s, s + 1), outputs)
 
-    def _run_and_count_bytes(self, m: int, inputs: List[Any], labels: Any) -> Outputs:
+    def _run_and_count_bytes(self, m: int, inputs: list[Any], labels: Any) -> Outputs:
         with self.activations.watch_forward(m, list_tensors([*inputs, labels])) as counted_outputs:
             outputs, result = self.run(m, inputs, labels)
             counted_outputs += [*outputs, result.loss if result else None]
         return outputs, result
 
     def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Outputs:
-        """Return the tensors for the next stage, and the result of the microbatch if the stage has a loss."""
+        """Return the tensors for the next stage, and the result of the microbatch if the stage has
+        a loss.
+        """
         model = self.model
         value = inputs[0] if model.entering is None else model.entering.from_messages(inputs)
         if model.previous is not None:
@@ -236,9 +297,11 @@ class Stage:
         with model.key_draws(m, model.piece):
             output = model.piece(value)
             scored_output = output if model.head is None else model.head(get_activation(output))
-        outputs: List[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
         if model.leaving is not None:
-            outputs = model.leaving.to_messages(piece_input if model.local is not None and model.local.overlaps else output)
+            outputs = model.leaving.to_messages(
+                piece_input if model.local is not None and model.local.overlaps else output
+            )
         if not model.has_loss:
             return outputs, None
         weight = self._weights.get(m)
@@ -246,11 +309,14 @@ class Stage:
             loss = compute_zero_losses(self._work.loss, scored_output)[0]
         else:
             loss = compute_losses(self._work.loss, scored_output, labels)[0]
-        return outputs, MicrobatchResult(loss, count_right(take_scores(self._work.loss, scored_output), labels), weight)
+        return outputs, MicrobatchResult(
+            loss, count_right(take_scores(self._work.loss, scored_output), labels), weight
+        )
 
     def recompute(self, m: int) -> None:
         """Carry out R(m): run the forward again with the weights that are in memory now."""
-        in_flight, s = self._in_flight[m], self.model.stage
+        in_flight = self._in_flight[m]
+        s = self.model.stage
         received = None
         if not self._begins_segment:
             received = self._mail.receive(Message(RECOMPUTE, m, s - 1, s))
@@ -261,38 +327,52 @@ class Stage:
         assert in_flight.replay.recompute is not None
         self.weights.load(in_flight.replay.recompute)
         with restore_buffers(self.model.piece):
-            in_flight.outputs, result = self._run_and_count_bytes(m, in_flight.inputs, in_flight.labels)
+            in_flight.outputs, result = self._run_and_count_bytes(
+                m, in_flight.inputs, in_flight.labels
+            )
             in_flight.loss = result.loss if result else None
         self._recorder.add(Kind.RECOMPUTE.word, m, start, version=self.version)
         if not self._ends_segment:
             self._mail.send(Message(RECOMPUTE, m, s, s + 1), in_flight.outputs)
 
     def backward(self, m: int, kind: Kind = Kind.BACKWARD) -> None:
-        """Carry out B(m), or I(m), which leaves the weight gradients to W(m), if `kind` is the input gradient."""
-        model, in_flight, s = self.model, self._in_flight[m], self.model.stage
+        """Carry out B(m), or I(m), which leaves the weight gradients to W(m), if `kind` is the
+        input gradient.
+        """
+        model = self.model
+        in_flight = self._in_flight[m]
+        s = self.model.stage
         is_local = model.local is not None
-        gradients: List[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         if not model.is_last and not is_local:
             gradients = self._mail.receive(Message(BACKWARD, m, s + 1, s))
         tied = self.tied.receive_gradients(m) if self._is_tied else []
         start = self._recorder.mark()
         version = int(in_flight.replay.backward.versions[0])
         if self._work.method.backward_reads is Reads.NEWEST:
-            assert version == self.version, f"stage {s}, {kind.value}{m}: reads version {version}, in memory is {self.version}"
+            assert version == self.version, (
+                f"stage {s}, {kind.value}{m}: reads version {version}, in memory is {self.version}"
+            )
         self.weights.load(in_flight.replay.backward)
         if self._is_tied:
             self.tied.load(version)
-        roots: List[Tuple[torch.Tensor, Optional[torch.Tensor]]] = []
+        roots: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         if in_flight.loss is not None:
             roots = [(self._work.scale_loss(in_flight.loss, self._weights.pop(m, None)), None)]
         elif not is_local:
             crossing = model.crossings[s]
-            outputs = [t for t, shape in zip(in_flight.outputs, crossing.tensors) if shape.differentiable]
-            roots = [(t, g) for t, g in zip(outputs, crossing.unpack_gradients(gradients)) if t.requires_grad]
+            outputs = [
+                t for t, shape in zip(in_flight.outputs, crossing.tensors) if shape.differentiable
+            ]
+            roots = [
+                (t, g)
+                for t, g in zip(outputs, crossing.unpack_gradients(gradients))
+                if t.requires_grad
+            ]
         roots += tied
         with model.key_draws(m, None):
             self._run_backward(m, kind, in_flight, [t for t, _ in roots], [g for _, g in roots])
-        input_gradients: List[torch.Tensor] = []
+        input_gradients: list[torch.Tensor] = []
         sends_gradients = not model.is_first and not is_local
         if sends_gradients:
             input_gradients = model.crossings[s - 1].collect_gradients(in_flight.inputs)
@@ -308,7 +388,12 @@ class Stage:
             model.local.send_gradients(update - 1, s, self._mail)
 
     def _run_backward(
-        self, m: int, kind: Kind, in_flight: _InFlight, roots: List[torch.Tensor], gradients: List[Optional[torch.Tensor]]
+        self,
+        m: int,
+        kind: Kind,
+        in_flight: _InFlight,
+        roots: list[torch.Tensor],
+        gradients: list[torch.Tensor | None],
     ) -> None:
         if kind is Kind.BACKWARD:
             with self._separate_gradients() if self._separates_gradients else nullcontext():
@@ -320,7 +405,9 @@ class Stage:
             return
         deferred = WeightGradients()
         if roots and self.splits:
-            deferred = run_input_backward(roots, gradients, list_tensors(in_flight.inputs), self.tied.weights)
+            deferred = run_input_backward(
+                roots, gradients, list_tensors(in_flight.inputs), self.tied.weights
+            )
         elif roots:
             deferred = run_whole_backward(roots, gradients, self._trained)
         if self._is_tied:
@@ -332,11 +419,14 @@ class Stage:
     def _separate_gradients(self) -> Iterator[None]:
         """Keep the gradients of the backward inside the context apart from accumulated ones.
 
-        This concerns weights that other stages hold, and all weights if a rule corrects the gradients of each microbatch.
+        This concerns weights that other stages hold, and all weights if a rule corrects the
+        gradients of each microbatch.
         """
         with ExitStack() as stack:
             stack.enter_context(
-                self._work.rules.compensate(self.version, [self.model.stage], lambda _: self.weights.compute_age(0))
+                self._work.rules.compensate(
+                    self.version, [self.model.stage], lambda _: self.weights.compute_age(0)
+                )
             )
             if self._is_tied:
                 stack.enter_context(self.tied.separate_gradients())
@@ -350,19 +440,27 @@ class Stage:
         self.activations.drop(m)
         self._recorder.add(Kind.WEIGHT_GRADIENT.word, m, start)
 
-    def verify_split(self, example: Tuple[Any, Any]) -> bool:
-        """Return whether I and W give the same bits as B, on the microbatch `example` or on random inputs; else do not split."""
-        model, inputs = self.model, [example[0]]
+    def verify_split(self, example: tuple[Any, Any]) -> bool:
+        """Return whether I and W give the same bits as B, on the microbatch `example` or on random
+        inputs; else do not split.
+        """
+        model = self.model
+        inputs = [example[0]]
         with ExitStack() as stack:
             for module in model.modules:
                 stack.enter_context(restore_all(module))
             stack.enter_context(restore_function(get_user_loss(self._work.loss)))
             if model.entering is not None:
-                messages = [_draw(spec.message_shape, spec.dtype, model.device) for spec in model.entering.tensors]
+                messages = [
+                    _draw(spec.message_shape, spec.dtype, model.device)
+                    for spec in model.entering.tensors
+                ]
                 inputs = model.entering.require_gradients(messages)
             outputs, result = self.run(self.newest_forward + 1, inputs, example[1])
             roots = [t for t in (outputs if result is None else [result.loss]) if t.requires_grad]
-            gradients = [_draw(t.shape, t.dtype, t.device) if result is None else None for t in roots]
+            gradients = [
+                _draw(t.shape, t.dtype, t.device) if result is None else None for t in roots
+            ]
             differentiable = [t for t in list_tensors(inputs) if t.requires_grad]
             # nothing is trained up to this stage
             if not roots:
@@ -370,22 +468,29 @@ class Stage:
             # a user's module whose backward cannot run in parts may raise anything
             with suppress(Exception):
                 self.splits = False
-                self.splits = is_split_exact(roots, gradients, differentiable, self._trained, self.tied.weights)
+                self.splits = is_split_exact(
+                    roots, gradients, differentiable, self._trained, self.tied.weights
+                )
         return self.splits
 
     # ---- weight versions before and after an update
 
     def stash_weights(self) -> None:
-        """Stash the weights that backwards of microbatches in flight, or later forwards, still read and the update overwrites."""
+        """Stash the weights that backwards of microbatches in flight, or later forwards, still read
+        and the update overwrites.
+        """
         if not self._keeps_versions:
             return
-        method, codes = self._work.method, set()
+        method = self._work.method
+        codes = set()
         if method.backward_reads is Reads.STASHED:
             reads = [in_flight.replay.backward for in_flight in self._in_flight.values()]
             codes = {int(read.codes[0]) for read in reads if read.versions[0] == self.version}
             if method.forward_reads is Reads.DOUBLE_BUFFERED:
                 versions = np.full(self._work.schedule.stages, self.version)
-                codes |= self._plan.find_later_reads(versions, self.newest_forward)[self.model.stage]
+                codes |= self._plan.find_later_reads(versions, self.newest_forward)[
+                    self.model.stage
+                ]
         self.weights.stash_before_update([codes])
 
     def advance_version(self) -> None:
@@ -397,9 +502,13 @@ class Stage:
         """Drop the versions that no later pass reads."""
         if not self._keeps_versions:
             return
-        versions = [int(in_flight.replay.backward.versions[0]) for in_flight in self._in_flight.values()]
+        versions = [
+            int(in_flight.replay.backward.versions[0]) for in_flight in self._in_flight.values()
+        ]
         if self.newest_forward + 1 < self._work.schedule.microbatches:
-            versions.append(int(self._plan.replay(self.newest_forward + 1, self._here).forward.versions[0]))
+            versions.append(
+                int(self._plan.replay(self.newest_forward + 1, self._here).forward.versions[0])
+            )
         self.weights.release(np.array([min(versions, default=np.iinfo(np.int64).max)]))
         if self._is_tied:
             self.tied.release(min(versions, default=self.version))

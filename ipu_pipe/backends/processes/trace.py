@@ -1,15 +1,17 @@
-"""The trace of one rank by its own clock: events of the recorded updates, and totals of the updates that count for throughput.
+"""The trace of one rank by its own clock: events of the recorded updates, and totals of the updates
+that count for throughput.
 
     | wait | recv | forward | send |    | wait | recv | backward | send |  ...
                                      events do not overlap; the time between them is the host's own
 
-A mark is a moment of the clock: nanoseconds on the host; on a GPU an event on its stream, because the host only queues work there
-and goes on. Marks of a GPU are read after it has passed them:
+A mark is a moment of the clock: nanoseconds on the host; on a GPU an event on its stream, because
+the host only queues work there and goes on. Marks of a GPU are read after it has passed them:
 
     host     queues F0 | queues F1 | waits for B0's gradients ......| queues B0
     stream   m  F0  m m   F1   m . . idle . . . . . . . . . . . . . m   B0   m       m: a mark, passed in this order
 
-A rank writes its events to a file during the run. A resumed run continues the file of the earlier start:
+A rank writes its events to a file during the run. A resumed run continues the file of the earlier
+start:
 
     rank-0.trace    events of updates 0 .. 7 | pause | events of updates 8 ...        resumed from the checkpoint of update 8
 """
@@ -21,7 +23,7 @@ import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
+from typing import Any, Callable, Tuple
 
 import numpy as np
 import torch
@@ -58,13 +60,15 @@ CLOCK_TAG = (1 << 30) + 1
 # round trips of a comparison of two clocks
 ROUND_TRIPS = 8
 
-# kind of event -> index in the totals: 0 busy, 1 waiting, 2 communication; None: not a part of an update
-_TOTAL_INDEX: Dict[str, Optional[int]] = dict.fromkeys(KIND_CODE, 0)
+# kind of event -> index in the totals: 0 busy, 1 waiting, 2 communication; None: not a part of an
+# update
+_TOTAL_INDEX: dict[str, int | None] = dict.fromkeys(KIND_CODE, 0)
 _TOTAL_INDEX.update({WAIT: 1, **dict.fromkeys(COMMUNICATION, 2), **dict.fromkeys(OUTSIDE)})
 
 
 class StreamClock:
-    """The clock of the current stream of the current GPU. (Tested with a double of events; not run on a GPU.)
+    """The clock of the current stream of the current GPU. (Tested with a double of events; not run
+    on a GPU.)
 
     `event`: makes a timing event; `finish`: waits until the GPU has nothing to do.
     """
@@ -74,7 +78,8 @@ class StreamClock:
         event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True),
         finish: Callable[[], None] = lambda: torch.cuda.synchronize(),
     ) -> None:
-        self._event, self._finish = event, finish
+        self._event = event
+        self._finish = finish
         self.set_anchor()
 
     def mark(self) -> Any:
@@ -86,15 +91,18 @@ class StreamClock:
     def set_anchor(self) -> None:
         """Wait for the GPU and compare its clock with the host's.
 
-        Later times are measured from here, because `elapsed_time` returns float32 milliseconds, inexact for long times.
+        Later times are measured from here, because `elapsed_time` returns float32 milliseconds,
+        inexact for long times.
         """
         self._finish()
         self._anchor = self.mark()
         self._finish()
         self._anchor_ns = time.perf_counter_ns()
 
-    def read(self, pending: Deque[Pending], wait: bool) -> None:
-        """Remove the pending marks that the GPU has passed, in order, and hand over their times; if `wait`, wait for all."""
+    def read(self, pending: deque[Pending], wait: bool) -> None:
+        """Remove the pending marks that the GPU has passed, in order, and hand over their times; if
+        `wait`, wait for all.
+        """
         if wait:
             self._finish()
         last = None
@@ -102,53 +110,82 @@ class StreamClock:
             start, last, store = pending.popleft()
             store(self._to_ns(start), self._to_ns(last))
         if last is not None:
-            self._anchor_ns, self._anchor = self._to_ns(last), last
+            self._anchor_ns = self._to_ns(last)
+            self._anchor = last
 
     def _to_ns(self, mark: Any) -> int:
         return self._anchor_ns + round(self._anchor.elapsed_time(mark) * 1e6)
 
 
 class TraceRecorder:
-    """Record the activities of a rank. `stage`: the stage of the current action; `traced`: the updates whose events are recorded;
-    `stream`: the clock of a GPU."""
+    """Record the activities of a rank. `stage`: the stage of the current action; `traced`: the
+    updates whose events are recorded; `stream`: the clock of a GPU."""
 
-    def __init__(self, rank: int, stage: int, traced: range, stream: Optional[StreamClock] = None) -> None:
-        self._rank, self.stage, self._traced, self._stream = rank, stage, traced, stream
+    def __init__(
+        self, rank: int, stage: int, traced: range, stream: StreamClock | None = None
+    ) -> None:
+        self._rank = rank
+        self.stage = stage
+        self._traced = traced
+        self._stream = stream
         self.mark: Callable[[], Any] = time.perf_counter_ns if stream is None else stream.mark
-        self._records: List[Record] = []
-        self._counters: List[Counter] = []
-        self._pending: Deque[Pending] = deque()
+        self._records: list[Record] = []
+        self._counters: list[Counter] = []
+        self._pending: deque[Pending] = deque()
         # without a file all records stay in memory
-        self._file: Optional[TraceWriter] = None
+        self._file: TraceWriter | None = None
         self._last_write = time.monotonic()
-        self._totals, self._span_ns = [0, 0, 0], 0
+        self._totals = [0, 0, 0]
+        self._span_ns = 0
         self._step_start: Any = 0
         # the mark at which recording stopped
-        self._stopped_at: Optional[Any] = None
+        self._stopped_at: Any | None = None
         self.update = 0
-        self.is_recording, self._is_timed = False, False
-        # (source stage, target stage) -> (bytes, messages) of activations and their gradients, and of shared layers' gradients
-        self.sent: Dict[Tuple[int, int], Tuple[int, int]] = {}
-        self.sent_shared: Dict[Tuple[int, int], Tuple[int, int]] = {}
+        self.is_recording = False
+        self._is_timed = False
+        # (source stage, target stage) -> (bytes, messages) of activations and their gradients, and
+        # of shared layers' gradients
+        self.sent: dict[tuple[int, int], tuple[int, int]] = {}
+        self.sent_shared: dict[tuple[int, int], tuple[int, int]] = {}
 
     def begin_update(self, update: int) -> None:
         """Record from now on if the update is one of `traced`, else stop recording."""
-        was_recording, is_recording = self.is_recording, update in self._traced
-        self.update, self.is_recording = update, is_recording
+        was_recording = self.is_recording
+        is_recording = update in self._traced
+        self.update = update
+        self.is_recording = is_recording
         if was_recording and not is_recording:
             self._stopped_at = self.mark()
         elif is_recording and not was_recording and self._stopped_at is not None:
             self.add("pause", -1, self._stopped_at, version=update)
-        is_due = len(self._records) >= FLUSH_EVENTS or time.monotonic() - self._last_write > FLUSH_SECONDS
+        is_due = (
+            len(self._records) >= FLUSH_EVENTS
+            or time.monotonic() - self._last_write > FLUSH_SECONDS
+        )
         if was_recording and (is_due or not is_recording):
             self.flush()
 
     def add(
-        self, kind: str, index: int, start: Any, *, version: int = -1, size: int = -1, peer: int = -1, carries: str = ""
+        self,
+        kind: str,
+        index: int,
+        start: Any,
+        *,
+        version: int = -1,
+        size: int = -1,
+        peer: int = -1,
+        carries: str = "",
     ) -> Any:
-        """Add an event of microbatch (or update) `index` from the mark `start` to now; return the mark of its end."""
+        """Add an event of microbatch (or update) `index` from the mark `start` to now; return the
+        mark of its end.
+        """
         end = self.mark()
-        details = self.is_recording, self._is_timed, kind, (self.stage, index, version, size, peer, carries)
+        details = (
+            self.is_recording,
+            self._is_timed,
+            kind,
+            (self.stage, index, version, size, peer, carries),
+        )
         if self._stream is None:
             self._store_event(*details, start, end)
         else:
@@ -156,7 +193,13 @@ class TraceRecorder:
         return end
 
     def _store_event(
-        self, is_recorded: bool, is_timed: bool, kind: str, details: Tuple[int, int, int, int, int, str], start: int, end: int
+        self,
+        is_recorded: bool,
+        is_timed: bool,
+        kind: str,
+        details: tuple[int, int, int, int, int, str],
+        start: int,
+        end: int,
     ) -> None:
         if is_timed:
             index = _TOTAL_INDEX[kind]
@@ -165,7 +208,17 @@ class TraceRecorder:
         if is_recorded:
             stage, number, version, size, peer, carries = details
             self._records.append(
-                (stage, KIND_CODE[kind], number, start, end, version, size, peer, PAYLOAD_CODE[carries])
+                (
+                    stage,
+                    KIND_CODE[kind],
+                    number,
+                    start,
+                    end,
+                    version,
+                    size,
+                    peer,
+                    PAYLOAD_CODE[carries],
+                )
             )
 
     def count(self, name: str, value: float, mark: Any) -> None:
@@ -181,7 +234,9 @@ class TraceRecorder:
         self._counters.append(Counter(self._rank, name, now, value))
 
     def count_message(self, source: int, target: int, is_shared: bool, size: int) -> None:
-        """Count a message from a stage to another; `is_shared`: it carries gradients of a shared layer."""
+        """Count a message from a stage to another; `is_shared`: it carries gradients of a shared
+        layer.
+        """
         traffic = self.sent_shared if is_shared else self.sent
         total, messages = traffic.get((source, target), (0, 0))
         traffic[source, target] = (total + size, messages + 1)
@@ -214,7 +269,8 @@ class TraceRecorder:
         return self._make_events()
 
     def _make_events(self) -> Events:
-        count, names = len(self._records), [name for name in EVENT_TYPES if name != "device"]
+        count = len(self._records)
+        names = [name for name in EVENT_TYPES if name != "device"]
         table = np.array(self._records, np.int64).reshape(count, len(names)).T
         return Events.from_columns(count, device=self._rank, **dict(zip(names, table)))
 
@@ -230,20 +286,32 @@ class TraceRecorder:
         file.synchronize(time.perf_counter_ns(), offset_ns)
 
     def continue_trace(self, earlier: Trace, shift_ns: int, update: int) -> None:
-        """Write the events of an earlier start first, moved by `shift_ns`, and a pause from its end to now."""
+        """Write the events of an earlier start first, moved by `shift_ns`, and a pause from its end
+        to now.
+        """
         assert self._file is not None
-        events, values = earlier.events, earlier.counters
+        events = earlier.events
+        values = earlier.counters
         events = events._replace(start=events.start + shift_ns, end=events.end + shift_ns)
         self._file.write_events(events)
         self._file.write_counters(values._replace(time=values.time + shift_ns))
         end = int(events.end.max())
         if self.is_recording:
-            self._store_event(True, False, "pause", (self.stage, -1, update, -1, -1, ""), end, time.perf_counter_ns())
+            self._store_event(
+                True,
+                False,
+                "pause",
+                (self.stage, -1, update, -1, -1, ""),
+                end,
+                time.perf_counter_ns(),
+            )
         elif self._stream is None:
             self._stopped_at = end
 
     def synchronize(self, offset_ns: int) -> None:
-        """Store the offset of this rank's clock: rank 0's clock minus this one, in ns. Nothing may be in flight."""
+        """Store the offset of this rank's clock: rank 0's clock minus this one, in ns. Nothing may
+        be in flight.
+        """
         self._read(wait=True)
         if self._stream is not None:
             self._stream.set_anchor()
@@ -251,7 +319,9 @@ class TraceRecorder:
             self._file.synchronize(time.perf_counter_ns(), offset_ns)
 
     def flush(self, wait: bool = False) -> None:
-        """Write the events in memory to the file, if there is one; a GPU's events that it has passed, or all if `wait`."""
+        """Write the events in memory to the file, if there is one; a GPU's events that it has
+        passed, or all if `wait`.
+        """
         self._read(wait)
         self._last_write = time.monotonic()
         if self._file is not None:
@@ -276,10 +346,11 @@ class TraceRecorder:
 def compare_clocks() -> int:
     """Return rank 0's clock minus this rank's clock (ns). All ranks must call this at once.
 
-    Ranks on rank 0's host share its clock. For other ranks the offset is estimated from the shortest of several round trips
-    (Cristian's algorithm), with an error of up to half that round trip.
+    Ranks on rank 0's host share its clock. For other ranks the offset is estimated from the
+    shortest of several round trips (Cristian's algorithm), with an error of up to half that round
+    trip.
     """
-    identities: List[Optional[str]] = [None] * dist.get_world_size()
+    identities: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(identities, identify_clock())
     offset = 0
     for rank in range(1, dist.get_world_size()):
@@ -294,18 +365,22 @@ def compare_clocks() -> int:
     return offset
 
 
-def identify_clock() -> Optional[str]:
-    """Return a text that is equal for two processes exactly if `time.perf_counter_ns` counts from the same moment in both.
+def identify_clock() -> str | None:
+    """Return a text that is equal for two processes exactly if `time.perf_counter_ns` counts from
+    the same moment in both.
 
-    Return None if that is not known. On Linux the clock belongs to the running kernel and may be shifted in a time namespace.
+    Return None if that is not known. On Linux the clock belongs to the running kernel and may be
+    shifted in a time namespace.
     """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8") + os.readlink("/proc/self/ns/time")
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8") + os.readlink(
+            "/proc/self/ns/time"
+        )
     except OSError:
         return None
 
 
-def _ask_clock() -> Tuple[int, int]:
+def _ask_clock() -> tuple[int, int]:
     """Return the time of a round trip to rank 0, and the clock offset that it gives."""
     theirs = torch.zeros(1, dtype=torch.int64)
     begin = time.perf_counter_ns()
@@ -318,19 +393,26 @@ def _ask_clock() -> Tuple[int, int]:
 # ---- a run's files
 
 
-def open_file(job: Job, rank: int, recorder: TraceRecorder, first_update: int, offset_ns: int) -> None:
-    """Let the recorder write to its file, if the run has a folder and its config asks for traces. All ranks call this at once.
+def open_file(
+    job: Job, rank: int, recorder: TraceRecorder, first_update: int, offset_ns: int
+) -> None:
+    """Let the recorder write to its file, if the run has a folder and its config asks for traces.
+    All ranks call this at once.
 
-    `offset_ns`: rank 0's clock minus this rank's clock. The events of an earlier start before `first_update` are moved so that
-    they end where this start begins, because its clock may be another one. Its later events are left out.
+    `offset_ns`: rank 0's clock minus this rank's clock. The events of an earlier start before
+    `first_update` are moved so that they end where this start begins, because its clock may be
+    another one. Its later events are left out.
     """
     if job.folder is None or not job.traced_updates:
         return
-    path, metadata = _get_path(job.folder, rank), make_trace_metadata(job)
+    path = _get_path(job.folder, rank)
+    metadata = make_trace_metadata(job)
     earlier = _read_earlier(path, metadata, first_update) if first_update else None
     # remove the files of ranks that this start does not have
     if rank == 0:
-        for other in {*find_store_files(job.folder)} - {_get_path(job.folder, r) for r in range(dist.get_world_size())}:
+        for other in {*find_store_files(job.folder)} - {
+            _get_path(job.folder, r) for r in range(dist.get_world_size())
+        }:
             other.unlink()
     end = -1 if earlier is None or not len(earlier.events.end) else int(earlier.events.end.max())
     # the end of the earlier start by its rank 0's clock, and the present by this rank 0's clock
@@ -341,32 +423,45 @@ def open_file(job: Job, rank: int, recorder: TraceRecorder, first_update: int, o
         recorder.continue_trace(earlier, int(last[1] - last[0]) - offset_ns, first_update)
 
 
-def read_back(job: Job, rank: int, recorder: TraceRecorder) -> Optional[Trace]:
-    """Return this rank's trace so far, by rank 0's clock; None if there is no file. It is closed unless the run goes on."""
+def read_back(job: Job, rank: int, recorder: TraceRecorder) -> Trace | None:
+    """Return this rank's trace so far, by rank 0's clock; None if there is no file. It is closed
+    unless the run goes on.
+    """
     if job.is_open:
         recorder.flush(wait=True)
     else:
         recorder.close()
-    return read_store(_get_path(job.folder, rank)) if job.folder is not None and job.traced_updates else None
+    return (
+        read_store(_get_path(job.folder, rank))
+        if job.folder is not None and job.traced_updates
+        else None
+    )
 
 
 def _get_path(folder: Path, rank: int) -> Path:
     return folder / "trace" / f"rank-{rank}{SUFFIX}"
 
 
-def _read_earlier(path: Path, metadata: Dict[str, Any], first_update: int) -> Optional[Trace]:
-    """Return an earlier start's trace of the updates before `first_update`; None if its stages differ or its file is missing or
-    damaged."""
+def _read_earlier(path: Path, metadata: dict[str, Any], first_update: int) -> Trace | None:
+    """Return an earlier start's trace of the updates before `first_update`; None if its stages
+    differ or its file is missing or damaged."""
     try:
         earlier = read_store(path)
     except BadInput:
         return None
-    if any(earlier.metadata.get(key) != metadata[key] for key in ("stages", "replicas", "accumulate")):
+    if any(
+        earlier.metadata.get(key) != metadata[key] for key in ("stages", "replicas", "accumulate")
+    ):
         return None
-    events = earlier.events.select(find_updates(earlier.events, metadata["accumulate"]) < first_update)
+    events = earlier.events.select(
+        find_updates(earlier.events, metadata["accumulate"]) < first_update
+    )
     values = earlier.counters
     chosen = values.time <= (int(events.end.max()) if len(events.end) else 0)
     counters = values._replace(
-        device=values.device[chosen], name=values.name[chosen], time=values.time[chosen], value=values.value[chosen]
+        device=values.device[chosen],
+        name=values.name[chosen],
+        time=values.time[chosen],
+        value=values.value[chosen],
     )
     return Trace(events, counters, earlier.metadata)

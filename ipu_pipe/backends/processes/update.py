@@ -1,4 +1,6 @@
-"""The update of a stage: average its gradients over replicas and shared layers, clip them, and step."""
+"""The update of a stage: average its gradients over replicas and shared layers, clip them, and
+step.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,10 @@ from typing import (
     Any,
     Callable,
     ContextManager,
-    Dict,
     Iterator,
-    List,
     Mapping,
     NamedTuple,
-    Optional,
     Sequence,
-    Set,
-    Tuple,
 )
 
 import torch
@@ -44,18 +41,21 @@ from ipu_pipe.update.clipping import GradientClipping, OtherStages
 #     the last backward of an update      layer 4 | layer 3 | layer 2 | layer 1 | U
 #     fast                                         [ bucket of 4, 3 ]  [ of 2, 1 ]
 #
-# With nccl (`nccl.make_channels`) gradients stay on the GPU, otherwise they go through the host's memory.
+# With nccl (`nccl.make_channels`) gradients stay on the GPU, otherwise they go through the host's
+# memory.
 
 BUCKET_BYTES = 4 << 20
 DRAW_ALIKE = (
-    "the inputs of one would be trained with the labels of the other; seed every generator that the data hold "
-    "(numpy.random.default_rng(SEED)), or draw from the global ones, which are seeded alike on all ranks"
+    "the inputs of one would be trained with the labels of the other; seed every generator that "
+    "the data hold "
+    "(numpy.random.default_rng(SEED)), or draw from the global ones, which are seeded alike on all "
+    "ranks"
 )
 
 
 class ReplicaGroup(NamedTuple):
-    """The ranks of a stage in all replicas: a gloo group, an nccl group (None if gradients go through the host), and whether
-    `reduction` is fast."""
+    """The ranks of a stage in all replicas: a gloo group, an nccl group (None if gradients go
+    through the host), and whether `reduction` is fast."""
 
     host: Any
     device: Any = None
@@ -67,10 +67,14 @@ class ReplicaGroup(NamedTuple):
         return self.host if self.device is None else self.device
 
 
-def average_over_replicas(parameters: Sequence[torch.nn.Parameter], mail: Mail, group: ReplicaGroup) -> None:
-    """Replace gradients by their mean over the ranks of a group, added up in the order of the replicas, one message per dtype.
+def average_over_replicas(
+    parameters: Sequence[torch.nn.Parameter], mail: Mail, group: ReplicaGroup
+) -> None:
+    """Replace gradients by their mean over the ranks of a group, added up in the order of the
+    replicas, one message per dtype.
 
-    A gradient that is None on some ranks counts as zero there; one that is None on all ranks stays None.
+    A gradient that is None on some ranks counts as zero there; one that is None on all ranks stays
+    None.
     """
     has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
     on_any_rank = torch.stack(mail.all_gather(has_gradient, group.host)).amax(dim=0)
@@ -84,38 +88,53 @@ def average_over_replicas(parameters: Sequence[torch.nn.Parameter], mail: Mail, 
 
 
 def _flatten(parameters: Sequence[torch.nn.Parameter], group: ReplicaGroup) -> torch.Tensor:
-    """Return all gradients in one tensor, on the device if there is an nccl group, else on the host."""
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+    """Return all gradients in one tensor, on the device if there is an nccl group, else on the
+    host.
+    """
+    flat = torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+    )
     return flat if group.device is not None else flat.cpu()
 
 
 class OverlappedAverage:
-    """Average a stage's gradients over its replicas by all-reduces that overlap with the last backward of an update.
+    """Average a stage's gradients over its replicas by all-reduces that overlap with the last
+    backward of an update.
 
-    Every rank begins the buckets in the same order, whatever the order of its gradients, as PyTorch's DistributedDataParallel
-    does (Li et al. 2020, section 3.2.3). `microbatches`: the microbatches of an update. `begins_early`: False if a rule corrects
-    the gradients of a whole pass, which are final only at its end.
+    Every rank begins the buckets in the same order, whatever the order of its gradients, as
+    PyTorch's DistributedDataParallel does (Li et al. 2020, section 3.2.3). `microbatches`: the
+    microbatches of an update. `begins_early`: False if a rule corrects the gradients of a whole
+    pass, which are final only at its end.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], mail: Mail, group: ReplicaGroup, microbatches: int,
-        bucket_bytes: int = BUCKET_BYTES, begins_early: bool = True,
-    ) -> None:  # fmt: skip
-        self._mail, self._group, self._microbatches = mail, group, microbatches
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        mail: Mail,
+        group: ReplicaGroup,
+        microbatches: int,
+        bucket_bytes: int = BUCKET_BYTES,
+        begins_early: bool = True,
+    ) -> None:
+        self._mail = mail
+        self._group = group
+        self._microbatches = microbatches
         self._buckets = divide_into_buckets(parameters, bucket_bytes)
         self._bucket_of = {p: number for number, bucket in enumerate(self._buckets) for p in bucket}
         # the number of passes of the next update so far
         self._passes = 0
         # during the last pass: the parameters of each bucket whose gradients are not complete
-        self._awaited: List[Set[torch.nn.Parameter]] = []
+        self._awaited: list[set[torch.nn.Parameter]] = []
         # the sum of each bucket that has begun, and its work
-        self._begun: List[Tuple[torch.Tensor, Any]] = []
+        self._begun: list[tuple[torch.Tensor, Any]] = []
         trained = [p for p in self._bucket_of if begins_early and p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
 
     @contextlib.contextmanager
     def add_pass(self) -> Iterator[None]:
-        """Count the pass inside the context, which adds a microbatch's gradients; begin the sums in an update's last pass."""
+        """Count the pass inside the context, which adds a microbatch's gradients; begin the sums in
+        an update's last pass.
+        """
         self._passes += 1
         is_last = self._passes == self._microbatches
         if is_last:
@@ -134,8 +153,10 @@ class OverlappedAverage:
         number = self._bucket_of[p]
         if number < len(self._begun):
             raise RunFault(
-                f"reduction: fast: a gradient of shape {tuple(p.shape)} comes in several parts in one backward (as of a reentrant"
-                " checkpoint), the later after its sum over the replicas had begun: use reduction: exact"
+                f"reduction: fast: a gradient of shape {tuple(p.shape)} comes in several parts in "
+                f"one backward (as of a reentrant"
+                " checkpoint), the later after its sum over the replicas had begun: use reduction: "
+                "exact"
             )
         self._awaited[number].discard(p)
         self._begin_sums()
@@ -145,7 +166,9 @@ class OverlappedAverage:
         while len(self._begun) < len(self._buckets) and not self._awaited[len(self._begun)]:
             bucket = self._buckets[len(self._begun)]
             # flags after the gradients tell the other ranks which of them exist
-            has_gradient = torch.tensor([float(p.grad is not None) for p in bucket], dtype=bucket[0].dtype)
+            has_gradient = torch.tensor(
+                [float(p.grad is not None) for p in bucket], dtype=bucket[0].dtype
+            )
             gradients = _flatten(bucket, self._group)
             total = torch.cat([gradients, has_gradient.to(gradients.device)])
             self._begun.append((total, self._mail.begin_sum(total, self._group.of_gradients)))
@@ -158,10 +181,15 @@ class OverlappedAverage:
         count = torch.distributed.get_world_size(group)
         for bucket, (total, work) in zip(self._buckets, self._begun):
             self._mail.wait_for_all(work, group)
-            *sums, replicas_with = (total / count).to(bucket[0].device).split([*(p.numel() for p in bucket), len(bucket)])
+            *sums, replicas_with = (
+                (total / count)
+                .to(bucket[0].device)
+                .split([*(p.numel() for p in bucket), len(bucket)])
+            )
             for p, mean, share in zip(bucket, sums, replicas_with.tolist()):
                 p.grad = mean.view_as(p) if share else None
-        self._passes, self._begun = 0, []
+        self._passes = 0
+        self._begun = []
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the parameters."""
@@ -169,18 +197,22 @@ class OverlappedAverage:
             hook.remove()
 
 
-def divide_into_buckets(parameters: Sequence[torch.nn.Parameter], most_bytes: int) -> List[List[torch.nn.Parameter]]:
-    """Divide parameters into buckets of one dtype and at most `most_bytes`, the last parameter first, as backwards reach them.
+def divide_into_buckets(
+    parameters: Sequence[torch.nn.Parameter], most_bytes: int
+) -> list[list[torch.nn.Parameter]]:
+    """Divide parameters into buckets of one dtype and at most `most_bytes`, the last parameter
+    first, as backwards reach them.
 
     A larger parameter gets a bucket of its own.
     """
-    buckets: List[List[torch.nn.Parameter]] = []
-    open_buckets: Dict[torch.dtype, Tuple[List[torch.nn.Parameter], int]] = {}
+    buckets: list[list[torch.nn.Parameter]] = []
+    open_buckets: dict[torch.dtype, tuple[list[torch.nn.Parameter], int]] = {}
     for p in reversed(parameters):
         bucket, size = open_buckets.get(p.dtype, ([], most_bytes))
         bytes_ = p.numel() * p.element_size()
         if size + bytes_ > most_bytes:
-            bucket, size = [], 0
+            bucket = []
+            size = 0
             buckets.append(bucket)
         bucket.append(p)
         open_buckets[p.dtype] = bucket, size + bytes_
@@ -195,37 +227,61 @@ NORM_SHAPE = (TensorSpec((1,), torch.float64, False),)
 
 
 class StageUpdate:
-    """Carry out the updates of a stage of this rank, or of several stages that are updated together.
+    """Carry out the updates of a stage of this rank, or of several stages that are updated
+    together.
 
-    `replicas`: the stages' replica group, None if there is one replica; `independent`: the replicas that have their own weights
-    and take turns.
+    `replicas`: the stages' replica group, None if there is one replica; `independent`: the replicas
+    that have their own weights and take turns.
     """
 
     def __init__(
-        self, work: Work, stages: Sequence[Stage], mail: Mail, recorder: TraceRecorder,
-        replicas: Optional[ReplicaGroup] = None, independent: Sequence[IndependentReplicas] = (),
-    ) -> None:  # fmt: skip
-        self.stages, self._work, self._mail, self._recorder = stages, work, mail, recorder
-        self._replicas, self._independent = replicas, independent
-        layout, numbers = stages[0].model.layout, [stage.model.stage for stage in stages]
+        self,
+        work: Work,
+        stages: Sequence[Stage],
+        mail: Mail,
+        recorder: TraceRecorder,
+        replicas: ReplicaGroup | None = None,
+        independent: Sequence[IndependentReplicas] = (),
+    ) -> None:
+        self.stages = stages
+        self._work = work
+        self._mail = mail
+        self._recorder = recorder
+        self._replicas = replicas
+        self._independent = independent
+        layout = stages[0].model.layout
+        numbers = [stage.model.stage for stage in stages]
         # an overlapping layer belongs to another rank's stage, and is updated here too
-        self._updated = [s for s in work.rules.stages if s in numbers or s not in layout.stages_of_rank]
+        self._updated = [
+            s for s in work.rules.stages if s in numbers or s not in layout.stages_of_rank
+        ]
         parameters = {s: work.rules.stages[s].parameters for s in self._updated}
         self._norms = OtherRanksNorms(work, layout, numbers, mail, recorder, self._pause_event)
         self._parameters = [p for stage_parameters in parameters.values() for p in stage_parameters]
-        self._parameters_here = [p for s, stage_parameters in parameters.items() if s in numbers for p in stage_parameters]
+        self._parameters_here = [
+            p
+            for s, stage_parameters in parameters.items()
+            if s in numbers
+            for p in stage_parameters
+        ]
         self.clipping = GradientClipping(work.clip, parameters, work.schedule, self._norms)
         # stage -> average, if `reduction` is fast
-        self.averages: Dict[int, OverlappedAverage] = {}
+        self.averages: dict[int, OverlappedAverage] = {}
         if replicas is not None and replicas.is_fast:
-            count, early = work.schedule.accumulate, not work.rules.compensates
+            count = work.schedule.accumulate
+            early = not work.rules.compensates
             self.averages = {
-                s: OverlappedAverage(parameters[s], mail, replicas, count, begins_early=early) for s in numbers if s in parameters
+                s: OverlappedAverage(parameters[s], mail, replicas, count, begins_early=early)
+                for s in numbers
+                if s in parameters
             }
-        self._update, self._start = -1, recorder.mark()
+        self._update = -1
+        self._start = recorder.mark()
 
-    def list_needs(self, stage: Stage, k: int) -> Iterator[Tuple[Message, Shapes]]:
-        """Yield the messages that update k of a stage needs, or that arrive after it, with their shapes."""
+    def list_needs(self, stage: Stage, k: int) -> Iterator[tuple[Message, Shapes]]:
+        """Yield the messages that update k of a stage needs, or that arrive after it, with their
+        shapes.
+        """
         model = stage.model
         if model.local is not None:
             for neighbor, shapes in model.local.list_needs():
@@ -245,7 +301,8 @@ class StageUpdate:
                     replicas.end_step(self._work, k)
         else:
             if self._replicas is not None:
-                start, size = self._recorder.mark(), count_bytes(self._parameters_here)
+                start = self._recorder.mark()
+                size = count_bytes(self._parameters_here)
                 if self._replicas.is_fast:
                     for average_of_stage in self.averages.values():
                         average_of_stage.finish()
@@ -287,36 +344,48 @@ class StageUpdate:
 
 
 class OtherRanksNorms(OtherStages):
-    """The gradient norms of the replica's stages besides `here`. `pause_event`: a context for messages, which the
-    update's event does not include."""
+    """The gradient norms of the replica's stages besides `here`. `pause_event`: a context for
+    messages, which the update's event does not include."""
 
     def __init__(
-        self, work: Work, layout: RankLayout, here: Sequence[int], mail: Mail, recorder: TraceRecorder,
+        self,
+        work: Work,
+        layout: RankLayout,
+        here: Sequence[int],
+        mail: Mail,
+        recorder: TraceRecorder,
         pause_event: Callable[[], ContextManager[None]],
-    ) -> None:  # fmt: skip
-        self._layout, self._mail, self._recorder, self._pause_event = layout, mail, recorder, pause_event
-        self._parameters = {s: work.rules.stages[s].parameters for s in here if s in work.rules.stages}
+    ) -> None:
+        self._layout = layout
+        self._mail = mail
+        self._recorder = recorder
+        self._pause_event = pause_event
+        self._parameters = {
+            s: work.rules.stages[s].parameters for s in here if s in work.rules.stages
+        }
         self._here = here
         self._others = [stage for stage in range(layout.stages) if stage not in here]
         # the updates whose norms are announced to the mail
-        self._expected: Set[int] = set()
+        self._expected: set[int] = set()
         # the parameters of the stage that has most
         self._max_parameters = 0
         if work.clip is not None and work.clip[1] == "global":
             count = max(map(len, self._parameters.values()), default=0)
             self._max_parameters = max(int(n) for n in mail.all_gather(torch.tensor([count])))
 
-    def list_needs(self, k: int) -> Iterator[Tuple[Message, Shapes]]:
+    def list_needs(self, k: int) -> Iterator[tuple[Message, Shapes]]:
         """Yield the messages with the norms of update k."""
         self._expected.add(k)
         for message in self._list_messages(k):
             yield message, NORM_SHAPE
 
-    def _list_messages(self, k: int) -> List[Message]:
+    def _list_messages(self, k: int) -> list[Message]:
         return [Message(NORM, k, other, stage) for stage in self._here for other in self._others]
 
-    def gather_norms(self, norms: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        by_stage = torch.full((self._layout.stages, self._max_parameters), NO_GRADIENT, dtype=torch.float64)
+    def gather_norms(self, norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        by_stage = torch.full(
+            (self._layout.stages, self._max_parameters), NO_GRADIENT, dtype=torch.float64
+        )
         rest = iter(norms)
         for stage, parameters in self._parameters.items():
             for i, p in enumerate(parameters):
@@ -325,12 +394,14 @@ class OtherRanksNorms(OtherStages):
             start = self._recorder.mark()
             by_rank = self._mail.all_gather(by_stage)
             self._recorder.add("wait", self._recorder.update, start, carries="norms")
-        all_norms = torch.cat([by_rank[self._layout.find_rank(stage)][stage] for stage in range(self._layout.stages)])
+        all_norms = torch.cat(
+            [by_rank[self._layout.find_rank(stage)][stage] for stage in range(self._layout.stages)]
+        )
         all_norms = all_norms[all_norms != NO_GRADIENT]
         return list(all_norms.to(norms[0].device, norms[0].dtype) if norms else all_norms)
 
-    def receive(self, k: int) -> Dict[int, Optional[float]]:
-        norms: Dict[int, Optional[float]] = {}
+    def receive(self, k: int) -> dict[int, float | None]:
+        norms: dict[int, float | None] = {}
         with self._pause_event():
             self._expected.discard(k)
             for message in self._list_messages(k):
@@ -338,7 +409,7 @@ class OtherRanksNorms(OtherStages):
                 norms[message.source] = None if norm == NO_GRADIENT else norm
         return norms
 
-    def send(self, k: int, norms: Mapping[int, Optional[float]]) -> None:
+    def send(self, k: int, norms: Mapping[int, float | None]) -> None:
         with self._pause_event():
             for stage in self._here:
                 norm = norms.get(stage)
@@ -357,7 +428,8 @@ class OtherRanksNorms(OtherStages):
 def keep_version_counters(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Hide an optimizer's step from autograd's check for in-place changes.
 
-    The backward of a microbatch in flight reads the new weights on purpose, or gets the old weights back by pointer.
+    The backward of a microbatch in flight reads the new weights on purpose, or gets the old weights
+    back by pointer.
     """
     if not parameters:
         yield
@@ -370,42 +442,68 @@ def keep_version_counters(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 class ResultCollection:
-    """Collect the results of updates on the first stage of each replica (in an open run on every rank), and over the replicas.
+    """Collect the results of updates on the first stage of each replica (in an open run on every
+    rank), and over the replicas.
 
-    The stages `with_loss` send their tables of results (`work.tabulate`) to these ranks, with the checksums of the batches that
-    they read for the labels. They must equal the checksums of the batches that the first stage read for its inputs.
-    `group`: the group of the collecting ranks of all replicas, None if there is one replica.
+    The stages `with_loss` send their tables of results (`work.tabulate`) to these ranks, with the
+    checksums of the batches that they read for the labels. They must equal the checksums of the
+    batches that the first stage read for its inputs. `group`: the group of the collecting ranks of
+    all replicas, None if there is one replica.
     """
 
     def __init__(
-        self, job: Job, mail: Mail, recorder: TraceRecorder, layout: RankLayout, with_loss: List[int], group: Any
+        self,
+        job: Job,
+        mail: Mail,
+        recorder: TraceRecorder,
+        layout: RankLayout,
+        with_loss: list[int],
+        group: Any,
     ) -> None:
-        self._job, self._mail, self._recorder, self._layout = job, mail, recorder, layout
-        self._with_loss, self._group = with_loss, group
+        self._job = job
+        self._mail = mail
+        self._recorder = recorder
+        self._layout = layout
+        self._with_loss = with_loss
+        self._group = group
         # each rank that collects is named by the lowest of its stages
-        self._collectors = [layout.placement.index(device) for device in range(layout.devices if job.is_open else 1)]
-        self._here = layout.stages_of_rank[0] if layout.stages_of_rank[0] in self._collectors else None
+        self._collectors = [
+            layout.placement.index(device) for device in range(layout.devices if job.is_open else 1)
+        ]
+        self._here = (
+            layout.stages_of_rank[0] if layout.stages_of_rank[0] in self._collectors else None
+        )
         # the microbatches of an update on one replica, and its samples on all replicas
-        self._microbatches, self._samples = job.schedule.accumulate, job.global_batch_size
+        self._microbatches = job.schedule.accumulate
+        self._samples = job.global_batch_size
         columns = COLUMNS + (job.loss_weight is not None)
         self._shapes = (TensorSpec((self._microbatches, columns + 1), torch.float64, False),)
         # update -> checksums of the first stage; (update, stage) -> table of a stage of this rank
-        self._checksums: Dict[int, torch.Tensor] = {}
-        self._own_tables: Dict[Tuple[int, int], torch.Tensor] = {}
+        self._checksums: dict[int, torch.Tensor] = {}
+        self._own_tables: dict[tuple[int, int], torch.Tensor] = {}
         self._expected = 0
 
     def expect(self, first: int, last: int) -> None:
-        """Announce, on a rank that collects, the results of the updates in [first, last) that are not announced yet."""
-        here, first = self._here, max(first, self._expected)
+        """Announce, on a rank that collects, the results of the updates in [first, last) that are
+        not announced yet.
+        """
+        here = self._here
+        first = max(first, self._expected)
         if here is None:
             return
         for stage in self._with_loss:
             if stage not in self._layout.stages_of_rank:
-                self._mail.expect([(Message(RESULT, k, stage, here), self._shapes) for k in range(first, last)])
+                self._mail.expect(
+                    [(Message(RESULT, k, stage, here), self._shapes) for k in range(first, last)]
+                )
         self._expected = max(first, last)
 
-    def send(self, k: int, stage: int, table: Optional[torch.Tensor], checksums: Dict[int, int]) -> None:
-        """Send a stage's table of update k, None if it has no loss; remove the update's microbatches from `checksums`."""
+    def send(
+        self, k: int, stage: int, table: torch.Tensor | None, checksums: dict[int, int]
+    ) -> None:
+        """Send a stage's table of update k, None if it has no loss; remove the update's
+        microbatches from `checksums`.
+        """
         microbatches = range(k * self._microbatches, (k + 1) * self._microbatches)
         column = torch.tensor([checksums.pop(m, 0) for m in microbatches], dtype=torch.float64)
         if stage == 0:
@@ -445,8 +543,12 @@ class ResultCollection:
         blocks = [average(rows) for rows in table]
         return StepResult(*blocks[-1], self._samples, tuple(blocks) if len(blocks) > 1 else ())
 
-    def _compare_batches(self, k: int, stage: int, first: torch.Tensor, other: torch.Tensor) -> None:
-        """Raise `RunFault` if the first stage and another one read different batches of update k; 0: has none to compare."""
+    def _compare_batches(
+        self, k: int, stage: int, first: torch.Tensor, other: torch.Tensor
+    ) -> None:
+        """Raise `RunFault` if the first stage and another one read different batches of update k;
+        0: has none to compare.
+        """
         if torch.equal(first, other) or not (first * other).any():
             return
         ranks = self._layout.find_rank(0), self._layout.find_rank(stage)

@@ -7,9 +7,10 @@ The bottleneck is the first of these of which the condition holds:
     communication   all devices together spend more time on messages that hide under no computation than on computing
     stage           otherwise: the stage of the device that computes longest for a microbatch
 
-The remedy for a slow stage is usually another cut. `find_best_move` divides each stage's measured time among its units in
-proportion to their FLOPs, cuts the units anew, and plays both cuts by the run's schedule. For example stage 0 takes 4 ms and has
-the units a, b, c with 1, 2 and 1 GFLOP, and stage 1 takes 2 ms for the unit d:
+The remedy for a slow stage is usually another cut. `find_best_move` divides each stage's measured
+time among its units in proportion to their FLOPs, cuts the units anew, and plays both cuts by the
+run's schedule. For example stage 0 takes 4 ms and has the units a, b, c with 1, 2 and 1 GFLOP, and
+stage 1 takes 2 ms for the unit d:
 
     cut now     a b c | d     4 and 2 ms          estimated times of the units: a 1, b 2, c 1, d 2 ms
     cut then    a b | c d     3 and 3 ms          gain 4 / 3 - 1 = 33 % in a long pipeline without bubbles
@@ -18,7 +19,7 @@ the units a, b, c with 1, 2 and 1 GFLOP, and stage 1 takes 2 ms for the unit d:
 from __future__ import annotations
 
 from itertools import product
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Callable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,10 @@ from ipu_pipe.schedule.clock import Costs, Transfer, clock
 from ipu_pipe.schedule.methods import Timeline
 from ipu_pipe.schedule.timelines import make_schedule
 
-STAGE, LINK, COMMUNICATION, OUTSIDE = "stage", "link", "communication", "outside"
+STAGE = "stage"
+LINK = "link"
+COMMUNICATION = "communication"
+OUTSIDE = "outside"
 # stages whose times differ by no larger share count as equal
 EVEN = 0.05
 # the share of the span that stragglers must lose to be reported
@@ -43,7 +47,9 @@ WORTHWHILE = 0.02
 
 
 class Cause(NamedTuple):
-    """A bottleneck: the `device`, `what` of it (STAGE, LINK, ...), and the sentences `why` and `do`, without a full stop."""
+    """A bottleneck: the `device`, `what` of it (STAGE, LINK, ...), and the sentences `why` and
+    `do`, without a full stop.
+    """
 
     device: int
     what: str
@@ -51,12 +57,15 @@ class Cause(NamedTuple):
     do: str
 
 
-def find_bottleneck(analysis: Analysis, loads: Dict[int, float], move: Row, run: RunMetadata) -> Optional[Row]:
-    """Return the row of the analysis, None if no device computes, or if one device stands for all: its time does not tell which
-    of them holds the run up. `why` and `do` are sentences without a full stop.
+def find_bottleneck(
+    analysis: Analysis, loads: dict[int, float], move: Row, run: RunMetadata
+) -> Row | None:
+    """Return the row of the analysis, None if no device computes, or if one device stands for all:
+    its time does not tell which of them holds the run up. `why` and `do` are sentences without a
+    full stop.
 
-    `analysis`: all but the bottleneck. `loads`: nanoseconds for a microbatch by device, empty where they are not known.
-    `move`: of `find_best_move`.
+    `analysis`: all but the bottleneck. `loads`: nanoseconds for a microbatch by device, empty where
+    they are not known. `move`: of `find_best_move`.
     """
     busy = {device["index"]: device["busy_ns"] for device in analysis["devices"]}
     # without times for a microbatch the devices are compared by all that they computed
@@ -81,47 +90,69 @@ def find_bottleneck(analysis: Analysis, loads: Dict[int, float], move: Row, run:
     return {"stage": stage, **cause._asdict(), **move}
 
 
-def _find_time_outside(analysis: Analysis, slowest: int) -> Optional[Cause]:
-    """Return the time outside training as the cause, of the device `slowest`, if on a device it is more than half of the span."""
-    outside, span = max(analysis["devices"], key=lambda device: device["outside_ns"]), analysis["span_ns"]
+def _find_time_outside(analysis: Analysis, slowest: int) -> Cause | None:
+    """Return the time outside training as the cause, of the device `slowest`, if on a device it is
+    more than half of the span.
+    """
+    outside = max(analysis["devices"], key=lambda device: device["outside_ns"])
+    span = analysis["span_ns"]
     if 2 * outside["outside_ns"] <= span:
         return None
     kinds = {kind: ns for kind, ns in outside["idle_in"].items() if kind != HOST and ns}
     most = f" (mostly {max(kinds, key=lambda kind: kinds[kind])})" if kinds else ""
-    why = f"evaluation, checkpoints and pauses take {format_share(outside['outside_ns'], span)} of the span{most}"
-    return Cause(slowest, OUTSIDE, why, "evaluate or save less often (evaluate.every, checkpoint.every)")
+    why = (
+        f"evaluation, checkpoints and pauses take {format_share(outside['outside_ns'], span)} of "
+        f"the span{most}"
+    )
+    return Cause(
+        slowest, OUTSIDE, why, "evaluate or save less often (evaluate.every, checkpoint.every)"
+    )
 
 
-def _find_slow_link(analysis: Analysis, loads: Dict[int, float], slowest: int) -> Optional[Cause]:
-    """Return the busiest link as the cause if a microbatch's messages take longer than its passes on the slowest device."""
-    link = max(analysis["links"], key=lambda link: link["busy_ns_per_microbatch"] or 0.0, default=None)
+def _find_slow_link(analysis: Analysis, loads: dict[int, float], slowest: int) -> Cause | None:
+    """Return the busiest link as the cause if a microbatch's messages take longer than its passes
+    on the slowest device.
+    """
+    link = max(
+        analysis["links"], key=lambda link: link["busy_ns_per_microbatch"] or 0.0, default=None
+    )
     if link is None or not loads or (link["busy_ns_per_microbatch"] or 0.0) <= loads[slowest]:
         return None
     why = (
         f"messages from device {link['src']} to {link['dst']} ({link['carries']}) take "
-        f"{format_time(link['busy_ns_per_microbatch'])} per microbatch, and device {slowest}, the slowest, "
+        f"{format_time(link['busy_ns_per_microbatch'])} per microbatch, and device {slowest}, the "
+        f"slowest, "
         f"computes for {format_time(loads[slowest])}"
     )
-    do = "choose a boundary that fewer bytes cross, send a smaller dtype (precision), or use a faster link"
+    do = (
+        "choose a boundary that fewer bytes cross, send a smaller dtype (precision), or use a "
+        "faster link"
+    )
     return Cause(link["src"], LINK, why, do)
 
 
-def _find_communication(analysis: Analysis) -> Optional[Cause]:
-    """Return communication as the cause if all devices together spend more time on it than on computing."""
+def _find_communication(analysis: Analysis) -> Cause | None:
+    """Return communication as the cause if all devices together spend more time on it than on
+    computing.
+    """
     devices = analysis["devices"]
-    if sum(device["communication_ns"] for device in devices) <= sum(device["busy_ns"] for device in devices):
+    if sum(device["communication_ns"] for device in devices) <= sum(
+        device["busy_ns"] for device in devices
+    ):
         return None
     talking = max(devices, key=lambda device: device["communication_ns"])
     training_ns = analysis["span_ns"] - talking["outside_ns"]
     why = (
-        f"communication without overlapping compute takes {format_share(talking['communication_ns'], training_ns)} of the "
-        f"time of device {talking['index']}, and compute {format_share(talking['busy_ns'], training_ns)}"
+        f"communication without overlapping compute takes "
+        f"{format_share(talking['communication_ns'], training_ns)} of the "
+        f"time of device {talking['index']}, and compute "
+        f"{format_share(talking['busy_ns'], training_ns)}"
     )
     do = "find what the messages wait for; then send fewer bytes, or fewer and larger messages"
     return Cause(talking["index"], COMMUNICATION, why, do)
 
 
-def _compare(slowest: int, loads: Dict[int, float]) -> str:
+def _compare(slowest: int, loads: dict[int, float]) -> str:
     """Compare the load of the slowest device with the other devices' loads."""
     others = [load for device, load in loads.items() if device != slowest]
     mean = sum(others) / len(others) if others else 0.0
@@ -134,35 +165,52 @@ def _compare(slowest: int, loads: Dict[int, float]) -> str:
 
 def _explain(analysis: Analysis, slowest: int) -> Iterator[str]:
     """Yield further findings about a run whose bottleneck is the device `slowest`."""
-    devices, span = analysis["devices"], analysis["span_ns"]
+    devices = analysis["devices"]
+    span = analysis["span_ns"]
     waiting = max(devices, key=lambda device: device["waits_for"].get(str(slowest), 0))
     waited = waiting["waits_for"].get(str(slowest))
     if waited:
-        yield f"device {waiting['index']} waits for it {format_share(waited, span - waiting['outside_ns'])} of the time"
-    bubble, planned = analysis["bubble_fraction"], analysis["planned_bubble_fraction"]
+        yield (
+            f"device {waiting['index']} waits for it "
+            f"{format_share(waited, span - waiting['outside_ns'])} of the time"
+        )
+    bubble = analysis["bubble_fraction"]
+    planned = analysis["planned_bubble_fraction"]
     if bubble is not None and planned is not None and len(devices) > 1:
         yield f"the bubble is {bubble:.1%}, the schedule's own {planned:.1%} (planned)"
     worst = max(analysis["stragglers"], key=lambda group: group["lost_ns"], default=None)
     if worst is not None and worst["lost_ns"] > NOTABLE * span:
         yield (
-            f"{worst['count']} of stage {worst['stage']}'s passes ({worst['kind']}) are much longer than its others, together "
-            f"{format_share(worst['lost_ns'], span)} of the span, the longest {format_time(worst['longest'][0]['duration_ns'])}"
+            f"{worst['count']} of stage {worst['stage']}'s passes ({worst['kind']}) are much "
+            f"longer than its others, together "
+            f"{format_share(worst['lost_ns'], span)} of the span, the longest "
+            f"{format_time(worst['longest'][0]['duration_ns'])}"
         )
     silent = max(devices, key=lambda device: device["idle_in"][HOST])
     if 4 * silent["idle_in"][HOST] > span:
-        yield f"no event accounts for {format_share(silent['idle_in'][HOST], span)} of device {silent['index']}'s span"
+        yield (
+            f"no event accounts for {format_share(silent['idle_in'][HOST], span)} of device "
+            f"{silent['index']}'s span"
+        )
 
 
-def _advise(analysis: Analysis, loads: Dict[int, float], move: Row, run: RunMetadata) -> str:
-    gain, even, planned = move["gain"], move["gain_if_balanced"], analysis["planned_bubble_fraction"]
+def _advise(analysis: Analysis, loads: dict[int, float], move: Row, run: RunMetadata) -> str:
+    gain = move["gain"]
+    even = move["gain_if_balanced"]
+    planned = analysis["planned_bubble_fraction"]
     if gain is not None and gain >= WORTHWHILE:
         pairs = enumerate(zip(move["move"]["begins_now"], move["move"]["begins_then"]))
-        moves = " and ".join(f"stage {s} at {then} instead of {now}" for s, (now, then) in pairs if now != then)
+        moves = " and ".join(
+            f"stage {s} at {then} instead of {now}" for s, (now, then) in pairs if now != then
+        )
         low, high = move["gain_range"]
         return (
-            f"{'begin' if low > 0 else 'try to begin'} {moves}: {gain:.0%} more throughput, between {low:+.0%} and {high:+.0%} "
-            f"(predicted: each stage's {describe_origin(analysis)} time is divided among its layers in proportion to their "
-            f"FLOPs; the range assumes that time per FLOP varies within a stage as much as between stages, "
+            f"{'begin' if low > 0 else 'try to begin'} {moves}: {gain:.0%} more throughput, "
+            f"between {low:+.0%} and {high:+.0%} "
+            f"(predicted: each stage's {describe_origin(analysis)} time is divided among its "
+            f"layers in proportion to their "
+            f"FLOPs; the range assumes that time per FLOP varies within a stage as much as between "
+            f"stages, "
             f"by a factor of {move['time_per_flop_ratio']:.2g}; "
             "train a few updates with the new boundary to confirm it)"
         )
@@ -170,13 +218,23 @@ def _advise(analysis: Analysis, loads: Dict[int, float], move: Row, run: RunMeta
         return "there is one device: use more devices, or a smaller model"
     if max(loads.values()) > (1 + EVEN) * sum(loads.values()) / len(loads):
         if gain is not None:
-            return "no other boundary helps by much: if a single unit is too large, let a stage begin inside it"
-        hope = f"{even:.0%} more throughput at most, predicted" if even else "the run would be faster"
+            return (
+                "no other boundary helps by much: if a single unit is too large, let a stage "
+                "begin inside it"
+            )
+        hope = (
+            f"{even:.0%} more throughput at most, predicted" if even else "the run would be faster"
+        )
         return (
             f"move work to other stages: with equal stages {hope} "
             f"(which boundary to move is not known: {move['why_no_gain']})"
         )
-    if planned is not None and planned > 0.1 and run.known_method is not None and run.known_method.flushes:
+    if (
+        planned is not None
+        and planned > 0.1
+        and run.known_method is not None
+        and run.known_method.flushes
+    ):
         return "use more microbatches per update, or a method that does not drain the pipeline"
     return "stages are balanced: use faster devices, or more of them"
 
@@ -195,31 +253,46 @@ FloatArray = NDArray[np.float64]
 
 
 class Measured(NamedTuple):
-    """The measured times of P stages and the FLOPs of n units, each of forward and backward, and the stage of each unit."""
+    """The measured times of P stages and the FLOPs of n units, each of forward and backward, and
+    the stage of each unit.
+    """
 
     times: FloatArray  # (2, P)
     flops: FloatArray  # (2, n)
     stage_of_unit: NDArray[np.int64]  # (n,)
 
-    def estimate_unit_times(self, scale: Union[float, FloatArray] = 1.0) -> List[FloatArray]:
-        """Divide each stage's times among its units by their FLOPs times `scale`, equally if they have none."""
-        stage, counts, unit_times = self.stage_of_unit, np.bincount(self.stage_of_unit)[self.stage_of_unit], []
+    def estimate_unit_times(self, scale: float | FloatArray = 1.0) -> list[FloatArray]:
+        """Divide each stage's times among its units by their FLOPs times `scale`, equally if they
+        have none.
+        """
+        stage = self.stage_of_unit
+        counts = np.bincount(self.stage_of_unit)[self.stage_of_unit]
+        unit_times = []
         for time, work in zip(self.times, self.flops * scale):
             sums = np.bincount(stage, work)[stage]
-            unit_times.append(np.where(sums > 0, time[stage] * work / np.where(sums > 0, sums, 1.0), time[stage] / counts))
+            unit_times.append(
+                np.where(
+                    sums > 0,
+                    time[stage] * work / np.where(sums > 0, sums, 1.0),
+                    time[stage] / counts,
+                )
+            )
         return unit_times
 
     def compare_speeds(self) -> float:
         """Return how many times longer the slowest stage takes for a FLOP than the fastest."""
-        time, flops = self.times.sum(axis=0), np.bincount(self.stage_of_unit, self.flops.sum(axis=0))
+        time = self.times.sum(axis=0)
+        flops = np.bincount(self.stage_of_unit, self.flops.sum(axis=0))
         known = (flops > 0) & (time > 0)
         time_per_flop = time[known] / flops[known]
         return float(time_per_flop.max() / time_per_flop.min()) if known.any() else 1.0
 
-    def vary_stage_times(self, starts: List[int], ratio: float) -> Iterator[List[FloatArray]]:
-        """Yield the times of the stages that begin at the units `starts`: as estimated, and then with errors of the estimate.
+    def vary_stage_times(self, starts: list[int], ratio: float) -> Iterator[list[FloatArray]]:
+        """Yield the times of the stages that begin at the units `starts`: as estimated, and then
+        with errors of the estimate.
 
-        The error is that the units of one new stage take `ratio` times longer or shorter for a FLOP than the others with which
+        The error is that the units of one new stage take `ratio` times longer or shorter for a FLOP
+        than the others with which
         they share a stage now: as much as the stages differ from one another.
         """
         estimate = [np.add.reduceat(times, starts) for times in self.estimate_unit_times()]
@@ -234,20 +307,29 @@ class Measured(NamedTuple):
 def find_best_move(run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]) -> Row:
     """Compare the cut whose slowest stage is the fastest possible with the cut of the run.
 
-    Return keys of the analysis's row of the bottleneck. `gain`: how much throughput the other cut adds (0.25: a quarter), by the
-    clock; `gain_if_balanced`: if all stages took equally long; None where it is not known, for the reason `why_no_gain`. `move`:
-    the units at which stages begin now and then, and each stage's time for a microbatch. `gain_range`: the least and the greatest
-    gain by `Measured.vary_stage_times` with the ratio `time_per_flop_ratio`.
+    Return keys of the analysis's row of the bottleneck. `gain`: how much throughput the other cut
+    adds (0.25: a quarter), by the clock; `gain_if_balanced`: if all stages took equally long; None
+    where it is not known, for the reason `why_no_gain`. `move`: the units at which stages begin now
+    and then, and each stage's time for a microbatch. `gain_range`: the least and the greatest gain
+    by `Measured.vary_stage_times` with the ratio `time_per_flop_ratio`.
     """
-    answer: Row = dict.fromkeys(("gain", "gain_range", "time_per_flop_ratio", "why_no_gain", "gain_if_balanced", "move"))
+    answer: Row = dict.fromkeys(
+        ("gain", "gain_range", "time_per_flop_ratio", "why_no_gain", "gain_if_balanced", "move")
+    )
     answer["why_no_gain"] = _find_missing(run, stages)
     if answer["why_no_gain"]:
         return answer
-    forward, backward = (np.array([stage[key] for stage in stages], np.float64) for key in ("forward_ns", "backward_ns"))
+    forward, backward = (
+        np.array([stage[key] for stage in stages], np.float64)
+        for key in ("forward_ns", "backward_ns")
+    )
     play = _make_player(run, stages, links)
     try:
         time_now = play(forward, backward)
-        time_if_even = play(np.full(len(stages), forward.mean()), np.full(len(stages), backward.mean()))
+        time_if_even = play(
+            np.full(len(stages), forward.mean()),
+            np.full(len(stages), backward.mean()),
+        )
     # the metadata may contradict each other
     except BadInput as error:
         return {**answer, "why_no_gain": f"the schedule cannot be rebuilt: {error.faults[0]}"}
@@ -255,7 +337,11 @@ def find_best_move(run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]
     units = run.units or []
     stage_of_unit = np.array([unit.stage for unit in units], np.int64)
     if (np.diff(stage_of_unit) < 0).any() or set(stage_of_unit.tolist()) != set(range(len(stages))):
-        why = "units are not in the order of the stages" if units else "metadata does not list the units of the model"
+        why = (
+            "units are not in the order of the stages"
+            if units
+            else "metadata does not list the units of the model"
+        )
         return {**answer, "why_no_gain": f"the trace's {why}"}
     flops = np.array([[unit.forward_flops, unit.backward_flops] for unit in units], np.float64).T
     measured = Measured(np.stack([forward, backward]), flops, stage_of_unit)
@@ -266,7 +352,8 @@ def find_best_move(run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]
     # if the pipeline drains, an even cut is not always the fastest
     if play(np.add.reduceat(forwards, starts), np.add.reduceat(backwards, starts)) >= time_now:
         starts = starts_now
-    ratio, gains = measured.compare_speeds(), [0.0]
+    ratio = measured.compare_speeds()
+    gains = [0.0]
     if starts != starts_now:
         gains = [time_now / play(*times) - 1 for times in measured.vary_stage_times(starts, ratio)]
     move = {
@@ -275,46 +362,76 @@ def find_best_move(run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]
         "busy_now_ns": (forward + backward).tolist(),
         "busy_then_ns": np.add.reduceat(forwards + backwards, starts).tolist(),
     }
-    return {**answer, "gain": gains[0], "gain_range": [min(gains), max(gains)], "time_per_flop_ratio": ratio, "move": move}
+    return {
+        **answer,
+        "gain": gains[0],
+        "gain_range": [min(gains), max(gains)],
+        "time_per_flop_ratio": ratio,
+        "move": move,
+    }
 
 
-def _find_missing(run: RunMetadata, stages: Sequence[Row]) -> Optional[str]:
+def _find_missing(run: RunMetadata, stages: Sequence[Row]) -> str | None:
     """Return the first reason why cuts cannot be played; None without any."""
-    count, devices = len(stages), run.device_of_stage or []
-    has_all = [stage["index"] for stage in stages] == list(range(count)) and (run.stages or count) == count
-    most = MOST_PLANNED if run.known_method is None or run.known_method.order is None else MOST_PLAYED
+    count = len(stages)
+    devices = run.device_of_stage or []
+    has_all = [stage["index"] for stage in stages] == list(range(count)) and (
+        run.stages or count
+    ) == count
+    most = (
+        MOST_PLANNED if run.known_method is None or run.known_method.order is None else MOST_PLAYED
+    )
     without_times = any(not stage["forward_ns"] or stage["backward_ns"] is None for stage in stages)
     reasons = (
         (run.known_method is None, run.why_no_method),
         (not run.accumulate, "the trace does not record how many microbatches an update has"),
         (not has_all, "the trace does not contain all stages"),
-        (bool(devices) and len(devices) != count, "the trace does not record the device of each stage"),
-        (not _knows_order(run), "several stages share a device, and the order of its passes is not known"),
+        (
+            bool(devices) and len(devices) != count,
+            "the trace does not record the device of each stage",
+        ),
+        (
+            not _knows_order(run),
+            "several stages share a device, and the order of its passes is not known",
+        ),
         (without_times, "the trace does not contain forwards and backwards of all stages"),
         (count == 1, "there is one stage"),
-        (count * (run.accumulate or 0) > most, f"updates of more than {most} passes are not simulated"),
+        (
+            count * (run.accumulate or 0) > most,
+            f"updates of more than {most} passes are not simulated",
+        ),
         (count > MOST_STAGES, f"more than {MOST_STAGES} stages are not simulated"),
     )
     return next((why for applies, why in reasons if applies), None)
 
 
 def _knows_order(run: RunMetadata) -> bool:
-    """Return whether devices have one stage each, or a method by device that drains says what they do in which order."""
-    method, devices = run.known_method, run.device_of_stage or []
+    """Return whether devices have one stage each, or a method by device that drains says what they
+    do in which order.
+    """
+    method = run.known_method
+    devices = run.device_of_stage or []
     if method is None or method.order is None:
         return len(set(devices)) == len(devices)
-    return method.flushes and method.pipeline is not Timeline.ROWS and list(method.order.place(len(devices))) == devices
+    return (
+        method.flushes
+        and method.pipeline is not Timeline.ROWS
+        and list(method.order.place(len(devices))) == devices
+    )
 
 
 def _make_player(
     run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]
 ) -> Callable[[FloatArray, FloatArray], float]:
-    """Return a function from the times of forwards and backwards (P,) to the time of an update, by the run's schedule."""
-    method, accumulate = run.known_method, run.accumulate
+    """Return a function from the times of forwards and backwards (P,) to the time of an update, by
+    the run's schedule.
+    """
+    method = run.known_method
+    accumulate = run.accumulate
     assert method is not None and accumulate is not None
     update = [stage["update_ns"] or 0.0 for stage in stages]
     devices = run.device_of_stage or [stage["devices"][0] for stage in stages]
-    latency: Dict[Tuple[int, int], float] = {}
+    latency: dict[tuple[int, int], float] = {}
     for link in links:
         if link["latency_ns"]:
             way = link["src"], link["dst"]
@@ -330,7 +447,12 @@ def _make_player(
     def play(forward: FloatArray, backward: FloatArray) -> float:
         weight = [] if weight_share is None else (backward * weight_share).tolist()
         costs = Costs(
-            forward.tolist(), backward.tolist(), update, onward=onward, back=back, weight_gradient=weight
+            forward.tolist(),
+            backward.tolist(),
+            update,
+            onward=onward,
+            back=back,
+            weight_gradient=weight,
         )
         if method.order is not None:
             return clock(make_schedule(method, len(forward), accumulate, accumulate), costs).finish

@@ -1,8 +1,10 @@
-"""Compute from a trace how each device spent its time, which tensors filled its memory, and what it sent.
+"""Compute from a trace how each device spent its time, which tensors filled its memory, and what it
+sent.
 
 The parts of a device's time add up to the span of the trace, to the nanosecond.
 
-The begins and ends of events divide a device's time into pieces. Within a piece the set of running events does not change:
+The begins and ends of events divide a device's time into pieces. Within a piece the set of running
+events does not change:
 
     compute   |------|        |---|         a piece counts as the first of: compute, communication, wait, outside, the host's own;
     wait           |------|                 before the first and after the last compute it is a ramp
@@ -11,7 +13,7 @@ The begins and ends of events divide a device's time into pieces. Within a piece
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,42 +34,57 @@ from ipu_pipe.trace.events import (
 
 # idle time that no event explains
 HOST = "host"
-# A group for each kind's code: 0 compute, 1 communication, 2 wait, 3 and on OUTSIDE, and an earlier group hides a later one
+# A group for each kind's code: 0 compute, 1 communication, 2 wait, 3 and on OUTSIDE, and an earlier
+# group hides a later one
 _GROUPS = (COMPUTE, COMMUNICATION, (WAIT,), *((kind,) for kind in OUTSIDE))
-_GROUP_OF_KIND = np.array([next(i for i, kinds in enumerate(_GROUPS) if kind in kinds) for kind in KINDS], np.int8)
+_GROUP_OF_KIND = np.array(
+    [next(i for i, kinds in enumerate(_GROUPS) if kind in kinds) for kind in KINDS], np.int8
+)
 
 
-def find_span(events: Events) -> Tuple[int, int]:
+def find_span(events: Events) -> tuple[int, int]:
     """Return the start of the first event and the end of the last one."""
     return int(events.start.min()), int(events.end.max())
 
 
 def measure_devices(
-    events: Events, devices: Sequence[int], span: Tuple[int, int]
-) -> Tuple[List[Dict[str, Any]], Dict[str, Any]]:
-    """Divide the span of each device that has events, and of each of `devices`, into parts that docs/traces.md defines.
+    events: Events, devices: Sequence[int], span: tuple[int, int]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Divide the span of each device that has events, and of each of `devices`, into parts that
+    docs/traces.md defines.
 
-    Return the analysis's rows of devices, and the part of all communication that overlaps with compute.
+    Return the analysis's rows of devices, and the part of all communication that overlaps with
+    compute.
     """
     places = {**dict.fromkeys(devices, np.zeros(0, np.intp)), **dict(group_indices(events.device))}
-    rows, messages = zip(*(_measure_device(device, events.select(places[device]), span) for device in sorted(places)))
+    rows, messages = zip(
+        *(_measure_device(device, events.select(places[device]), span) for device in sorted(places))
+    )
     messages_ns, hidden_ns = (sum(column) for column in zip(*messages))
     share = hidden_ns / messages_ns if messages_ns else None
     return list(rows), {"communication_ns": messages_ns, "hidden_ns": hidden_ns, "share": share}
 
 
-def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> Tuple[Dict[str, Any], Tuple[int, int]]:
-    """Return the row of a device, its time in communication, and the part of this time that overlaps with compute."""
-    group, count = _GROUP_OF_KIND[events.kind], len(events.start)
+def _measure_device(
+    device: int, events: Events, span: tuple[int, int]
+) -> tuple[dict[str, Any], tuple[int, int]]:
+    """Return the row of a device, its time in communication, and the part of this time that
+    overlaps with compute.
+    """
+    group = _GROUP_OF_KIND[events.kind]
+    count = len(events.start)
     is_pass = group == 0
     first, last = find_span(events.select(is_pass)) if is_pass.any() else span
-    edges, place = np.unique(np.concatenate([events.start, events.end, [first, last]]), return_inverse=True)
+    edges, place = np.unique(
+        np.concatenate([events.start, events.end, [first, last]]), return_inverse=True
+    )
     lengths = np.diff(edges)
 
     def find_pieces(which: int) -> NDArray[np.bool_]:
         """Return a mask of the pieces that events of a group cover."""
         begins, ends = (
-            np.bincount(at[group == which], minlength=len(edges)) for at in (place[:count], place[count:-2])
+            np.bincount(at[group == which], minlength=len(edges))
+            for at in (place[:count], place[count:-2])
         )
         return np.cumsum(begins - ends)[:-1] > 0
 
@@ -79,7 +96,8 @@ def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> Tuple
     worked = compute | messages
     idle = is_inside & ~worked & ~waits
     outside_ns = measure(np.logical_or.reduce(outside) & (idle | ~is_inside))
-    idle_ns, idle_in = measure(idle), {}
+    idle_ns = measure(idle)
+    idle_in = {}
     for kind, pieces in zip(OUTSIDE, outside):
         idle_in[kind] = measure(idle & pieces)
         idle = idle & ~pieces
@@ -105,13 +123,17 @@ def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> Tuple
     return row, (measure(messages), measure(messages & compute))
 
 
-def _measure_busy_by_stage(passes: Events) -> Dict[str, int]:
+def _measure_busy_by_stage(passes: Events) -> dict[str, int]:
     times = ((stage, passes.select(places)) for stage, places in group_indices(passes.stage))
     return {str(stage): measure_union(of_stage.start, of_stage.end) for stage, of_stage in times}
 
 
-def _divide_waits(waits: Events, edges: NDArray[np.int64], pieces: NDArray[np.bool_]) -> Dict[int, int]:
-    """Return the time of pieces with waits, by the device that the wait which began first waits for."""
+def _divide_waits(
+    waits: Events, edges: NDArray[np.int64], pieces: NDArray[np.bool_]
+) -> dict[int, int]:
+    """Return the time of pieces with waits, by the device that the wait which began first waits
+    for.
+    """
     waits = waits.select(np.argsort(waits.start, kind="stable"))
     reach = np.maximum.accumulate(waits.end)
     peer = waits.peer[np.searchsorted(reach, edges[:-1][pieces], side="right")]
@@ -123,7 +145,9 @@ def measure_union(start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
     """Return the length of the union of intervals, which may overlap and be in any order."""
     order = np.argsort(start, kind="stable")
     reach = np.maximum.accumulate(end[order])
-    return int((reach - np.maximum(start[order], np.append(start[order[:1]], reach[:-1]))).clip(0).sum())
+    return int(
+        (reach - np.maximum(start[order], np.append(start[order[:1]], reach[:-1]))).clip(0).sum()
+    )
 
 
 # ---- memory, from the counters: bytes by category, and the categories at the peak of their sum
@@ -135,29 +159,37 @@ MOST_MICROBATCHES = 64
 _COMPLETING = (Kind.BACKWARD.word, Kind.WEIGHT_GRADIENT.word)
 
 
-def measure_memory(counters: Counters, events: Events, begin_ns: int) -> List[Dict[str, Any]]:
+def measure_memory(counters: Counters, events: Events, begin_ns: int) -> list[dict[str, Any]]:
     """Return a row for each device that has counters of memory. Times count from `begin_ns`."""
-    chosen = np.flatnonzero(np.isin(counters.name, [*MEMORY.values()]) & (np.abs(counters.value) < IMPLAUSIBLE))
+    chosen = np.flatnonzero(
+        np.isin(counters.name, [*MEMORY.values()]) & (np.abs(counters.value) < IMPLAUSIBLE)
+    )
     by_device = {device: events.select(places) for device, places in group_indices(events.device)}
     nothing = events.select(slice(0))
     return [
-        _measure_device_memory(device, counters.select(chosen[places]), by_device.get(device, nothing), begin_ns)
+        _measure_device_memory(
+            device, counters.select(chosen[places]), by_device.get(device, nothing), begin_ns
+        )
         for device, places in group_indices(counters.device[chosen])
     ]
 
 
-def _measure_device_memory(device: int, counters: Counters, events: Events, begin_ns: int) -> Dict[str, Any]:
+def _measure_device_memory(
+    device: int, counters: Counters, events: Events, begin_ns: int
+) -> dict[str, Any]:
     counters = counters.select(np.argsort(counters.time, kind="stable"))
-    change, places_of = np.zeros(len(counters.value)), {}
+    change = np.zeros(len(counters.value))
+    places_of = {}
     for category, name in MEMORY.items():
         places_of[category] = places = np.flatnonzero(counters.name == name)
         change[places] = np.diff(counters.value[places], prepend=0.0)
     # the sum of all changes at the same time
     is_last = np.append(counters.time[1:] != counters.time[:-1], True)
-    times, total = counters.time[is_last], np.rint(np.cumsum(change)[is_last]).astype(np.int64)
+    times = counters.time[is_last]
+    total = np.rint(np.cumsum(change)[is_last]).astype(np.int64)
     peak = int(total.argmax())
     at = int(times[peak])
-    categories: Dict[str, int] = {}
+    categories: dict[str, int] = {}
     for category, places in places_of.items():
         before = places[counters.time[places] <= at]
         if len(places):
@@ -172,8 +204,10 @@ def _measure_device_memory(device: int, counters: Counters, events: Events, begi
     }
 
 
-def _list_in_flight(events: Events, at: int) -> List[int]:
-    """Return the microbatches whose forward has begun and whose backward is not complete on a device at a time."""
+def _list_in_flight(events: Events, at: int) -> list[int]:
+    """Return the microbatches whose forward has begun and whose backward is not complete on a
+    device at a time.
+    """
     keys = (events.stage.astype(np.int64) << 32) + events.microbatch
     known = events.microbatch >= 0
     begun = known & (events.start <= at) & events.is_kind(Kind.FORWARD.word)
@@ -182,11 +216,17 @@ def _list_in_flight(events: Events, at: int) -> List[int]:
     return [int(microbatch) for microbatch in in_flight[:MOST_MICROBATCHES]]
 
 
-def _thin(times: NDArray[np.int64], total: NDArray[np.int64]) -> List[List[int]]:
-    """Return points (time, bytes). If there are many, return the greatest bytes of each interval."""
+def _thin(
+    times: NDArray[np.int64],
+    total: NDArray[np.int64],
+) -> list[list[int]]:
+    """Return points (time, bytes). If there are many, return the greatest bytes of each
+    interval.
+    """
     if len(times) > MOST_POINTS:
         edges = np.linspace(0, len(times), MOST_POINTS + 1).astype(np.int64)[:-1]
-        times, total = times[edges], np.maximum.reduceat(total, edges)
+        times = times[edges]
+        total = np.maximum.reduceat(total, edges)
     return [list(point) for point in zip(times.tolist(), total.tolist())]
 
 
@@ -195,14 +235,20 @@ def _thin(times: NDArray[np.int64], total: NDArray[np.int64]) -> List[List[int]]
 Row = Dict[str, Any]
 
 
-def measure_links(events: Events) -> List[Row]:
-    """Return the analysis's rows of links, one for each direction between two devices and each payload, from the messages."""
+def measure_links(events: Events) -> list[Row]:
+    """Return the analysis's rows of links, one for each direction between two devices and each
+    payload, from the messages.
+    """
     sends = events.select(events.is_kind("send") & (events.peer >= 0))
     waits = events.select(events.is_kind(WAIT) & (events.peer >= 0))
     if not len(sends.start):
         return []
     # Both ends of a direction and payload get the same number.
-    devices = 1 + int(max(column.max(initial=0) for column in (sends.device, sends.peer, waits.device, waits.peer)))
+    devices = 1 + int(
+        max(
+            column.max(initial=0) for column in (sends.device, sends.peer, waits.device, waits.peer)
+        )
+    )
     wide = np.int64(devices) * len(PAYLOADS)
     link_of_send = sends.device * wide + sends.peer.astype(np.int64) * len(PAYLOADS) + sends.carries
     link_of_wait = waits.peer * wide + waits.device.astype(np.int64) * len(PAYLOADS) + waits.carries
@@ -213,21 +259,26 @@ def measure_links(events: Events) -> List[Row]:
     rows = []
     for number, places in group_indices(link):
         source, target = divmod(int(links[number]), int(wide))
-        rows.append(_add_up(sends.select(places), source, target // len(PAYLOADS), latencies.get(number)))
+        rows.append(
+            _add_up(sends.select(places), source, target // len(PAYLOADS), latencies.get(number))
+        )
     return rows
 
 
 def _measure_latencies(
     sends: Events, link: NDArray[np.intp], waits: Events, link_of_wait: NDArray[np.intp]
-) -> Dict[int, Row]:
-    """Return the latencies by link: from the begin of a send to the end of the wait for it, of messages that were waited for
-    before they were sent. A message is identified by its link and microbatch. Messages that share both do not count."""
+) -> dict[int, Row]:
+    """Return the latencies by link: from the begin of a send to the end of the wait for it, of
+    messages that were waited for before they were sent. A message is identified by its link and
+    microbatch. Messages that share both do not count.
+    """
     send_keys, wait_keys = (
         (number.astype(np.int64) << 32) + microbatch + 1
         for number, microbatch in ((link, sends.microbatch), (link_of_wait, waits.microbatch))
     )
     keys, first, count = np.unique(send_keys, return_index=True, return_counts=True)
-    keys, first = keys[count == 1], first[count == 1]
+    keys = keys[count == 1]
+    first = first[count == 1]
     if not len(keys):
         return {}
     place = np.minimum(np.searchsorted(keys, wait_keys), len(keys) - 1)
@@ -236,12 +287,16 @@ def _measure_latencies(
     matched = (keys[place] == wait_keys) & (waits.start <= sent_at)
     took = (waits.end - sent_at)[matched]
     return {
-        number: {"waited": len(places), "min": int(took[places].min()), "median": float(np.median(took[places]))}
+        number: {
+            "waited": len(places),
+            "min": int(took[places].min()),
+            "median": float(np.median(took[places])),
+        }
         for number, places in group_indices(link_of_wait[matched])
     }
 
 
-def _add_up(events: Events, source: int, target: int, latency: Optional[Row]) -> Row:
+def _add_up(events: Events, source: int, target: int, latency: Row | None) -> Row:
     size = int(events.bytes.sum()) if (events.bytes >= 0).all() else None
     microbatches = len(np.unique(events.microbatch[events.microbatch >= 0]))
     busy_ns = int((events.end - events.start).sum())

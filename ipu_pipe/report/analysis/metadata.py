@@ -32,7 +32,9 @@ class UnitMetadata(BaseModel):
 
 
 class RunMetadata(BaseModel):
-    """The metadata that `ipu_pipe.job.record.make_trace_metadata` writes; None if absent. Other tools' traces have none."""
+    """The metadata that `ipu_pipe.job.record.make_trace_metadata` writes; None if absent. Other
+    tools' traces have none.
+    """
 
     model_config = ConfigDict(strict=True)
     method: Optional[str] = None
@@ -61,23 +63,33 @@ class RunMetadata(BaseModel):
 
     @property
     def devices(self) -> List[int]:
-        """The devices that the trace covers, with or without events; those of the first replica first.
+        """The devices that the trace covers, with or without events; those of the first replica
+        first.
 
-        A modelled trace plays one replica. The host of IPUs records each device that it sees: none is added.
+        A modelled trace plays one replica. The host of IPUs records each device that it sees: none
+        is added.
         """
         if not self._host_sees_devices:
             return []
         of_replica = sorted(set(self.device_of_stage or ()))
         replicas = 1 if self.modelled else self.replicas or 1
-        return [device + replica * len(of_replica) for replica in range(replicas) for device in of_replica]
+        return [
+            device + replica * len(of_replica)
+            for replica in range(replicas)
+            for device in of_replica
+        ]
 
     def has_one_device(self, events: Events) -> bool:
-        """Tell whether the trace's one device is all IPUs together: PopTorch's host sees no stage inside a call."""
+        """Tell whether the trace's one device is all IPUs together: PopTorch's host sees no stage
+        inside a call.
+        """
         return not self._host_sees_devices and not (events.stage >= 0).any()
 
     @property
     def _host_sees_devices(self) -> bool:
-        """Whether the host that recorded the trace saw each device, as hosts do unless their backend says otherwise."""
+        """Whether the host that recorded the trace saw each device, as hosts do unless their
+        backend says otherwise.
+        """
         facts = BACKEND_FACTS.get(self.backend or "")
         return facts is None or facts.host_sees_devices
 
@@ -91,19 +103,26 @@ class RunMetadata(BaseModel):
 
 
 def validate_metadata(source: str, metadata: Mapping[str, Any]) -> RunMetadata:
-    """Validate a trace's metadata and resolve its method. Raise `BadInput`, one line per fault, for values that no run writes.
+    """Validate a trace's metadata and resolve its method. Raise `BadInput`, one line per fault, for
+    values that no run writes.
 
     `source`: the trace's path, for the faults.
     """
     try:
         run = RunMetadata.model_validate(dict(metadata))
     except ValidationError as error:
-        faults = {str(fault["loc"][0]): f"{show(fault['input'])}: {fault['msg']}" for fault in error.errors()}
-        raise BadInput([f"{source}: metadata: {key}: {fault}" for key, fault in faults.items()]) from None
+        faults = {
+            str(fault["loc"][0]): f"{show(fault['input'])}: {fault['msg']}"
+            for fault in error.errors()
+        }
+        raise BadInput(
+            [f"{source}: metadata: {key}: {fault}" for key, fault in faults.items()]
+        ) from None
     devices = len(set(run.device_of_stage or ()))
     if (run.replicas or 1) * devices > MOST_DEVICES:
         raise BadInput(
-            f"{source}: metadata: replicas: {run.replicas}: must be at most {MOST_DEVICES} devices, {devices} per replica"
+            f"{source}: metadata: replicas: {run.replicas}: must be at most {MOST_DEVICES} "
+            f"devices, {devices} per replica"
         )
     run._resolved = _resolve(run)
     return run

@@ -1,8 +1,10 @@
-"""The figures of stages in a trace: the times of their passes, stragglers, and the staleness of their weights."""
+"""The figures of stages in a trace: the times of their passes, stragglers, and the staleness of
+their weights.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,21 +17,25 @@ from ipu_pipe.trace.events import COMPUTE, KIND_CODE, KINDS, UNSPECIFIED, Events
 FAR = 3.0
 # the most stragglers that are listed one by one
 LONGEST = 5
-_FORWARD, _UPDATE = Kind.FORWARD.word, Kind.UPDATE.word
+_FORWARD = Kind.FORWARD.word
+_UPDATE = Kind.UPDATE.word
 # the backward passes that read weights
 _RETURNING = (Kind.BACKWARD.word, Kind.INPUT_GRADIENT.word)
 _HALVES = tuple(kind.word for kind in SPLIT_PASSES[1:])
 Row = Dict[str, Any]
 
 
-def measure_stages(events: Events, begin_ns: int, flops: Mapping[int, float]) -> Tuple[List[Row], List[Row]]:
-    """Return the analysis's rows of all stages that compute, replicas together, and of their stragglers.
+def measure_stages(
+    events: Events, begin_ns: int, flops: Mapping[int, float]
+) -> tuple[list[Row], list[Row]]:
+    """Return the analysis's rows of all stages that compute, replicas together, and of their
+    stragglers.
 
     `begin_ns`: of the span, from which stragglers' times count; `flops`: of a microbatch, by stage.
     """
     passes = events.select(events.is_kind(*COMPUTE) & (events.stage >= 0))
-    rows: List[Row] = []
-    stragglers: List[Row] = []
+    rows: list[Row] = []
+    stragglers: list[Row] = []
     for stage, places in group_indices(passes.stage):
         row, of_stage = _measure_stage(stage, passes.select(places), begin_ns, flops.get(stage))
         rows.append(row)
@@ -41,15 +47,20 @@ def measure_stages(events: Events, begin_ns: int, flops: Mapping[int, float]) ->
     return rows, stragglers
 
 
-def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[float]) -> Tuple[Row, List[Row]]:
-    busy_ns = sum(measure_union(events.start[at], events.end[at]) for _, at in group_indices(events.device))
-    medians: Dict[str, float] = {}
-    counts: Dict[str, int] = {}
-    stragglers: List[Row] = []
+def _measure_stage(
+    stage: int, events: Events, begin_ns: int, flops: float | None
+) -> tuple[Row, list[Row]]:
+    busy_ns = sum(
+        measure_union(events.start[at], events.end[at]) for _, at in group_indices(events.device)
+    )
+    medians: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    stragglers: list[Row] = []
     # the time of passes without updates
     passes_ns = 0.0
     for code, places in group_indices(events.kind):
-        kind, of_kind = KINDS[code], events.select(places)
+        kind = KINDS[code]
+        of_kind = events.select(places)
         durations = of_kind.end - of_kind.start
         medians[kind], counts[kind] = float(np.median(durations)), len(durations)
         passes_ns += 0.0 if kind == _UPDATE else float(durations.sum(dtype=np.float64))
@@ -57,7 +68,8 @@ def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[fl
         if medians[kind] and kind != UNSPECIFIED:
             stragglers += _find_stragglers(stage, kind, medians[kind], of_kind, durations, begin_ns)
     forwards = int(np.count_nonzero(events.kind == KIND_CODE[_FORWARD]))
-    # stragglers count as long as others of their kind: a first update of seconds is not a property of the stage
+    # stragglers count as long as others of their kind: a first update of seconds is not a property
+    # of the stage
     usual_ns = max(0, busy_ns - sum(group["lost_ns"] for group in stragglers))
     row = {
         "index": stage,
@@ -79,9 +91,12 @@ def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[fl
     return row, stragglers
 
 
-def _sum_backward(medians: Mapping[str, float], counts: Mapping[str, int]) -> Optional[float]:
-    """Return the time of a microbatch's backward with recomputation: whole, both halves, or the mean on stages with both."""
-    whole, split = counts.get(_RETURNING[0], 0), counts.get(_HALVES[0], 0)
+def _sum_backward(medians: Mapping[str, float], counts: Mapping[str, int]) -> float | None:
+    """Return the time of a microbatch's backward with recomputation: whole, both halves, or the
+    mean on stages with both.
+    """
+    whole = counts.get(_RETURNING[0], 0)
+    split = counts.get(_HALVES[0], 0)
     if not whole + split:
         return None
     halves = sum(medians.get(half, 0.0) for half in _HALVES)
@@ -90,70 +105,108 @@ def _sum_backward(medians: Mapping[str, float], counts: Mapping[str, int]) -> Op
 
 
 def _find_stragglers(
-    stage: int, kind: str, median: float, events: Events, durations: NDArray[np.int64], begin_ns: int
-) -> List[Row]:
-    """Return at most one row: the number of passes that take far longer than the median, their extra time, and the longest."""
+    stage: int,
+    kind: str,
+    median: float,
+    events: Events,
+    durations: NDArray[np.int64],
+    begin_ns: int,
+) -> list[Row]:
+    """Return at most one row: the number of passes that take far longer than the median, their
+    extra time, and the longest.
+    """
     far = np.flatnonzero(durations > FAR * median)
     if not len(far):
         return []
     worst = far[np.argsort(-durations[far], kind="stable")[:LONGEST]]
-    columns = zip(events.microbatch[worst].tolist(), events.start[worst].tolist(), durations[worst].tolist())
+    columns = zip(
+        events.microbatch[worst].tolist(),
+        events.start[worst].tolist(),
+        durations[worst].tolist(),
+    )
     longest = [
-        {"microbatch": m if m >= 0 else None, "at_ns": at - begin_ns, "duration_ns": ns} for m, at, ns in columns
+        {"microbatch": m if m >= 0 else None, "at_ns": at - begin_ns, "duration_ns": ns}
+        for m, at, ns in columns
     ]
     lost_ns = round(float((durations[far] - median).sum()))
     return [
-        {"stage": stage, "kind": kind, "count": len(far), "lost_ns": lost_ns, "median_ns": median, "longest": longest}
+        {
+            "stage": stage,
+            "kind": kind,
+            "count": len(far),
+            "lost_ns": lost_ns,
+            "median_ns": median,
+            "longest": longest,
+        }
     ]
 
 
-def sum_busy_by_device(stages: Sequence[Row]) -> Dict[int, float]:
-    """Return the nanoseconds of compute of each device for a microbatch on all its stages; empty if not known."""
-    busy_by_device: Dict[int, float] = {}
+def sum_busy_by_device(stages: Sequence[Row]) -> dict[int, float]:
+    """Return the nanoseconds of compute of each device for a microbatch on all its stages; empty if
+    not known.
+    """
+    busy_by_device: dict[int, float] = {}
     for stage in stages:
         if stage["busy_ns_per_microbatch"] is None:
             return {}
         for device in stage["devices"]:
-            busy_by_device[device] = busy_by_device.get(device, 0.0) + stage["busy_ns_per_microbatch"]
+            busy_by_device[device] = (
+                busy_by_device.get(device, 0.0) + stage["busy_ns_per_microbatch"]
+            )
     return busy_by_device
 
 
 # ---- staleness
 
 
-def measure_staleness(events: Events, accumulate: Optional[int]) -> List[Row]:
-    """Return a row for each stage that has forwards: how many updates older than the newest the weights are that its passes read,
-    when the update that applies their gradient is made; and the time from a forward's begin to that update's end."""
+def measure_staleness(events: Events, accumulate: int | None) -> list[Row]:
+    """Return a row for each stage that has forwards: how many updates older than the newest the
+    weights are that its passes read, when the update that applies their gradient is made; and the
+    time from a forward's begin to that update's end.
+    """
     if not accumulate:
         return []
-    chosen = (events.stage >= 0) & (events.microbatch >= 0) & events.is_kind(_FORWARD, _UPDATE, *_RETURNING)
-    passes, rows = events.select(chosen), []
+    chosen = (
+        (events.stage >= 0)
+        & (events.microbatch >= 0)
+        & events.is_kind(_FORWARD, _UPDATE, *_RETURNING)
+    )
+    passes = events.select(chosen)
+    rows = []
     for stage, places in group_indices(passes.stage):
         of_stage = passes.select(places)
-        forward, update = of_stage.select(of_stage.is_kind(_FORWARD)), of_stage.select(of_stage.is_kind(_UPDATE))
+        forward = of_stage.select(of_stage.is_kind(_FORWARD))
+        update = of_stage.select(of_stage.is_kind(_UPDATE))
         if len(forward.start):
-            rows.append({
-                "stage": stage,
-                "forward_versions": _measure_lag(forward, accumulate),
-                "backward_versions": _measure_lag(of_stage.select(of_stage.is_kind(*_RETURNING)), accumulate),
-                "time_ns": _measure_time_until_applied(forward, update, accumulate),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "stage": stage,
+                    "forward_versions": _measure_lag(forward, accumulate),
+                    "backward_versions": _measure_lag(
+                        of_stage.select(of_stage.is_kind(*_RETURNING)), accumulate
+                    ),
+                    "time_ns": _measure_time_until_applied(forward, update, accumulate),
+                }
+            )
     return rows
 
 
-def _measure_lag(passes: Events, accumulate: int) -> Optional[Dict[str, float]]:
+def _measure_lag(passes: Events, accumulate: int) -> dict[str, float] | None:
     known = passes.version >= 0
     # update k is made when k versions have been made since the first
     lag = passes.microbatch[known] // accumulate - passes.version[known]
     return {"mean": float(lag.mean()), "greatest": int(lag.max())} if len(lag) else None
 
 
-def _measure_time_until_applied(forward: Events, update: Events, accumulate: int) -> Optional[Dict[str, float]]:
+def _measure_time_until_applied(
+    forward: Events, update: Events, accumulate: int
+) -> dict[str, float] | None:
     if not len(update.start):
         return None
     keys = _make_keys(update.device, update.microbatch)
     order = np.lexsort((update.end, keys))
-    keys, ends = keys[order], update.end[order]
+    keys = keys[order]
+    ends = update.end[order]
     wanted = _make_keys(forward.device, forward.microbatch // accumulate)
     # the last event of an update that has several
     place = np.maximum(np.searchsorted(keys, wanted, side="right") - 1, 0)

@@ -1,8 +1,10 @@
-"""The figures of a trace as text: the answer first, then tables; and the figures of two traces side by side."""
+"""The figures of a trace as text: the answer first, then tables; and the figures of two traces side
+by side.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, Sequence
 
 from ipu_pipe.text import escape_lines, format_bytes, list_some
 
@@ -14,33 +16,56 @@ Row = Dict[str, Any]
 
 PARTS = ("busy_ns", "communication_ns", "wait_ns", "ramp_up_ns", "ramp_down_ns", "idle_ns")
 DEVICE_HEAD = (
-    "device", "busy", "communication", "waits", "ramp up", "ramp down", "idle", "waits for device", "idle in",
-)  # fmt: skip
+    "device",
+    "busy",
+    "communication",
+    "waits",
+    "ramp up",
+    "ramp down",
+    "idle",
+    "waits for device",
+    "idle in",
+)
 HALVES = {"input gradient": "input_gradient_ns", "weight gradient": "weight_gradient_ns"}
 STAGE_HEAD = (
-    "stage", "forward", "backward", *HALVES, "update", "per microbatch", "of slowest", "GFLOP/s", "forward lag",
-    "backward lag", "until update",
-)  # fmt: skip
+    "stage",
+    "forward",
+    "backward",
+    *HALVES,
+    "update",
+    "per microbatch",
+    "of slowest",
+    "GFLOP/s",
+    "forward lag",
+    "backward lag",
+    "until update",
+)
 LINK_HEAD = ("link", "carries", "messages", "sent", "per microbatch", "min latency", "median")
 STRAGGLER_HEAD = ("stragglers of stage", "kind", "count", "lost", "median", "longest")
 
 # what a device of a trace covers, where it is not one device
 ALL_IPUS = "all IPUs"
 WHY_NOT_BY_IPU = (
-    "device 0 is all IPUs of a replica together, as the host sees them: a call does not tell what each IPU computes and waits "
-    "for, so no bubble and no slowest stage are known; backend.ipu.profile.directory has PopVision record each IPU"
+    "device 0 is all IPUs of a replica together, as the host sees them: a call does not tell what "
+    "each IPU computes and waits "
+    "for, so no bubble and no slowest stage are known; backend.ipu.profile.directory has PopVision "
+    "record each IPU"
 )
 
 # ---- numbers
 
 
-def format_time(ns: Optional[float]) -> str:
+def format_time(ns: float | None) -> str:
     """Format a time with three digits and a unit; "-" if it is not known."""
     if ns is None:
         return "-"
     for power, unit in ((9, "s"), (6, "ms"), (3, "us")):
         if abs(ns) >= 10**power:
-            return f"{ns / 10**power:.3g} {unit}" if abs(ns) < 10 ** (power + 3) else f"{ns / 10**power:,.0f} {unit}"
+            return (
+                f"{ns / 10**power:.3g} {unit}"
+                if abs(ns) < 10 ** (power + 3)
+                else f"{ns / 10**power:,.0f} {unit}"
+            )
     return f"{ns:.3g} ns"
 
 
@@ -49,7 +74,7 @@ def format_share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def format_percent(value: Optional[float]) -> str:
+def format_percent(value: float | None) -> str:
     """Format a fraction in percent; "-" if it is not known."""
     return "-" if value is None else f"{value:.1%}"
 
@@ -59,11 +84,11 @@ def describe_origin(analysis: Analysis) -> str:
     return "modelled" if analysis["modelled"] else "measured"
 
 
-def _format_size(size: Optional[float]) -> str:
+def _format_size(size: float | None) -> str:
     return "-" if size is None else format_bytes(size)
 
 
-def _format_lag(lag: Optional[Row]) -> str:
+def _format_lag(lag: Row | None) -> str:
     return "-" if lag is None else f"{lag['mean']:.3g} (max {lag['greatest']})"
 
 
@@ -73,36 +98,53 @@ def _format_lag(lag: Optional[Row]) -> str:
 def format_analysis(analysis: Analysis) -> str:
     """Format all figures for a terminal."""
     tables = (_format_devices, _format_stages, _format_links, _format_memory, _format_stragglers)
-    blocks = [_format_head(analysis), _format_answer(analysis), *(form(analysis) for form in tables)]
+    blocks = [
+        _format_head(analysis),
+        _format_answer(analysis),
+        *(form(analysis) for form in tables),
+    ]
     blocks.append([f"note: {note}" for note in analysis["notes"]])
     return escape_lines("\n\n".join("\n".join(block) for block in blocks if block))
 
 
-def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0, most: int = MOST_ROWS) -> List[str]:
-    """Format rows as lines, of many the first `most`; the first `left` columns are aligned to the left, the others to the
-    right. Return nothing for no rows."""
+def format_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0, most: int = MOST_ROWS
+) -> list[str]:
+    """Format rows as lines, of many the first `most`; the first `left` columns are aligned to the
+    left, the others to the right. Return nothing for no rows."""
     shown = [head, *rows[:most]] if rows else []
     widths = [max(map(len, column)) for column in zip(*shown)]
     lines = []
     for row in shown:
-        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        cells = [
+            cell.ljust(w) if i < left else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths))
+        ]
         lines.append("  ".join(cells).rstrip())
     return lines + ([f"... and {len(rows) - most} more"] if len(rows) > most else [])
 
 
 def count_devices(analysis: Analysis) -> str:
     """Return the number of devices of an analysis as text, or what its one device covers."""
-    count, covered = len(analysis["devices"]), analysis["devices"][0].get("covers")
+    count = len(analysis["devices"])
+    covered = analysis["devices"][0].get("covers")
     return f"{covered} as one device" if covered else f"{count} device{'s' * (count != 1)}"
 
 
 def describe_busy(analysis: Analysis) -> str:
-    """Return the busy share of the devices and the bubble beside the planned one; what is not known is left out."""
-    planned, busy = analysis["planned_bubble_fraction"], analysis["utilization"]
+    """Return the busy share of the devices and the bubble beside the planned one; what is not known
+    is left out.
+    """
+    planned = analysis["planned_bubble_fraction"]
+    busy = analysis["utilization"]
     known = []
     if busy is not None:
-        origin, bubble = describe_origin(analysis), analysis["bubble_fraction"]
-        known.append(f"devices are busy {format_percent(busy)} of the time, bubble {format_percent(bubble)} ({origin})")
+        origin = describe_origin(analysis)
+        bubble = analysis["bubble_fraction"]
+        known.append(
+            f"devices are busy {format_percent(busy)} of the time, bubble {format_percent(bubble)} "
+            f"({origin})"
+        )
     if planned is not None:
         known.append(f"the schedule alone has {format_percent(planned)} (planned)")
     return "; ".join(known)
@@ -113,19 +155,24 @@ def name_device(device: Row) -> str:
     return f"{device['index']} ({device['covers']})" if "covers" in device else str(device["index"])
 
 
-def _format_head(analysis: Analysis) -> List[str]:
+def _format_head(analysis: Analysis) -> list[str]:
     stages = f"{len(analysis['stages'])} stages, " if analysis["stages"] else ""
     line = (
-        f"{analysis['source']}: {analysis['method'] or 'unknown method'}, {stages}{count_devices(analysis)}, "
+        f"{analysis['source']}: {analysis['method'] or 'unknown method'}, "
+        f"{stages}{count_devices(analysis)}, "
         f"{format_time(analysis['span_ns'])}, {describe_origin(analysis)}"
     )
     return [line] + ([f"modelled: {analysis['why_modelled']}"] if analysis["why_modelled"] else [])
 
 
-def _format_answer(analysis: Analysis) -> List[str]:
-    worst, busy = analysis["bottleneck"], describe_busy(analysis)
+def _format_answer(analysis: Analysis) -> list[str]:
+    worst = analysis["bottleneck"]
+    busy = describe_busy(analysis)
     if worst is None and any(device["busy_ns"] for device in analysis["devices"]):
-        return ["Bottleneck: not known (see the note below)", *([busy[0].upper() + busy[1:]] if busy else [])]
+        return [
+            "Bottleneck: not known (see the note below)",
+            *([busy[0].upper() + busy[1:]] if busy else []),
+        ]
     if worst is None:
         return ["no device computes anything"]
     device = f"device {worst['device']}"
@@ -141,69 +188,107 @@ def _format_answer(analysis: Analysis) -> List[str]:
         lines.append(busy[0].upper() + busy[1:])
     overlap = analysis["overlap"]
     if overlap["share"] is not None:
-        lines.append(f"Of the communication, {format_percent(overlap['share'])} overlaps with compute")
+        lines.append(
+            f"Of the communication, {format_percent(overlap['share'])} overlaps with compute"
+        )
     return lines
 
 
-def _format_devices(analysis: Analysis) -> List[str]:
-    span, rows = analysis["span_ns"], []
+def _format_devices(analysis: Analysis) -> list[str]:
+    span = analysis["span_ns"]
+    rows = []
     shared = any(len(d["stages"]) > 1 for d in analysis["devices"])
     for d in analysis["devices"]:
         waits = sorted(d["waits_for"].items(), key=lambda item: -item[1])
         most = ", ".join(f"{device} {format_share(ns, span)}" for device, ns in waits[:3])
-        kinds = ", ".join(f"{kind} {format_share(ns, span)}" for kind, ns in d["idle_in"].items() if ns)
-        stages = ", ".join(f"{stage} {format_share(ns, span)}" for stage, ns in d["busy_ns_by_stage"].items())
+        kinds = ", ".join(
+            f"{kind} {format_share(ns, span)}" for kind, ns in d["idle_in"].items() if ns
+        )
+        stages = ", ".join(
+            f"{stage} {format_share(ns, span)}" for stage, ns in d["busy_ns_by_stage"].items()
+        )
         shares = [format_share(d[part], span) for part in PARTS]
         rows.append([name_device(d), *[stages or "-"] * shared, *shares, most or "-", kinds or "-"])
     return format_table([DEVICE_HEAD[0], *["busy in stage"] * shared, *DEVICE_HEAD[1:]], rows)
 
 
-def _format_stages(analysis: Analysis) -> List[str]:
-    staleness, rows = {row["stage"]: row for row in analysis["staleness"]}, []
+def _format_stages(analysis: Analysis) -> list[str]:
+    staleness = {row["stage"]: row for row in analysis["staleness"]}
+    rows = []
     for s in analysis["stages"]:
-        stale, rate = staleness.get(s["index"], {}), s["flops_per_second"]
-        rows.append([
-            str(s["index"]),
-            *map(format_time, (s["forward_ns"], s["backward_ns"], *(s[key] for key in HALVES.values()))),
-            *map(format_time, (s["update_ns"], s["busy_ns_per_microbatch"])),
-            format_percent(s["of_greatest"]), "-" if rate is None else f"{rate / 1e9:.3g}",
-            *(_format_lag(stale.get(key)) for key in ("forward_versions", "backward_versions")),
-            format_time((stale.get("time_ns") or {}).get("median")),
-        ])  # fmt: skip
+        stale = staleness.get(s["index"], {})
+        rate = s["flops_per_second"]
+        rows.append(
+            [
+                str(s["index"]),
+                *map(
+                    format_time,
+                    (s["forward_ns"], s["backward_ns"], *(s[key] for key in HALVES.values())),
+                ),
+                *map(format_time, (s["update_ns"], s["busy_ns_per_microbatch"])),
+                format_percent(s["of_greatest"]),
+                "-" if rate is None else f"{rate / 1e9:.3g}",
+                *(_format_lag(stale.get(key)) for key in ("forward_versions", "backward_versions")),
+                format_time((stale.get("time_ns") or {}).get("median")),
+            ]
+        )
     is_split = any(s[key] is not None for s in analysis["stages"] for key in HALVES.values())
-    table = [[cell for cell, name in zip(row, STAGE_HEAD) if is_split or name not in HALVES] for row in (STAGE_HEAD, *rows)]
-    return format_table(table[0], table[1:] if any(s["microbatches"] for s in analysis["stages"]) else [])
+    table = [
+        [cell for cell, name in zip(row, STAGE_HEAD) if is_split or name not in HALVES]
+        for row in (STAGE_HEAD, *rows)
+    ]
+    return format_table(
+        table[0], table[1:] if any(s["microbatches"] for s in analysis["stages"]) else []
+    )
 
 
-def _format_links(analysis: Analysis) -> List[str]:
+def _format_links(analysis: Analysis) -> list[str]:
     rows = []
     for link in analysis["links"]:
         latency = link["latency_ns"] or {}
-        rows.append([
-            f"{link['src']} -> {link['dst']}", link["carries"], str(link["messages"]), _format_size(link["bytes"]),
-            _format_size(link["bytes_per_microbatch"]), format_time(latency.get("min")), format_time(latency.get("median")),
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{link['src']} -> {link['dst']}",
+                link["carries"],
+                str(link["messages"]),
+                _format_size(link["bytes"]),
+                _format_size(link["bytes_per_microbatch"]),
+                format_time(latency.get("min")),
+                format_time(latency.get("median")),
+            ]
+        )
     return format_table(LINK_HEAD, rows, left=2)
 
 
-def _format_memory(analysis: Analysis) -> List[str]:
+def _format_memory(analysis: Analysis) -> list[str]:
     names = list(dict.fromkeys(name for row in analysis["memory"] for name in row["categories"]))
     rows = [
-        [str(row["device"]), format_bytes(row["peak_bytes"]), format_time(row["at_ns"]),
-         *(_format_size(row["categories"].get(name)) for name in names), str(len(row["microbatches"]))]
+        [
+            str(row["device"]),
+            format_bytes(row["peak_bytes"]),
+            format_time(row["at_ns"]),
+            *(_format_size(row["categories"].get(name)) for name in names),
+            str(len(row["microbatches"])),
+        ]
         for row in analysis["memory"]
-    ]  # fmt: skip
+    ]
     return format_table(["device", "peak", "at", *names, "microbatches"], rows)
 
 
-def _format_stragglers(analysis: Analysis) -> List[str]:
+def _format_stragglers(analysis: Analysis) -> list[str]:
     rows = []
     for group in sorted(analysis["stragglers"], key=lambda group: -group["lost_ns"]):
         worst = group["longest"][0]
-        rows.append([
-            str(group["stage"]), group["kind"], str(group["count"]), format_time(group["lost_ns"]),
-            format_time(group["median_ns"]), f"{format_time(worst['duration_ns'])} at {format_time(worst['at_ns'])}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(group["stage"]),
+                group["kind"],
+                str(group["count"]),
+                format_time(group["lost_ns"]),
+                format_time(group["median_ns"]),
+                f"{format_time(worst['duration_ns'])} at {format_time(worst['at_ns'])}",
+            ]
+        )
     return format_table(STRAGGLER_HEAD, rows)
 
 
@@ -214,7 +299,7 @@ IDENTIFYING = ("index", "covers", "stage", "device", "src", "dst", "carries", "k
 NOT_COMPARED = ("over_time", "microbatches", "longest", "move")
 
 
-def list_numbers(value: Any, name: str = "") -> Iterator[Tuple[str, float]]:
+def list_numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     """Yield every number of an analysis with its path, such as devices[0].busy_ns."""
     if value is None or isinstance(value, (bool, str)):
         return
@@ -233,32 +318,43 @@ def list_numbers(value: Any, name: str = "") -> Iterator[Tuple[str, float]]:
                 yield from list_numbers(inner, f"{name}[{identity}]")
 
 
-def compute_differences(analysis: Analysis, other: Analysis) -> List[Row]:
-    """Return a row for each figure: its name, both values (null if missing), and the first minus the second."""
-    first, second = dict(list_numbers(analysis)), dict(list_numbers(other))
+def compute_differences(analysis: Analysis, other: Analysis) -> list[Row]:
+    """Return a row for each figure: its name, both values (null if missing), and the first minus
+    the second.
+    """
+    first = dict(list_numbers(analysis))
+    second = dict(list_numbers(other))
     return [
         {
-            "name": name, "this": first.get(name), "other": second.get(name),
+            "name": name,
+            "this": first.get(name),
+            "other": second.get(name),
             "difference": first[name] - second[name] if name in first and name in second else None,
         }
         for name in dict.fromkeys([*first, *second])
-    ]  # fmt: skip
+    ]
 
 
-def format_comparison(analysis: Analysis, other: Analysis, settings: Optional[Sequence[str]] = None) -> str:
-    """Format the main figures of two analyses side by side: span, bubble, and each stage's time per microbatch.
+def format_comparison(
+    analysis: Analysis, other: Analysis, settings: Sequence[str] | None = None
+) -> str:
+    """Format the main figures of two analyses side by side: span, bubble, and each stage's time per
+    microbatch.
 
     `settings`: the config keys that differ, with both values, or None if they are not known.
     """
     lines = [
-        f"{name} {figures['source']}: {figures['method'] or 'unknown method'}, {count_devices(figures)}, "
+        f"{name} {figures['source']}: {figures['method'] or 'unknown method'}, "
+        f"{count_devices(figures)}, "
         f"{describe_origin(figures)}"
         for name, figures in (("this: ", analysis), ("other:", other))
     ]
     if settings is None:
         lines.append("different settings: not known (give the folders of two runs)")
     else:
-        lines.append(f"different settings (this | other): {list_some(settings, MOST_ROWS) or 'none'}")
+        lines.append(
+            f"different settings (this | other): {list_some(settings, MOST_ROWS) or 'none'}"
+        )
     rows = [_compare_times("span", analysis["span_ns"], other["span_ns"])]
     bubble = analysis["bubble_fraction"]
     other_bubble = other["bubble_fraction"]
@@ -268,12 +364,16 @@ def format_comparison(analysis: Analysis, other: Analysis, settings: Optional[Se
     times = {stage["index"]: stage["busy_ns_per_microbatch"] for stage in analysis["stages"]}
     other_times = {stage["index"]: stage["busy_ns_per_microbatch"] for stage in other["stages"]}
     for stage in sorted({*times, *other_times}):
-        rows.append(_compare_times(f"stage {stage}, per microbatch", times.get(stage), other_times.get(stage)))
+        rows.append(
+            _compare_times(
+                f"stage {stage}, per microbatch", times.get(stage), other_times.get(stage)
+            )
+        )
     lines += format_table(("", "this", "other", "this - other"), rows, left=1)
     return escape_lines("\n".join(lines))
 
 
-def _compare_times(name: str, time: Optional[float], other: Optional[float]) -> List[str]:
+def _compare_times(name: str, time: float | None, other: float | None) -> list[str]:
     """Return a row of two times and their difference in percent of the second."""
     difference = f"{(time - other) / other:+.1%}" if time is not None and other else "-"
     return [name, format_time(time), format_time(other), difference]

@@ -16,7 +16,7 @@ import hashlib
 import json
 import zlib
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,52 +37,77 @@ from ipu_pipe.trace.events import (
 # of a longer trace only the middle is embedded
 MOST_EVENTS = 1_000_000
 OVERVIEW_BINS = 2048
-MOST_CURVES, MOST_CURVE_POINTS = 256, 1000
+MOST_CURVES = 256
+MOST_CURVE_POINTS = 1000
 # little-endian types; a column gets the first that fits, else f8
 _TYPES = ("u1", "i2", "i4", "u4")
 
 
-def embed_trace(trace: Trace, analysis: Dict[str, Any]) -> Dict[str, Any]:
+def embed_trace(trace: Trace, analysis: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON that data.js reads. Times are nanoseconds from the span's begin."""
     events = trace.events.select(np.lexsort((trace.events.end, trace.events.start)))
     moments = [int(column.min()) for column in (events.start, trace.counters.time) if len(column)]
     begin = analysis.get("begin_ns")
     begin = min(moments, default=0) if begin is None else int(begin)
     events = events._replace(start=events.start - begin, end=events.end - begin)
-    count, span = len(events.start), int(events.end.max(initial=0))
-    data: Dict[str, Any] = {
-        "metadata": trace.metadata, "notes": trace.notes, "kinds": KINDS, "carried": PAYLOADS, "span_ns": span,
-        "communication": COMMUNICATION, "count": count,
-        "devices": np.unique(events.device).tolist(), "curves": _thin_curves(trace.counters, begin),
-    }  # fmt: skip
+    count = len(events.start)
+    span = int(events.end.max(initial=0))
+    data: dict[str, Any] = {
+        "metadata": trace.metadata,
+        "notes": trace.notes,
+        "kinds": KINDS,
+        "carried": PAYLOADS,
+        "span_ns": span,
+        "communication": COMMUNICATION,
+        "count": count,
+        "devices": np.unique(events.device).tolist(),
+        "curves": _thin_curves(trace.counters, begin),
+    }
     if count > MOST_EVENTS:
         data["overview"] = _build_overview(events, span)
         first = (count - MOST_EVENTS) // 2
         events = events.select(slice(first, first + MOST_EVENTS))
         data["window_ns"] = [int(events.start[0]), int(events.start[-1])]
-    columns = {**events._asdict(), "start": np.diff(events.start, prepend=0), "end": events.end - events.start}
+    columns = {
+        **events._asdict(),
+        "start": np.diff(events.start, prepend=0),
+        "end": events.end - events.start,
+    }
     return {**data, "columns": {name: _pack(column) for name, column in columns.items()}}
 
 
-def _pack(column: NDArray[Any]) -> Dict[str, str]:
+def _pack(column: NDArray[Any]) -> dict[str, str]:
     """Return a column as the bytes of the narrowest type, compressed by zlib, in base64."""
-    low, high = (int(column.min()), int(column.max())) if len(column) and column.dtype.kind in "iu" else (0, 0)
+    low, high = (
+        (int(column.min()), int(column.max()))
+        if len(column) and column.dtype.kind in "iu"
+        else (0, 0)
+    )
     fitting = (name for name in _TYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max)
     name = "f8" if column.dtype.kind == "f" else next(fitting, "f8")
-    return {"type": name, "base64": base64.b64encode(zlib.compress(column.astype("<" + name).tobytes(), 6)).decode()}
+    return {
+        "type": name,
+        "base64": base64.b64encode(zlib.compress(column.astype("<" + name).tobytes(), 6)).decode(),
+    }
 
 
-def _build_overview(events: Events, span: int) -> List[Dict[str, Any]]:
-    """Return for each device and kind its share of each of OVERVIEW_BINS equal parts of the span, in 255ths."""
+def _build_overview(events: Events, span: int) -> list[dict[str, Any]]:
+    """Return for each device and kind its share of each of OVERVIEW_BINS equal parts of the span,
+    in 255ths.
+    """
     edges = np.linspace(0, span, OVERVIEW_BINS + 1)
     kinds = np.unique(events.kind).tolist()
     overview = []
     for device, places in group_indices(events.device):
-        of_device, shares = events.select(places), {}
+        of_device = events.select(places)
+        shares = {}
         for code in kinds:
             chosen = of_device.kind == code
-            start, end = of_device.start[chosen], np.sort(of_device.end[chosen])
-            share = np.diff(_sum_distances(edges, start) - _sum_distances(edges, end)) / max(span / OVERVIEW_BINS, 1)
+            start = of_device.start[chosen]
+            end = np.sort(of_device.end[chosen])
+            share = np.diff(_sum_distances(edges, start) - _sum_distances(edges, end)) / max(
+                span / OVERVIEW_BINS, 1
+            )
             shares[KINDS[code]] = _pack(np.rint(255 * share.clip(0, 1)).astype(np.int64))
         overview.append({"device": device, "shares": shares})
     return overview
@@ -94,17 +119,31 @@ def _sum_distances(edges: NDArray[np.float64], moments: NDArray[np.int64]) -> ND
     return before * edges - np.concatenate([[0.0], np.cumsum(moments, dtype=np.float64)])[before]
 
 
-def _thin_curves(counters: Counters, begin: int) -> List[Dict[str, Any]]:
-    """Return memory and other counters; of a long curve the greatest value of each of MOST_CURVE_POINTS parts."""
+def _thin_curves(counters: Counters, begin: int) -> list[dict[str, Any]]:
+    """Return memory and other counters; of a long curve the greatest value of each of
+    MOST_CURVE_POINTS parts.
+    """
     curves = []
     for name, device, times, values in build_counter_series(counters):
         total = np.nansum(np.stack([*values.values()]), axis=0)
         chosen = np.arange(len(times))
         if len(times) > MOST_CURVE_POINTS:
             parts = np.linspace(0, len(times), MOST_CURVE_POINTS + 1).astype(int)
-            chosen = np.array([low + int(total[low:high].argmax()) for low, high in zip(parts[:-1], parts[1:])])
-        finite = {key: [None if v != v else v for v in column[chosen].tolist()] for key, column in values.items()}
-        curves.append({"name": name, "device": device, "times": (times[chosen] - begin).tolist(), "values": finite})
+            chosen = np.array(
+                [low + int(total[low:high].argmax()) for low, high in zip(parts[:-1], parts[1:])]
+            )
+        finite = {
+            key: [None if v != v else v for v in column[chosen].tolist()]
+            for key, column in values.items()
+        }
+        curves.append(
+            {
+                "name": name,
+                "device": device,
+                "times": (times[chosen] - begin).tolist(),
+                "values": finite,
+            }
+        )
     return curves[:MOST_CURVES]
 
 
@@ -112,13 +151,16 @@ def _thin_curves(counters: Counters, begin: int) -> List[Dict[str, Any]]:
 _PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")
 
 
-def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
+def write_page(path: Path, trace: Trace, analysis: dict[str, Any]) -> None:
     """Write the page atomically.
 
-    `analysis`: as `tools/analyze.py --json` prints it; missing or null figures are shown as unknown. Raise `RunFault` if writing
-    fails.
+    `analysis`: as `tools/analyze.py --json` prints it; missing or null figures are shown as
+    unknown. Raise `RunFault` if writing fails.
     """
-    data = json.dumps(replace_nonfinite({"analysis": analysis, "trace": embed_trace(trace, analysis)}), allow_nan=False)
+    data = json.dumps(
+        replace_nonfinite({"analysis": analysis, "trace": embed_trace(trace, analysis)}),
+        allow_nan=False,
+    )
     # names of runs are not trusted: nothing within a script's element may begin a tag
     data = data.replace("<", "\\u003c")
     here = Path(__file__).parent
@@ -128,7 +170,8 @@ def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
     for number, ground in enumerate(("light", "dark")):
         colours = [f"--{kind.replace(' ', '-')}: {pair[number]};" for kind, pair in COLOURS.items()]
         text = text.replace(f"/* colours on {ground} */", " ".join(colours), 1)
-    # the browser runs and applies only what has these hashes, so nothing that a fault of ours would let into the page
+    # the browser runs and applies only what has these hashes, so nothing that a fault of ours would
+    # let into the page
     for tag in ("script", "style"):
         text = text.replace(f"/* hash of {tag} */", _hash_element(text, tag), 1)
     before, after = text.split("/* data */")
@@ -136,6 +179,8 @@ def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
 
 
 def _hash_element(page: str, tag: str) -> str:
-    """Return the hash of the one inline element of this tag, as a content security policy has it."""
+    """Return the hash of the one inline element of this tag, as a content security policy has
+    it.
+    """
     content = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode()

@@ -28,11 +28,14 @@ class Options(_options.Options):
 
     def __init__(self, ipus_per_replica: int = 1) -> None:
         if not isinstance(ipus_per_replica, int) or ipus_per_replica < 1:
-            raise ValueError(f"ipus_per_replica must be a whole number >= 1, not {ipus_per_replica!r}")
+            raise ValueError(
+                f"ipus_per_replica must be a whole number >= 1, not {ipus_per_replica!r}"
+            )
         super().__init__()
         distributed = _Distributed()
         distributed.set(
-            num_distributed_processes=popdist.getNumInstances(), distributed_process_id=popdist.getInstanceIndex()
+            num_distributed_processes=popdist.getNumInstances(),
+            distributed_process_id=popdist.getInstanceIndex(),
         )
         self.__dict__.update(Distributed=distributed, _ipus_per_replica=ipus_per_replica)
         self.set(replication_factor=popdist.getNumLocalReplicas())

@@ -36,7 +36,12 @@ class DataLoader(torch.utils.data.DataLoader):
         **kwargs,
     ) -> None:
         self._accessor: Optional[_Accessor] = None
-        if batch_size is not None or mode != DataLoaderMode.Async or auto_distributed_partitioning or shuffle:
+        if (
+            batch_size is not None
+            or mode != DataLoaderMode.Async
+            or auto_distributed_partitioning
+            or shuffle
+        ):
             raise not_modelled("a loader other than an asynchronous one of whole calls, in order")
         options._freeze()
         # torch refuses drop_last, which is PopTorch's default, beside batch_size=None

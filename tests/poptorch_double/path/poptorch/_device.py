@@ -35,7 +35,9 @@ def reserve(ipus: int, auto_round: bool) -> int:
     """IPUs that have to be reserved for a model that uses so many."""
     count = rounded(ipus)
     if count != ipus and not auto_round:
-        raise cpp_error(f"The model specifies the use of {ipus} IPUs, however PopTorch must reserve a minimum of {count}")
+        raise cpp_error(
+            f"The model specifies the use of {ipus} IPUs, however PopTorch must reserve a minimum of {count}"
+        )
     if count != ipus:
         recorded.warn(f"Reserving {count} IPUs when the model specifices the use of only {ipus}")
     if count > MOST_PER_PROCESS:
@@ -48,7 +50,9 @@ def acquire(holder: int, ipus: int, ipu_id: Optional[int]) -> None:
     if total() == 0:
         raise cpp_error(f"Failed to acquire {ipus} IPU(s): No IPU detected in the system")
     if ipus > total():
-        raise cpp_error(f"Failed to acquire {ipus} IPU(s): No device found on the system with {ipus} IPUs")
+        raise cpp_error(
+            f"Failed to acquire {ipus} IPU(s): No device found on the system with {ipus} IPUs"
+        )
     if ipu_id is not None and held_ids.get(ipu_id, holder) != holder:
         raise cpp_error(f"Failed to acquire device id {ipu_id}: it is in use")
     if not held:

@@ -29,7 +29,14 @@ EVENTS = ("input", "input_complete", "output", "output_complete")
 class PoplarExecutor:
     """Made by trainingModel and inferenceModel only."""
 
-    def __init__(self, model: Any, options: Optional[Options], training: bool, optimizer: Any, user_model: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        options: Optional[Options],
+        training: bool,
+        optimizer: Any,
+        user_model: Any,
+    ) -> None:
         set_ = object.__setattr__
         set_(self, "_user_model", user_model)
         set_(self, "_model", model)
@@ -65,7 +72,9 @@ class PoplarExecutor:
     def _own(self, options: Optional[Options]) -> Options:
         """Freeze the options given; the executor keeps a copy with the default output mode filled in."""
         if options is not None and not isinstance(options, Options):
-            raise py_error(f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)")
+            raise py_error(
+                f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)"
+            )
         if options is None:
             options = Options()
         else:
@@ -75,14 +84,18 @@ class PoplarExecutor:
             options.outputMode(enums.OutputMode.Final if self._training else enums.OutputMode.All)
         accumulation = options.Training.gradient_accumulation
         if not self._training and accumulation != 1:
-            raise py_error("Training.gradientAccumulation must be 1 when running a poptorch.inferenceModel().")
+            raise py_error(
+                "Training.gradientAccumulation must be 1 when running a poptorch.inferenceModel()."
+            )
         return options
 
     def _check_all_in_groups(self) -> None:
         """[U] PopTorch trains a parameter that is in no group with the optimizer's defaults."""
         assert self._description is not None
         listed = {name for group in self._description.parameters for name in group}
-        missing = [n for n, p in self._user_model.named_parameters() if p.requires_grad and n not in listed]
+        missing = [
+            n for n, p in self._user_model.named_parameters() if p.requires_grad and n not in listed
+        ]
         if missing:
             raise DoubleRefuses(f"parameters in no group of the optimizer: {', '.join(missing)}")
 
@@ -90,7 +103,9 @@ class PoplarExecutor:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
-            raise DoubleRefuses(f"{name} set on a PoplarExecutor: PopTorch would take it and do nothing with it")
+            raise DoubleRefuses(
+                f"{name} set on a PoplarExecutor: PopTorch would take it and do nothing with it"
+            )
         object.__setattr__(self, name, value)
 
     @property
@@ -125,7 +140,9 @@ class PoplarExecutor:
     @typed("PoplarExecutor.copyWeightsToHost")
     def copyWeightsToHost(self) -> None:
         program = self._executable()
-        self._dirty_host_weights = False  # before anything touches the parameters, and whatever comes of it
+        self._dirty_host_weights = (
+            False  # before anything touches the parameters, and whatever comes of it
+        )
         self._alive()
         if not self._is_attached:  # [U]
             raise cpp_error("Device is not attached")
@@ -186,7 +203,11 @@ class PoplarExecutor:
 
     def _read_optimizer_state(self) -> None:
         optimizer = self._optimizer
-        if isinstance(optimizer, optim.Optimizer) and optimizer.host_state_is_dirty and self._program is not None:
+        if (
+            isinstance(optimizer, optim.Optimizer)
+            and optimizer.host_state_is_dirty
+            and self._program is not None
+        ):
             assert not self._waiting, "Both host and ipu states cannot be dirty at the same time."
             self._alive()
             assert self._program.twin is not None
@@ -197,7 +218,9 @@ class PoplarExecutor:
         optimizer = self._optimizer
         if isinstance(optimizer, optim.Optimizer) and optimizer.ipu_state_is_dirty:
             assert self._program is not None and self._program.twin is not None
-            assert not optimizer.host_state_is_dirty, "Both host and ipu states cannot be dirty at the same time."
+            assert not optimizer.host_state_is_dirty, (
+                "Both host and ipu states cannot be dirty at the same time."
+            )
             if optimizer.has_state():
                 self._program.twin.write(optimizer._state_dict["ipu_state"])
             optimizer.ipu_state_is_dirty = False
@@ -226,7 +249,9 @@ class PoplarExecutor:
             program.twin = _optimizers.Twin(self._description, program.parameters())
             program.strategy = _optimizers.mean_strategy(self._description, options)
         self._program, self._compiled_inputs = program, arguments
-        recomputation = options._Popart.options.get("autoRecomputation", 3 if layout.pipelined else 0)
+        recomputation = options._Popart.options.get(
+            "autoRecomputation", 3 if layout.pipelined else 0
+        )
         self._compilation = Compilation(
             self._index, self._training, options.toDict(), type(options._execution_strategy).__name__, trace.blocks,
             dict(sorted(layout.stages.items())), layout.ipus_per_replica, self._reserved, layout.forward_stages,
@@ -245,7 +270,11 @@ class PoplarExecutor:
     def _check_options(self) -> None:
         """What is wrong whatever the model is."""
         options = self._options
-        if options.connection_type == enums.ConnectionType.Never and self._on_model() and options.exists("ipu_version"):
+        if (
+            options.connection_type == enums.ConnectionType.Never
+            and self._on_model()
+            and options.exists("ipu_version")
+        ):
             raise cpp_error("The offline IPU target cannot be used if the IPU model is enabled")
         if options.connection_type == enums.ConnectionType.Never:
             if options.exists("ipu_id"):
@@ -253,16 +282,22 @@ class PoplarExecutor:
             if options._Popart.options["instrumentWithHardwareCycleCounter"]:
                 raise cpp_error("Cycle count logging is only supported on actual IPU hardware.")
         steps = options.device_iterations * options.Training.gradient_accumulation
-        if options.output_mode == enums.OutputMode.EveryN and steps % options.output_return_period:  # [U]
+        if (
+            options.output_mode == enums.OutputMode.EveryN and steps % options.output_return_period
+        ):  # [U]
             raise cpp_error(f"output_return_period does not divide {steps} micro-batches")
         for name, location in options.TensorLocations.toDict().items():
             if not isinstance(location, dict):
                 continue
-            if location.get("useReplicatedTensorSharding") and options.replication_factor == 1:  # [U]
+            if (
+                location.get("useReplicatedTensorSharding") and options.replication_factor == 1
+            ):  # [U]
                 raise cpp_error(f"{name}: replicated tensor sharding needs more than one replica")
             tiles = location.get("useIOTilesToLoad") or location.get("useIOTilesToStore")
             if tiles and not options.TensorLocations.exists("numIOTiles"):  # [U]
-                raise cpp_error(f"{name}: IO tiles asked for, but none allocated by TensorLocations.numIOTiles")
+                raise cpp_error(
+                    f"{name}: IO tiles asked for, but none allocated by TensorLocations.numIOTiles"
+                )
 
     def _check_layout(self, trace: Any, layout: Any) -> None:
         """What PopTorch checks when it knows the model's stages."""
@@ -277,10 +312,14 @@ class PoplarExecutor:
         if not layout.pipelined:
             return
         if self._training and options.Training.gradient_accumulation < 2 * stages - 1:
-            least = f"must be greater than or equal to the number of pipeline stages ({2 * stages - 1})"
+            least = (
+                f"must be greater than or equal to the number of pipeline stages ({2 * stages - 1})"
+            )
             raise cpp_error(f"poptorch.Options().Training.gradientAccumulation {least}")
         if not self._training and options.device_iterations < stages:
-            raise cpp_error(f"deviceIterations must be greater than or equal to the number of pipeline stages ({stages})")
+            raise cpp_error(
+                f"deviceIterations must be greater than or equal to the number of pipeline stages ({stages})"
+            )
 
     def _on_model(self) -> bool:
         """Return whether the simulator is used; the option comes before the environment."""
@@ -291,8 +330,12 @@ class PoplarExecutor:
     def _count_ipus(self, per_replica: int) -> int:
         options, count = self._options, per_replica * self._options.replication_factor
         asked = options._ipus_per_replica
-        if asked is not None and asked != _device.rounded(per_replica):  # [U] what the launcher's devices do then
-            raise cpp_error(f"The model uses {per_replica} IPUs, but popdist.poptorch.Options was told {asked}")
+        if asked is not None and asked != _device.rounded(
+            per_replica
+        ):  # [U] what the launcher's devices do then
+            raise cpp_error(
+                f"The model uses {per_replica} IPUs, but popdist.poptorch.Options was told {asked}"
+            )
         if self._on_model() or options.connection_type == enums.ConnectionType.Never:
             return count
         return _device.reserve(count, options.auto_round_num_ipus)
@@ -330,7 +373,9 @@ class PoplarExecutor:
             and self._training
             and not os.environ.get("POPTORCH_DOUBLE_ALONE")
         ):
-            raise not_modelled("averaging gradients over processes (POPTORCH_DOUBLE_ALONE=1: each trains for itself)")
+            raise not_modelled(
+                "averaging gradients over processes (POPTORCH_DOUBLE_ALONE=1: each trains for itself)"
+            )
         with self._faults():
             recorded.event("execute", self._index)
         begun = time.perf_counter()
@@ -362,7 +407,9 @@ class PoplarExecutor:
     def _validate(self, compiled: Any, given: Any) -> None:
         names = list(self._signature.parameters)
         if len(compiled[0]) != len(given[0]):
-            raise py_error(f"Number of positional arguments mismatch: expected {len(compiled[0])}, got {len(given[0])}.")
+            raise py_error(
+                f"Number of positional arguments mismatch: expected {len(compiled[0])}, got {len(given[0])}."
+            )
         for place, (one, other) in enumerate(zip(compiled[0], given[0])):
             _compare(names[place] if place < len(names) else f"*{names[-1]}[{place}]", one, other)
         _compare("named arguments", compiled[1], given[1])
@@ -384,7 +431,9 @@ class PoplarExecutor:
 
     # ---- timing
 
-    def _latency(self, begin: str, begin_of: Any, end: str, end_of: Any) -> Tuple[float, float, float]:
+    def _latency(
+        self, begin: str, begin_of: Any, end: str, end_of: Any
+    ) -> Tuple[float, float, float]:
         starts = [begin_of(times) for times in zip(*self._stamps[begin])]
         ends = [end_of(times) for times in zip(*self._stamps[end])]
         lengths = [b - a for a, b in zip(starts, ends)]
@@ -409,7 +458,9 @@ class PoplarExecutor:
     @typed("PoplarExecutor.cycleCount")
     def cycleCount(self) -> int:
         if not self._options._Popart.options["instrumentWithHardwareCycleCounter"]:
-            raise py_error("Cycle count logging is disabled. Please set option logCycleCount to True to enable.")
+            raise py_error(
+                "Cycle count logging is disabled. Please set option logCycleCount to True to enable."
+            )
         if self._program is None or self._cycles is None:
             raise py_error("Please run the model at least once before obtaining cycle count.")
         if self._on_model():
@@ -454,7 +505,10 @@ class PoplarExecutor:
                 self._optimizer.ipu_state_is_dirty = True
                 self._write_optimizer_state()
             else:
-                self._optimizer.host_state_is_dirty, self._optimizer.ipu_state_is_dirty = True, False
+                self._optimizer.host_state_is_dirty, self._optimizer.ipu_state_is_dirty = (
+                    True,
+                    False,
+                )
 
     @typed("PoplarExecutor.attachToDevice")
     def attachToDevice(self) -> None:
@@ -498,7 +552,9 @@ class PoplarExecutor:
 
     def _begin_profile(self) -> None:
         engine = dict(self._options._Popart.options.get("engineOptions", {}))
-        engine.update(json.loads(os.environ.get("POPLAR_ENGINE_OPTIONS") or "{}"))  # the environment wins
+        engine.update(
+            json.loads(os.environ.get("POPLAR_ENGINE_OPTIONS") or "{}")
+        )  # the environment wins
         if engine.get("autoReport.all") != "true":
             return
         default = "training" if self._training else "inference"
@@ -508,7 +564,9 @@ class PoplarExecutor:
         (folder.parent / "debug.cbor").write_bytes(b"")
         written = folder / f"profile_{os.getpid()}_{self._index}.pop"
         compilation = self._made()
-        written.write_text(json.dumps({"ipus": compilation.ipus, "replicas": self._options.replication_factor}))
+        written.write_text(
+            json.dumps({"ipus": compilation.ipus, "replicas": self._options.replication_factor})
+        )
         self._profile = written, folder / "profile.pop"
 
     def _end_profile(self) -> None:
@@ -543,12 +601,17 @@ def _no_backward(*_: Any, **__: Any) -> None:
 def _compare(name: str, compiled: Any, given: Any) -> None:
     """An executable takes the very shapes, types and plain values it was compiled with."""
     if isinstance(compiled, torch.Tensor) and isinstance(given, torch.Tensor):
-        for what, one, other in (("Data type", compiled.dtype, given.dtype), ("Shape", compiled.shape, given.shape)):
+        for what, one, other in (
+            ("Data type", compiled.dtype, given.dtype),
+            ("Shape", compiled.shape, given.shape),
+        ):
             if one != other:
                 raise py_error(f"{what} mismatch for {name}: expected {one} but got {other}.")
         return
     if type(compiled) is not type(given):
-        raise py_error(f"Type mismatch for {name}: expected {type(compiled)} but got {type(given)}.")
+        raise py_error(
+            f"Type mismatch for {name}: expected {type(compiled)} but got {type(given)}."
+        )
     if compiled != given:
         raise py_error(f"Value mismatch for {name}: expected {compiled} but got {given}.")
 

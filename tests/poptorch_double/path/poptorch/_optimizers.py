@@ -34,7 +34,9 @@ class Description:
 
 def _kind(optimizer: Any) -> Tuple[str, str]:
     """(PopTorch's type, its class)."""
-    if not isinstance(optimizer, optim.Optimizer) or not getattr(optimizer, "bias_correction", True):
+    if not isinstance(optimizer, optim.Optimizer) or not getattr(
+        optimizer, "bias_correction", True
+    ):
         raise not_modelled("torch's own optimizers, and those without bias correction")
     if isinstance(optimizer, torch.optim.SGD):
         return ("SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"), "SGD"
@@ -44,7 +46,9 @@ def _kind(optimizer: Any) -> Tuple[str, str]:
         return "ADAM", "Adam"
     if isinstance(optimizer, torch.optim.RMSprop):
         centered = {group["centered"] for group in optimizer.param_groups}
-        assert len(centered) == 1, "All parameter groups must have the same value for the 'centered' attribute"
+        assert len(centered) == 1, (
+            "All parameter groups must have the same value for the 'centered' attribute"
+        )
         return ("RMSPROP_CENTERED" if centered.pop() else "RMSPROP"), "RMSprop"
     raise not_modelled(f"optimizer {type(optimizer).__name__}")
 
@@ -78,17 +82,24 @@ def describe(optimizer: Any, names: Mapping[int, str], options: Any) -> Descript
         variables["loss_scaling"] = (scaling, False)
     skipped = {*entry["group_vars"], *entry["global_vars"]}
     extra = [name for name in entry["extra_args"] if name not in skipped]
-    attributes = {name: getattr(optimizer, name, optim.OWN_DEFAULTS.get(name, torch.float32)) for name in extra}
+    attributes = {
+        name: getattr(optimizer, name, optim.OWN_DEFAULTS.get(name, torch.float32))
+        for name in extra
+    }
     limit = attributes.get("max_grad_norm")
     if limit is not None and (math.isnan(limit) or limit <= 0):
         raise ValueError(f"max_grad_norm must be a positive number, not {limit}")
-    parameters = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]  # KeyError, as PopTorch
+    parameters = [
+        [names[id(p)] for p in group["params"]] for group in optimizer.param_groups
+    ]  # KeyError, as PopTorch
     return Description(kind, attributes, variables, groups, parameters)
 
 
 def _refuse_unsupported(group: Mapping[str, Any], family: str) -> None:
     if group.get("dampening"):
-        raise DoubleRefuses("dampening: PopART's velocity starts at zero, PyTorch's at the first gradient")
+        raise DoubleRefuses(
+            "dampening: PopART's velocity starts at zero, PyTorch's at the first gradient"
+        )
     if group.get("amsgrad"):
         raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported.")
     for name in IGNORED:
@@ -100,11 +111,15 @@ def check_replacement(old: Description, new: Description) -> None:
     """What a compiled executable accepts in place of the optimizer it was compiled with."""
     # [U] PopTorch keeps the compiled groups of parameters without a word
     if (old.kind, old.attributes, old.parameters) != (new.kind, new.attributes, new.parameters):
-        raise popart_error("type, attributes and parameter groups of the compiled optimizer can not change")
+        raise popart_error(
+            "type, attributes and parameter groups of the compiled optimizer can not change"
+        )
     for before, after in [(old.variables, new.variables), *zip(old.groups, new.groups)]:
         for name, (value, constant) in before.items():
             if constant != after[name][1]:
-                raise popart_error(f"{name}: Can not replace a constant value with a non constant value.")
+                raise popart_error(
+                    f"{name}: Can not replace a constant value with a non constant value."
+                )
             if constant and value != after[name][0]:
                 raise popart_error(f"{name}: Values are constant but do not match.")
 
@@ -130,7 +145,9 @@ class Twin:
 
     def __init__(self, description: Description, weights: Mapping[str, torch.Tensor]) -> None:
         self._description = self.compiled = description
-        self._names = {id(weights[name]): name for names in description.parameters for name in names}
+        self._names = {
+            id(weights[name]): name for names in description.parameters for name in names
+        }
         self._groups = [[weights[name] for name in names] for names in description.parameters]
         self.states: Dict[str, torch.Tensor] = {}
         self._optimizer: Any = None
@@ -159,14 +176,20 @@ class Twin:
             for group, values in zip(self._groups, self._description.groups):
                 for p in group:
                     if p.grad is not None:
-                        self._step_sgd(p, {name: value for name, (value, _) in values.items()}, unreduced)
+                        self._step_sgd(
+                            p, {name: value for name, (value, _) in values.items()}, unreduced
+                        )
 
     # -- SGD
 
     def _scale(self, group: Mapping[str, Any]) -> float:
         """Return the velocity scaling: glued to the loss scaling for the separate variant (CompilerImpl.cpp)."""
         separate = self._description.kind == "SGD2"
-        return float(self._description.variables["loss_scaling"][0] if separate else group["velocity_scaling"])
+        return float(
+            self._description.variables["loss_scaling"][0]
+            if separate
+            else group["velocity_scaling"]
+        )
 
     def _begin_sgd(self) -> None:
         for group, values in zip(self._groups, self._description.groups):
@@ -176,17 +199,26 @@ class Twin:
                 if self._description.kind == "SGD2":
                     self.states[f"Accl1___{name}"] = torch.zeros_like(p)
                 else:  # it begins with the weight decay's part of the first velocity (sgd1decompose.cpp)
-                    self.states[f"Accl___{name}"] = p.detach() * (numbers_["weight_decay"] * self._scale(numbers_))
+                    self.states[f"Accl___{name}"] = p.detach() * (
+                        numbers_["weight_decay"] * self._scale(numbers_)
+                    )
 
     def _step_sgd(self, p: torch.Tensor, group: Dict[str, Any], unreduced: float) -> None:
-        name, momentum, decay, scale = self._names[id(p)], group["momentum"], group["weight_decay"], self._scale(group)
+        name, momentum, decay, scale = (
+            self._names[id(p)],
+            group["momentum"],
+            group["weight_decay"],
+            self._scale(group),
+        )
         direction = p.grad.add(p, alpha=decay) if decay else p.grad
         if not momentum:
             p.add_(direction, alpha=-group["lr"])
             return
         if self._description.kind == "SGD2":
             velocity = self.states[f"Accl1___{name}"].mul_(momentum).add_(direction * scale)
-            if group["nesterov"]:  # takes the accumulator as it is: the sum, where the mean is taken after it
+            if group[
+                "nesterov"
+            ]:  # takes the accumulator as it is: the sum, where the mean is taken after it
                 velocity = (p.grad * unreduced).add(p, alpha=decay) * scale + velocity * momentum
             p.add_(velocity, alpha=-group["lr"] / scale)
             return
@@ -212,7 +244,9 @@ class Twin:
                 keeps.update({"grad_avg": "Accl2___"} if kind == "RMSPROP_CENTERED" else {})
                 keeps.update({"momentum_buffer": "Accl3___"} if values["momentum"][0] else {})
             for p in group["params"]:
-                state = {key: torch.zeros(()) if key == "step" else torch.zeros_like(p) for key in keeps}
+                state = {
+                    key: torch.zeros(()) if key == "step" else torch.zeros_like(p) for key in keeps
+                }
                 self._optimizer.state[p] = state
                 if kind.startswith("RMSPROP"):  # torch counts where PopART does not
                     state["step"] = torch.zeros(())
@@ -224,8 +258,15 @@ class Twin:
     def read(self) -> Dict[str, Any]:
         groups = [{name: torch.tensor(float(value)) for name, (value, constant) in group.items() if not constant}
                   for group in self._description.groups]  # fmt: skip
-        rates = {f"{name}___{i}": value for i, group in enumerate(groups) for name, value in group.items()}
-        return {"ipu_state": {name: value.clone() for name, value in self.states.items()}, "ipu_param": rates}
+        rates = {
+            f"{name}___{i}": value
+            for i, group in enumerate(groups)
+            for name, value in group.items()
+        }
+        return {
+            "ipu_state": {name: value.clone() for name, value in self.states.items()},
+            "ipu_param": rates,
+        }
 
     def write(self, state: Mapping[str, Any]) -> None:
         """States that are not given stay as they are, with a warning. Rates are not written: the last one set counts

@@ -126,7 +126,9 @@ class Program:
                 f"{self.iterations} * {self.replicas} * {self.accumulation} = {self.parts}"
             )
             if tensor.requires_grad:  # PopTorch detaches some of them with a warning
-                raise py_error(f"An input tensor to an IPU model can not have requires_grad set to True: input {place}")
+                raise py_error(
+                    f"An input tensor to an IPU model can not have requires_grad set to True: input {place}"
+                )
             if tensor.dtype == torch.bfloat16 or tensor.is_complex() or tensor.is_quantized:
                 raise cpp_error(f"Unsupported tensor input type from pytorch: {tensor.dtype}")
 
@@ -138,15 +140,21 @@ class Program:
                 size = tensor.shape[0] // self.parts
                 tensor = tensor[index * size : (index + 1) * size]
             if tensor.dtype == torch.int64 and tensor.numel() and int(tensor.abs().max()) >= WIDE:
-                raise DoubleRefuses("int64 values beyond 2**31: PopTorch makes them int32 without a word")
-            return tensor.float() if tensor.dtype in (torch.float64, torch.float16) else tensor.clone()
+                raise DoubleRefuses(
+                    "int64 values beyond 2**31: PopTorch makes them int32 without a word"
+                )
+            return (
+                tensor.float() if tensor.dtype in (torch.float64, torch.float16) else tensor.clone()
+            )
 
         return _trace.mapped(structure, cut)
 
     def _out(self, structure: Any) -> Any:
         def narrow(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.detach()
-            if self.half and tensor.dtype == torch.float32:  # [U] of mixed graphs some outputs are float32
+            if (
+                self.half and tensor.dtype == torch.float32
+            ):  # [U] of mixed graphs some outputs are float32
                 return tensor.half()
             return tensor.to(NARROWED.get(tensor.dtype, tensor.dtype)).clone()
 
@@ -158,7 +166,9 @@ class Program:
         """Trace one forward of the first micro-batch, noted and checked; leave weights and random state as they were."""
         args, kwargs = self.piece(arguments, 0)
         halves = any(t.dtype == torch.float16 for t in _trace.tensors(arguments))
-        trace = Trace(strategy, self.model, _trace.tensors((args, kwargs)), halves and not self.half)
+        trace = Trace(
+            strategy, self.model, _trace.tensors((args, kwargs)), halves and not self.half
+        )
         trace.is_training = self.training
         buffers = dict(self.model.named_buffers())
         versions = {name: b._version for name, b in buffers.items()}
@@ -180,11 +190,15 @@ class Program:
         self.static = _trace.mapped(result, lambda tensor: None)
         return trace, layout, losses
 
-    def _check_unchanged(self, buffers: Mapping[str, torch.Tensor], attributes: Mapping[str, Any]) -> None:
+    def _check_unchanged(
+        self, buffers: Mapping[str, torch.Tensor], attributes: Mapping[str, Any]
+    ) -> None:
         now = dict(self.model.named_buffers())
         for name in buffers:
             if now.get(name) is not buffers[name]:
-                raise py_error(f"Buffer {name} is reassigned within the model when calling the forward method.")
+                raise py_error(
+                    f"Buffer {name} is reassigned within the model when calling the forward method."
+                )
         for name, value in _attributes(self.model).items():
             if attributes.get(name, value) != value or name not in attributes:
                 raise DoubleRefuses(f"the forward changes {name}: PopTorch runs Python once")
@@ -207,13 +221,17 @@ class Program:
         outputs: Dict[Tuple[int, int, int], Any] = {}
         with self._on_device(), torch.set_grad_enabled(self.training):
             for iteration in range(self.iterations):
-                gradients = [self._replica(arguments, iteration, r, outputs) for r in range(self.replicas)]
+                gradients = [
+                    self._replica(arguments, iteration, r, outputs) for r in range(self.replicas)
+                ]
                 if self.training:
                     self._update(gradients)
             self._random = torch.get_rng_state()
         return self._gathered(outputs)
 
-    def _replica(self, arguments: Any, iteration: int, replica: int, outputs: Any) -> Dict[str, torch.Tensor]:
+    def _replica(
+        self, arguments: Any, iteration: int, replica: int, outputs: Any
+    ) -> Dict[str, torch.Tensor]:
         """Run one replica's micro-batches of one iteration; return its accumulated gradients."""
         if self.replicas > 1:
             with torch.no_grad():
@@ -231,7 +249,10 @@ class Program:
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
     def _reduction(self) -> Tuple[bool, Any]:
-        mean = self.options.Training.accumulation_and_replication_reduction_type == enums.ReductionType.Mean
+        mean = (
+            self.options.Training.accumulation_and_replication_reduction_type
+            == enums.ReductionType.Mean
+        )
         return mean, self.strategy
 
     def _backward(self, loss: torch.Tensor, index: int) -> None:
@@ -275,11 +296,19 @@ class Program:
         """Final: the last micro-batch of every replica; All; EveryN: every n-th; Sum: over all, of every replica."""
         steps = [(d, g) for d in range(self.iterations) for g in range(self.accumulation)]
         mode, period = enums.OutputMode(self.options.output_mode), self.options.output_return_period
-        modes = {enums.OutputMode.Final: steps[-1:], enums.OutputMode.EveryN: steps[period - 1 :: period]}
+        modes = {
+            enums.OutputMode.Final: steps[-1:],
+            enums.OutputMode.EveryN: steps[period - 1 :: period],
+        }
         chosen = modes.get(mode, steps)
         by_step = [[_trace.flat(outputs[d, g, r]) for r in range(self.replicas)] for d, g in chosen]
         if mode == enums.OutputMode.Sum:
-            by_step = [[[_sum(values) for values in zip(*(step[r] for step in by_step))] for r in range(self.replicas)]]
+            by_step = [
+                [
+                    [_sum(values) for values in zip(*(step[r] for step in by_step))]
+                    for r in range(self.replicas)
+                ]
+            ]
         leaves = [leaf for step in by_step for leaf in step]
         joined = iter([_join([one[i] for one in leaves]) for i in range(len(leaves[0]))])
         return _rebuilt(outputs[0, 0, 0], self.static, joined)

@@ -48,7 +48,9 @@ class Compilation:
 
     executor: int  # the index of the wrapped model, in the order of wrapping
     training: bool
-    options: Dict[str, Any]  # Options.toDict(): option name -> value, with execution_mode and the PopART options
+    options: Dict[
+        str, Any
+    ]  # Options.toDict(): option name -> value, with execution_mode and the PopART options
     strategy: str  # class name of the execution strategy
     blocks: List[Placed]
     stages: Dict[int, int]  # stage -> IPU, the stages that compute something
@@ -59,7 +61,9 @@ class Compilation:
     losses: List[Loss]
     micro_batch: List[Tuple[int, ...]]  # shapes of the tensors one forward sees
     optimizer: Optional[Dict[str, Any]]
-    recomputation: int  # autoRecomputation as PopTorch sets it: 3 in a pipeline unless told otherwise
+    recomputation: (
+        int  # autoRecomputation as PopTorch sets it: 3 in a pipeline unless told otherwise
+    )
 
 
 @dataclass
@@ -101,7 +105,9 @@ class Recorder:
         """Return the arguments of every call of `name`, for example `Options.deviceIterations`."""
         return [call.arguments for call in self.calls if call.name == name]
 
-    def fail(self, on: str = "execute", call: int = 1, error: Optional[BaseException] = None) -> None:
+    def fail(
+        self, on: str = "execute", call: int = 1, error: Optional[BaseException] = None
+    ) -> None:
         """Raise `error` at the `call`-th event `on` (compile, attach, execute or copyWeightsToHost) from now.
 
         Default: a RecoverableError that asks for IPU_RESET. A fault of the device (execute, copyWeightsToHost) loses the
@@ -111,7 +117,11 @@ class Recorder:
 
         if on not in ("compile", "attach", "execute", "copyWeightsToHost"):
             raise ValueError(f"no event {on} can fail")
-        fault = error if error is not None else RecoverableError("simulated device fault", "poplar_recoverable_error")
+        fault = (
+            error
+            if error is not None
+            else RecoverableError("simulated device fault", "poplar_recoverable_error")
+        )
         self._failures.append(Failure(on, call, fault))
 
     def event(self, name: str, executor: int) -> None:

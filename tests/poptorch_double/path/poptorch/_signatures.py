@@ -50,7 +50,11 @@ def accepts(value: Any, kind: Any) -> bool:
     if kind is Any or kind is object:
         return True
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and type(value).__module__ != "numpy"
+        return (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and type(value).__module__ != "numpy"
+        )
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Union:
         return any(accepts(value, one) for one in inside)
@@ -84,7 +88,11 @@ def typed(name: str, unchecked: Iterable[str] = ()) -> Callable[[Function], Func
     `unchecked`: arguments whose annotation PopTorch itself does not keep to; the body checks them.
     """
     params = API[name].get("params", [])
-    types = {param["name"]: param.get("type") for param in params if "kind" not in param and param["name"] not in unchecked}
+    types = {
+        param["name"]: param.get("type")
+        for param in params
+        if "kind" not in param and param["name"] not in unchecked
+    }
 
     def decorate(function: Function) -> Function:
         receiver = [p for p in inspect.signature(function).parameters.values() if p.name == "self"]
@@ -96,11 +104,19 @@ def typed(name: str, unchecked: Iterable[str] = ()) -> Callable[[Function], Func
             passed = {key: value for key, value in bound.arguments.items() if key != "self"}
             with outermost() as first:
                 if first:
-                    recorded.calls.append(Call(name, {key: summary(value) for key, value in passed.items()}))
+                    recorded.calls.append(
+                        Call(name, {key: summary(value) for key, value in passed.items()})
+                    )
                 for option, value in passed.items():
                     text = types.get(option)
-                    if text and value is not signature.parameters[option].default and not accepts(value, _type(text)):
-                        raise AssertionError(f"Unexpected type {type(value)} for option {option} of {name}. Expected {text}")
+                    if (
+                        text
+                        and value is not signature.parameters[option].default
+                        and not accepts(value, _type(text))
+                    ):
+                        raise AssertionError(
+                            f"Unexpected type {type(value)} for option {option} of {name}. Expected {text}"
+                        )
                 bound.apply_defaults()
                 return function(*bound.args, **bound.kwargs)
 

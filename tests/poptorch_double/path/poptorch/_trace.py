@@ -8,7 +8,19 @@ layout    stage 0 on IPU 0   | stage 1 on IPU 1                        checked b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -36,7 +48,9 @@ OPERATIONS = frozenset(
     "ones permute pow relu reshape scaled_dot_product_attention sigmoid size softmax square squeeze stack sub sum tanh to "
     "transpose unbind unflatten unsqueeze view view_as zeros".split()
 )
-SEES_INDEXING = not torch.__version__.startswith("2.0")  # there tensor[index] is not told to a TorchFunctionMode
+SEES_INDEXING = not torch.__version__.startswith(
+    "2.0"
+)  # there tensor[index] is not told to a TorchFunctionMode
 SHAPES_FROM_VALUES = frozenset("nonzero unique unique_consecutive masked_select argwhere".split())
 
 
@@ -85,7 +99,11 @@ class Trace(TorchFunctionMode):
     """Within it every torch function that makes a tensor is noted, and refused where the IPU could not do it."""
 
     def __init__(
-        self, strategy: Any, model: torch.nn.Module, inputs: Sequence[torch.Tensor], mixes_halves: bool = False
+        self,
+        strategy: Any,
+        model: torch.nn.Module,
+        inputs: Sequence[torch.Tensor],
+        mixes_halves: bool = False,
     ) -> None:
         super().__init__()
         self.is_training = False
@@ -96,11 +114,15 @@ class Trace(TorchFunctionMode):
         self.blocks: List[Placed] = []
         self.ops: List[Op] = []
         self.overlapped = False
-        self._names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        self._names = {
+            id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]
+        }
         self._kept: List[Any] = list(inputs)  # so that no identity is used twice
         self._known = {*self._names, *map(id, inputs)}  # tensors that are on the IPU
         attributes = [value for module in model.modules() for value in vars(module).values()]
-        self._hosts = {id(value) for value in attributes if isinstance(value, torch.Tensor)} - self._known
+        self._hosts = {
+            id(value) for value in attributes if isinstance(value, torch.Tensor)
+        } - self._known
 
     # -- blocks
 
@@ -108,7 +130,9 @@ class Trace(TorchFunctionMode):
         """A block begins. A stage's own IPU comes before the block's; without either it is the stage's id."""
         stage = self.manager.stage(block, ipu)
         place = stage._ipu if stage._ipu is not None else ipu
-        self.active = Placed(str(block), stage._stage_id, stage._stage_id if place is None else place)
+        self.active = Placed(
+            str(block), stage._stage_id, stage._stage_id if place is None else place
+        )
         self.blocks.append(self.active)
 
     def mark_loss(self, function: str, loss: torch.Tensor) -> None:
@@ -128,7 +152,9 @@ class Trace(TorchFunctionMode):
         current = None
         super().__exit__(*error)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         self._refuse(name)
@@ -149,7 +175,9 @@ class Trace(TorchFunctionMode):
             and self.mixes_halves
             and (kwargs.get("bias") is not None or args[2:3] not in ((), (None,)))
         ):
-            raise RuntimeError("Input type (c10::Half) and bias type (float) should be the same")  # torch 2.0.1's own
+            raise RuntimeError(
+                "Input type (c10::Half) and bias type (float) should be the same"
+            )  # torch 2.0.1's own
         result = func(*args, **kwargs)
         outputs = tensors(result)
         if name == "__setitem__":
@@ -158,21 +186,31 @@ class Trace(TorchFunctionMode):
             self._note(name, inputs, outputs)
         if not torch.is_grad_enabled() and self.is_training and name != "detach":
             if any(t.requires_grad for t in inputs) and any(t.is_floating_point() for t in outputs):
-                raise DoubleRefuses(f"{name}: torch.no_grad() has no effect on an IPU (RequiresGrad.cpp)")
+                raise DoubleRefuses(
+                    f"{name}: torch.no_grad() has no effect on an IPU (RequiresGrad.cpp)"
+                )
         return result
 
     def _check_place(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor is an input, a parameter, a buffer, or was made in the trace; all else is the host's."""
         if isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
-            raise DoubleRefuses(f"{name} takes a tensor made by {type(tensor.grad_fn).__name__}, which no IPU runs")
+            raise DoubleRefuses(
+                f"{name} takes a tensor made by {type(tensor.grad_fn).__name__}, which no IPU runs"
+            )
         if id(tensor) in self._hosts or (SEES_INDEXING and id(tensor) not in self._known):
-            raise cpp_error(f"{name}: expected an IPU tensor, got a CPU tensor of shape {list(tensor.shape)}")
+            raise cpp_error(
+                f"{name}: expected an IPU tensor, got a CPU tensor of shape {list(tensor.shape)}"
+            )
 
     def _refuse(self, name: str) -> None:
         if name in AUTOGRAD:
-            raise cpp_error(f"{name}: gradients and hooks do not exist inside the forward of an IPU model")
+            raise cpp_error(
+                f"{name}: gradients and hooks do not exist inside the forward of an IPU model"
+            )
         if name in ON_THE_HOST:
-            raise cpp_error(f"{name}: the value of an IPU tensor is not known while the graph is built (static graph)")
+            raise cpp_error(
+                f"{name}: the value of an IPU tensor is not known while the graph is built (static graph)"
+            )
         if name in SHAPES_FROM_VALUES:
             raise cpp_error(f"{name}: the shape of its result depends on values (static shapes)")
         if name not in OPERATIONS:
@@ -206,7 +244,9 @@ class Trace(TorchFunctionMode):
 # ---- the final loss
 
 
-def find_losses(ops: Sequence[Op], outputs: Sequence[Any], training: bool) -> Tuple[List[Loss], Optional[int]]:
+def find_losses(
+    ops: Sequence[Op], outputs: Sequence[Any], training: bool
+) -> Tuple[List[Loss], Optional[int]]:
     """Return all losses that remain, and the place among the outputs of the final one (training).
 
     A loss that goes into a later one is demoted. PopTorch takes the gradient of the one that is left, whatever else is
@@ -221,7 +261,9 @@ def find_losses(ops: Sequence[Op], outputs: Sequence[Any], training: bool) -> Tu
             demoted |= behind
             behind = frozenset([index])
         for tensor in op.outputs:
-            before[tensor] = behind | (before.get(tensor, frozenset()) if op.loss is None else frozenset())
+            before[tensor] = behind | (
+                before.get(tensor, frozenset()) if op.loss is None else frozenset()
+            )
     marked = [index for index, op in enumerate(ops) if op.loss is not None]
     final = [index for index in marked if index not in demoted]
     places = {id(output): place for place, output in reversed(list(enumerate(outputs)))}
@@ -229,8 +271,13 @@ def find_losses(ops: Sequence[Op], outputs: Sequence[Any], training: bool) -> Tu
     for index in marked:
         op = ops[index]
         changed = {tensor for later in ops[index + 1 :] for tensor in later.outputs}  # in place
-        returned = next((places[tensor] for tensor in op.outputs if tensor in places and tensor not in changed), None)
-        losses.append(Loss(str(op.loss), op.at.stage, op.at.ipu, training and index in final, returned))
+        returned = next(
+            (places[tensor] for tensor in op.outputs if tensor in places and tensor not in changed),
+            None,
+        )
+        losses.append(
+            Loss(str(op.loss), op.at.stage, op.at.ipu, training and index in final, returned)
+        )
     if not training:
         return losses, None
     if not final:
@@ -255,27 +302,37 @@ class Layout:
     pipelined: bool
 
 
-def lay_out(trace: Trace, ops: Sequence[Op], losses: Sequence[Loss], parameters: Mapping[str, Any]) -> Layout:
+def lay_out(
+    trace: Trace, ops: Sequence[Op], losses: Sequence[Loss], parameters: Mapping[str, Any]
+) -> Layout:
     """Return stages and IPUs of the operations, checked."""
     ipus = [op.at.ipu for op in ops]
     used = max(len(set(ipus)), max(ipus, default=0) + 1)
     changes = sum(a != b for a, b in zip([0, *ipus], ipus))
-    is_pipeline = isinstance(trace.strategy, PipelinedExecution) and not isinstance(trace.strategy, ShardedExecution)
+    is_pipeline = isinstance(trace.strategy, PipelinedExecution) and not isinstance(
+        trace.strategy, ShardedExecution
+    )
     pipelined = is_pipeline and used > 1  # silently off on one IPU
     stages: Dict[int, int] = {}
     where: Dict[str, int] = {}
     for op in ops:
         ipu = stages.setdefault(op.at.stage, op.at.ipu)
         if pipelined and ipu != op.at.ipu:
-            raise popart_error(f"Ops have the same pipeline stage {op.at.stage}, but different virtual graph ids")
+            raise popart_error(
+                f"Ops have the same pipeline stage {op.at.stage}, but different virtual graph ids"
+            )
     for name, op in trace.variables(ops):
         ipu = where.setdefault(name, op.at.ipu)
         if pipelined and ipu != op.at.ipu:
-            raise popart_error(f"Can not copy variable tensor {name} between virtual graphs when pipelining")
+            raise popart_error(
+                f"Can not copy variable tensor {name} between virtual graphs when pipelining"
+            )
     if pipelined:
         _check_order(ops, losses)
         _check_gaps(trace, stages)
-    return Layout(stages, used, changes + 1, {n: i for n, i in where.items() if n in parameters}, pipelined)
+    return Layout(
+        stages, used, changes + 1, {n: i for n, i in where.items() if n in parameters}, pipelined
+    )
 
 
 def _check_order(ops: Sequence[Op], losses: Sequence[Loss]) -> None:
@@ -284,13 +341,17 @@ def _check_order(ops: Sequence[Op], losses: Sequence[Loss]) -> None:
         for tensor in op.inputs:
             earlier = maker_of.get(tensor)
             if earlier is not None and earlier.at.stage > op.at.stage:
-                raise popart_error(f"{op.name}: a tensor can not be consumed in an earlier stage than it is produced")
+                raise popart_error(
+                    f"{op.name}: a tensor can not be consumed in an earlier stage than it is produced"
+                )
         maker_of.update(dict.fromkeys(op.outputs, op))
     for loss in losses:
         if loss.final:
             for op in ops:
                 if 2 * loss.stage - op.at.stage < 0:  # where its backward would have to be
-                    raise popart_error(f"Op has bad pipeline stage: {op.name} in {op.at.stage}, loss in {loss.stage}")
+                    raise popart_error(
+                        f"Op has bad pipeline stage: {op.name} in {op.at.stage}, loss in {loss.stage}"
+                    )
 
 
 def _check_gaps(trace: Trace, stages: Mapping[int, int]) -> None:

@@ -20,7 +20,11 @@ from poptorch._errors import py_error
 from poptorch.enums import SharingStrategy
 
 STARTS = {SharingStrategy.Fork: "fork", SharingStrategy.ForkServer: "forkserver"}
-PRELOADED = ["torch", "ipu_pipe.backends.ipu.feed", "pytest"]  # by the server, for the time that every fork of it saves
+PRELOADED = [
+    "torch",
+    "ipu_pipe.backends.ipu.feed",
+    "pytest",
+]  # by the server, for the time that every fork of it saves
 
 
 def _flat(batch: Any) -> List[torch.Tensor]:
@@ -44,7 +48,9 @@ def work(end: Any, dataset: Any, slots: int) -> None:
         if first is None:
             raise py_error("The Dataset is empty")
         shapes = _flat(first)
-        ring = [[torch.empty_like(tensor).share_memory_() for tensor in shapes] for _ in range(slots)]
+        ring = [
+            [torch.empty_like(tensor).share_memory_() for tensor in shapes] for _ in range(slots)
+        ]
         end.send((isinstance(first, torch.Tensor), ring))
         turn = 0
         while True:
@@ -60,7 +66,9 @@ def work(end: Any, dataset: Any, slots: int) -> None:
                 continue
             tensors = _flat(batch)
             for place, tensor in zip(ring[number], tensors):
-                assert len(tensor) <= len(place), "a batch larger than the first has no room in the ring"
+                assert len(tensor) <= len(place), (
+                    "a batch larger than the first has no room in the ring"
+                )
                 place[: len(tensor)].copy_(tensor)
             end.send((turn, number, len(tensors[0])))
 
@@ -87,7 +95,9 @@ class Worker:
             except (EOFError, OSError):
                 self._ring = None
         if self._ring is None:
-            raise py_error("AsynchronousDataAccessor worker thread failed to start (Check above for details)")
+            raise py_error(
+                "AsynchronousDataAccessor worker thread failed to start (Check above for details)"
+            )
         self._turn, self._held = 0, None  # type: int, Optional[int]
 
     def begin(self) -> None:
@@ -100,8 +110,16 @@ class Worker:
     def take(self) -> Any:
         """Return the next batch, which lies in the ring until the one after is asked for; None at the end."""
         if self._held is not None:
-            for tensor in self._ring[self._held]:  # PopTorch overwrites it sooner or later; the double at once
-                tensor.fill_(float("nan") if tensor.is_floating_point() else -1 if tensor.dtype != torch.bool else True)
+            for tensor in self._ring[
+                self._held
+            ]:  # PopTorch overwrites it sooner or later; the double at once
+                tensor.fill_(
+                    float("nan")
+                    if tensor.is_floating_point()
+                    else -1
+                    if tensor.dtype != torch.bool
+                    else True
+                )
             self._here.send(("slot", self._held))
             self._held = None
         turn = None

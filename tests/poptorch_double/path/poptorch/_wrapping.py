@@ -24,7 +24,10 @@ def wrap(model: torch.nn.Module, executor: Any) -> None:
     for buffer in model.buffers():
         if type(buffer) is not torch.Tensor:
             raise py_error(f"All buffers must be an instance of torch.Tensor (Got {type(buffer)})")
-    parameter_class, buffer_class = _tensor_class(torch.nn.Parameter, parent), _tensor_class(torch.Tensor, parent)
+    parameter_class, buffer_class = (
+        _tensor_class(torch.nn.Parameter, parent),
+        _tensor_class(torch.Tensor, parent),
+    )
     for parameter in model.parameters():
         parameter.__class__ = parameter_class
     for buffer in model.buffers():
@@ -53,7 +56,9 @@ def _tensor_class(base: Any, parent: Any) -> Any:
             return object.__getattribute__(self, name)
 
         @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             _sync(parent)
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
@@ -75,7 +80,9 @@ def _model_class(base: Any, parent: Any) -> Any:
                 _sync(parent)
             return object.__getattribute__(self, name)
 
-        def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        def state_dict(
+            self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+        ) -> Any:
             """Plain tensors, which load where there is no PopTorch. The arguments go on by position, of which torch warns."""
             state = super().state_dict(*(args or (destination, prefix, keep_vars)))
             out = collections.OrderedDict()

@@ -32,7 +32,9 @@ class _BlockHook:
 
 
 @typed("BeginBlock")
-def BeginBlock(layer_to_call: torch.nn.Module, user_id: str = None, ipu_id: int = None) -> torch.nn.Module:
+def BeginBlock(
+    layer_to_call: torch.nn.Module, user_id: str = None, ipu_id: int = None
+) -> torch.nn.Module:
     if any(isinstance(hook, _BlockHook) for hook in layer_to_call._forward_pre_hooks.values()):
         raise py_error("module has already been assigned to a block.")
     layer_to_call.register_forward_pre_hook(_BlockHook(user_id, ipu_id))
@@ -42,7 +44,9 @@ def BeginBlock(layer_to_call: torch.nn.Module, user_id: str = None, ipu_id: int 
 @typed("set_overlap_for_input", unchecked=["input_tensors"])
 def set_overlap_for_input(input_tensors, mode: OverlapMode):
     if not isinstance(input_tensors, torch.Tensor):
-        raise py_error(f"You may only set overlap for torch.tensor inputs. {type(input_tensors)} is not supported.")
+        raise py_error(
+            f"You may only set overlap for torch.tensor inputs. {type(input_tensors)} is not supported."
+        )
     if _trace.current is not None:
         _trace.current.overlapped = True
     return input_tensors.view_as(input_tensors)

@@ -51,7 +51,9 @@ class Optimizer:
         for name, value in own.items():
             chosen = OWN_DEFAULTS.get(name, torch.float32) if value is None else value
             if name.endswith("accum_type"):
-                assert chosen in TYPES, "Accumulation types must be either torch.float32 or torch.float16"
+                assert chosen in TYPES, (
+                    "Accumulation types must be either torch.float32 or torch.float16"
+                )
             if name != "velocity_scaling":
                 setattr(self, name, chosen)
         if own.get("use_combined_accum"):  # the only variant that scales velocities, and by group
@@ -60,7 +62,9 @@ class Optimizer:
             for group in self.param_groups:
                 group.setdefault("velocity_scaling", scaling)
         elif own.get("velocity_scaling") is not None:
-            recorded.warn("velocity_scaling value ignored when using the separate variant (use_combined_accum=False).")
+            recorded.warn(
+                "velocity_scaling value ignored when using the separate variant (use_combined_accum=False)."
+            )
         allowed = [*self.defaults, *entry["global_vars"]]
         self.variable_attrs = VariableAttributes(variables, allowed)
 
@@ -88,7 +92,9 @@ class Optimizer:
 
     @typed("optim.Optimizer.has_state")
     def has_state(self) -> bool:
-        return self._state_dict["ipu_state"] is not None and self._state_dict["ipu_param"] is not None
+        return (
+            self._state_dict["ipu_state"] is not None and self._state_dict["ipu_param"] is not None
+        )
 
 
 def _make_optimizer(name: str) -> Any:

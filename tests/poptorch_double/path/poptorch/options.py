@@ -30,7 +30,9 @@ class OptionsDict:
     def set(self, **kwargs: Any) -> None:
         self.checkIsFrozen()
         for option, value in kwargs.items():
-            assert self.exists(option), f"Invalid option {option}, valid options are {list(self._values)}"
+            assert self.exists(option), (
+                f"Invalid option {option}, valid options are {list(self._values)}"
+            )
             expected = type(self._values[option])
             assert isinstance(value, expected), (
                 f"Unexpected type {type(value)} for option {option}. Expected {expected}"
@@ -66,12 +68,16 @@ class OptionsDict:
         elif option in self.__dict__:
             self.__dict__[option] = value
         else:
-            raise AttributeError(f"Invalid private attribute {option}. Valid attributes: {list(self.__dict__)}")
+            raise AttributeError(
+                f"Invalid private attribute {option}. Valid attributes: {list(self.__dict__)}"
+            )
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
         other = self.__class__.__new__(self.__class__)
         memo[id(self)] = other
-        other.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        other.__dict__.update(
+            {key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()}
+        )
         other.__dict__["_is_frozen"] = False
         return other
 
@@ -195,7 +201,11 @@ SETTERS: Dict[str, Tuple[Any, ...]] = {
 
 def _add_setters(kind: Any) -> Any:
     """Give a class its methods of the table."""
-    owner = kind.__name__.strip("_").replace("PrecisionOptions", "Precision").replace("TrainingOptions", "Training")
+    owner = (
+        kind.__name__.strip("_")
+        .replace("PrecisionOptions", "Precision")
+        .replace("TrainingOptions", "Training")
+    )
     owner = owner.replace("TensorLocationOptions", "TensorLocations")
     for name, row in SETTERS.items():
         if name.split(".")[0] == owner:
@@ -228,7 +238,9 @@ class _PrecisionOptions(OptionsDict):
     @typed("Precision.setPartialsType", unchecked=["dtype"])
     def setPartialsType(self, dtype: torch.dtype) -> "_PrecisionOptions":
         if dtype not in PARTIALS:
-            raise ValueError("parameter to setPartialsType should be either torch.float or torch.half")
+            raise ValueError(
+                "parameter to setPartialsType should be either torch.float or torch.half"
+            )
         self._popart.set("partialsTypeMatMuls", PARTIALS[dtype])
         self._popart.set("convolutionOptions", {"partialsType": PARTIALS[dtype]})
         return self
@@ -248,7 +260,10 @@ class _TrainingOptions(OptionsDict):
 class _DistributedOptions(OptionsDict):
     def __init__(self) -> None:
         # so that mpirun alone makes it distributed
-        size, rank = (int(os.environ.get(f"OMPI_COMM_WORLD_{key}", n)) for key, n in (("SIZE", 1), ("RANK", 0)))
+        size, rank = (
+            int(os.environ.get(f"OMPI_COMM_WORLD_{key}", n))
+            for key, n in (("SIZE", 1), ("RANK", 0))
+        )
         super().__init__(num_distributed_processes=size, distributed_process_id=rank)
 
     @typed("Distributed.disable")
@@ -310,7 +325,9 @@ class Options(OptionsDict):
 
     @typed("Options.setExecutionStrategy", unchecked=["strategy"])
     def setExecutionStrategy(self, strategy: PipelinedExecution) -> "Options":
-        assert isinstance(strategy, PipelinedExecution), f"{type(strategy)} is no execution strategy"
+        assert isinstance(strategy, PipelinedExecution), (
+            f"{type(strategy)} is no execution strategy"
+        )
         self._execution_strategy = strategy
         return self
 
@@ -323,7 +340,9 @@ class Options(OptionsDict):
     @typed("Options.useOfflineIpuTarget")
     def useOfflineIpuTarget(self, ipu_version: int) -> "Options":
         self.checkIsFrozen()
-        assert ipu_version in (1, 2, 21), f"no IPU of version {ipu_version}: 1 is Mk1, 2 is Mk2, 21 is Mk2 with FP8"
+        assert ipu_version in (1, 2, 21), (
+            f"no IPU of version {ipu_version}: 1 is Mk1, 2 is Mk2, 21 is Mk2 with FP8"
+        )
         self.set(connection_type=enums.ConnectionType.Never.value)
         self.createOrSet(ipu_version=ipu_version)
         return self
@@ -351,9 +370,16 @@ class Options(OptionsDict):
     @typed("Options.toDict")
     def toDict(self) -> Dict[str, Any]:
         assert not self.defaultOutputMode(), "An output mode must be picked before serialisation"
-        parts = (self._popart.options, self._values, self.Training._values, self.Distributed._values)
+        parts = (
+            self._popart.options,
+            self._values,
+            self.Training._values,
+            self.Distributed._values,
+        )
         out: Dict[str, Any] = {**self._execution_strategy.backendOptions()}
         for part in (*parts, self.TensorLocations._values):
-            assert not set(out) & set(part), "Can't merge dictionaries, they have some keys in common"
+            assert not set(out) & set(part), (
+                "Can't merge dictionaries, they have some keys in common"
+            )
             out.update(part)
         return out

@@ -13,7 +13,9 @@ class Stage:
 
     @typed("Stage")
     def __init__(self, *block_ids: str) -> None:
-        assert all(isinstance(b, str) for b in block_ids), f"Block IDs are supposed to be strings but got {block_ids}"
+        assert all(isinstance(b, str) for b in block_ids), (
+            f"Block IDs are supposed to be strings but got {block_ids}"
+        )
         self._blocks = block_ids
         self._stage_id = -1
         self._ipu: Any = None

@@ -27,13 +27,23 @@ def openReport(profile: str, debug: Optional[str] = None) -> Any:
             vertices=[],
         )
     )
-    live = [_Record(notAlwaysLiveMemory=_Record(bytes=factor * ALWAYS * TILES * ipus)) for factor in (2, 1)]
+    live = [
+        _Record(notAlwaysLiveMemory=_Record(bytes=factor * ALWAYS * TILES * ipus))
+        for factor in (2, 1)
+    ]
     cycles = _Record(cyclesFrom=_Record(max=0), cyclesTo=_Record(max=500))
     one = _Record(cycles=500, activeCycles=cycles, dataIn=1000, dataOut=1000)
-    steps = [_Record(ipus=[one] * ipus, program=_Record(name=f"step{i}", type="OnTileExecute")) for i in range(2)]
+    steps = [
+        _Record(ipus=[one] * ipus, program=_Record(name=f"step{i}", type="OnTileExecute"))
+        for i in range(2)
+    ]
     microseconds = _Record(start=0, end=10)
     target = _Record(
-        numIPUs=ipus, numReplicas=content["replicas"], tilesPerIpu=TILES, numTiles=TILES * ipus, clockFrequency=CLOCK
+        numIPUs=ipus,
+        numReplicas=content["replicas"],
+        tilesPerIpu=TILES,
+        numTiles=TILES * ipus,
+        clockFrequency=CLOCK,
     )
     return _Record(
         compilation=_Record(
@@ -45,7 +55,9 @@ def openReport(profile: str, debug: Optional[str] = None) -> Any:
             programs=[],
         ),
         execution=_Record(
-            steps=steps, runs=[_Record(steps=steps, microseconds=microseconds)], totalCycles=_Record(total=1000)
+            steps=steps,
+            runs=[_Record(steps=steps, microseconds=microseconds)],
+            totalCycles=_Record(total=1000),
         ),
         poplarVersion=_Record(major=3, minor=4, point=0, string="3.4.0", packageHash="0"),
         version=_Record(major=3, minor=4, point=0),
