@@ -15,16 +15,14 @@ class Digits(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.net = nn.Sequential(
-            nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
-        )
+        layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+        self.net = nn.Sequential(*layers)
         self.loaded = None
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.02, momentum=0.9)
-        self.pipe = ipu_pipe.Pipeline(
-            self.net, nn.functional.cross_entropy, optimizer, method="pipedream", stages=3
-        )
+        loss = nn.functional.cross_entropy
+        self.pipe = ipu_pipe.Pipeline(self.net, loss, optimizer, method="pipedream", stages=3)
         if self.loaded is not None:
             self.pipe.load_state_dict(self.loaded)
         # steps of this view change nothing, but Lightning counts them, for max_steps and for checkpoints
@@ -55,9 +53,8 @@ x = x.float() / 16
 train_loader = DataLoader(TensorDataset(x[:1500], y[:1500]), 32, shuffle=True, drop_last=True)
 test_loader = DataLoader(TensorDataset(x[1500:], y[1500:]), 297)
 updates = int(sys.argv[1]) if sys.argv[1:] else 460
-trainer = lightning.Trainer(
-    max_steps=updates, accelerator="cpu", logger=False, num_sanity_val_steps=0
-)
+quiet = {"logger": False, "num_sanity_val_steps": 0}
+trainer = lightning.Trainer(max_steps=updates, accelerator="cpu", **quiet)
 digits = Digits()
 trainer.fit(digits, train_loader, test_loader)
 accuracy = trainer.validate(digits, test_loader, verbose=False)[0]["accuracy"]

@@ -23,9 +23,7 @@ hidden = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in zip(widths, widt
 model = nn.Sequential(*hidden, nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
-pipe = ipu_pipe.Pipeline(
-    model, cross_entropy, optimizer, method="pipemare", stages=4, microbatches=4
-)
+pipe = ipu_pipe.Pipeline(model, cross_entropy, optimizer, "pipemare", stages=4, microbatches=4)
 
 for _ in range(epochs):
     for x, y in loader:

@@ -51,6 +51,9 @@ def test_a_loop_of_lightning_runs(tmp_path: Path) -> None:
     assert "after 60 updates: test accuracy 0." in printed
 
 
+README = EXAMPLES.parent / "README.md"
+
+
 def read_loop(name: str) -> List[str]:
     """Return the lines of an example after its docstring."""
     return (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()[1:]
@@ -67,6 +70,14 @@ def test_loops_are_short_and_three_lines_make_a_pipeline() -> None:
         "pipe = ipu_pipe.Pipeline",
         "pipe.step",
         "pipe.close",
+    ]
+    # README shows what changes
+    (shown,) = re.findall(r"```diff\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.S)
+    removed = [line[2:] for line in differences if line.startswith("- ")]
+    assert shown.splitlines() == [
+        f"+{added[0]}",
+        *(f"-{line}" for line in removed),
+        *(f"+{line}" for line in added[1:]),
     ]
     assert len(LOOPS) == 4
     assert [
@@ -98,7 +109,7 @@ def test_with_gpipe_the_weights_are_the_plain_loops(
     }
     plain = train_in_place(tmp_path, "plain_loop", accumulation)
     method = {
-        'method="pipemare"': 'method="gpipe"',
+        '"pipemare"': '"gpipe"',
         "microbatches=4": f"microbatches={microbatches}",
     }
     assert_same(plain, train_in_place(tmp_path, "own_loop", method))
