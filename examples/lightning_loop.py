@@ -55,7 +55,6 @@ test_loader = DataLoader(TensorDataset(x[1500:], y[1500:]), 297)
 updates = int(sys.argv[1]) if sys.argv[1:] else 460
 quiet = {"logger": False, "num_sanity_val_steps": 0}
 trainer = lightning.Trainer(max_steps=updates, accelerator="cpu", **quiet)
-digits = Digits()
-trainer.fit(digits, train_loader, test_loader)
-accuracy = trainer.validate(digits, test_loader, verbose=False)[0]["accuracy"]
+trainer.fit(Digits(), train_loader, test_loader)
+accuracy = trainer.validate(dataloaders=test_loader, verbose=False)[0]["accuracy"]
 print(f"after {trainer.global_step} updates: test accuracy {accuracy:.3f}")
