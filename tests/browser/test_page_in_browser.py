@@ -149,7 +149,7 @@ def test_the_answer_comes_first_and_every_figure_says_what_it_is(
     page = opened(*example())
     assert page.text("h1") == "Trace of an example" and "740 events" in page.text("#subtitle")
     assert page.text("#bottleneck").startswith(
-        "Stage 1 (from blocks.1.0) on device 1: device 1 with stage 1 computes 6.15 ms"
+        "Stage 1 (from blocks.1.0) on device 1: device 1 with stage 1 computes for 6.15 ms"
     )
     tiles = {
         t.text.split("\n")[0]: t.text.replace("\u202f", " ").split("\n")[1:]
