@@ -58,7 +58,8 @@ def main(args: argparse.Namespace) -> None:
 
     # PopVision's file, which Graphcore's library reads
     if args.run.name == "profile.pop":
-        print(json.dumps({"source": str(args.run), "profile": _read_profile(args.run)}, indent=1))
+        record = {"source": str(args.run), "profile": _read_profile(args.run)}
+        print(json.dumps(record, indent=1))
         return
     from ipu_pipe.report.analysis.analyze import analyze_run, read_and_analyze
     from ipu_pipe.report.analysis.text import (

@@ -218,7 +218,9 @@ class ImageFolder(SampledData):
             begin + self._size * (length / side)
             for begin, side, length in zip(begins, scaled, image.size)
         ]
-        box = (begins[0], begins[1], min(ends[0], image.width), min(ends[1], image.height))
+        right = min(ends[0], image.width)
+        lower = min(ends[1], image.height)
+        box = (begins[0], begins[1], right, lower)
         return np.asarray(
             image.resize((self._size, self._size), self._pillow.Resampling.BILINEAR, box)
         ), label

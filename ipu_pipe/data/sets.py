@@ -174,7 +174,9 @@ def _load_cifar10(
         )
     folder = _resolve_folder("cifar10", root)
     parts = [read_cifar(folder / file) for file in FILES["cifar10"]]
-    train = torch.cat([x for x, _ in parts[:-1]]), torch.cat([y for _, y in parts[:-1]])
+    images = torch.cat([x for x, _ in parts[:-1]])
+    labels = torch.cat([y for _, y in parts[:-1]])
+    train = images, labels
     train, test = ((_average_pixels(x, 32 // size), y) for x, y in (train, parts[-1]))
     # mean and standard deviation of the training images by channel
     return _limit_samples(

@@ -289,7 +289,8 @@ def take_subset(
     """
     require_int("subset", subset, 1, len(train[0]), optional=True)
     require_int("test_subset", test_subset, 1, len(test[0]), optional=True)
-    return (train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset])
+    train_subset = train[0][:subset], train[1][:subset]
+    return train_subset, (test[0][:test_subset], test[1][:test_subset])
 
 
 class SyntheticData(SampledData):
@@ -355,4 +356,6 @@ def split_off_test(
     `seed`.
     """
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    return [(x[order[test:]], y[order[test:]]), (x[order[:test]], y[order[:test]])]
+    test_order = order[:test]
+    train_order = order[test:]
+    return [(x[train_order], y[train_order]), (x[test_order], y[test_order])]

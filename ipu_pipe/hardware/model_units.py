@@ -89,7 +89,8 @@ def count_units(
     # storage -> the last unit that keeps it
     last_keeper: dict[int, int] = {}
     units = []
-    for i, (name, start, end) in enumerate(zip(names, starts, [*starts[1:], len(seen.calls)])):
+    ends = [*starts[1:], len(seen.calls)]
+    for i, (name, start, end) in enumerate(zip(names, starts, ends)):
         calls_inside = seen.calls[start:end]
         saved = {storage: size for call in calls_inside for storage, size in call.saved.items()}
         # bytes that previous units keep too, by the distance to the last of them

@@ -59,8 +59,13 @@ def balance(costs: Sequence[float], count: int) -> list[int]:
     starts = exact if len(exact) <= count else starts
     while len(starts) < count:
         edges = [*starts, len(costs)]
-        _, a, b = max((sum(costs[a:b]), a, b) for a, b in zip(edges, edges[1:]) if b - a > 1)
-        best_split = min(range(a + 1, b), key=lambda cut: max(sum(costs[a:cut]), sum(costs[cut:b])))
+        divisible = [(a, b) for a, b in zip(edges, edges[1:]) if b - a > 1]
+        _, a, b = max((sum(costs[a:b]), a, b) for a, b in divisible)
+
+        def measure_split(cut: int, a: int = a, b: int = b) -> float:
+            return max(sum(costs[a:cut]), sum(costs[cut:b]))
+
+        best_split = min(range(a + 1, b), key=measure_split)
         starts = sorted([*starts, best_split])
     return starts
 

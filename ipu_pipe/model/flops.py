@@ -72,7 +72,8 @@ def _count_attention(query: Any, key: Any, value: Any, *rest: Any, **options: An
     m, e).
     """
     batch, heads, length, width = query.shape
-    return int(2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1]))
+    pairs = batch * heads * length * key.shape[-2]
+    return int(2 * pairs * (width + value.shape[-1]))
 
 
 def _count_attention_backward(
@@ -80,7 +81,8 @@ def _count_attention_backward(
 ) -> int:
     """Count two products for each of the forward's, and the product with keys once more."""
     batch, heads, length, width = query.shape
-    return int(2 * batch * heads * length * key.shape[-2] * (3 * width + 2 * value.shape[-1]))
+    pairs = batch * heads * length * key.shape[-2]
+    return int(2 * pairs * (3 * width + 2 * value.shape[-1]))
 
 
 def _count_convolution_backward(

@@ -22,7 +22,8 @@ from ipu_pipe.model.watching import FunctionWatch, OperationWatch
 def can_run_on_meta(model: nn.Module, x: Any) -> bool:
     """Tell whether a forward of `x` may run on the meta device: not on a GPU and not with recurrent
     layers, whose kernels save other tensors."""
-    devices = {t.device.type for t in [*list_tensors(x), *model.parameters(), *model.buffers()]}
+    tensors = [*list_tensors(x), *model.parameters(), *model.buffers()]
+    devices = {t.device.type for t in tensors}
     return devices == {"meta"} or (
         devices == {"cpu"} and not any(isinstance(module, nn.RNNBase) for module in model.modules())
     )

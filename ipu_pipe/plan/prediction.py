@@ -336,7 +336,8 @@ class Costing:
     def compute_memory(self, starts: Sequence[int]) -> list[StageMemory]:
         """Return the memory of each device if the stages begin at the units `starts`."""
         stages_by_device: dict[int, list[StageMemory]] = {}
-        for s, (a, b) in enumerate(zip(starts, [*starts[1:], len(self.work)])):
+        ends = [*starts[1:], len(self.work)]
+        for s, (a, b) in enumerate(zip(starts, ends)):
             stage = self.sums.make_stage(np.array(a), np.array(b), self.local)
             memory = self._compute_stage_memory(s, stage, self.sums.entering[a])
             stages_by_device.setdefault(self.candidate.placement[s], []).append(memory)

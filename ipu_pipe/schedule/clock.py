@@ -736,6 +736,7 @@ def _has_contention(
         durations = np.concatenate([np.full(len(times), seconds) for times, seconds in flows])
         order = np.argsort(ready, kind="stable")
         free = ready[order] + durations[order]
-        if ((free[:-1] > ready[order][1:]) & (ready[order][1:] < until)).any():
+        following = ready[order][1:]
+        if ((free[:-1] > following) & (following < until)).any():
             return True
     return False

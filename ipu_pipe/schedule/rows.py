@@ -392,7 +392,8 @@ def _find_earliest_slots(
         )
 
     def choose(device: int) -> Sequence[Action]:
-        first, second = (*rows[device][next_index[device] : next_index[device] + 2], None, None)[:2]
+        begin = next_index[device]
+        first, second = (*rows[device][begin : begin + 2], None, None)[:2]
         if first is None or not is_ready(first):
             return ()
         pair = (

@@ -158,7 +158,8 @@ class RunTable:
     def is_in_order(self) -> bool:
         """Return whether every stage takes its microbatches in order."""
         is_run_ascending = (self.step > 0) | (self.count <= 1)
-        follows_previous_run = (self.low[:, 1:] > self.high[:, :-1]) | (self.count[:, 1:] == 0)
+        is_empty = self.count[:, 1:] == 0
+        follows_previous_run = (self.low[:, 1:] > self.high[:, :-1]) | is_empty
         return bool(is_run_ascending.all() and follows_previous_run.all())
 
 

@@ -85,7 +85,8 @@ def compute_margins(stages: Sequence[StageDynamics]) -> list[StabilityMargin]:
                 remedies.append(
                     Remedy(name, limit, _compute_margin(limit, stage.rate * rate_factor))
                 )
-        better = sorted((r for r in remedies if r.margin > margin * 1.01), key=lambda r: -r.margin)
+        better = [remedy for remedy in remedies if remedy.margin > margin * 1.01]
+        better.sort(key=lambda remedy: -remedy.margin)
         margins.append(StabilityMargin(stage, largest, margin, tuple(better)))
     return margins
 

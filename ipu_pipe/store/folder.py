@@ -263,7 +263,8 @@ def is_restarted(path: Path) -> bool:
     """
     launch = read_launch()
     starts = read_starts(path) if launch.attempt else []
-    return bool(starts) and isinstance(starts[-1], dict) and starts[-1].get("job") == launch.job
+    newest = starts[-1] if starts else None
+    return isinstance(newest, dict) and newest.get("job") == launch.job
 
 
 def _read_json(file: Path) -> Any:

@@ -217,7 +217,10 @@ def split_into_calls(
 
 def fill_up(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Return x with its last sample repeated up to `rows` samples."""
-    return torch.cat([x, x[-1:].expand(rows - len(x), *x.shape[1:])]) if len(x) < rows else x[:rows]
+    if len(x) >= rows:
+        return x[:rows]
+    last = x[-1:].expand(rows - len(x), *x.shape[1:])
+    return torch.cat([x, last])
 
 
 def trim_output(output: Any, count: int) -> Any:

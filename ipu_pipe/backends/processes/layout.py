@@ -273,7 +273,8 @@ def _refuse_cut(
             f" other microbatches' forwards come between: keep it out of checkpoints, or "
             f"{use_emulator}"
         )
-    for name in sorted(users.keys() & {*cut[0].cut.first.written, *effects.forward.weights}):
+    written = {*cut[0].cut.first.written, *effects.forward.weights}
+    for name in sorted(users.keys() & written):
         faults.append(
             f"model: {name}: the forward changes this weight (max_norm of an embedding?), which "
             f"several stages use: untie it, or"

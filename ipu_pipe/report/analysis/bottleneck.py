@@ -336,7 +336,8 @@ def find_best_move(run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]
     answer["gain_if_balanced"] = time_now / time_if_even - 1
     units = run.units or []
     stage_of_unit = np.array([unit.stage for unit in units], np.int64)
-    if (np.diff(stage_of_unit) < 0).any() or set(stage_of_unit.tolist()) != set(range(len(stages))):
+    has_all_stages = set(stage_of_unit.tolist()) == set(range(len(stages)))
+    if (np.diff(stage_of_unit) < 0).any() or not has_all_stages:
         why = (
             "units are not in the order of the stages"
             if units

@@ -195,7 +195,9 @@ def _measure_lag(passes: Events, accumulate: int) -> dict[str, float] | None:
     known = passes.version >= 0
     # update k is made when k versions have been made since the first
     lag = passes.microbatch[known] // accumulate - passes.version[known]
-    return {"mean": float(lag.mean()), "greatest": int(lag.max())} if len(lag) else None
+    if not len(lag):
+        return None
+    return {"mean": float(lag.mean()), "greatest": int(lag.max())}
 
 
 def _measure_time_until_applied(
@@ -213,7 +215,9 @@ def _measure_time_until_applied(
     # the last forwards may not have an update
     is_applied = keys[place] == wanted
     took = (ends[place] - forward.start)[is_applied]
-    return {"median": float(np.median(took)), "greatest": int(took.max())} if len(took) else None
+    if not len(took):
+        return None
+    return {"median": float(np.median(took)), "greatest": int(took.max())}
 
 
 def _make_keys(device: NDArray[np.int32], index: NDArray[np.int32]) -> NDArray[np.int64]:

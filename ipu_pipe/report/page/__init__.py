@@ -129,9 +129,8 @@ def _thin_curves(counters: Counters, begin: int) -> list[dict[str, Any]]:
         chosen = np.arange(len(times))
         if len(times) > MOST_CURVE_POINTS:
             parts = np.linspace(0, len(times), MOST_CURVE_POINTS + 1).astype(int)
-            chosen = np.array(
-                [low + int(total[low:high].argmax()) for low, high in zip(parts[:-1], parts[1:])]
-            )
+            edges = zip(parts[:-1], parts[1:])
+            chosen = np.array([low + int(total[low:high].argmax()) for low, high in edges])
         finite = {
             key: [None if v != v else v for v in column[chosen].tolist()]
             for key, column in values.items()
