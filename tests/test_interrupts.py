@@ -186,7 +186,9 @@ def _run(source: str) -> Tuple[int, str, str]:
 
 # run by make before ipu_pipe can be imported
 PARTS_OF_INSTALL = ("check_torchvision.py",)
-NO_COMMAND_LINE = (*PARTS_OF_INSTALL, "__init__.py")
+# write a page of docs, in a second
+WRITERS_OF_DOCS = ("draw_prices.py", "write_keys.py")
+NO_COMMAND_LINE = (*PARTS_OF_INSTALL, *WRITERS_OF_DOCS, "__init__.py")
 
 
 def test_every_command_line_ends_quietly_from_its_first_line_on() -> None:

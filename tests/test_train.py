@@ -341,7 +341,7 @@ WRONG = {
     "resume of nothing": (
         lambda tmp: [DIGITS, "--resume-from", "4", "--out", str(tmp / "none")], "contains no run to resume"
     ),
-    "occupied folder": (write_config, "holds another run"),
+    "occupied folder": (write_config, "contains another run"),
     "a file for a folder": (write_file, "is a file"),
     "a model function that fails": (
         lambda tmp: [DIGITS, *sets("model.entry=tests.test_train:no_model")], "KeyError: 'depth'"
@@ -502,7 +502,7 @@ def test_the_run_to_compare_with_is_deleted_only_when_asked(tmp_path: Path, run_
     before = _files(tmp_path)
     arguments = [DIGITS, *sets(), "--out", str(tmp_path / "out"), "--against", "gpipe"]
     code, _, complaint = run_tool(*arguments)
-    assert code == 2 and "gpipe: holds another run" in complaint and complaint.count("\n") == 1
+    assert code == 2 and "gpipe: contains another run" in complaint and complaint.count("\n") == 1
     assert _files(tmp_path) == before
     for option in ("--overwrite", "--resume"):  # a run that is finished is not run again
         code, printed, _ = run_tool(*arguments, option)

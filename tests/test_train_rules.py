@@ -79,7 +79,7 @@ def test_t2_costs_one_copy_of_the_weights() -> None:
         job = build(chosen)
         rows = build_memory_table(job)
         assert all(row["optimizer_bytes"] == (moments + 1) * row["weight_bytes"] for row in rows)
-        assert f"{ratio:.2f} of what the synchronous method holds" in format_plan(job)
+        assert f"{ratio:.2f} times that of the synchronous method" in format_plan(job)
 
 
 def test_the_summary_holds_the_papers_figures(tmp_path: Path) -> None:
