@@ -170,11 +170,18 @@ def test_updates_leave_when_the_page_says() -> None:
 
 LAST = """
 import atexit
+import sys
 
 import torch
 
+
+def print_group() -> None:
+    # one write: print writes piece by piece under torchrun, and two ranks' pieces mix
+    sys.stdout.write(f"group: {torch.distributed.is_initialized()}\n")
+
+
 # called last, since Pipeline is made later
-atexit.register(lambda: print("group:", torch.distributed.is_initialized()))
+atexit.register(print_group)
 """
 
 
