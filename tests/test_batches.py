@@ -632,6 +632,7 @@ def make_arguments(case: str) -> Dict[str, Any]:
     return {"config": config, "data": ipu_pipe.from_loader(*loaders), **arguments}
 
 
+@pytest.mark.slow
 @needs_processes
 def test_two_processes_train_on_any_batch_as_the_emulator(tmp_path: Path) -> None:
     check_two_processes(

@@ -240,6 +240,7 @@ def test_curves_have_the_iterates_that_the_stages_hold_after_each_slot(
 # ---- against the paper's authors
 
 
+@pytest.mark.slow
 def test_values_of_the_authors_published_code() -> None:
     """What their methods, called as their notebooks call them, gave with seed 0: their objective after so many slots (PipeDream,
     LocalSGD: the mean of the replicas) or block updates (randomized PipeDream, with their generator's draws)."""

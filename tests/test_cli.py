@@ -61,7 +61,8 @@ def test_experiments_run_from_a_clone(arguments: List[str]) -> None:
 
 
 @pytest.mark.parametrize("name, arguments", [
-    ("schedule", ASKED), ("stability", ["mlp_digits", "--curvature", "1", "--json"]),
+    ("schedule", ASKED),
+    pytest.param("stability", ["mlp_digits", "--curvature", "1", "--json"], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_command_is_the_same_by_both_ways(name: str, arguments: List[str]) -> None:
     code, printed, error = ran("-m", "ipu_pipe", name, *arguments)

@@ -18,6 +18,7 @@ from ipu_pipe.run.train import train
 from tests import forked
 from tests.staged_models import Shrinking
 from tests.support.runs import assert_close, assert_same, read_summary, read_weights
+from tests.support.slow import mark_slow
 
 SHORT: Dict[str, Any] = {
     "steps": 3, "micro_batch_size": 4, "gradient_accumulation": 2, "evaluate": {"subset": 6}, "log": {"tensorboard": False},
@@ -48,7 +49,12 @@ def check_both(
     assert (one["initial"], one["final"]) == (two["initial"], two["final"])
 
 
-@pytest.mark.parametrize("name", ["torchvision-convnext", "timm-cait", "hf-mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    mark_slow(
+        ["torchvision-convnext", "timm-cait", "hf-mixtral"], lambda name: name == "hf-mixtral"
+    ),
+)
 def test_models_of_other_libraries_train_as_on_the_emulator(tmp_path: Path, name: str) -> None:
     """ConvNeXt and CaiT were refused: a leaf's gradient has its memory layout, the whole model's gradient has not. Mixtral failed
     in the first evaluation, recorded with weights of other stages that took no memory."""
@@ -120,6 +126,7 @@ def test_a_checkpoint_that_is_cut_is_refused_where_its_backward_reads_newer_weig
     assert ended.code == 2 and "model: a, b:" in ended.error
 
 
+@pytest.mark.slow
 def test_modules_of_stages_are_compiled_and_agree_within_rounding(tmp_path: Path) -> None:
     """Compiled kernels round otherwise: 1e-5 of weights of size 1 after three updates."""
     keys = {

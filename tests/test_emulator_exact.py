@@ -24,6 +24,7 @@ from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.slot_simulation import PLAYED
 from tests.staged_models import MODELS, batches, whole
 from tests.support.runs import assert_same
+from tests.support.slow import mark_slow
 
 OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=1e-3),
@@ -154,7 +155,7 @@ VARIANTS = [(name, {}) for name in WHOLE] + [
     VARIANTS,
     ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
 )
-@pytest.mark.parametrize("accumulate", [1, 3, 5])
+@pytest.mark.parametrize("accumulate", mark_slow([1, 3, 5], lambda accumulate: accumulate == 3))
 def test_weights_equal_those_of_the_literal_replay(
     method: str, args: Any, model: str, optimizer: str, accumulate: int
 ) -> None:

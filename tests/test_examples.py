@@ -37,7 +37,7 @@ def run_script(words: List[str], folder: Path) -> str:
 
 
 # on one process and on two, which `make test` runs
-QUICK = {"fine_tuning", "two_processes"}
+QUICK = {"fine_tuning"}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,7 @@ def list_shown(cells: List[Any], kind: str) -> List[str]:
     return [data[kind] for data in shown if kind in data]
 
 
+@pytest.mark.slow
 def test_a_notebook_runs_and_its_progress_is_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

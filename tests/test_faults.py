@@ -508,6 +508,7 @@ def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults:
     os._exit(0)
 
 
+@pytest.mark.slow
 @needs_processes
 @pytest.mark.parametrize("at", ["connecting", "grouping"])
 @pytest.mark.parametrize("victim", mark_slow([0, 1], lambda victim: victim == 0))

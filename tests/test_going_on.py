@@ -32,6 +32,7 @@ from tests.support.runs import (
     read_numbers,
     read_weights,
 )
+from tests.support.slow import mark_slow
 from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
 
 BASE = [
@@ -77,7 +78,10 @@ LONGER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(LONGER))
+QUICK = {"constant", "t1 of cosine", "synchronous warm-up", "rounds"}
+
+
+@pytest.mark.parametrize("name", mark_slow(LONGER, QUICK.__contains__))
 def test_a_run_made_longer_is_one_planned_that_long(name: str, tmp_path: Path) -> None:
     """To the bit: weights, optimizer state and every line of an update. The shorter run ends where a checkpoint is taken, so that
     the pipelines of both are empty there."""

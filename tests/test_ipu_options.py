@@ -35,6 +35,7 @@ from ipu_pipe.schedule.methods import (
 )
 from tests.support.ipu_runs import PODS
 from tests.support.runs import ROOT, list_faults, read_json
+from tests.support.slow import mark_slow
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 
@@ -417,7 +418,11 @@ def test_graphcores_own_recipe_is_a_config() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet34_ipu4", "resnet34_ipu8", "resnet50_ipu4", "resnet50_ipu8", "resnet101_ipu8"]
+    "name",
+    mark_slow(
+        ["resnet34_ipu4", "resnet34_ipu8", "resnet50_ipu4", "resnet50_ipu8", "resnet101_ipu8"],
+        lambda name: name == "resnet34_ipu4",
+    ),
 )
 def test_the_papers_tables_start_on_ipus_in_their_precision(
     name: str, poptorch: Any, monkeypatch: Any

@@ -316,6 +316,7 @@ METHODS: Dict[str, Dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_processes
 def test_two_processes_weigh_as_the_emulator(tmp_path: Path) -> None:
     runs = {name: functools.partial(describe_run, name, **keys) for name, keys in METHODS.items()}

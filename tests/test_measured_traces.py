@@ -109,6 +109,7 @@ def during(intervals: Any, begin: int, end: int) -> int:
     return sum(max(0, min(b, end) - max(a, begin)) for a, b in intervals)
 
 
+@pytest.mark.slow
 @needs_processes
 def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
     """Story: the first device seemed busy 99.5 % of the time, since a backward held its wait for the gradients."""

@@ -15,6 +15,7 @@ from models import resnet as resnets
 from models.losses import smoothed_cross_entropy
 from tests.support.models import count_weights, find_unreached_weights, on_meta
 from tests.support.runs import list_faults
+from tests.support.slow import mark_slow
 
 PREACT = {20: 34, 32: 52, 44: 70, 56: 88, 110: 169}  # depth: stages, Kosson et al. 2021, Table 1
 # torchvision's parameters with 1000 classes, residual blocks, convolutions (projections included)
@@ -149,7 +150,7 @@ def test_smoothed_labels_are_nine_tenths_of_the_label_and_one_spread() -> None:
 # ---- pre-activation
 
 
-@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("norm", mark_slow(["batch", "group"], lambda norm: norm == "group"))
 @pytest.mark.parametrize("depth", PREACT)
 def test_preactivation_resnets_have_the_papers_stages(depth: int, norm: str) -> None:
     model = on_meta(preact(depth), norm=norm)

@@ -14,6 +14,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.run.train import check, train
 from tests.callbacks_of_runs import Watches
 from tests.support.runs import list_faults
+from tests.support.slow import mark_slow
 from tests.test_processes import DIGITS, emulate, run
 
 NEW = "tests.callbacks_of_runs"
@@ -25,7 +26,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", mark_slow(CASES, lambda method: method == "pipedream_2bw"))
 def test_processes_show_what_the_emulator_shows(method: str, tmp_path: Path) -> None:
     ranks, args = CASES[method]
     sets = [f"method={method}", *args, "steps=6", "log.trace=false"]

@@ -29,6 +29,7 @@ from tests.support.loops import (
     train_with_config,
 )
 from tests.support.runs import assert_same
+from tests.support.slow import mark_slow
 
 T1_T2 = {"t1": {"anneal_updates": 5}, "t2": {"decay": 0.5}}
 CASES: Dict[str, Case] = {
@@ -142,7 +143,14 @@ def test_updates_leave_at_these_steps(name: str) -> None:
 RESUMED = [name for name in sorted(CASES) if not name.endswith(("hogwild",))]
 
 
-@pytest.mark.parametrize("name", RESUMED)
+# one of each kind of state, which `make test` runs
+QUICK = {
+    "diloco", "gpipe_replicas", "local_overlapping", "local_sgd_rounds", "pb_virtual_split", "pipedream_2bw",
+    "pipedream_clip_delayed", "pipemare_t1_t2", "randomized_nag", "spectrain", "zbv",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mark_slow(RESUMED, QUICK.__contains__))
 def test_a_saved_state_goes_on_to_the_same_bits(name: str) -> None:
     """At every step where it may drain, from a new object before its first step and from one that has made some."""
     case = CASES[name]

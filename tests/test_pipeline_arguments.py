@@ -19,6 +19,7 @@ from ipu_pipe.pipeline.pipeline import Update
 from tests.support.loops import STAGES, Case, Loop, make_batch, make_model, make_sgd, take_share
 from tests.support.processes import end_rank, run_in_group
 from tests.support.runs import assert_same, needs_processes
+from tests.support.slow import mark_slow
 
 ON_TWO: Dict[str, Any] = {"backend": "distributed", "deadline": 60}
 PIPEDREAM = Case("pipedream", 2, stages=["5"])
@@ -147,7 +148,10 @@ def fail_in_a_call(rank: int, folder: Path) -> None:
 
 
 @needs_processes
-@pytest.mark.parametrize("work", [call_late, call_another_method, fail_in_a_call])
+@pytest.mark.parametrize(
+    "work",
+    mark_slow([call_late, call_another_method, fail_in_a_call], lambda work: work is call_late),
+)
 def test_a_lost_rank_is_named_with_the_call_that_it_has_not_made(work: Any, tmp_path: Path) -> None:
     run_to_the_end(work, tmp_path)
 
@@ -161,6 +165,7 @@ def be_late_within_the_deadline(rank: int, folder: Path) -> None:
     assert loop.close() is loop.model
 
 
+@pytest.mark.slow
 @needs_processes
 def test_a_rank_may_come_late_to_a_call(tmp_path: Path) -> None:
     run_in_group(2, be_late_within_the_deadline, tmp_path)
@@ -294,6 +299,7 @@ def resume_from_parts(rank: int, folder: Path) -> None:
             assert_same(expected, again.close().state_dict())
 
 
+@pytest.mark.slow
 @needs_processes
 def test_each_rank_goes_on_from_its_own_part(tmp_path: Path) -> None:
     run_in_group(2, resume_from_parts, tmp_path)

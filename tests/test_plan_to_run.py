@@ -26,6 +26,7 @@ links: [{name: sockets, bandwidth: 1e9, latency: 100e-6}]
 """
 
 
+@pytest.mark.slow
 @needs_processes
 def test_what_is_planned_trains_on_as_many_processes_and_is_reported_beside_what_was_measured(
     tmp_path: Path, capsys: Any

@@ -41,8 +41,8 @@ def config(**keys: Any) -> Any:
     {"gradient_accumulation": 4, "optimizer": {"name": "adam", "lr": 0.1}},
     {"method": "pipedream", "stages": 3, "precision": "float64"},
     {"method": "local_greedy"},
-    {"method": "local_chunked", "method_args": {"blocks": 2}},
-    {"method": "local_overlapping"},
+    pytest.param({"method": "local_chunked", "method_args": {"blocks": 2}}, marks=pytest.mark.slow),
+    pytest.param({"method": "local_overlapping"}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_shapes_tell_what_the_numbers_do(keys: Any) -> None:
     shapes, numbers = build_for_planning(config(**keys)), build(config(**keys))

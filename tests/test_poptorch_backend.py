@@ -187,7 +187,14 @@ def test_labels_stay_in_float32() -> None:
     assert torch.equal(convert_label(y), y) and convert_input(y, "16.32").dtype == torch.float16
 
 
-@pytest.mark.parametrize("case", SAME)
+# which `make test` runs
+QUICK = {
+    "pipeline with BatchNorm", "sharded, a weight of two IPUs", "replicas", "asynchronous loading", "rates by block",
+    "32.32, all said",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", mark_slow(SAME, QUICK.__contains__))
 def test_weights_are_the_emulators_to_the_bit(poptorch: Any, tmp_path: Path, case: str) -> None:
     keys = dict(SAME[case])
     if (
@@ -396,7 +403,9 @@ def test_callbacks_see_the_newest_weights_or_none(poptorch: Any, tmp_path: Path)
 # ---- resuming
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAM, PLAIN])
+@pytest.mark.parametrize(
+    "optimizer", mark_slow([SGD, ADAM, PLAIN], lambda optimizer: optimizer is ADAM)
+)
 def test_a_resumed_run_ends_with_the_same_weights(
     poptorch: Any, tmp_path: Path, optimizer: Any
 ) -> None:
@@ -417,6 +426,7 @@ def both_halves(tmp_path: Path, first: Any, second: Any, optimizer: Any = SGD) -
     run(make_config(on="poptorch", optimizer=optimizer, ipu=second), tmp_path, "mlp", resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("combined", [False, True])
 def test_velocities_follow_the_loss_scaling_when_a_run_is_resumed(
     poptorch: Any, tmp_path: Path, combined: bool

@@ -32,6 +32,7 @@ from tests.support import ipu_runs
 from tests.support.data import write_pictures
 from tests.support.ipu_runs import PODS, Source, build_small, make_model
 from tests.support.runs import assert_same_weights, read_json
+from tests.support.slow import mark_slow
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 ASYNC = {"data_loading": {"mode": "async"}}
@@ -40,7 +41,9 @@ ASYNC = {"data_loading": {"mode": "async"}}
 # ---- the configs for pods
 
 
-@pytest.mark.parametrize("path", PODS, ids=lambda path: str(path.stem))
+@pytest.mark.parametrize(
+    "path", mark_slow(PODS, lambda path: path in PODS[::9]), ids=lambda path: str(path.stem)
+)
 def test_a_pods_job_starts_with_exactly_its_ipus(
     path: Path, poptorch: Any, monkeypatch: Any
 ) -> None:
@@ -206,6 +209,7 @@ def test_images_are_read_by_a_forked_process(poptorch: Any, tmp_path: Path) -> N
 # ---- devices
 
 
+@pytest.mark.slow
 def test_a_lost_device_that_cannot_be_read_gives_its_ipus_back(
     poptorch: Any, tmp_path: Path, capsys: Any
 ) -> None:

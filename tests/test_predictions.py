@@ -81,6 +81,7 @@ def test_the_local_papers_speedups_are_predicted_within_eight_points() -> None:
     assert any("the bound minus the best constant: 4.7" in note for note in speedups.notes)
 
 
+@pytest.mark.slow
 @counts
 def test_the_local_papers_memory_is_in_order() -> None:
     """Of one network on one machine: without recomputation most by far, local least; of all rows nine pairs in ten."""

@@ -39,6 +39,7 @@ from tests.support.runs import (
     read_trace_file,
     read_weights,
 )
+from tests.support.slow import mark_slow
 
 SHORT = [
     "steps=12", "optimizer.lr=0.02", "log.tensorboard=false", "gradient_accumulation=4", "micro_batch_size=8",
@@ -172,9 +173,13 @@ SHARING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", SHARING.values(), ids=SHARING)
-def test_stages_that_share_a_process_keep_their_own_delays(how: List[str], tmp_path: Path) -> None:
-    expected = compare(tmp_path, 2, *how)
+QUICK = {"delayed norm", "replicas", "mixed", "split"}
+
+
+@pytest.mark.parametrize("name", mark_slow(SHARING, QUICK.__contains__))
+def test_stages_that_share_a_process_keep_their_own_delays(name: str, tmp_path: Path) -> None:
+    settings = SHARING[name]
+    expected = compare(tmp_path, 2, *settings)
     report = read_summary(tmp_path / "ranks")
     for key in ("forward_delay", "backward_delay", "weight_copies", "optimizer_bytes"):
         assert [stage[key] for stage in report["stages"]] == [
@@ -183,15 +188,19 @@ def test_stages_that_share_a_process_keep_their_own_delays(how: List[str], tmp_p
     crossing = {(link["src"], link["dst"]) for link in report["links"]}
     # the others are handed over
     v_shaped = {(0, 1), (2, 3)}
-    expected_links = {"zbv": v_shaped, "dualpipe_v": v_shaped}.get(how[0][7:], {(1, 2)})
-    expected_links = {(0, 1), (1, 2), (2, 3)} if "stages_per_device=2" in how else expected_links
-    expected_links = set() if "replicas=2" in how else expected_links
+    expected_links = {"zbv": v_shaped, "dualpipe_v": v_shaped}.get(settings[0][7:], {(1, 2)})
+    expected_links = (
+        {(0, 1), (1, 2), (2, 3)} if "stages_per_device=2" in settings else expected_links
+    )
+    expected_links = set() if "replicas=2" in settings else expected_links
     assert crossing == {pair for a, b in expected_links for pair in ((a, b), (b, a))}
     trace = read_trace_file(tmp_path / "ranks")
     kinds = {event.get("cat") for event in trace["traceEvents"]}
-    is_split = how[0] in ("method=zbv", "method=dualpipe_v") or "split_backward" in how[-1]
+    is_split = (
+        settings[0] in ("method=zbv", "method=dualpipe_v") or "split_backward" in settings[-1]
+    )
     assert ({"input gradient", "weight gradient"} <= kinds) == is_split
-    assert ("backward" in kinds) == (not is_split or how[0] == "method=dualpipe_v")
+    assert ("backward" in kinds) == (not is_split or settings[0] == "method=dualpipe_v")
 
 
 ROWS = """0F1,0F0,0F3,0F2,,,,,0B3,0I1,0I0,0B2,0W1,0W0

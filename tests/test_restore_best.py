@@ -116,6 +116,7 @@ def train_each_method(rank: int, folder: Path) -> None:
         torch.save(model.state_dict(), folder / f"{method}-{rank}.pt")
 
 
+@pytest.mark.slow
 @needs_processes
 def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
     run_in_group(2, train_each_method, tmp_path)

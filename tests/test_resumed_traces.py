@@ -18,6 +18,7 @@ from ipu_pipe.trace.reading import read_trace
 from tests import forked, sleeping_model
 from tests.sleeping_model import BATCH
 from tests.support.runs import needs_processes
+from tests.support.slow import mark_slow
 from tests.test_measured_traces import finish, start
 
 KEYS = {"log": {"tensorboard": False}, "checkpoint": {"every": 4}}
@@ -59,6 +60,7 @@ def test_ranks_of_one_host_have_one_clock(tmp_path: Path) -> None:
     forked.in_ranks(2, _offsets, str(tmp_path / "store"))
 
 
+@pytest.mark.slow
 @needs_processes
 def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
     finish(start(tmp_path / "whole", steps=8, **KEYS))
@@ -71,7 +73,9 @@ def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
     )  # one per rank
 
 
-@pytest.mark.parametrize("method", ["pipedream", "gpipe"])
+@pytest.mark.parametrize(
+    "method", mark_slow(["pipedream", "gpipe"], lambda method: method == "pipedream")
+)
 def test_a_resumed_runs_trace_on_the_emulator(method: str, tmp_path: Path) -> None:
     def run(folder: Path, steps: int, resume: bool = False) -> None:
         config = configure(

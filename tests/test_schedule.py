@@ -27,6 +27,7 @@ from ipu_pipe.schedule.versions import (
     recompute_slots,
 )
 from tests.support.runs import list_faults
+from tests.support.slow import mark_slow
 
 SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
 
@@ -44,7 +45,11 @@ def simulated(method: Method, P: int, M: int, N: int) -> Simulated:
 # --- the closed forms
 
 
-@pytest.mark.parametrize("name", PLAYED)
+# one of each kind of timeline, which `make test` plays
+QUICK = {"gpipe", "pipedream_flush", "pipedream", "pipelined_backprop", "local_overlapping"}
+
+
+@pytest.mark.parametrize("name", mark_slow(PLAYED, QUICK.__contains__))
 def test_slots_are_those_of_the_rules_played_out(name: str) -> None:
     method = METHODS[name]
     for P, M in SIZES:
@@ -87,7 +92,7 @@ def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -
         assert schedule.busy_share() == pytest.approx(busy, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", PLAYED)
+@pytest.mark.parametrize("name", mark_slow(PLAYED, QUICK.__contains__))
 def test_most_in_flight_is_the_count_over_the_rules(name: str) -> None:
     method = METHODS[name]
     for P, M in SIZES[::3]:

@@ -18,6 +18,7 @@ from ipu_pipe.run.train import train
 from ipu_pipe.update.apply import FORWARD, PLAIN
 from tests.interrupted import interrupted_at
 from tests.support.runs import DIGITS, assert_same_weights, read_metrics
+from tests.support.slow import mark_slow
 from tests.test_rules import ROWS, Row
 from tests.test_train import config, run_tool, sets, with_state  # noqa: F401
 
@@ -45,7 +46,11 @@ def test_the_resumed_rows_have_every_argument_of_the_table() -> None:
     assert resumed == {key for row in ROWS.values() for key in row.args}
 
 
-@pytest.mark.parametrize("name", RESUMED)
+# one of each kind of state, which `make test` runs
+QUICK = {"t1+t2+warmup", "hogwild", "prediction-2bw", "compensation-adaptive", "feedback+t2"}
+
+
+@pytest.mark.parametrize("name", mark_slow(RESUMED, QUICK.__contains__))
 def test_each_kind_of_state_is_saved_and_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
     chosen = config(
         "checkpoint.every=5", "stages=null", "lr_schedule.name=cosine", *SGD, *keys(ROWS[name])

@@ -116,11 +116,13 @@ def import_in_a_process(statement: str, *first: Path) -> Tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_trainers_are_imported_in_a_plain_process() -> None:
     """Story: tests defined operators of torchvision that no user has, and every script that imports Trainer failed."""
     assert import_in_a_process(f"from transformers import Trainer; {IMPORT}") == (0, "")
 
 
+@pytest.mark.slow
 def test_a_torchvision_that_cannot_be_imported_is_named_in_one_line(tmp_path: Path) -> None:
     write_broken_torchvision(tmp_path)
     code, errors = import_in_a_process(IMPORT, tmp_path)
@@ -188,7 +190,7 @@ UNCLIPPED: Dict[str, Tuple[str, Dict[str, Any]]] = {
 
 
 # which `make test` runs
-QUICK = {"labels", "short", "adapters", "means"}
+QUICK = {"labels", "adapters"}
 
 
 @pytest.mark.parametrize("name", mark_slow(UNCLIPPED, QUICK.__contains__))
@@ -249,7 +251,9 @@ class Silencing(transformers.TrainerCallback):  # type: ignore[misc, name-define
         others["model"].eval()
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["whole", "dropout"])
+@pytest.mark.parametrize(
+    "frozen", mark_slow([False, True], lambda frozen: frozen), ids=["whole", "dropout"]
+)
 def test_modes_are_those_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
     """A dropout that is off stays off; a model in evaluation mode is trained in training mode, with its dropouts."""
     models = []
