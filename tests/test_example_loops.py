@@ -177,7 +177,7 @@ import torch
 
 def print_group() -> None:
     # one write: print writes piece by piece under torchrun, and two ranks' pieces mix
-    sys.stdout.write(f"group: {torch.distributed.is_initialized()}\n")
+    sys.stdout.write(f"group: {torch.distributed.is_initialized()}\\n")
 
 
 # called last, since Pipeline is made later
