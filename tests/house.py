@@ -51,6 +51,10 @@ MEASURES = (
     Measure("docstrings that begin with a verb, %", 85, down=False, slack=0.1),
     Measure("function names that begin with a verb, %", 35, down=False, slack=0.1),
     Measure("functions with a bare local name", 0),
+    Measure("code lines in the longest function's body", 60),
+    Measure("most parameters of a private function", 8),
+    Measure("tests: helper names in several files", 20),
+    Measure("tests: helpers' docstrings that begin with a verb, %", 85, down=False, slack=0.1),
     Measure("README words", 1000),
     Measure("files in building a job", 35),
     Measure("files in one update, emulator", 14),
@@ -220,6 +224,7 @@ def measure_source() -> Dict[str, float]:
         importers.update(keep_library_modules(imported) - {name})
     totals: Counter = Counter()
     classes: Counter = Counter()
+    public_names = read_public_names()
     for path in modules.values():
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -227,6 +232,10 @@ def measure_source() -> Dict[str, float]:
         totals["code"] += len(code)
         _measure_density(text, tree, code, totals)
         totals["small"] += path.name != "__init__.py" and len(text.splitlines()) < 60
+        for function in find_functions(tree):
+            totals["longest"] = max(totals["longest"], count_body_lines(function, code))
+        for function in find_private_functions(tree, public_names):
+            totals["parameters"] = max(totals["parameters"], count_parameters(function))
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 totals["imports"] += (node.end_lineno or node.lineno) - node.lineno + 1
@@ -258,7 +267,70 @@ def measure_source() -> Dict[str, float]:
             100 * totals["verb names"] / totals["names"], 1
         ),
         "functions with a bare local name": totals["bare"],
+        "code lines in the longest function's body": totals["longest"],
+        "most parameters of a private function": totals["parameters"],
+        **measure_tests(),
         "README words": len((ROOT / "README.md").read_text(encoding="utf-8").split()),
+    }
+
+
+def find_functions(tree: ast.AST) -> List[ast.FunctionDef]:
+    """Return all functions and methods of a module, inner ones too."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def find_private_functions(tree: ast.AST, public_names: Set[str]) -> List[ast.FunctionDef]:
+    """Return the functions that are not of the package's public face: these, and public classes' `__init__`."""
+    public = [f for f in find_functions(tree) if f.name in public_names]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name in public_names:
+            public += [f for f in find_functions(node) if f.name == "__init__"]
+    return [function for function in find_functions(tree) if function not in public]
+
+
+def count_body_lines(function: ast.FunctionDef, code: Set[int]) -> int:
+    """Return the lines of code of a function without its signature; `code`: see `find_code_lines`."""
+    return len(code & set(range(function.body[0].lineno, (function.end_lineno or 0) + 1)))
+
+
+def count_parameters(function: ast.FunctionDef) -> int:
+    """Return the number of a function's parameters; `self` and `cls` are none."""
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return sum(name not in ("self", "cls") for name in names)
+
+
+def read_public_names() -> Set[str]:
+    """Return the names of the package's public face, whose functions may have a parameter a key."""
+    tree = ast.parse((ROOT / PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return {text for text in texts if isinstance(text, str)}
+
+
+def measure_tests() -> Dict[str, float]:
+    """Return the measures of the tests' helpers: functions of tests/ that are no test.
+
+    A script's `main` and the hostile inputs' `make`, which their driver calls by name, are not
+    counted as doubled names.
+    """
+    files: Dict[str, Set[Path]] = {}
+    totals: Counter = Counter()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("test_"):
+                files.setdefault(node.name, set()).add(path)
+        for function in find_functions(tree):
+            docstring = ast.get_docstring(function)
+            if docstring and not function.name.startswith("test_"):
+                totals["docs"] += 1
+                totals["verb docs"] += begins_with_verb(docstring)
+    doubled = [name for name, paths in files.items() if len(paths) > 1]
+    return {
+        "tests: helper names in several files": len(set(doubled) - {"main", "make"}),
+        "tests: helpers' docstrings that begin with a verb, %": round(
+            100 * totals["verb docs"] / totals["docs"], 1
+        ),
     }
 
 
@@ -316,10 +388,10 @@ def main() -> None:
     arguments = parser.parse_args()
     values = {**measure_source(), **measure_runs()}
     stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
-    print(f"{'measure':45}{'today':>9}{'stored':>9}{'aim':>9}")
+    print(f"{'measure':55}{'today':>9}{'stored':>9}{'aim':>9}")
     for measure in MEASURES:
         known = f"{stored[measure.name]:g}" if measure.name in stored else "-"
-        print(f"{measure.name:45}{values[measure.name]:>9g}{known:>9}{measure.aim:>9g}")
+        print(f"{measure.name:55}{values[measure.name]:>9g}{known:>9}{measure.aim:>9g}")
     if arguments.store:
         STORED.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         return
