@@ -223,32 +223,11 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     # the user's code may raise what is no Exception (asyncio.CancelledError)
     except BaseException as error:
         code = 1
-        user_fault = find_user_fault(error)
+        # the reader of our output (head, less) has exited, which is not an error
         if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
-            # the reader of our output (head, less) has exited, which is not an error
             code = 0
-        elif user_fault is not None:
-            file = user_fault.traceback_file
-            remedy = (
-                f"the traceback is in {file}"
-                if file
-                else "tools/train.py --traceback shows all of it"
-            )
-            faults = [] if user_fault.is_reported else [f"{user_fault}; {remedy}"]
-        elif isinstance(error, RunFault):
-            faults = [] if error.is_reported else [str(error)]
-        elif isinstance(error, ValueError) and _list_closed_streams():
-            faults = [
-                f"{' and '.join(_list_closed_streams())}: closed by the run's own code: nothing "
-                f"can be printed there"
-            ]
-        elif isinstance(error, OSError):
-            # without a file name it concerns a stream, because code that writes files names them
-            file = "standard output" if error.filename is None else error.filename
-            faults = [f"{file}: {error.strerror or error}"]
         else:
-            # a bug in ipu_pipe
-            raise
+            faults = _describe_fault(error)
         if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
             _drop_output()
     for fault in faults:
@@ -258,6 +237,31 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     if ended_by_ctrl_c or read_launch().world > 1:
         end_process(code)
     sys.exit(code)
+
+
+def _describe_fault(error: BaseException) -> list[str]:
+    """Return the lines that report a fault while running, none where another rank has reported it.
+    Raise the error itself if it is a bug in ipu_pipe.
+    """
+    user_fault = find_user_fault(error)
+    if user_fault is not None:
+        file = user_fault.traceback_file
+        remedy = (
+            f"the traceback is in {file}" if file else "tools/train.py --traceback shows all of it"
+        )
+        return [] if user_fault.is_reported else [f"{user_fault}; {remedy}"]
+    if isinstance(error, RunFault):
+        return [] if error.is_reported else [str(error)]
+    if isinstance(error, ValueError) and _list_closed_streams():
+        return [
+            f"{' and '.join(_list_closed_streams())}: closed by the run's own code: nothing "
+            f"can be printed there"
+        ]
+    if isinstance(error, OSError):
+        # without a file name it concerns a stream, because code that writes files names them
+        file = "standard output" if error.filename is None else error.filename
+        return [f"{file}: {error.strerror or error}"]
+    raise error
 
 
 def _print_fault(line: str) -> None:

@@ -62,48 +62,65 @@ class ModelFacts(NamedTuple):
     input_type: torch.dtype = torch.float32
 
 
-def observe_model(job: Job) -> ModelFacts:
-    """Return the facts of a job's model, from one training forward of its example and its loss on
-    the CPU.
-    """
-    model, part, (x, y) = job.model, job.partition, job.example
-    names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    # name of a weight -> the stages that use it
-    users: dict[str, set[int]] = {}
-    # `running` holds the names of the running modules, the innermost last
-    ungraded = set()
-    running = ["the loss"]
-    order = [0]
-    fixed_norms: list[str] = []
+class _Observer:
+    """Collect the facts of one forward: functions of torch and modules report to it as they run.
 
-    def record_call(func: Any, args: Any, kwargs: Any) -> Any:
+    `users`: name of a weight -> the stages that use it; `ungraded`: operations that lose a
+    gradient; `order`: the stages in the order in which they began; `fixed_norms`: norms in training
+    that use their running statistics.
+    """
+
+    def __init__(self, job: Job) -> None:
+        model = job.model
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self.users: dict[str, set[int]] = {}
+        self.ungraded: set[str] = set()
+        self.order = [0]
+        self.fixed_norms: list[str] = []
+        self._weight_names = {id(tensor): name for name, tensor in tensors}
+        self._begins = job.partition.begins
+        # names of the running modules, the innermost last
+        self._running = ["the loss"]
+
+    def record_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of torch and return its result."""
         name = getattr(func, "__name__", str(func))
         inputs = list_tensors((args, kwargs))
         for tensor in inputs:
-            if id(tensor) in names:
-                users.setdefault(names[id(tensor)], set()).add(order[-1])
+            if id(tensor) in self._weight_names:
+                users = self.users.setdefault(self._weight_names[id(tensor)], set())
+                users.add(self.order[-1])
         without_gradient = not torch.is_grad_enabled() and name not in _SHAPE_ONLY
         loses_gradient = without_gradient and any(t.requires_grad for t in inputs)
         result = func(*args, **kwargs)
         if loses_gradient and any(t.is_floating_point() for t in list_tensors(result)):
-            ungraded.add(f"{name} in {running[-1]}")
+            self.ungraded.add(f"{name} in {self._running[-1]}")
         return result
 
-    def begin_module(name: str) -> None:
-        running.append(name or "model")
-        if name in part.begins:
-            order.append(part.begins[name])
+    def begin_module(self, name: str) -> None:
+        """Note that a module's forward begins, and the stage that begins with it."""
+        self._running.append(name or "model")
+        if name in self._begins:
+            self.order.append(self._begins[name])
 
-    def end_module(name: str, module: nn.Module, output: Any) -> None:
-        running.pop()
+    def end_module(self, name: str, module: nn.Module, output: Any) -> None:
+        """Note that a module's forward has ended."""
+        self._running.pop()
         uses_running_statistics = (
             isinstance(module, _NormBase)
             and not module.training
             and module.running_mean is not None
         )
-        if uses_running_statistics and output.requires_grad and name not in fixed_norms:
-            fixed_norms.append(name)
+        if uses_running_statistics and output.requires_grad and name not in self.fixed_norms:
+            self.fixed_norms.append(name)
 
+
+def _run_observed(job: Job, observer: _Observer) -> tuple[torch.Tensor, list[str]]:
+    """Run one training forward of the job's example and return its loss and the names of the
+    buffers that it wrote. The model's buffers and attributes are restored.
+    """
+    model = job.model
+    x, y = job.example
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
     with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         hooks.enter_context(restore_buffers(model))
@@ -113,14 +130,14 @@ def observe_model(job: Job) -> ModelFacts:
         hooks.enter_context(restore_function(get_user_loss(job.loss)))
         for name, module in model.named_modules():
             hooks.enter_context(
-                module.register_forward_pre_hook(lambda *_, name=name: begin_module(name))
+                module.register_forward_pre_hook(lambda *_, name=name: observer.begin_module(name))
             )  # type: ignore[misc]
             hooks.enter_context(
                 module.register_forward_hook(
-                    lambda m, _, output, name=name: end_module(name, m, output)
+                    lambda m, _, output, name=name: observer.end_module(name, m, output)
                 )  # type: ignore[misc]
             )
-        with FunctionWatch(record_call):
+        with FunctionWatch(observer.record_call):
             loss = job.loss(model(x.clone()), y)
         now = dict(model.named_buffers())
         written = [
@@ -128,32 +145,42 @@ def observe_model(job: Job) -> ModelFacts:
             for name, (t, old) in before.items()
             if now[name] is not t or not torch.equal(t, old)
         ]
+    return loss, written
+
+
+def observe_model(job: Job) -> ModelFacts:
+    """Return the facts of a job's model, from one training forward of its example and its loss on
+    the CPU.
+    """
+    model = job.model
+    part = job.partition
+    observer = _Observer(job)
+    loss, written = _run_observed(job, observer)
+    floating = {name for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     functions = sorted(set(_find_functions(loss)))
     return ModelFacts(
         stages=len(part),
-        shared={name: sorted(stages) for name, stages in users.items() if len(stages) > 1},
-        order=order[1:],
+        shared={name: sorted(stages) for name, stages in observer.users.items() if len(stages) > 1},
+        order=observer.order[1:],
         empty=sorted(set(range(1, len(part))) - set(part.begins.values())),
-        written=[name for name in written if before[name][0].is_floating_point()],
+        written=[name for name in written if name in floating],
         optimizer=(list_kinds(job.optimizer)[0], job.optimizer.param_groups),
         updates=None if job.is_open else job.updates,
         updates_per_epoch=job.updates_per_epoch,
         counters=[
-            name
-            for name in written
-            if not before[name][0].is_floating_point() and not _is_counted(model, name)
+            name for name in written if name not in floating and not _is_counted(model, name)
         ],
         functions=functions,
         # the forward of an autograd.Function runs without a gradient, so its operations would be
         # reported too
-        ungraded=[] if functions else sorted(ungraded),
-        fixed_norms=fixed_norms,
+        ungraded=[] if functions else sorted(observer.ungraded),
+        fixed_norms=observer.fixed_norms,
         biased_convolutions=[
             name
             for name, m in model.named_modules()
             if isinstance(m, _ConvNd) and m.bias is not None
         ],
-        input_type=x.dtype,
+        input_type=job.example[0].dtype,
     )
 
 

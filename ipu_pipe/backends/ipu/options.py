@@ -36,7 +36,6 @@ def make_options(
     gc-info, None for any device. `accumulation`: microbatches of an update, None for the config's.
     """
     import poptorch
-    import torch
 
     ipu = config.ipu
     execution = get_execution(method)
@@ -56,38 +55,15 @@ def make_options(
     is_pipeline = execution == PIPELINED
     is_split = is_pipeline and placement.ipu_count > 1
     # a pipeline recomputes by default
-    mode = (
-        "standard"
-        if ipu.recomputation == "auto" and config.recompute and not is_split
-        else ipu.recomputation
+    mode = ipu.recomputation
+    if mode == "auto" and config.recompute and not is_split:
+        mode = "standard"
+    settings = _list_settings(ipu, training)
+    settings["randomSeed"] = seed
+    settings["setAvailableMemoryProportion"] = _share_memory(
+        ipu.available_memory_proportion, placement.ipu_count
     )
-    settings = {
-        "autoRoundNumIPUs": ipu.auto_round_num_ipus,
-        "broadcastBuffers": ipu.broadcast_buffers,
-        "logCycleCount": ipu.log_cycle_count,
-        "modelName": TRAINING if training else INFERENCE,
-        "randomSeed": seed,
-        "Precision.setPartialsType": {"float": torch.float, "half": torch.half}[ipu.partials],
-        # PopTorch advises against stochastic rounding in inference
-        "Precision.enableStochasticRounding": ipu.stochastic_rounding and training,
-        "Precision.enableFloatingPointExceptions": ipu.floating_point_exceptions or None,
-        "enableStableNorm": ipu.stable_norm or None,
-        "setAvailableMemoryProportion": _share_memory(
-            ipu.available_memory_proportion, placement.ipu_count
-        ),
-        "useOfflineIpuTarget": ipu.offline_target,
-        "connectionType": find_member(poptorch.ConnectionType, ipu.connection_type)
-        if ipu.offline_target is None
-        else None,
-        "useIpuModel": ipu.use_ipu_model or None,
-        "syncPattern": find_member(poptorch.SyncPattern, ipu.sync_pattern),
-        "showCompilationProgressBar": ipu.progress_bar,
-        "enableSyntheticData": ipu.synthetic_data or None,
-        "enableExecutableCaching": ipu.executable_cache,
-        "TensorLocations.numIOTiles": ipu.tensor_locations.num_io_tiles,
-        "_Popart.setEngineOptions": _make_engine_options(ipu) or None,
-    }
-    popart = {"defaultPrefetchBufferingDepth": ipu.prefetch_buffering_depth}
+    popart: dict[str, Any] = {"defaultPrefetchBufferingDepth": ipu.prefetch_buffering_depth}
     if ipu.convolution_dithering:
         # set the partials type again, because setConvolutionDithering would drop it
         popart["convolutionOptions"] = {"partialsType": ipu.partials, "enableConvDithering": "true"}
@@ -114,6 +90,37 @@ def make_options(
         options._Popart.set(name, value)
     _set_locations(options, ipu.tensor_locations, training)
     return options
+
+
+def _list_settings(ipu: Any, training: bool) -> dict[str, Any]:
+    """Return the settings that a training and an inference model share, option -> value; None
+    leaves PopTorch's default.
+    """
+    import poptorch
+    import torch
+
+    return {
+        "autoRoundNumIPUs": ipu.auto_round_num_ipus,
+        "broadcastBuffers": ipu.broadcast_buffers,
+        "logCycleCount": ipu.log_cycle_count,
+        "modelName": TRAINING if training else INFERENCE,
+        "Precision.setPartialsType": {"float": torch.float, "half": torch.half}[ipu.partials],
+        # PopTorch advises against stochastic rounding in inference
+        "Precision.enableStochasticRounding": ipu.stochastic_rounding and training,
+        "Precision.enableFloatingPointExceptions": ipu.floating_point_exceptions or None,
+        "enableStableNorm": ipu.stable_norm or None,
+        "useOfflineIpuTarget": ipu.offline_target,
+        "connectionType": find_member(poptorch.ConnectionType, ipu.connection_type)
+        if ipu.offline_target is None
+        else None,
+        "useIpuModel": ipu.use_ipu_model or None,
+        "syncPattern": find_member(poptorch.SyncPattern, ipu.sync_pattern),
+        "showCompilationProgressBar": ipu.progress_bar,
+        "enableSyntheticData": ipu.synthetic_data or None,
+        "enableExecutableCaching": ipu.executable_cache,
+        "TensorLocations.numIOTiles": ipu.tensor_locations.num_io_tiles,
+        "_Popart.setEngineOptions": _make_engine_options(ipu) or None,
+    }
 
 
 def find_member(enum: Any, key: str) -> Any:

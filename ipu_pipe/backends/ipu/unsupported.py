@@ -110,7 +110,6 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     clip = config.clip
     period = config.ipu.output_return_period
     overlaps = ipu.overlapped_io != "none"
-    offline = ipu.offline_target is not None
     every_n = ipu.output_mode == "every_n"
     why = f"is not supported on IPUs: must be {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}"
     yield Case(config.precision not in PRECISIONS, "precision", why)
@@ -145,6 +144,13 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
         yield Case(every and every % ipu.device_iterations, "ipu.device_iterations", why)
     why = "must be one number with automatic_loss_scaling"
     yield Case(ipu.automatic_loss_scaling and ipu.changes_loss_scaling, "ipu.loss_scaling", why)
+    yield from list_popart_cases(ipu.popart_options)
+    yield from _list_device_cases(ipu)
+
+
+def _list_device_cases(ipu: Any) -> Iterator[Case]:
+    """Yield the cases of options that choose the device: hardware, an offline target or a model."""
+    offline = ipu.offline_target is not None
     yield Case(
         ipu.ipu_ids and is_under_poprun(),
         "ipu.ipu_ids",
@@ -163,7 +169,6 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     for key in ("ipu_ids", "log_cycle_count"):
         why = "cannot be combined with offline_target, which has no device: leave it out"
         yield Case(offline and getattr(ipu, key), f"ipu.{key}", why)
-    yield from list_popart_cases(ipu.popart_options)
     yield Case(
         ipu.log_cycle_count and ipu.use_ipu_model,
         "ipu.log_cycle_count",
