@@ -76,7 +76,7 @@ class Burnt(Exception):
         super().__init__(f"{why} {number}\nand more")
 
 
-class Data(DataSource):
+class FailingData(DataSource):
     """Six microbatches an epoch. It knows which one was taken last: whatever is to fail asks `is_now`."""
 
     def __init__(self, at: int = -1) -> None:
@@ -103,7 +103,7 @@ class Data(DataSource):
         yield torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
 
 
-class Bad(torch.autograd.Function):
+class FailingBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -114,7 +114,7 @@ class Bad(torch.autograd.Function):
 
 
 class Fuse(nn.Module):
-    def __init__(self, data: Data, where: str) -> None:
+    def __init__(self, data: FailingData, where: str) -> None:
         super().__init__()
         self.data, self.where = data, where
 
@@ -124,10 +124,10 @@ class Fuse(nn.Module):
                 raise KeyError("deeper")
             except KeyError as error:
                 raise Burnt(4, "fuse") from error
-        return Bad.apply(x) if self.data.is_now and self.where == "backward" else x  # type: ignore
+        return FailingBackward.apply(x) if self.data.is_now and self.where == "backward" else x  # type: ignore
 
 
-def staged(data: Data, where: str = "") -> nn.Module:
+def make_fused_model(data: FailingData, where: str = "") -> nn.Module:
     """Return three stages, a fuse in the second."""
     return nn.Sequential(
         nn.Linear(4, 4),
@@ -137,7 +137,7 @@ def staged(data: Data, where: str = "") -> nn.Module:
     )
 
 
-def failing_loss(data: Data, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def compute_failing_loss(data: FailingData, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if data.is_now:
         raise Burnt(4, "loss")
     return F.cross_entropy(output, y)
@@ -153,7 +153,9 @@ class FailingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def run(out: Path, data: Data, model: nn.Module, method: str = "gpipe", **others: Any) -> None:
+def train_three_updates(
+    out: Path, data: FailingData, model: nn.Module, method: str = "gpipe", **others: Any
+) -> None:
     config = configure(
         method=method, micro_batch_size=2, gradient_accumulation=2, steps=3, log={"tensorboard": False},
         optimizer={"name": "sgd", "lr": 0.01},
@@ -163,27 +165,28 @@ def run(out: Path, data: Data, model: nn.Module, method: str = "gpipe", **others
 
 # what fails: what the run is given for it, and the fault's line: its place, `Burnt:`, the words of the exception
 CASES: Dict[str, Any] = {
-    "forward": (lambda data: {"model": staged(data, "forward")}, "update 2, microbatch 4, stage 1, forward", "fuse 4"),
-    "backward": (lambda data: {"model": staged(data, "backward")}, "update 2, microbatch 4, backward", "backward 4"),
+    "forward": (lambda data: {"model": make_fused_model(data, "forward")}, "update 2, microbatch 4, stage 1, forward", "fuse 4"),
+    "backward": (lambda data: {"model": make_fused_model(data, "backward")}, "update 2, microbatch 4, backward", "backward 4"),
     "loss": (
-        lambda data: {"loss": functools.partial(failing_loss, data)}, "update 2, microbatch 4, stage 2, forward", "loss 4",
+        lambda data: {"loss": functools.partial(compute_failing_loss, data)},
+        "update 2, microbatch 4, stage 2, forward", "loss 4",
     ),
-    "data": (lambda data: {"data": Data(3)}, "update 1, microbatch 3, data", "data 3"),
-    "test data": (lambda data: {"data": Data(-2)}, "evaluation before update 0", "test 0"),
+    "data": (lambda data: {"data": FailingData(3)}, "update 1, microbatch 3, data", "data 3"),
+    "test data": (lambda data: {"data": FailingData(-2)}, "evaluation before update 0", "test 0"),
     "optimizer": (lambda data: {"optimizer": lambda groups: FailingSGD(groups, lr=0.1)}, "update 1", "step 2"),
-    "planning": (lambda data: {"data": Data(0)}, "before training", "data 0"),
+    "planning": (lambda data: {"data": FailingData(0)}, "before training", "data 0"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(
+def test_an_exception_of_user_code_keeps_its_type_and_gets_a_line_with_its_place(
     name: str, tmp_path: Path
 ) -> None:
-    data = Data()
+    data = FailingData()
     make, place, words = CASES[name]
-    arguments = {"data": data, "model": staged(data), **make(data)}
+    arguments = {"data": data, "model": make_fused_model(data), **make(data)}
     with pytest.raises(Burnt) as raised:
-        run(tmp_path / "run", **arguments)
+        train_three_updates(tmp_path / "run", **arguments)
     fault = find_user_fault(raised.value)
     assert fault is not None and "\n" not in str(fault)
     lines = Path(__file__).read_text().splitlines()
@@ -207,26 +210,26 @@ def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(
 
 
 @pytest.mark.parametrize("method", ["pipedream", "pipemare", "local_chunked"])
-def test_every_method_tells_the_stage(method: str, tmp_path: Path) -> None:
-    data = Data()
+def test_every_method_names_the_failing_stage(method: str, tmp_path: Path) -> None:
+    data = FailingData()
     with pytest.raises(Burnt) as raised:
-        run(tmp_path, data, staged(data, "forward"), method)
+        train_three_updates(tmp_path, data, make_fused_model(data, "forward"), method)
     assert str(find_user_fault(raised.value)).startswith(
         "update 2, microbatch 4, stage 1, forward: Burnt: fuse 4 ("
     )
 
 
-def test_a_resumed_run_no_longer_holds_the_traceback_of_its_fault(tmp_path: Path) -> None:
-    data = Data()
+def test_resuming_a_run_deletes_the_traceback_of_its_fault(tmp_path: Path) -> None:
+    data = FailingData()
     with pytest.raises(Burnt):
-        run(tmp_path, data, staged(data, "forward"))
+        train_three_updates(tmp_path, data, make_fused_model(data, "forward"))
     assert (tmp_path / "traceback.txt").is_file()
     RunFolder(tmp_path, resume=True)
     assert (tmp_path / "config.yaml").is_file() and not (tmp_path / "traceback.txt").exists()
 
 
-def model_of_a_config() -> nn.Module:
-    data = Data()
+def make_failing_model() -> nn.Module:
+    data = FailingData()
     data.index = 0
 
     class Counting(Fuse):
@@ -240,12 +243,12 @@ def model_of_a_config() -> nn.Module:
 
 
 @pytest.mark.parametrize("shown", [False, True])
-def test_a_command_line_tells_one_line_or_all(
+def test_a_command_prints_one_line_or_with_a_flag_the_traceback(
     shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     out = tmp_path / "run"
     sets = [
-        "model.entry=tests.test_faults:model_of_a_config",
+        "model.entry=tests.test_faults:make_failing_model",
         "model.args={}",
         "stages=1",
         "log.tensorboard=false",
@@ -265,7 +268,7 @@ def test_a_command_line_tells_one_line_or_all(
     )
 
 
-def test_a_fault_leaves_its_process_whole() -> None:
+def test_a_fault_can_be_pickled_out_of_its_process() -> None:
     """A worker's exception may be of a kind that cannot be rebuilt elsewhere; its line can."""
 
     def work() -> Any:
@@ -301,7 +304,7 @@ def test_a_fault_leaves_its_process_whole() -> None:
         ({"MASTER_PORT": "0x10"}, "MASTER_PORT: 0x10: must be a port"),
     ],
 )
-def test_what_a_launcher_says_is_checked(
+def test_variables_of_a_launcher_are_validated(
     variables: Dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (fault,) = read_launch(variables).faults
@@ -330,15 +333,17 @@ def test_a_launcher_without_a_meeting_place_is_reported(monkeypatch: pytest.Monk
 # ---- joining
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return int(free.getsockname()[1])
 
 
-def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int, BaseException]:
+def join_ranks(
+    asked: Dict[int, Dict[str, Any]], world: int, limit: float
+) -> Dict[int, BaseException]:
     """Let the ranks of `asked` meet, each in a thread; return what each was refused with."""
-    port, faults, stores = free_port(), {}, []  # a store ends when nothing holds it
+    port, faults, stores = find_free_port(), {}, []  # a store ends when nothing holds it
 
     def one(rank: int) -> None:
         try:
@@ -355,14 +360,14 @@ def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int
 
 
 @needs_processes
-def test_ranks_that_are_asked_for_the_same_meet() -> None:
-    assert join({rank: {"a": 1} for rank in range(3)}, 3, 20) == {}
+def test_ranks_with_equal_requests_meet() -> None:
+    assert join_ranks({rank: {"a": 1} for rank in range(3)}, 3, 20) == {}
 
 
 @needs_processes
 def test_a_missing_rank_is_named_once_within_the_limit() -> None:
     start = time.monotonic()
-    faults = join({0: {}, 2: {}}, 4, 1.5)
+    faults = join_ranks({0: {}, 2: {}}, 4, 1.5)
     assert set(faults) == {0, 2} and all(isinstance(error, RunFault) for error in faults.values())
     assert all(
         "ranks 1, 3 of 4 did not come to 127.0.0.1:" in str(error) for error in faults.values()
@@ -372,7 +377,7 @@ def test_a_missing_rank_is_named_once_within_the_limit() -> None:
 
 
 @needs_processes
-def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() -> None:
+def test_ranks_with_different_requests_are_refused_with_both_values() -> None:
     one, other = (
         load_config(DIGITS, [f"seed={seed}", f"data.root=/node{seed}"]) for seed in (1, 2)
     )
@@ -380,7 +385,7 @@ def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() 
         0: make_request(one, {"--out": Path("a")}),
         1: make_request(other, {"--out": Path("b")}),
     }
-    faults = join(asked, 3, 20)
+    faults = join_ranks(asked, 3, 20)
     assert (
         set(faults) == {0, 1} and [error.is_reported for error in faults.values()].count(False) == 1
     )  # type: ignore
@@ -448,11 +453,11 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_reported(
     with pytest.raises(
         RunFault, match="rank 1: rank 0 did not come to 127.0.0.1.* within 0.5 s .*refused"
     ):
-        wait_for_ranks(Launch(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})
+        wait_for_ranks(Launch(1, 2, address="127.0.0.1", port=find_free_port()), 0.5, {})
     with pytest.raises(RunFault, match="rank 0 did not come to no.such.host.invalid"):
         wait_for_ranks(Launch(1, 2, address="no.such.host.invalid", port=29500), 0.1, {})
     monkeypatch.setattr(launch, "LINGER", 0.1)
-    port, second = free_port(), []
+    port, second = find_free_port(), []
 
     def come_twice(rank: int) -> None:
         for _ in range(2):
@@ -519,7 +524,7 @@ def test_a_rank_that_is_stopped_while_joining_ends_the_others(
     monkeypatch.setattr(launch, "ANSWER", 0.5)
     monkeypatch.setattr(lost_ranks, "WARM_UP", 1.5)
     fork = multiprocessing.get_context("fork")
-    faults, port = fork.SimpleQueue(), free_port()
+    faults, port = fork.SimpleQueue(), find_free_port()
     ranks = [
         fork.Process(target=join_with_a_stopped_rank, args=(r, port, victim, at, faults))
         for r in range(2)
@@ -536,7 +541,7 @@ def test_a_rank_that_is_stopped_while_joining_ends_the_others(
 
 
 @needs_processes
-def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(
+def test_replicas_wait_for_an_evaluation_as_long_as_it_progresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = torch.distributed.HashStore()
@@ -560,7 +565,7 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(
     join_threads([waiting], 5)
 
 
-def test_sigterm_ends_a_process_that_waits_where_python_does_not_run() -> None:
+def test_sigterm_ends_a_process_that_waits_outside_python() -> None:
     script = """
 import ctypes
 from ipu_pipe.backends.processes.lost_ranks import Termination
@@ -583,10 +588,10 @@ libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
 
 
 @needs_processes
-def test_a_fault_of_the_users_on_one_rank_is_reported_by_it_alone(tmp_path: Path) -> None:
+def test_a_user_fault_on_one_rank_is_reported_by_that_rank_alone(tmp_path: Path) -> None:
     out = tmp_path / "run"
     sets = [
-        "model.entry=tests.test_faults:model_of_a_config", "model.args={}", 'stages=["1"]', "log.tensorboard=false",
+        "model.entry=tests.test_faults:make_failing_model", "model.args={}", 'stages=["1"]', "log.tensorboard=false",
         "backend.name=distributed", "backend.deadline=60", "backend.threads=1", "method=pipedream",
     ]  # fmt: skip
     ended = forked.run_ranks(2, "train", [DIGITS, "--out", str(out), "--set", *sets], 120)
@@ -634,7 +639,7 @@ if __name__ == "__main__":
     assert not left
 
 
-def test_a_run_that_fails_ends_those_that_wait_without_a_traceback(
+def test_a_failing_run_cancels_waiting_runs_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The pool's own thread raised InvalidStateError for runs that had been cancelled."""

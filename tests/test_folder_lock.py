@@ -32,15 +32,15 @@ SHORT = [
 ]  # fmt: skip
 
 
-def config(*sets: str) -> Any:
+def load_short_config(*sets: str) -> Any:
     return load_config(DIGITS, [*SHORT, *sets])
 
 
-def sets(*pairs: str) -> List[str]:
+def list_short_options(*pairs: str) -> List[str]:
     return [item for pair in (*SHORT, *pairs) for item in ("--set", pair)]
 
 
-def files(folder: Path) -> Dict[str, bytes]:
+def read_tree(folder: Path) -> Dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -49,7 +49,7 @@ def files(folder: Path) -> Dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def holder(
+def hold_lock(
     folder: Path, body: str = "print('held', flush=True); input()"
 ) -> Iterator["subprocess.Popen[str]"]:
     """Another process with the folder's lock."""
@@ -70,7 +70,7 @@ def holder(
         process.communicate()
 
 
-def wait_for(happened: Any, seconds: float = 120.0) -> None:
+def wait_until_true(happened: Any, seconds: float = 120.0) -> None:
     until = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < until
@@ -85,7 +85,7 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
 ) -> None:
     """Story: --resume beside a live run left 37 of 124 lines of its metrics with exit code 0; --overwrite deleted its files."""
     out, steps = tmp_path / "run", 40
-    arguments = [DIGITS, *sets(f"steps={steps}"), "--out", str(out)]
+    arguments = [DIGITS, *list_short_options(f"steps={steps}"), "--out", str(out)]
     go, stands = tmp_path / "go", tmp_path / "stands"
     # a run that stands still in its second half until it is told to go on
     code = f"""
@@ -109,8 +109,8 @@ main()
         python, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        wait_for(lambda: stands.exists() or live.poll() is not None)
-        before = files(out)
+        wait_until_true(lambda: stands.exists() or live.poll() is not None)
+        before = read_tree(out)
         for option in ("--resume", "--overwrite"):
             exit_code, _, complaint = command(
                 *arguments, option, monkeypatch=monkeypatch, capsys=capsys
@@ -120,7 +120,7 @@ main()
                 f"error: --out: {out}: process {live.pid} writes a run there: "
             )
             assert complaint.endswith("wait for it, or give another folder\n")
-        assert files(out) == before
+        assert read_tree(out) == before
         go.touch()
         _, error = live.communicate(timeout=120)
     finally:
@@ -134,7 +134,7 @@ main()
 
 
 @pytest.mark.slow
-def test_a_comparison_holds_both_folders(
+def test_a_comparison_locks_both_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     out, step, seen = tmp_path / "run", Emulator.step, []
@@ -148,39 +148,49 @@ def test_a_comparison_holds_both_folders(
         return step(self, microbatches)
 
     monkeypatch.setattr(Emulator, "step", looking)
-    arguments = [DIGITS, *sets("steps=2"), "--out", str(out), "--against", "gpipe", "--overwrite"]
+    arguments = [
+        DIGITS,
+        *list_short_options("steps=2"),
+        "--out",
+        str(out),
+        "--against",
+        "gpipe",
+        "--overwrite",
+    ]
     for _ in range(2):
         assert command(*arguments, monkeypatch=monkeypatch, capsys=capsys)[0] == 0
     assert (
         seen == [[True, True]] * 2 + [[False, True]] * 2 + [[True, True]] * 2 + [[False, True]] * 2
     )
-    with holder(out / "gpipe"):
-        before = files(out)
+    with hold_lock(out / "gpipe"):
+        before = read_tree(out)
         code, _, complaint = command(*arguments, monkeypatch=monkeypatch, capsys=capsys)
         assert code == 2 and "gpipe: process" in complaint and complaint.count("\n") == 1
-        assert files(out) == before
+        assert read_tree(out) == before
         with pytest.raises(BadInput, match="gpipe: process .* writes a run there"):
-            compare_methods(config(), ["gpipe"], out, 2, overwrite=True, say=lambda text: None)
-        assert files(out) == before
+            compare_methods(
+                load_short_config(), ["gpipe"], out, 2, overwrite=True, say=lambda text: None
+            )
+        assert read_tree(out) == before
 
 
 # ---- the lock
 
 
-def test_the_lock_is_freed_by_its_holders_death_and_what_it_leaves_is_no_run(
+def test_the_lock_ends_with_its_holder_and_leaves_no_run(
     tmp_path: Path,
 ) -> None:
-    with holder(tmp_path / "run") as other:
+    with hold_lock(tmp_path / "run") as other:
         with pytest.raises(
             BadInput, match=f"^--out: .*run: process {other.pid} writes a run there"
         ):
-            train(config(), tmp_path / "run", quiet=True)
+            train(load_short_config(), tmp_path / "run", quiet=True)
         os.kill(other.pid, signal.SIGKILL)
         other.wait()
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
     for overwrite in (False, True):
         assert check_folder(tmp_path / "run", overwrite=overwrite) == []
-    train(config(), tmp_path / "run", quiet=True)
+    train(load_short_config(), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run" / ".lock").exists()
 
 
@@ -189,7 +199,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A worker that loads data may outlive a killed run by seconds."""
     body = "child = os.fork()\nif not child:\n    import time; time.sleep(30); os._exit(0)\n"
     body += "print('held', child, flush=True); input()"
-    with holder(tmp_path, "print('held', flush=True)\n" + body) as other:
+    with hold_lock(tmp_path, "print('held', flush=True)\n" + body) as other:
         assert other.stdout is not None
         child = int(other.stdout.readline().split()[1])
         try:
@@ -201,9 +211,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_lock_of_a_file_that_its_holder_has_just_removed_is_taken_again(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_lock_on_a_removed_file_is_taken_again(tmp_path: Path, monkeypatch: Any) -> None:
     flock, calls = folder.fcntl.flock, []
 
     def racing(descriptor: int, how: int) -> None:
@@ -219,9 +227,9 @@ def test_a_lock_of_a_file_that_its_holder_has_just_removed_is_taken_again(
             pass
 
 
-def test_a_folder_made_for_a_run_that_is_refused_is_gone_again(tmp_path: Path) -> None:
+def test_a_refused_run_removes_the_folder_that_it_created(tmp_path: Path) -> None:
     with pytest.raises(BadInput):
-        train(config("stages=[nowhere]"), tmp_path / "a" / "b", quiet=True)
+        train(load_short_config("stages=[nowhere]"), tmp_path / "a" / "b", quiet=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -246,8 +254,8 @@ def test_a_file_system_without_locks_is_reported_and_used(
 # ---- what --overwrite touches
 
 
-def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> None:
-    train(config("log.tensorboard=true"), tmp_path, quiet=True)
+def test_overwriting_deletes_only_files_of_the_run(tmp_path: Path) -> None:
+    train(load_short_config("log.tensorboard=true"), tmp_path, quiet=True)
     for name in (
         "notes.txt",
         "tensorboard/mine.txt",
@@ -266,19 +274,19 @@ def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path)
             loop, "write_json", lambda *_: 1 / 0
         )  # the first thing that is done in the emptied folder
         with pytest.raises(ZeroDivisionError):
-            train(config(), tmp_path, overwrite=True, quiet=True)
-    assert set(files(tmp_path)) == left
+            train(load_short_config(), tmp_path, overwrite=True, quiet=True)
+    assert set(read_tree(tmp_path)) == left
 
 
-def test_a_folder_half_deleted_is_still_known_for_a_run(
+def test_a_half_deleted_folder_still_counts_as_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(config(), tmp_path, quiet=True)
+    train(load_short_config(), tmp_path, quiet=True)
     with monkeypatch.context() as patched:
         patched.setattr(folder.shutil, "rmtree", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            train(config(), tmp_path, overwrite=True, quiet=True)
-    train(config(), tmp_path, overwrite=True, quiet=True)
+            train(load_short_config(), tmp_path, overwrite=True, quiet=True)
+    train(load_short_config(), tmp_path, overwrite=True, quiet=True)
 
 
 FOREIGN = {
@@ -291,20 +299,20 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_overwriting_a_folder_that_is_no_runs_is_refused(what: str, tmp_path: Path) -> None:
+def test_overwriting_a_folder_that_is_not_a_run_is_refused(what: str, tmp_path: Path) -> None:
     """Story: checkpoints/ and tensorboard/ of any folder were deleted."""
     file = tmp_path / FOREIGN[what]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(Path(DIGITS).read_text() if "hand" in what else "method: other\n")
-    before = files(tmp_path)
+    before = read_tree(tmp_path)
     with pytest.raises(
         BadInput, match=f"^--overwrite: {tmp_path}: .*the folder is not a run"
     ) as refused:
-        train(config(), tmp_path, overwrite=True, quiet=True)
-    assert len(refused.value.faults) == 1 and files(tmp_path) == before
+        train(load_short_config(), tmp_path, overwrite=True, quiet=True)
+    assert len(refused.value.faults) == 1 and read_tree(tmp_path) == before
 
 
-def test_an_empty_name_is_no_folder(
+def test_an_empty_folder_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Story: it was the current folder."""
@@ -318,5 +326,5 @@ def test_an_empty_name_is_no_folder(
         )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match="must name a folder"):
-        train(config(), "", quiet=True)
+        train(load_short_config(), "", quiet=True)
     assert list(tmp_path.iterdir()) == []

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def deterministic() -> Any:
+def use_deterministic_cuda() -> Any:
     set_numerics(BackendConfig(device="cuda"))  # what a run sets
     yield
     set_numerics(BackendConfig(device="cuda", deterministic=False))
@@ -80,7 +80,7 @@ ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
         ([], {"optimizer": functools.partial(ADAM, capturable=True)}),
     ],
 )
-def test_a_resumed_run_gives_the_same_numbers_and_tells_its_numerics(
+def test_a_resumed_run_gives_the_same_numbers_and_records_its_numerics(
     sets: List[str], objects: Any, tmp_path: Path
 ) -> None:
     config = load_config(DIGITS, [*SHORT, *sets])
@@ -94,7 +94,9 @@ def test_a_resumed_run_gives_the_same_numbers_and_tells_its_numerics(
     assert train(config, tmp_path, resume=True, quiet=True, **objects)["final"] == whole["final"]
 
 
-def test_losses_are_read_for_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_are_read_only_for_lines_and_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: List[int] = []
     read = Emulator.read
     monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))  # type: ignore[func-returns-value]

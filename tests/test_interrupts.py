@@ -19,7 +19,7 @@ from typing import Iterator, List, NamedTuple, Tuple
 
 import pytest
 
-from tests.support.processes import hear_interrupts
+from tests.support.processes import enable_interrupts
 from tests.support.runs import ROOT
 
 REPEATS = int(os.environ.get("IPU_PIPE_INTERRUPTS", "4"))
@@ -33,7 +33,7 @@ STARTED = "import runpy, sys; sys.argv.pop(0); print('up', flush=True); runpy.ru
 
 
 @pytest.fixture()
-def load() -> Iterator[None]:
+def busy_processes() -> Iterator[None]:
     """Two busy loops beside it, ended by their own clock if no one else does."""
     loop = f"import time; end = time.monotonic() + {60 + 10 * REPEATS}\nwhile time.monotonic() < end: pass"
     busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(2)]
@@ -45,7 +45,7 @@ def load() -> Iterator[None]:
             process.wait()
 
 
-class Ended(NamedTuple):
+class InterruptedRun(NamedTuple):
     """How a run ended after Ctrl-C."""
 
     seed: int
@@ -55,13 +55,13 @@ class Ended(NamedTuple):
     error: str
 
 
-def interrupted(seed: int, out: Path) -> Ended:
+def interrupt_run(seed: int, out: Path) -> InterruptedRun:
     """Train the digits, TensorBoard on, in a process that gets Ctrl-C at a moment drawn from `seed`;
     every third gets a second one."""
     drawn = random.Random(seed)
     process = subprocess.Popen(
         [sys.executable, "-c", STARTED, "tools/train.py", "configs/mlp_digits.yaml", "--out", str(out)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_interrupts,
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=enable_interrupts,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
@@ -85,11 +85,11 @@ def interrupted(seed: int, out: Path) -> Ended:
             process.send_signal(signal.SIGINT)
             moment += ", twice"
         _, error = process.communicate(timeout=PATIENCE)
-        return Ended(
+        return InterruptedRun(
             seed, f"{moment}, {wait:.2f} s", process.returncode, time.monotonic() - begin, error
         )
     except subprocess.TimeoutExpired:
-        return Ended(seed, moment, 99, PATIENCE, "hangs")
+        return InterruptedRun(seed, moment, 99, PATIENCE, "hangs")
     finally:
         process.kill()
         process.wait()
@@ -97,12 +97,12 @@ def interrupted(seed: int, out: Path) -> Ended:
 
 @pytest.mark.slow
 def test_ctrl_c_at_any_moment_ends_a_run(
-    tmp_path: Path, load: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, busy_processes: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Story: with TensorBoard on, one in five hung for up to two minutes in the writer's queue, on a busy machine."""
     with ThreadPoolExecutor(JOBS) as pool:
         ended = list(
-            pool.map(lambda seed: interrupted(seed, tmp_path / f"run-{seed}"), range(REPEATS))
+            pool.map(lambda seed: interrupt_run(seed, tmp_path / f"run-{seed}"), range(REPEATS))
         )
     # ended by the signal itself, which a shell calls 130 too: while the interpreter of a run that is done is taken down
     wrong = [
@@ -166,19 +166,21 @@ def test_ctrl_c_is_one_line_wherever_it_lands(when: str, tmp_path: Path) -> None
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    for _ in range(1000): pass\n"
         "except BaseException: pass\n"
     )
-    code, printed, error = _run(COMMAND.format(body=BODIES[when].format(folder=str(tmp_path))))
+    code, printed, error = run_source(
+        COMMAND.format(body=BODIES[when].format(folder=str(tmp_path)))
+    )
     assert (code, printed, error) == (130, "", "interrupted\n")
 
 
 def test_a_command_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    code, printed, error = _run(ignoring + COMMAND.format(body="ctrl_c(); print('done')"))
+    code, printed, error = run_source(ignoring + COMMAND.format(body="ctrl_c(); print('done')"))
     assert (code, printed, error) == (0, "done\n", "")
 
 
-def _run(source: str) -> Tuple[int, str, str]:
+def run_source(source: str) -> Tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, preexec_fn=hear_interrupts, timeout=60,
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, preexec_fn=enable_interrupts, timeout=60,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
@@ -211,4 +213,4 @@ def test_every_command_line_ends_quietly_from_its_first_line_on() -> None:
             late.append(file.name)
     assert not late
     code = "import sys, ipu_pipe.cli; print([m for m in ('argparse', 'ipu_pipe.errors', 'json') if m in sys.modules])"
-    assert _run(code) == (0, "[]\n", "")
+    assert run_source(code) == (0, "[]\n", "")

@@ -40,25 +40,25 @@ from tests.support.slow import mark_slow
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 
 
-def config(ipu: Any = None, **keys: Any) -> Any:
+def configure_ipus(ipu: Any = None, **keys: Any) -> Any:
     base = {"method": "gpipe", "gradient_accumulation": 16, "stages": 4}
     return configure(backend={"name": "poptorch", "ipu": ipu or {}}, **{**base, **keys})
 
 
-def method_of(settings: Any) -> Method:
+def get_method(settings: Any) -> Method:
     return resolve_method(settings.method, settings.method_settings())
 
 
-def refuses(settings: Any, facts: ModelFacts, **replicas: int) -> List[str]:
-    return unsupported.check_model(settings, method_of(settings), facts, **replicas)
+def check_facts(settings: Any, facts: ModelFacts, **replicas: int) -> List[str]:
+    return unsupported.check_model(settings, get_method(settings), facts, **replicas)
 
 
-def make_options(settings: Any, *others: Any, **more: Any) -> Any:
-    return options.make_options(settings, method_of(settings), *others, **more)
+def make_poptorch_options(settings: Any, *others: Any, **more: Any) -> Any:
+    return options.make_options(settings, get_method(settings), *others, **more)
 
 
-def faults(ipu: Any = None, **keys: Any) -> List[str]:
-    return [fault.replace("configure: ", "") for fault in list_faults(config, ipu, **keys)]
+def list_ipu_faults(ipu: Any = None, **keys: Any) -> List[str]:
+    return [fault.replace("configure: ", "") for fault in list_faults(configure_ipus, ipu, **keys)]
 
 
 # ---- refusals from the config alone: key and value that are named, backend.ipu, other keys
@@ -126,9 +126,9 @@ REFUSED: List[Tuple[str, Dict[str, Any], Dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_what_no_ipu_can_do_is_refused_by_key_and_value(case: int) -> None:
+def test_what_ipus_do_not_support_is_refused_by_key_and_value(case: int) -> None:
     key_and_value, ipu, keys = REFUSED[case]
-    lines = faults(ipu, **keys)
+    lines = list_ipu_faults(ipu, **keys)
     assert len(lines) == 1 and lines[0].startswith(f"{key_and_value}: "), lines
 
 
@@ -136,13 +136,13 @@ def test_popart_options_are_those_of_the_published_list() -> None:
     published = read_json(ROOT / "tests" / "poptorch_double" / "api.json")
     assert popart_options.TYPES == published["popart_session_options"]
     assert popart_options.VERSION == published["version"]
-    (fault,) = faults({"popart_options": {"enableOutlinning": False}})
+    (fault,) = list_ipu_faults({"popart_options": {"enableOutlinning": False}})
     assert "3.4" in fault and "nearest is enableOutlining" in fault
 
 
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.is_stale])
 def test_asynchronous_methods_are_refused_with_the_nearest_that_runs(method: str) -> None:
-    fault = faults(method=method, optimizer={"momentum": 0.9})[0]
+    fault = list_ipu_faults(method=method, optimizer={"momentum": 0.9})[0]
     assert fault.startswith(
         f"method: {method}: a PopTorch pipeline is flushed at every weight update"
     )
@@ -150,7 +150,7 @@ def test_asynchronous_methods_are_refused_with_the_nearest_that_runs(method: str
 
 
 def test_layers_in_two_blocks_are_refused_and_all_other_methods_run() -> None:
-    (fault,) = faults(method="local_overlapping")
+    (fault,) = list_ipu_faults(method="local_overlapping")
     assert "two IPUs" in fault and "local_greedy" in fault
     for name, method in METHODS.items():
         refused = (
@@ -180,7 +180,7 @@ def test_a_row_that_does_not_state_that_poptorch_runs_it_is_refused(
 ) -> None:
     invented = replace(INVENTED[what], name="invented")
     monkeypatch.setitem(METHODS, "invented", invented)
-    (fault,) = faults(method="invented")
+    (fault,) = list_ipu_faults(method="invented")
     assert (
         fault.startswith("method: invented: PopTorch is not known to run")
         and "gpipe or pipedream_flush" in fault
@@ -265,21 +265,23 @@ OF_MODELS: List[Tuple[str, Dict[str, Any], Dict[str, Any], Dict[str, Any]]] = [
 @pytest.mark.parametrize("case", range(len(OF_MODELS)))
 def test_models_that_do_not_fit_are_refused_by_key_and_value(case: int) -> None:
     key_and_value, ipu, keys, facts = OF_MODELS[case]
-    settings = config(ipu, **keys)
-    assert refuses(settings, FACTS) == [] or not facts
-    lines = refuses(settings, FACTS._replace(**facts))
+    settings = configure_ipus(ipu, **keys)
+    assert check_facts(settings, FACTS) == [] or not facts
+    lines = check_facts(settings, FACTS._replace(**facts))
     assert any(line.startswith(f"{key_and_value}: ") for line in lines), lines
 
 
 def test_replicas_of_one_process_count_for_its_ipus() -> None:
-    settings = config(replicas=16)
-    assert refuses(settings, FACTS) == []
+    settings = configure_ipus(replicas=16)
+    assert check_facts(settings, FACTS) == []
     many = settings.model_copy(update={"replicas": 64})
     assert (
-        refuses(many, FACTS)[0].startswith("replicas: 64: ")
-        and refuses(many, FACTS, local_replicas=16) == []
+        check_facts(many, FACTS)[0].startswith("replicas: 64: ")
+        and check_facts(many, FACTS, local_replicas=16) == []
     )
-    (fault,) = refuses(config({"tensor_locations": SHARDS}, replicas=2), FACTS, local_replicas=1)
+    (fault,) = check_facts(
+        configure_ipus({"tensor_locations": SHARDS}, replicas=2), FACTS, local_replicas=1
+    )
     assert fault.startswith(
         "backend.ipu.tensor_locations.optimizer.replicated_tensor_sharding: true: "
     )
@@ -287,7 +289,7 @@ def test_replicas_of_one_process_count_for_its_ipus() -> None:
 
 # ---- poptorch.Options
 
-SAID = {
+EVERY_KEY = {
     "device_iterations": 2, "ipus": [0, 1, 1, 2], "auto_round_num_ipus": True, "broadcast_buffers": False,
     "available_memory_proportion": [0.1, 0.2, 0.3], "partials": "half", "stochastic_rounding": True,
     "floating_point_exceptions": True, "stable_norm": True, "convolution_dithering": True, "automatic_loss_scaling": True,
@@ -304,10 +306,10 @@ SAID = {
 
 
 def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
-    settings = config(SAID, replicas=4)
+    settings = configure_ipus(EVERY_KEY, replicas=4)
     place = place_stages(settings.backend.ipu, 4)
-    options = make_options(settings, place, True, 5, ipu_id=3).toDict()
-    strategy = make_options(settings, place, True, 5)._execution_strategy
+    options = make_poptorch_options(settings, place, True, 5, ipu_id=3).toDict()
+    strategy = make_poptorch_options(settings, place, True, 5)._execution_strategy
     assert [strategy.stage(f"stage{s}")._ipu for s in range(4)] == [0, 1, 1, 2]
     assert [strategy.stage(f"stage{s}")._stage_id for s in range(4)] == [0, 1, 1, 2]
     expected = {
@@ -328,7 +330,7 @@ def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
                           "autoReport.directory": "p"},
     }  # fmt: skip
     assert {key: options.get(key) for key in expected} == expected
-    inference = make_options(settings, place, False, 5).toDict()
+    inference = make_poptorch_options(settings, place, False, 5).toDict()
     assert inference["device_iterations"] == 3 and inference["gradient_accumulation"] == 1
     assert (
         inference["output_mode"] == poptorch.OutputMode.All
@@ -339,8 +341,10 @@ def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
 
 
 def test_defaults_leave_poptorchs_own(poptorch: Any) -> None:
-    settings = config()
-    options = make_options(settings, place_stages(settings.backend.ipu, 4), True, 5).toDict()
+    settings = configure_ipus()
+    options = make_poptorch_options(
+        settings, place_stages(settings.backend.ipu, 4), True, 5
+    ).toDict()
     plain = poptorch.Options().outputMode(poptorch.OutputMode.All).toDict()
     changed = {key for key in options if options[key] != plain.get(key)}
     assert changed == {
@@ -352,11 +356,11 @@ def test_defaults_leave_poptorchs_own(poptorch: Any) -> None:
     )
 
 
-def test_recomputation_is_set_where_it_was_asked_for(poptorch: Any) -> None:
+def test_recomputation_is_set_where_it_was_requested(poptorch: Any) -> None:
     place = Placement((0, 1, 2, 3))
 
     def asked(ipu: Any = None, **keys: Any) -> Tuple[Any, Any]:
-        options = make_options(config(ipu, **keys), place, True, 0).toDict()
+        options = make_poptorch_options(configure_ipus(ipu, **keys), place, True, 0).toDict()
         return options.get("autoRecomputation"), options.get("explicitRecomputation")
 
     assert asked() == asked(recompute=True) == (None, None)  # a pipeline recomputes by itself
@@ -367,13 +371,13 @@ def test_recomputation_is_set_where_it_was_asked_for(poptorch: Any) -> None:
 
 
 def test_overlapped_io_reaches_the_model(poptorch: Any, monkeypatch: Any) -> None:
-    settings = config({"overlapped_io": "device_iteration_loop", **IO}, method="naive")
+    settings = configure_ipus({"overlapped_io": "device_iteration_loop", **IO}, method="naive")
     loss, mode = (
         torch.nn.functional.cross_entropy,
         wrapping.OVERLAP[settings.backend.ipu.overlapped_io],
     )
     wrapped = wrapping.Wrapped(wrapping.WholeModel(torch.nn.Linear(2, 2)), loss, False, mode)
-    options = make_options(settings, Placement((0,)), True, 0)
+    options = make_poptorch_options(settings, Placement((0,)), True, 0)
     executor = poptorch.trainingModel(
         wrapped, options, poptorch.optim.SGD(wrapped.parameters(), lr=0.1)
     )
@@ -395,7 +399,7 @@ def test_reading_a_config_waits_for_no_torch() -> None:
 # ---- the configs for pods
 
 
-def test_there_is_a_config_for_every_pod_depth_and_way() -> None:
+def test_there_is_a_config_for_every_pod_depth_and_method() -> None:
     names = {path.stem for path in PODS}
     every = itertools.product((4, 16, 64), (18, 34, 50, 101), ("pipelined", "local"))
     wanted = {f"pod{pod}_resnet{depth}_{how}" for pod, depth, how in every}

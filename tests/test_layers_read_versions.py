@@ -16,7 +16,7 @@ from ipu_pipe.replay.weights import OverwritingStore, SwappingStore
 torch.manual_seed(0)
 
 
-def _norm_gradient(normalize: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _make_norm_gradient(normalize: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Input gradient of y = normalize(x) * weight + bias for a weight given at backward time."""
 
     def gradient(x: torch.Tensor, weight: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
@@ -33,11 +33,11 @@ LAYERS: Dict[str, Tuple[nn.Module, torch.Tensor, Any]] = {
     "Conv2d": (
         nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 6, 6), lambda x, w, g: F.conv_transpose2d(g, w, padding=1)
     ),
-    "GroupNorm": (nn.GroupNorm(2, 4), torch.randn(2, 4, 3, 3), _norm_gradient(lambda x: F.group_norm(x, 2))),
+    "GroupNorm": (nn.GroupNorm(2, 4), torch.randn(2, 4, 3, 3), _make_norm_gradient(lambda x: F.group_norm(x, 2))),
     "BatchNorm2d": (
-        nn.BatchNorm2d(4), torch.randn(3, 4, 3, 3), _norm_gradient(lambda x: F.batch_norm(x, None, None, training=True))
+        nn.BatchNorm2d(4), torch.randn(3, 4, 3, 3), _make_norm_gradient(lambda x: F.batch_norm(x, None, None, training=True))
     ),
-    "LayerNorm": (nn.LayerNorm(6), torch.randn(3, 6), _norm_gradient(lambda x: F.layer_norm(x, (6,)))),
+    "LayerNorm": (nn.LayerNorm(6), torch.randn(3, 6), _make_norm_gradient(lambda x: F.layer_norm(x, (6,)))),
     "Embedding": (nn.Embedding(7, 3), torch.randint(0, 7, (2, 4)), None),
 }  # fmt: skip
 

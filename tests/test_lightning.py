@@ -51,7 +51,7 @@ def module_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Recorded
 
 
-def fit(
+def fit_module(
     module: Any,
     folder: Path,
     steps: int,
@@ -100,15 +100,15 @@ def run_own_loop(module: Any, steps: int, drains: int, **keys: Any) -> Any:
     return states, losses
 
 
-def keep_all(folder: Path, **keys: Any) -> Any:
+def make_checkpoint_callback(folder: Path, **keys: Any) -> Any:
     return ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **keys)
 
 
-def read(path: Path) -> Any:
+def load_checkpoint_file(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def use_method(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+def patch_pipeline_arguments(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Let the example's pipelines have other arguments."""
     make = ipu_pipe.Pipeline
     monkeypatch.setattr(
@@ -127,9 +127,11 @@ def test_steps_and_checkpoints_are_those_of_an_own_loop(
     args = {"local_steps": 3, "replicas": 2} if method == "local_sgd" else None
     expected = module_class()
     states, losses = run_own_loop(expected, 13, 4, method=method, method_args=args)
-    use_method(monkeypatch, method=method, method_args=args)
+    patch_pipeline_arguments(monkeypatch, method=method, method_args=args)
     module = module_class()
-    trainer = fit(module, tmp_path, 13, [keep_all(tmp_path, every_n_train_steps=4)])
+    trainer = fit_module(
+        module, tmp_path, 13, [make_checkpoint_callback(tmp_path, every_n_train_steps=4)]
+    )
     assert trainer.global_step == module.pipe.updates == module.pipe.finished == 13
     # the last drain's are not logged
     assert module.losses == losses[: len(module.losses)] and len(module.losses) >= 11
@@ -140,7 +142,7 @@ def test_steps_and_checkpoints_are_those_of_an_own_loop(
         "step=8.ckpt",
     ]
     for step, (weights, momenta) in states.items():
-        saved = read(tmp_path / f"step={step}.ckpt")
+        saved = load_checkpoint_file(tmp_path / f"step={step}.ckpt")
         assert saved["global_step"] == saved["pipeline"]["updates"] == step
         assert_same({f"net.{name}": value for name, value in weights.items()}, saved["state_dict"])
         for number, momentum in momenta.items():
@@ -151,30 +153,30 @@ def test_steps_and_checkpoints_are_those_of_an_own_loop(
 
 
 @pytest.mark.parametrize("method", ["pipedream", "pipemare", "local_greedy"])
-def test_a_resumed_fit_gives_the_bits_of_one_that_goes_on(
+def test_a_resumed_fit_equals_an_uninterrupted_one(
     method: str, module_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a file that was written during validation, which Lightning runs in inference mode."""
-    use_method(monkeypatch, method=method)
+    patch_pipeline_arguments(monkeypatch, method=method)
     straight = module_class()
-    best = keep_all(tmp_path, monitor="accuracy", mode="max")
+    best = make_checkpoint_callback(tmp_path, monitor="accuracy", mode="max")
     keys = {"validate": True, "trainer": {"check_val_every_n_epoch": 2}}
-    fit(straight, tmp_path, 4 * EPOCH, [best], **keys)
+    fit_module(straight, tmp_path, 4 * EPOCH, [best], **keys)
     files = sorted(tmp_path.glob("*.ckpt"))
     assert [file.name for file in files] == ["step=10.ckpt", "step=20.ckpt"]
     resumed = module_class()
     resumed.net[0].weight.data.zero_()
-    trainer = fit(resumed, tmp_path, 4 * EPOCH, ckpt_path=str(files[0]), **keys)
+    trainer = fit_module(resumed, tmp_path, 4 * EPOCH, ckpt_path=str(files[0]), **keys)
     assert trainer.global_step == resumed.pipe.updates == 4 * EPOCH
     assert_same(straight.state_dict(), resumed.state_dict())
-    assert_same(read(files[1])["state_dict"], resumed.state_dict())
+    assert_same(load_checkpoint_file(files[1])["state_dict"], resumed.state_dict())
 
 
-def test_what_does_not_go_together_is_refused(module_class: Any, tmp_path: Path) -> None:
+def test_incompatible_wrappers_are_refused(module_class: Any, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="^step: called under autocast"):
-        fit(module_class(), tmp_path, 2, trainer={"precision": "bf16-mixed"})
+        fit_module(module_class(), tmp_path, 2, trainer={"precision": "bf16-mixed"})
     module = module_class()
-    fit(module, tmp_path, 2)
+    fit_module(module, tmp_path, 2)
     # Lightning's own wrapper
     with pytest.raises(
         BadInput, match="^optimizer: a LightningOptimizerView: wraps an OptimizerView"

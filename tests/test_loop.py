@@ -48,7 +48,7 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
 def test_more_is_better_for_an_accuracy() -> None:
     stopping = ipu_pipe.EarlyStopping("accuracy", patience=2)
     stops = [
-        stopping.on_evaluation(_at(step, value))
+        stopping.on_evaluation(_make_moment(step, value))
         for step, value in enumerate((0.5, 0.6, 0.6, 0.55), 1)
     ]
     assert (
@@ -57,14 +57,17 @@ def test_more_is_better_for_an_accuracy() -> None:
         and stopping.best_step == 2
     )
     falling = ipu_pipe.EarlyStopping("accuracy", mode="min", patience=1)
-    assert [falling.on_evaluation(_at(1, 0.5)), falling.on_evaluation(_at(2, 0.4))] == [None, None]
+    assert [
+        falling.on_evaluation(_make_moment(1, 0.5)),
+        falling.on_evaluation(_make_moment(2, 0.4)),
+    ] == [None, None]
 
 
-def _at(step: int, accuracy: Optional[float]) -> ipu_pipe.Moment:
+def _make_moment(step: int, accuracy: Optional[float]) -> ipu_pipe.Moment:
     return ipu_pipe.Moment(step, 0.0, (), 0.1, None, {"test_accuracy": accuracy}, None, None)
 
 
-def test_what_is_not_measured_cannot_stop_a_run(tmp_path: Path) -> None:
+def test_early_stopping_on_an_unmeasured_metric_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput, match="^early_stopping.metric: r2: "
     ):  # before anything is trained or written
@@ -75,7 +78,7 @@ def test_what_is_not_measured_cannot_stop_a_run(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput, match="early_stopping.metric: accuracy: no evaluation computes it"
     ):
-        ipu_pipe.EarlyStopping("accuracy").on_evaluation(_at(1, None))
+        ipu_pipe.EarlyStopping("accuracy").on_evaluation(_make_moment(1, None))
 
 
 def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
@@ -133,7 +136,7 @@ def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
         assert re.search(words, fault)
 
 
-def test_a_run_records_what_it_was_made_with(tmp_path: Path) -> None:
+def test_a_run_records_versions_machine_and_data(tmp_path: Path) -> None:
     sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=1"]
     go(tmp_path / "run", *sets)
     go(tmp_path / "run", *sets, resume_from=2)

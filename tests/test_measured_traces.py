@@ -34,32 +34,33 @@ from tests.support.runs import needs_processes, read_summary
 UPDATES = 30
 
 
-class Started(NamedTuple):
+class RunningRanks(NamedTuple):
     ranks: List[Any]
     folder: Path
 
 
-def start(folder: Path, **keys: Any) -> Started:
+def start_ranks(folder: Path, **keys: Any) -> RunningRanks:
     """Return two processes that train the sleeping model."""
     with socket.socket() as free_socket:
         free_socket.bind(("localhost", 0))
         port = free_socket.getsockname()[1]
     context = forked.context()
     ranks = [
-        context.Process(target=_train, args=(rank, str(folder), port, keys)) for rank in range(2)
+        context.Process(target=train_sleeping_rank, args=(rank, str(folder), port, keys))
+        for rank in range(2)
     ]
     for rank in ranks:
         rank.start()
-    return Started(ranks, folder)
+    return RunningRanks(ranks, folder)
 
 
-def finish(started: Started) -> None:
+def finish_ranks(started: RunningRanks) -> None:
     for rank in started.ranks:
         rank.join(200)
     assert [rank.exitcode for rank in started.ranks] == [0, 0]
 
 
-def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
+def train_sleeping_rank(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
@@ -93,38 +94,43 @@ def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
     end_process(0)
 
 
-def of_rank(folder: Path, rank: int) -> Trace:
+def read_rank_trace(folder: Path, rank: int) -> Trace:
     return read_store(folder / "run" / "trace" / f"rank-{rank}.trace")
 
 
 @pytest.fixture(scope="module")
-def slept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sleeping_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("slept")
-    finish(start(folder, steps=UPDATES, log={"tensorboard": False}))
+    finish_ranks(start_ranks(folder, steps=UPDATES, log={"tensorboard": False}))
     return folder
 
 
-def during(intervals: Any, begin: int, end: int) -> int:
+def sum_overlap(intervals: Any, begin: int, end: int) -> int:
     """Return nanoseconds of the intervals (begin, end) that lie within."""
     return sum(max(0, min(b, end) - max(a, begin)) for a, b in intervals)
 
 
 @pytest.mark.slow
 @needs_processes
-def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
+def test_busy_time_equals_timers_inside_the_model(sleeping_run: Path) -> None:
     """Story: the first device seemed busy 99.5 % of the time, since a backward held its wait for the gradients."""
-    times = json.loads((slept / "measured.json").read_text())["times"]
-    events = of_rank(slept, 0).events
+    times = json.loads((sleeping_run / "measured.json").read_text())["times"]
+    events = read_rank_trace(sleeping_run, 0).events
     updates = events.select(events.is_kind("update"))
     begin, end = int(updates.end[0]), int(updates.end[-1])
     intervals = [
-        (a, b) for stage, a, b in json.loads((slept / "slept-0.json").read_text()) if stage == 0
+        (a, b)
+        for stage, a, b in json.loads((sleeping_run / "slept-0.json").read_text())
+        if stage == 0
     ]
-    truth = during(intervals, begin, end) / (end - begin)
+    truth = sum_overlap(intervals, begin, end) / (end - begin)
     assert 0.05 < truth < 0.3
     work = events.select(events.is_kind("forward", "backward"))
     assert (
-        abs(during(zip(work.start.tolist(), work.end.tolist()), begin, end) / (end - begin) - truth)
+        abs(
+            sum_overlap(zip(work.start.tolist(), work.end.tolist()), begin, end) / (end - begin)
+            - truth
+        )
         < 0.03
     )
     busy, wait, communication, span = times[0]
@@ -134,33 +140,33 @@ def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
     assert abs(busy / span - own_updates - truth) < 0.03
     assert wait / span > 0.6 and all(sum(device[:3]) <= device[3] for device in times)
     assert times[1][0] / times[1][3] > 0.7  # the bottleneck
-    waits = of_rank(slept, 0).events
+    waits = read_rank_trace(sleeping_run, 0).events
     waits = waits.select(waits.is_kind("wait") & (waits.carries == PAYLOADS.index("gradients")))
     assert len(waits.start) == UPDATES and set(waits.peer.tolist()) == {1}
 
 
 @needs_processes
-def test_no_two_events_of_a_rank_overlap(slept: Path) -> None:
+def test_no_two_events_of_a_rank_overlap(sleeping_run: Path) -> None:
     for device in (0, 1):
-        events = of_rank(slept, device).events
+        events = read_rank_trace(sleeping_run, device).events
         assert (events.start[1:] >= events.end[:-1]).all() and (events.end >= events.start).all()
         assert set(events.device.tolist()) == set(events.stage.tolist()) == {device}
 
 
 @needs_processes
-def test_communication_is_the_size_of_what_crosses_to_the_byte(slept: Path) -> None:
+def test_communicated_bytes_are_the_size_of_activations_and_gradients(sleeping_run: Path) -> None:
     size = BATCH * WIDTH * 4
     for device, carried, peer in ((0, "activations", 1), (1, "gradients", 0)):
-        events = of_rank(slept, device).events
+        events = read_rank_trace(sleeping_run, device).events
         sent = events.select(events.is_kind("send") & (events.carries == PAYLOADS.index(carried)))
         assert sent.bytes.tolist() == [size] * UPDATES and set(sent.peer.tolist()) == {peer}
         assert sent.microbatch.tolist() == list(range(UPDATES))
-        other = of_rank(slept, peer).events
+        other = read_rank_trace(sleeping_run, peer).events
         came = other.select(other.is_kind("recv") & (other.carries == PAYLOADS.index(carried)))
         assert came.bytes.tolist() == [size] * UPDATES and set(came.peer.tolist()) == {device}
         # what is sent is there after it was sent, by one clock
         assert (came.end - sent.start > -1_000_000).all()
-    links = read_summary(slept / "run")["links"]
+    links = read_summary(sleeping_run / "run")["links"]
     assert [(link["src"], link["dst"], link["bytes_per_microbatch"]) for link in links] == [
         (0, 1, size),
         (1, 0, size),
@@ -168,8 +174,8 @@ def test_communication_is_the_size_of_what_crosses_to_the_byte(slept: Path) -> N
 
 
 @needs_processes
-def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
-    peaks = json.loads((slept / "measured.json").read_text())["peak_memory"]
+def test_memory_equals_the_bytes_of_the_tensors(sleeping_run: Path) -> None:
+    peaks = json.loads((sleeping_run / "measured.json").read_text())["peak_memory"]
     first, last = 4 * (WIDTH * WIDTH + WIDTH), 4 * (WIDTH * CLASSES + CLASSES)
     across, labels = 4 * BATCH * WIDTH, 8 * BATCH
     for peak, weights in zip(peaks, (first, last)):
@@ -184,15 +190,15 @@ def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
     assert peaks[0]["activations"] == 2 * (across + across)
     assert peaks[1]["activations"] == across + labels + 4 * BATCH * CLASSES + 4 + 4
     for device in (0, 1):
-        counters = of_rank(slept, device).counters
+        counters = read_rank_trace(sleeping_run, device).counters
         for name, counter in MEMORY.items():
             values = counters.value[counters.name == counter]
             assert values.max() == peaks[device][name]
 
 
 @needs_processes
-def test_the_metadata_tell_the_run_and_its_units(slept: Path) -> None:
-    metadata = of_rank(slept, 1).metadata
+def test_the_metadata_describe_the_run_and_its_units(sleeping_run: Path) -> None:
+    metadata = read_rank_trace(sleeping_run, 1).metadata
     assert (
         metadata["schema"] == 1
         and metadata["method"] == "pipedream"
@@ -211,12 +217,12 @@ def test_the_metadata_tell_the_run_and_its_units(slept: Path) -> None:
 
 @pytest.mark.slow
 @needs_processes
-def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_its_trace_and_a_resumed_run_continues_it(tmp_path: Path) -> None:
     keys = {
         "log": {"tensorboard": False, "trace": {"begin": 2, "end": 400}}, "checkpoint": {"every": 20},
         "clip": {"norm": 1.0, "scope": "delayed_global"},
     }  # fmt: skip
-    started = start(tmp_path, steps=90, **keys)
+    started = start_ranks(tmp_path, steps=90, **keys)
     traces = [tmp_path / "run" / "trace" / f"rank-{rank}.trace" for rank in range(2)]
     until = time.monotonic() + 120
     while time.monotonic() < until and not (tmp_path / "run" / "checkpoints" / "step-60").exists():
@@ -235,9 +241,9 @@ def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path
     )
     steps = sorted(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     newest_step = steps[-1]
-    finish(start(tmp_path, steps=90, resume=True, **keys))
+    finish_ranks(start_ranks(tmp_path, steps=90, resume=True, **keys))
     for rank, before in enumerate(left):
-        trace = of_rank(tmp_path, rank)
+        trace = read_rank_trace(tmp_path, rank)
         events = trace.events
         updates = events.microbatch[events.is_kind("update") & (events.version >= 0)]
         assert sorted(set(updates.tolist())) == list(range(2, 90))  # nothing lost, nothing twice
@@ -256,7 +262,7 @@ def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path
 # ---- what is recorded, without processes
 
 
-def test_updates_in_the_window_are_recorded_and_what_lies_between_is_a_pause() -> None:
+def test_updates_in_the_window_are_recorded_and_gaps_are_pauses() -> None:
     recorder = TraceRecorder(0, 0, range(2, 8, 3))
     for update in range(9):
         recorder.begin_update(update)
@@ -269,7 +275,7 @@ def test_updates_in_the_window_are_recorded_and_what_lies_between_is_a_pause() -
     assert (events.start[1:] >= events.end[:-1]).all()
 
 
-def test_totals_are_of_the_steps_that_are_timed_whatever_is_recorded() -> None:
+def test_totals_cover_the_timed_steps_whatever_is_recorded() -> None:
     recorder, took = TraceRecorder(0, 0, range(0)), {"wait": 5, "recv": 70, "send": 7}
     now = [1000]
     recorder.mark = lambda: now[0]
@@ -295,11 +301,11 @@ class Stream:
     def work(self, ms: float) -> None:
         self.free = max(self.free, self.host) + ms
 
-    def event(self) -> "Passed":
-        return Passed(self)
+    def event(self) -> "StreamEvent":
+        return StreamEvent(self)
 
 
-class Passed:
+class StreamEvent:
     def __init__(self, stream: Stream) -> None:
         self.stream, self.at = stream, -1.0
 
@@ -309,11 +315,11 @@ class Passed:
     def query(self) -> bool:
         return self.at <= self.stream.host
 
-    def elapsed_time(self, other: "Passed") -> float:
+    def elapsed_time(self, other: "StreamEvent") -> float:
         return other.at - self.at
 
 
-def test_on_a_gpu_events_take_the_time_that_they_take_there() -> None:
+def test_events_of_a_gpu_have_the_times_of_its_stream() -> None:
     """The host asks for a forward of 30 ms within 1 ms, then waits 50 ms for a message: the GPU waits 21 of these."""
     stream = Stream()
 

@@ -54,7 +54,7 @@ class Drift(nn.Module):
         return x * self.factor
 
 
-def layers(structure: Structure) -> List[nn.Module]:
+def make_measured_layers(structure: Structure) -> List[nn.Module]:
     """Return four blocks in a row, with running statistics, dropout and, where each runs once, a
     buffer that moves and is read."""
     torch.manual_seed(3)
@@ -72,13 +72,18 @@ def layers(structure: Structure) -> List[nn.Module]:
     return [layer.double() for layer in result]
 
 
-def batch(size: int = 6) -> Tuple[torch.Tensor, torch.Tensor]:
+def make_measured_batch(size: int = 6) -> Tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(4)
     return torch.randn(size, 12, generator=generator, dtype=torch.float64), torch.arange(size) % 4
 
 
-def blocked(structure: Structure, stages: Sequence[nn.Module] = ()) -> BlockedModel:
-    return make_blocks(whole(list(stages or layers(structure))), batch()[0], structure, None)[0]
+def make_measured_model(structure: Structure, stages: Sequence[nn.Module] = ()) -> BlockedModel:
+    return make_blocks(
+        whole(list(stages or make_measured_layers(structure))),
+        make_measured_batch()[0],
+        structure,
+        None,
+    )[0]
 
 
 # ---- angles
@@ -90,17 +95,17 @@ def measure_angles(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> List[O
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_last_blocks_local_gradient_is_the_true_one_and_others_are_not(name: str) -> None:
-    angles = measure_angles(blocked(STRUCTURES[name]), *batch())
+    angles = measure_angles(make_measured_model(STRUCTURES[name]), *make_measured_batch())
     assert angles[-1] == 0.0
     for angle in angles[:-1]:
         assert angle is not None and angle > 1
 
 
 def test_one_block_has_no_angle_to_the_whole_model() -> None:
-    assert measure_angles(blocked(Structure(blocks=1)), *batch()) == [0.0]
+    assert measure_angles(make_measured_model(Structure(blocks=1)), *make_measured_batch()) == [0.0]
 
 
-def plain() -> List[nn.Module]:
+def make_tanh_layers() -> List[nn.Module]:
     torch.manual_seed(3)
     return [
         nn.Sequential(nn.Linear(a, b), nn.Tanh()).double()
@@ -110,8 +115,8 @@ def plain() -> List[nn.Module]:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
-    stages, (x, y) = plain(), batch()
-    model = blocked(Structure(overlap=overlap), stages)
+    stages, (x, y) = make_tanh_layers(), make_measured_batch()
+    model = make_measured_model(Structure(overlap=overlap), stages)
     blocks = get_blocks(model)
     assert blocks is not None
     # of each layer's weights and biases, by the blocks that hold it
@@ -141,7 +146,7 @@ def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
-    model, (x, y) = blocked(STRUCTURES[name]), batch()
+    model, (x, y) = make_measured_model(STRUCTURES[name]), make_measured_batch()
     model.train()
     torch.autograd.backward([cross_entropy(output, y) for output in model(x)])
     blocks = get_blocks(model)
@@ -168,7 +173,10 @@ def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
 
 
 def test_frozen_blocks_have_no_angle() -> None:
-    assert measure_angles(blocked(Structure(layers=1)), *batch()) == [None, 0.0]
+    assert measure_angles(make_measured_model(Structure(layers=1)), *make_measured_batch()) == [
+        None,
+        0.0,
+    ]
 
 
 def test_angles_are_judged_by_the_second_half_of_the_updates() -> None:
@@ -206,7 +214,7 @@ def test_angles_of_vectors() -> None:
     )
 
 
-def digits(*changes: str) -> Config:
+def load_measured_config(*changes: str) -> Config:
     short = [
         "steps=6",
         "stages=4",
@@ -222,7 +230,9 @@ def digits(*changes: str) -> Config:
 def test_training_is_the_same_with_and_without_the_probe(method: str, tmp_path: Path) -> None:
     options = [MeasureOptions(name="angles", every=every, samples=32) for every in (1, 4)]
     often, seldom = (
-        measures.measure_angles(digits(f"method={method}"), tmp_path, one, False)["curve"]
+        measures.measure_angles(load_measured_config(f"method={method}"), tmp_path, one, False)[
+            "curve"
+        ]
         for one in options
     )
     assert [point[0] for point in often] == [0, 1, 2, 3, 4, 5, 6] and [
@@ -248,14 +258,17 @@ def test_training_samples_are_evaluated_without_augmentation_by_the_final_output
         "checkpoint.keep=1",
     )
     options = [MeasureOptions(name="fit", every=every) for every in (1, 20)]
-    fine, coarse = (measures.measure_fit(digits(*changes), tmp_path, one, False) for one in options)
+    fine, coarse = (
+        measures.measure_fit(load_measured_config(*changes), tmp_path, one, False)
+        for one in options
+    )
     losses = [loss for _, loss, _ in fine["curve"]]
     assert [point[0] for point in coarse["curve"]] == [20, 40]
     assert coarse["curve"][1][1] == pytest.approx(sum(losses[20:]) / 20) and losses[-1] < losses[0]
     assert coarse["values"] == fine["values"] and fine["values"]["blocks"] == 4
-    train(digits(*changes), tmp_path / "run", quiet=True)
+    train(load_measured_config(*changes), tmp_path / "run", quiet=True)
     plain = ["data.augment=false", f"init_from={tmp_path / 'run'}"]
-    job = build(digits(*changes, *plain))
+    job = build(load_measured_config(*changes, *plain))
     assert isinstance(job.data, TensorData)
     job.data.test = job.data.train
     expected = evaluate(job)[-1]
@@ -352,14 +365,18 @@ def test_bad_measures_are_refused(measure: str, fault: str, tmp_path: Path) -> N
 # ---- random labels
 
 
-def data_of(**options: Any) -> TensorData:
+def load_digits_data(**options: Any) -> TensorData:
     data = load_data("digits", **options)
     assert isinstance(data, TensorData)
     return data
 
 
 def test_random_labels_are_drawn_by_the_seed_alone() -> None:
-    plain_data, drawn, again = data_of(), data_of(random_labels=True), data_of(random_labels=True)
+    plain_data, drawn, again = (
+        load_digits_data(),
+        load_digits_data(random_labels=True),
+        load_digits_data(random_labels=True),
+    )
     assert torch.equal(plain_data.train[0], drawn.train[0]) and torch.equal(
         plain_data.test[0], drawn.test[0]
     )
@@ -373,14 +390,14 @@ def test_random_labels_are_drawn_by_the_seed_alone() -> None:
         assert (
             0.05 < float((labels == real).float().mean()) < 0.15
         )  # chance: of 1437 and 360, 0.1 +- 0.008 and 0.016
-    other = data_of(random_labels=True, seed=1)
+    other = load_digits_data(random_labels=True, seed=1)
     assert 0.05 < float((other.train[1] == drawn.train[1]).float().mean()) < 0.15
     assert 0.05 < float((drawn.train[1][:360] == drawn.test[1]).float().mean()) < 0.15
-    few = data_of(random_labels=True, subset=50, test_subset=20)
+    few = load_digits_data(random_labels=True, subset=50, test_subset=20)
     assert torch.equal(few.train[1], drawn.train[1][:50]) and torch.equal(
         few.test[1], drawn.test[1][:20]
     )
-    assert torch.equal(data_of(random_labels=False).train[1], plain_data.train[1])
+    assert torch.equal(load_digits_data(random_labels=False).train[1], plain_data.train[1])
     # neither images nor labels matter
     x, y = plain_data.train
     assert torch.equal(sets._draw_labels((x.flip(0), y * 0), 0, "train")[1], drawn.train[1])

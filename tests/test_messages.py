@@ -117,7 +117,7 @@ def test_a_data_set_names_the_nearest(written: str, meant: str, tmp_path: Path) 
         assert len(faults) == 1 and read_suggestion(faults[0]) == [meant]
 
 
-def test_words_of_other_libraries_are_written_as_they_are_sought() -> None:
+def test_words_of_other_libraries_are_written_as_they_are_looked_up() -> None:
     """A key in capitals or with a hyphen would never be found, and a name that no table has would never be suggested."""
     assert all(word == word.lower().replace("-", "_") for word in ALSO_CALLED)
     for name in OPTIMIZER_CLASSES:
@@ -132,7 +132,9 @@ def test_words_of_other_libraries_are_written_as_they_are_sought() -> None:
 # ---- command lines
 
 
-def run_line(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run_command_line(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
     command, *arguments = line.split()
     place = "ipu_pipe.cli" if command in COMMANDS else "tools.experiments"
     module = importlib.import_module(f"{place}.{command}")
@@ -184,7 +186,7 @@ LINES = {
 def test_a_command_line_names_the_right_spelling(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run_line(line, monkeypatch, capsys)
+    done = run_command_line(line, monkeypatch, capsys)
     place, meant = LINES[line]
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert (

@@ -42,11 +42,11 @@ SHORT = [
 ]  # fmt: skip
 
 
-def config(*pairs: str) -> Any:
+def load_modelled_config(*pairs: str) -> Any:
     return load_config(DIGITS, [*SHORT, *pairs])
 
 
-def make_slow(seconds: float) -> nn.Module:
+def make_slow_layer(seconds: float) -> nn.Module:
     """Return a layer that takes so many seconds forward, and again backward."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
@@ -59,7 +59,7 @@ def make_slow(seconds: float) -> nn.Module:
     return Composed(forward, inner=nn.Linear(16, 16))
 
 
-def model(*parts: nn.Module) -> nn.Module:
+def make_model_of_parts(*parts: nn.Module) -> nn.Module:
     """Return a stage a part; with running statistics and dropout."""
     torch.manual_seed(0)
     first = [nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)]
@@ -71,7 +71,7 @@ def model(*parts: nn.Module) -> nn.Module:
     )
 
 
-def events_of(
+def build_events(
     method: str, costs: Costs, stages: int, microbatches: int, accumulate: int, **more: Any
 ) -> List[Event]:
     schedule = make_schedule(METHODS[method], stages, microbatches, accumulate)
@@ -95,7 +95,7 @@ def test_a_gap_is_a_wait_for_the_device_of_what_came_last() -> None:
     """GPipe, forwards of 10 and 30, backwards of 20 and 60:
     device 0   F0 F1 wait for B0 ........... B0  wait B1      0-10 10-20 20-130 130-150 150-190 190-210
     device 1      F0 ... F1 ... B0 ... B1                     10-40 40-70 70-130 130-190"""
-    events = events_of("gpipe", Costs([10, 30], [20, 60], [0, 0]), 2, 2, 2)
+    events = build_events("gpipe", Costs([10, 30], [20, 60], [0, 0]), 2, 2, 2)
     waits = [e for e in events if e.kind == "wait"]
     assert waits == [
         Event(0, 0, "wait", 0, 20, 130, -1, None, 1, "gradients"),
@@ -112,11 +112,11 @@ def test_a_gap_is_a_wait_for_the_device_of_what_came_last() -> None:
 @pytest.mark.parametrize(
     "name", ["gpipe", "pipedream", "pipemare", "pipelined_backprop", "naive", "local_greedy"]
 )
-def test_what_a_device_does_and_waits_for_fills_its_time(name: str) -> None:
+def test_passes_and_waits_fill_the_time_of_a_device(name: str) -> None:
     accumulate = 1 if name == "naive" else 4
     local = METHODS[name].structure is not None
     costs = Costs([3, 11, 5], [7, 2, 13], [1, 2, 3])
-    events = events_of(name, costs, 3, 12, accumulate, gradients_cross=not local)
+    events = build_events(name, costs, 3, 12, accumulate, gradients_cross=not local)
     for device in range(3):
         of_device = [e for e in events if e.device == device and e.kind != "send"]
         assert of_device[0].start_ns == 0 and all(
@@ -142,7 +142,7 @@ def test_what_a_device_does_and_waits_for_fills_its_time(name: str) -> None:
 
 
 def test_neighbours_on_one_device_send_nothing() -> None:
-    events = events_of(
+    events = build_events(
         "gpipe", Costs([1] * 3, [1] * 3, [0] * 3), 3, 4, 4, device_of_stage=[0, 0, 1]
     )
     assert {(e.device, e.peer) for e in events if e.kind == "send"} == {(0, 1), (1, 0)}
@@ -187,8 +187,10 @@ def test_halves_of_backwards_are_events_and_whole_ones_are_backwards(name: str) 
 
 
 def test_only_the_window_is_recorded_with_pauses_between() -> None:
-    whole = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
-    window = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2, updates=range(2, 9, 3))
+    whole = build_events("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
+    window = build_events(
+        "pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2, updates=range(2, 9, 3)
+    )
     updates = {2, 5, 8}
     expected = [
         e for e in whole if (e.microbatch if e.kind == "update" else e.microbatch // 2) in updates
@@ -204,12 +206,12 @@ def test_only_the_window_is_recorded_with_pauses_between() -> None:
 # ---- what the stages take
 
 
-def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
+def test_a_slow_stage_is_visible_in_the_trace(tmp_path: Path) -> None:
     """A stage that sleeps 10 ms a pass beside one that sleeps 1: the trace says so, and for whom the others wait."""
     report = train(
-        config("method=pipedream", "steps=2"),
+        load_modelled_config("method=pipedream", "steps=2"),
         tmp_path / "run",
-        model=model(make_slow(0.001), make_slow(0.01)),
+        model=make_model_of_parts(make_slow_layer(0.001), make_slow_layer(0.01)),
         quiet=True,
     )
     trace = read_store(tmp_path / "run" / "trace" / "modelled.trace")
@@ -236,7 +238,7 @@ def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
 )
 def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
     """Weights, running statistics, gradients, modes, the optimizer and the random state are as before, to the bit."""
-    job = build(config(*pairs), model=model(nn.Linear(16, 16)))
+    job = build(load_modelled_config(*pairs), model=make_model_of_parts(nn.Linear(16, 16)))
     for p in job.model.parameters():
         p.grad = torch.ones_like(p)
     job.optimizer.step()
@@ -269,8 +271,8 @@ def test_the_numbers_of_a_run_are_those_without_a_profile(
 ) -> None:
     def weights(name: str) -> Dict[str, torch.Tensor]:
         torch.manual_seed(1)
-        net = model(nn.Linear(16, 16))
-        train(config("method=pipemare"), tmp_path / name, model=net, quiet=True)
+        net = make_model_of_parts(nn.Linear(16, 16))
+        train(load_modelled_config("method=pipemare"), tmp_path / name, model=net, quiet=True)
         return dict(net.state_dict())
 
     with_profile = weights("a")
@@ -285,7 +287,7 @@ def test_the_numbers_of_a_run_are_those_without_a_profile(
     )
 
 
-def test_an_optimizer_of_the_users_own_makes_no_step_more(tmp_path: Path) -> None:
+def test_profiling_makes_no_extra_step_of_a_users_optimizer(tmp_path: Path) -> None:
     steps: List[int] = []
 
     class Counting(torch.optim.SGD):
@@ -294,13 +296,16 @@ def test_an_optimizer_of_the_users_own_makes_no_step_more(tmp_path: Path) -> Non
             return super().step(closure)
 
     train(
-        config(), tmp_path / "run", optimizer=lambda groups: Counting(groups, lr=0.01), quiet=True
+        load_modelled_config(),
+        tmp_path / "run",
+        optimizer=lambda groups: Counting(groups, lr=0.01),
+        quiet=True,
     )
     assert len(steps) == 6
 
 
 def test_costs_by_flops_take_as_long_as_a_microbatch_took() -> None:
-    job = build(config("method=gpipe"))
+    job = build(load_modelled_config("method=gpipe"))
     position = Position(seconds=10.0, timed_updates=5)
     stage_costs = choose_stage_costs(job, StageSeconds((), (), (), "why"), position)
     assert not stage_costs.are_measured and "since why" in stage_costs.origin
@@ -324,7 +329,7 @@ def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
         ("pipedream",),
         ("pipemare", "method_args={warmup: {epochs: 0.05}}"),
     ):
-        job = build(config(f"method={method}", "stages=4", "steps=9", *more))
+        job = build(load_modelled_config(f"method={method}", "stages=4", "steps=9", *more))
         share, planned = (
             compute_modelled_rates(job, ones).utilization,
             job.compute_planned_utilization(),
@@ -333,7 +338,9 @@ def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
         assert share < 1 if method == "pipemare" else share <= planned * (1 + 1e-9)
 
 
-def test_a_long_run_takes_what_it_takes_played_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimated_time_of_a_long_run_equals_the_simulated_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from ipu_pipe.schedule import clock as module
 
     costs = Costs([3, 11, 5], [7, 2, 13], [1, 2, 3])

@@ -27,7 +27,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("method", mark_slow(CASES, lambda method: method == "pipedream_2bw"))
-def test_processes_show_what_the_emulator_shows(method: str, tmp_path: Path) -> None:
+def test_callbacks_get_the_same_tensors_on_processes_and_the_emulator(
+    method: str, tmp_path: Path
+) -> None:
     ranks, args = CASES[method]
     sets = [f"method={method}", *args, "steps=6", "log.trace=false"]
     watched = f"callbacks=[{{entry: '{NEW}:Watches', args: {{file: {tmp_path}/ranks.json}}}}]"

@@ -64,7 +64,7 @@ TORCHFT = {
 }  # fmt: skip
 
 
-def add_twice() -> nn.Module:
+def make_doubling_layer() -> nn.Module:
     """Return x + 2 w, of which the gradient of w is 2."""
     return Composed(lambda m, x: x + 2 * m.w, w=nn.Parameter(torch.ones(1)))
 
@@ -74,7 +74,7 @@ def test_weights_are_those_that_torchft_recorded(delay: int, mix: float) -> None
     """The first row has the seventh file, too: there the replica that does not fail goes the same way, six steps further."""
     by_fragment = TORCHFT[delay, mix]
     steps = max(map(len, by_fragment)) - 1
-    model = nn.Sequential(add_twice(), begin_stage(add_twice()))
+    model = nn.Sequential(make_doubling_layer(), begin_stage(make_doubling_layer()))
     batch = (torch.zeros(1, 1), torch.zeros(1))
     outer = {
         **OUTER,
@@ -114,7 +114,7 @@ ARGUMENTS: List[Dict[str, Any]] = [
 
 @pytest.mark.parametrize("outer", ARGUMENTS, ids=str)
 @pytest.mark.parametrize("drains", [[], [5]])
-def test_it_is_the_loop_of_the_paper(outer: Dict[str, Any], drains: List[int]) -> None:
+def test_the_weights_are_those_of_the_papers_loop(outer: Dict[str, Any], drains: List[int]) -> None:
     """Replicas with optimizers of their own; a fragment of the shared weights steps by torch.optim.SGD as a round ends."""
     R, steps, data = 3, 18, batches(54)
     settings: Dict[str, Any] = {**OUTER, **outer}
@@ -229,7 +229,7 @@ def test_an_optimizers_own_entries_stay() -> None:
     ("local_sgd", {"replicas": 2, "local_steps": 12000, "outer": {"fragments": 2}}, {"steps": 12000,
      "checkpoint": None}, "method_args.local_steps: 12000: "),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused(
+def test_impossible_outer_settings_are_refused(
     method: str, args: Any, keys: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -52,7 +52,7 @@ class Source(TensorData):
         return super().train_batch(epoch, index, size)
 
 
-def make_model(name: str) -> nn.Module:
+def make_ipu_model(name: str) -> nn.Module:
     """Return a model of tests.staged_models, always with the same weights; or two layers, of which each is a stage."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -61,7 +61,9 @@ def make_model(name: str) -> nn.Module:
         return Skipping() if name == "skipping" else whole({**MODELS, **TIED}[name]())
 
 
-def make_config(method: str = "gpipe", on: str = "emulator", ipu: Any = None, **keys: Any) -> Any:
+def make_ipu_config(
+    method: str = "gpipe", on: str = "emulator", ipu: Any = None, **keys: Any
+) -> Any:
     """Return a config of six updates of 16 microbatches of 2 samples."""
     section: Dict[str, Any] = {"name": on}
     if on == "poptorch":
@@ -73,10 +75,12 @@ def make_config(method: str = "gpipe", on: str = "emulator", ipu: Any = None, **
     return configure(method=method, backend=section, **{**base, **keys})
 
 
-def run(settings: Any, out: Path, name: str = "residual", **keys: Any) -> Dict[str, Any]:
+def train_small_run(
+    settings: Any, out: Path, name: str = "residual", **keys: Any
+) -> Dict[str, Any]:
     """Train and return the summary."""
     keys = {
-        "model": make_model(name),
+        "model": make_ipu_model(name),
         "data": Source(),
         "overwrite": not keys.get("resume"),
         "quiet": True,
@@ -86,12 +90,12 @@ def run(settings: Any, out: Path, name: str = "residual", **keys: Any) -> Dict[s
 
 
 @functools.lru_cache(maxsize=None)
-def build_once(raw: str) -> Any:
+def build_cached_job(raw: str) -> Any:
     """Return the job of a config in JSON, built once for those that differ in batch and replicas alone."""
     return build(configure(**json.loads(raw)))
 
 
-def build_small(path: Path) -> Any:
+def build_small_pod_job(path: Path) -> Any:
     """Return the job of a pod's config: its own options, loader, method, stages, batch and optimizer; ResNet-18 on 8 x 8."""
     raw = read_yaml(path)
     raw["model"]["entry"] = "models.resnet:resnet18"
@@ -104,4 +108,4 @@ def build_small(path: Path) -> Any:
     local = raw["backend"]["ipu"].get("local", "fused")
     same = {**raw, "micro_batch_size": 2, "replicas": 1, "gradient_accumulation": 16}
     same["backend"] = {"name": "poptorch", "ipu": {"local": local}}
-    return replace(build_once(json.dumps(same, sort_keys=True)), config=configure(**raw))
+    return replace(build_cached_job(json.dumps(same, sort_keys=True)), config=configure(**raw))

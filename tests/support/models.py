@@ -43,7 +43,7 @@ class Versioned(nn.Sequential):
         super()._load_from_state_dict(state, prefix, local_metadata, *others)
 
 
-def on_meta(make: Callable[..., nn.Module], **args: Any) -> Any:
+def build_on_meta(make: Callable[..., nn.Module], **args: Any) -> Any:
     """Return the model without memory for its weights: sizes, names and the order of execution are the same."""
     with torch.device("meta"):
         return make(**args)

@@ -34,7 +34,7 @@ def end_rank(folder: Path, rank: int) -> None:
     end_process(0)
 
 
-def hear_interrupts() -> None:
+def enable_interrupts() -> None:
     """Undo that a shell which runs the tests in the background has interrupts ignored, as children inherit."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

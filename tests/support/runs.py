@@ -95,7 +95,9 @@ def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) ->
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
-def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], atol: float) -> None:
+def assert_states_close(
+    a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], atol: float
+) -> None:
     """Compare two state dicts within `atol`."""
     assert a.keys() == b.keys()
     for name in a:

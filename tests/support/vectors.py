@@ -46,12 +46,12 @@ class Vector(nn.Module):
         return total
 
 
-def half_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def compute_half_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return half the mean square error plus the penalty."""
     return (output[:, 0] - target).square().mean() / 2 + output[0, 1]
 
 
-def logistic(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def compute_logistic_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the binary cross-entropy plus the penalty."""
     return F.binary_cross_entropy_with_logits(output[:, 0], target) + output[0, 1]
 
