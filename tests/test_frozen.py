@@ -1,4 +1,4 @@
-"""Models of which a part is frozen, as PEFT makes them: trained, resumed and saved as adapters, alike on all backends."""
+"""Test models with frozen parts, as PEFT makes them: training, resuming, saved adapters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STAGE = "base_model.model.transformer.h.1"
 
 
 def make_adapted_gpt2(where: str, dropout: float = 0.1) -> Any:
-    """Return GPT-2 with adapters; the frozen embedding on the first stage is the output layer on the last."""
+    """Return GPT-2 with adapters; the first stage's frozen embedding is also the output layer."""
     config = transformers.GPT2Config(
         vocab_size=31, n_embd=8, n_layer=2, n_head=2, n_positions=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         use_cache=False, bos_token_id=0, eos_token_id=0,
@@ -80,7 +80,7 @@ def train_runs_on_rank(rank: int, folder: Path, port: int) -> None:
 
 @pytest.fixture(scope="module")
 def runs_on_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the runs on two processes."""
+    """Train the runs on two processes. Return their folder."""
     folder = tmp_path_factory.mktemp("processes")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     forked.in_ranks(2, train_runs_on_rank, folder, store.port)
@@ -88,7 +88,11 @@ def runs_on_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_pretrained_model_in_adapters_is_trained_in_training_mode() -> None:
-    """PEFT's wrapper is in training mode, and the model in it as `from_pretrained` returned it: its dropouts stayed off."""
+    """Dropouts of the wrapped model are on in training.
+
+    PEFT's wrapper is in training mode, but the model in it as `from_pretrained` returned it: its
+    dropouts stayed off.
+    """
     model = make_adapted_gpt2(BOTH)
     model.get_base_model().eval()
     assert (
@@ -106,40 +110,49 @@ def test_processes_train_adapters_as_the_emulator_and_runs_resume(
         RUNS[number],
         ("parameters", "weight_copies", "weight_bytes", "optimizer_bytes"),
     )
-    model, begun = make_adapted_gpt2(where), make_adapted_gpt2(where).state_dict()
+    model, first_weights = make_adapted_gpt2(where), make_adapted_gpt2(where).state_dict()
     summary = train_adapters(model, method, tmp_path / "run", "emulator")
     for rank in range(2):
         assert_same(torch.load(runs_on_processes / f"{number}.{rank}"), model.state_dict())
-    moved = {
-        name for name, value in model.state_dict().items() if not torch.equal(value, begun[name])
+    changed = {
+        name
+        for name, value in model.state_dict().items()
+        if not torch.equal(value, first_weights[name])
     }
-    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
-    of_processes = read_summary(runs_on_processes / str(number))
+    assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
+    process_summary = read_summary(runs_on_processes / str(number))
     rows, others = (
-        [[row[key] for key in fields] for row in one["stages"]] for one in (summary, of_processes)
+        [[row[key] for key in fields] for row in one["stages"]]
+        for one in (summary, process_summary)
     )
     assert rows == others
     if where == LAST:  # no gradient crosses to the first stage
-        assert summary["links"] == of_processes["links"] and summary["links"][1]["bytes"] == 0
-    resumed = make_adapted_gpt2(where)
-    train_adapters(resumed, method, runs_on_processes / str(number), "emulator", resume_from=2)
-    assert_same(resumed.state_dict(), model.state_dict())
+        assert summary["links"] == process_summary["links"] and summary["links"][1]["bytes"] == 0
+    resumed_model = make_adapted_gpt2(where)
+    train_adapters(
+        resumed_model, method, runs_on_processes / str(number), "emulator", resume_from=2
+    )
+    assert_same(resumed_model.state_dict(), model.state_dict())
 
 
 def test_a_frozen_stage_has_one_version_no_gradient_and_no_state(tmp_path: Path) -> None:
     model = make_adapted_gpt2(LAST)
     stages = train_adapters(model, "pipedream", tmp_path / "run", "emulator")["stages"]
     memory = read_json(tmp_path / "run" / "memory.json")["stages"]
-    frozen, trained = stages
+    frozen_stage, trained_stage = stages
     tied = model.get_parameter("base_model.model.transformer.wte.weight").numel()  # on both stages
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert (frozen["weight_copies"], frozen["optimizer_bytes"], memory[0]["gradient_bytes"]) == (
+    assert (
+        frozen_stage["weight_copies"],
+        frozen_stage["optimizer_bytes"],
+        memory[0]["gradient_bytes"],
+    ) == (
         1,
         0,
         0,
     )
-    assert frozen["weight_bytes"] == 4 * frozen["parameters"]
-    assert trained["weight_bytes"] == 4 * (trained["parameters"] + tied)
+    assert frozen_stage["weight_bytes"] == 4 * frozen_stage["parameters"]
+    assert trained_stage["weight_bytes"] == 4 * (trained_stage["parameters"] + tied)
     assert memory[1]["gradient_bytes"] == 4 * adapters
     both = train_adapters(make_adapted_gpt2(BOTH), "pipedream", tmp_path / "both", "emulator")[
         "stages"
@@ -180,7 +193,7 @@ def test_saved_adapters_are_those_of_a_plain_loop(tmp_path: Path) -> None:
 def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
     from ipu_pipe.integrations.transformers import PipelineTrainer
 
-    saved = []
+    saved_adapters = []
     samples = [
         {"input_ids": ids, "labels": ids}
         for batch in draw_token_batches()
@@ -199,8 +212,8 @@ def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=None)
         trainer.save_model(str(out / "model"))
         assert "adapter_model.safetensors" in read_adapters(out / "run" / "checkpoint-2")[0]
-        saved.append(read_adapters(out / "model"))
-    (files, adapters), (our_files, our_adapters) = saved
+        saved_adapters.append(read_adapters(out / "model"))
+    (files, adapters), (our_files, our_adapters) = saved_adapters
     assert files == our_files and adapters.keys() == our_adapters.keys()
     for name, value in adapters.items():
         torch.testing.assert_close(value, our_adapters[name], rtol=1e-5, atol=1e-6, msg=name)

@@ -1,4 +1,4 @@
-"""Objects given from Python: a run's files say what was used, checks look at it, and the caller's model stays the caller's."""
+"""Test objects passed from Python: files record them, checks use them, models keep their dtype."""
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ def load_two_stage_config(*sets: str) -> Any:
 
 
 def test_files_record_objects_from_python_and_resuming_compares_them(tmp_path: Path) -> None:
-    """Story: config.yaml named an optimizer and a loss that were not used, and summary.json none."""
+    """Story: config.yaml named an optimizer and a loss that were not used; summary.json did not."""
     out = tmp_path / "run"
-    how: Dict[str, Any] = {"loss": nn.CrossEntropyLoss(label_smoothing=0.125), "quiet": True}
-    report = train(load_two_stage_config(), out, model=make_small_model(), optimizer=SGD, **how)
-    written = yaml.safe_load((out / "config.yaml").read_text())
-    assert (
-        written["model"] == {"entry": GIVEN, "args": {}, "output": None, "compile": False}
-        and written["loss"] == GIVEN
+    arguments: Dict[str, Any] = {"loss": nn.CrossEntropyLoss(label_smoothing=0.125), "quiet": True}
+    report = train(
+        load_two_stage_config(), out, model=make_small_model(), optimizer=SGD, **arguments
     )
-    assert written["optimizer"]["name"] == GIVEN and written["optimizer"]["lr"] is None
-    objects = written["given"]
+    saved_config = yaml.safe_load((out / "config.yaml").read_text())
+    assert (
+        saved_config["model"] == {"entry": GIVEN, "args": {}, "output": None, "compile": False}
+        and saved_config["loss"] == GIVEN
+    )
+    assert saved_config["optimizer"]["name"] == GIVEN and saved_config["optimizer"]["lr"] is None
+    objects = saved_config["given"]
     assert objects["optimizer"]["name"] == "torch.optim.sgd.SGD" and objects["data"] is None
     assert (
         objects["optimizer"]["settings"]["lr"] == 0.25
@@ -69,7 +71,12 @@ def test_files_record_objects_from_python_and_resuming_compares_them(tmp_path: P
 
     (out / "summary.json").unlink()
     again = train(
-        load_two_stage_config(), out, model=make_small_model(), optimizer=SGD, resume=True, **how
+        load_two_stage_config(),
+        out,
+        model=make_small_model(),
+        optimizer=SGD,
+        resume=True,
+        **arguments,
     )
     assert again["optimizer"] == report["optimizer"]
     (out / "summary.json").unlink()
@@ -83,7 +90,7 @@ def test_files_record_objects_from_python_and_resuming_compares_them(tmp_path: P
             model=make_small_model(),
             optimizer=other,
             resume=True,
-            **how,
+            **arguments,
         )
     with pytest.raises(BadInput, match=r"given\.loss\.settings\.label_smoothing: 0\.125 -> 0\.0"):
         train(
@@ -134,7 +141,7 @@ def test_the_configs_own_optimizer_is_in_the_summary(tmp_path: Path) -> None:
 
 
 def test_rules_check_the_optimizer_from_python() -> None:
-    """Story: spectrain was refused for the config's SGD without momentum although SGD with it was given."""
+    """Story: spectrain was refused for the config's SGD, although SGD with momentum was passed."""
     sets = ["method=spectrain", "optimizer.momentum=0"]
     (fault,) = list_faults(build, load_two_stage_config(*sets))
     assert fault.endswith("--set method=spectrain: method: optimizer.momentum: 0: must be above 0")
@@ -145,7 +152,7 @@ def test_rules_check_the_optimizer_from_python() -> None:
             optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         )
 
-    def halves(groups: Any) -> torch.optim.Optimizer:
+    def make_optimizer_by_halves(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([groups[0], {**groups[1], "nesterov": True}], lr=0.1, momentum=0.9)
 
     sets = [
@@ -156,7 +163,7 @@ def test_rules_check_the_optimizer_from_python() -> None:
     compensated = load_two_stage_config(*sets)
     build(compensated, optimizer=SGD)
     with pytest.raises(BadInput, match="optimizer.nesterov"):  # of the second stage alone
-        build(compensated, optimizer=halves)
+        build(compensated, optimizer=make_optimizer_by_halves)
     with pytest.raises(BadInput, match="which adam does not have"):
         build(compensated)
 

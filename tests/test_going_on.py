@@ -1,4 +1,4 @@
-"""What a run may do when it goes on: become longer, and run elsewhere."""
+"""Test runs that resume longer or on another backend, and runs that begin with weights."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ COSINE = "lr_schedule={name: cosine, warmup_steps: 2, total_steps: 14}"
 
 
 def train_base(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
-    """Train and return the report."""
+    """Train the base config with overrides and return the report."""
     return train(config(*BASE, *over), out, quiet=True, **how)
 
 
 def read_update_metrics(out: Path) -> List[Dict[str, Any]]:
-    """Return the lines of metrics of updates; times differ."""
+    """Return the lines of metrics that belong to updates, without speeds."""
     return [line for line in read_numbers(out) if "train_loss" in line]
 
 
@@ -83,8 +83,10 @@ QUICK = {"constant", "t1 of cosine", "synchronous warm-up", "rounds"}
 
 @pytest.mark.parametrize("name", mark_slow(LONGER, QUICK.__contains__))
 def test_a_prolonged_run_equals_one_planned_that_long(name: str, tmp_path: Path) -> None:
-    """To the bit: weights, optimizer state and every line of an update. The shorter run ends where a checkpoint is taken, so that
-    the pipelines of both are empty there."""
+    """Weights, optimizer state and the lines of all updates are bitwise equal.
+
+    The shorter run ends where a checkpoint is written, so the pipelines of both are empty there.
+    """
     train_base(tmp_path / "grown", *LONGER[name], "steps=8")
     report = train_base(tmp_path / "grown", *LONGER[name], "steps=12", resume=True)
     planned = train_base(tmp_path / "planned", *LONGER[name], "steps=12")
@@ -107,7 +109,7 @@ FOLLOWING = {
 
 @pytest.mark.parametrize("keys", list(FOLLOWING))
 def test_a_run_whose_rates_follow_its_length_cannot_grow(keys: str, tmp_path: Path) -> None:
-    """Story: it went on at the rates of the longer run, which is no run at all: half of it had those of the shorter."""
+    """Story: it resumed at the rates of the longer run, but its first half had the others."""
     out = tmp_path / "run"
     train_base(out, *FOLLOWING[keys], "steps=4")
     before = read_files_by_path(out)
@@ -134,22 +136,22 @@ def test_the_length_of_a_schedule_is_that_of_the_run_or_more(tmp_path: Path) -> 
     with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: "):
         config("lr_schedule.total_steps=10")
     train_base(tmp_path / "null", "lr_schedule={name: cosine}", "steps=4")
-    train_base(tmp_path / "said", "lr_schedule={name: cosine, total_steps: 4}", "steps=4")
-    assert_same_state(tmp_path / "null", tmp_path / "said", 4)
+    train_base(tmp_path / "explicit", "lr_schedule={name: cosine, total_steps: 4}", "steps=4")
+    assert_same_state(tmp_path / "null", tmp_path / "explicit", 4)
 
 
-# ---- elsewhere
+# ---- on another backend
 
 RANKS = 2
 PROCESSES = ["backend.name=distributed", f"stages={RANKS}"]
-ELSEWHERE = {  # a synchronous method, whose numbers no stage changes, and one whose delays are other ones from there on
+ELSEWHERE = {  # stages change nothing in a synchronous method, but the delays of the other one
     "gpipe": ["method=gpipe", "lr_schedule={warmup_steps: 6}"],
     "pipemare": ["method=pipemare", "method_args={t1: {anneal_updates: 9}, t2: {}}"],
 }
 
 
 class Counting(nn.Module):
-    """Adds what it has counted in training, in a buffer that no state dict has."""
+    """Add one in each training forward to a buffer that no state dict has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,11 +170,12 @@ def make_counting_model() -> nn.Module:
 
 
 def collect_tensors(model: nn.Module) -> Dict[str, torch.Tensor]:
+    """Return parameters and all buffers, also those that are not in the state dict."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def resume_on_rank(rank: int, port: int, folder: Path) -> None:
-    """Let each run go on from update 4; then train the caller's own model."""
+    """Resume each run after update 4 as one rank; then train a model of the caller."""
     os.environ.update(forked.of_rank(rank, RANKS, port))
     torch.set_num_threads(1)
     for name, how in ELSEWHERE.items():
@@ -200,8 +203,11 @@ OWN_KEYS = ['stages=["4"]', "steps=3"]
 def test_a_run_resumes_on_another_backend_and_every_rank_ends_with_the_whole_model(
     tmp_path: Path,
 ) -> None:
-    """Four stages on the emulator, two processes, three stages on the emulator. Story: after a run on processes the model that a
-    rank had given held not-a-number where it had not trained."""
+    """A run trains four stages on the emulator, two processes, then three stages on the emulator.
+
+    Story: after a run on processes, a model that a rank had passed was not-a-number where that rank
+    had not trained.
+    """
     for name, how in ELSEWHERE.items():
         train_base(tmp_path / name, *how, "stages=4", "steps=4")
         shutil.copytree(tmp_path / name, tmp_path / f"{name}-emulator")
@@ -245,7 +251,7 @@ def test_a_model_that_needs_its_version_in_a_state_dict_is_resumed(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that has ended, after 4 and 8 updates; not to be changed."""
+    """Return a finished run with checkpoints after 4 and 8 updates; tests must not change it."""
     out = tmp_path_factory.mktemp("ended") / "run"
     train_base(out, "steps=8")
     return out
@@ -273,7 +279,7 @@ def test_weights_load_into_a_model_with_a_new_head(
         tmp_path / "tuned",
         ["model.args.classes=12", f"init_from={{path: {finished_run}, strict: false}}", "steps=4"],
     )
-    code, printed, error = run_tool(DIGITS, *sets(*BASE, *keys), "--out", str(out))
+    code, output, error = run_tool(DIGITS, *sets(*BASE, *keys), "--out", str(out))
     assert code == 0, error
     record = read_json(out / "init_from.json")
     assert set(record["left_out"]) == set(record["new"]) and len(record["new"]) == 2
@@ -281,17 +287,17 @@ def test_weights_load_into_a_model_with_a_new_head(
         "shape (10, 8)",
         "shape (10,)",
     ]
-    (line,) = [line for line in printed.splitlines() if line.startswith("init_from: ")]
+    (line,) = [line for line in output.splitlines() if line.startswith("init_from: ")]
     assert f"{record['taken']} parameters and buffers loaded" in line and all(
         n in line for n in record["new"]
     )
-    fresh = set_up(config(*BASE, keys[0])).model.state_dict()
-    old = {
+    first_weights = set_up(config(*BASE, keys[0])).model.state_dict()
+    loaded = {
         name: value
         for name, value in read_weights(finished_run, 8).items()
         if name not in record["new"]
     }
-    assert_same(set_up(config(*BASE, *keys)).model.state_dict(), {**fresh, **old})
+    assert_same(set_up(config(*BASE, *keys)).model.state_dict(), {**first_weights, **loaded})
     assert load_config(out / "config.yaml").init_from == InitFrom(
         path=str(finished_run), strict=False
     )
@@ -304,15 +310,19 @@ def test_weights_load_into_a_model_with_a_new_head(
 def test_weights_that_do_not_fit_are_refused_with_a_remedy(
     finished_run: Path, tmp_path: Path
 ) -> None:
-    def refuse(path: Path, *over: str) -> List[str]:
+    def list_init_faults(path: Path, *over: str) -> List[str]:
         return list_faults(set_up, config(*BASE, f"init_from={path}", *over))
 
     (tmp_path / "begun" / "checkpoints").mkdir(
         parents=True
     )  # as a run leaves it that ended before its first one
-    assert refuse(tmp_path / "begun") == [f"init_from: {tmp_path / 'begun'}: has no checkpoint"]
-    assert refuse(tmp_path / "nowhere") == [f"init_from: {tmp_path / 'nowhere'}: no such file"]
-    faults = refuse(finished_run, "model.args.classes=12")
+    assert list_init_faults(tmp_path / "begun") == [
+        f"init_from: {tmp_path / 'begun'}: has no checkpoint"
+    ]
+    assert list_init_faults(tmp_path / "nowhere") == [
+        f"init_from: {tmp_path / 'nowhere'}: no such file"
+    ]
+    faults = list_init_faults(finished_run, "model.args.classes=12")
     assert len(faults) == 2 and faults[-1].endswith(
         "; init_from: {path: ..., strict: false} takes what fits"
     )
@@ -322,7 +332,9 @@ def test_weights_that_do_not_fit_are_refused_with_a_remedy(
         tmp_path / "wrapped.safetensors",
     )
     for over in ((), (f"init_from={{path: {tmp_path / 'wrapped.safetensors'}, strict: false}}",)):
-        assert refuse(tmp_path / "wrapped.safetensors", *over)[-1].endswith("; nothing in it fits")
+        assert list_init_faults(tmp_path / "wrapped.safetensors", *over)[-1].endswith(
+            "; nothing in it fits"
+        )
     if read_torch_version() >= checkpoint.SAFE_TORCH:
         torch.save({"epoch": 3, "state_dict": weights}, tmp_path / "nest.pt")
-        assert "nest.pt: is not a plain state dict" in refuse(tmp_path / "nest.pt")[0]
+        assert "nest.pt: is not a plain state dict" in list_init_faults(tmp_path / "nest.pt")[0]

@@ -1,4 +1,4 @@
-"""Hardware descriptions, and the times, links and memory that follow from them, against numbers worked out by hand."""
+"""Test hardware descriptions and the times, links and memory that follow, against hand results."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_every_named_description_is_complete_and_names_its_sources() -> None:
     ]
     # of products: see test_predictions.py
     assert read_hardware("v100x8").find_rate("float16") == pytest.approx(71.25e12)
-    shown = read_hardware("m2000").format_figures()
-    assert "device.code_share 0.2 (estimate for code and exchange; not confirmed)" in shown
-    assert "device.memory_bandwidth 4.75e+13 (Laskin et al. 2020, appendix D)" in shown
+    figures = read_hardware("m2000").format_figures()
+    assert "device.code_share 0.2 (estimate for code and exchange; not confirmed)" in figures
+    assert "device.memory_bandwidth 4.75e+13 (Laskin et al. 2020, appendix D)" in figures
 
 
 def test_a_file_of_ones_own_is_a_description_like_the_named_ones(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_bad_files_are_reported_one_line_per_fault_with_the_nearest_key(tmp_path
 def test_a_figure_so_small_that_times_would_be_infinite_is_refused(
     tiny: float, tmp_path: Path
 ) -> None:
-    """A plan for such hardware printed nan and inf, and exited with 0."""
+    """Story: a plan for such hardware printed nan and inf, and exited with 0."""
     rates = {"float32": {"peak_flops": tiny, "achievable_share": min(tiny, 1e-7)}}
     device = {**PLAIN["device"], "memory_bytes": tiny, "memory_bandwidth": tiny, "rates": rates}
     links_ = [{**PLAIN["links"][0], "bandwidth": tiny, "latency": 1e300}, PLAIN["links"][1]]
@@ -136,7 +136,7 @@ def test_a_figure_so_small_that_times_would_be_infinite_is_refused(
 
 
 def test_no_text_of_a_description_controls_the_terminal(tmp_path: Path) -> None:
-    """A source with an escape sequence cleared the screen of whoever planned for the hardware."""
+    """Story: a source with an escape sequence cleared the screen of the person who planned."""
     device = {**PLAIN["device"], "memory_bytes": {"value": 1e9, "source": "\x1b[2J"}}
     levels = [{**PLAIN["links"][0], "name": "a\x1b[31m"}, PLAIN["links"][1]]
     evil = read_hardware(
@@ -347,31 +347,42 @@ def compute_memory(
 
 
 @pytest.mark.parametrize(
-    "method, stage, versions, flying",
+    "method, stage, versions, in_flight",
     [
         ("gpipe", 0, 1, 8), ("gpipe", 3, 1, 8), ("pipedream_flush", 0, 1, 4), ("pipedream_flush", 3, 1, 1),
         ("pipedream_2bw", 0, 2, 4), ("pipedream_2bw", 3, 2, 1), ("naive", 0, 1, 1), ("local_greedy", 0, 1, 1),
         ("pipelined_backprop", 0, 1, 7), ("pipelined_backprop", 3, 1, 1),
     ],
 )  # fmt: skip
-def test_memory_follows_the_method(method: str, stage: int, versions: int, flying: int) -> None:
-    """Versions as the papers count them; in flight GPipe N, 1F1B P - s, dataflow 2(P-1-s) + 1."""
-    need = compute_memory(method, stage)
-    assert (need.weights, need.versions, need.gradients, need.optimizer) == (
+def test_memory_follows_the_method(method: str, stage: int, versions: int, in_flight: int) -> None:
+    """Versions are those of the papers; in flight are N microbatches (GPipe), P - s (1F1B),
+    2(P-1-s) + 1 (dataflow)."""
+    memory_bytes = compute_memory(method, stage)
+    assert (
+        memory_bytes.weights,
+        memory_bytes.versions,
+        memory_bytes.gradients,
+        memory_bytes.optimizer,
+    ) == (
         400,
         400 * (versions - 1),
         400,
         400,
     )
-    assert (need.activations, need.code) == (flying * 2 * KEPT, 0)
-    assert need.total == 400 * (versions + 2) + flying * 2 * KEPT
-    again = compute_memory(method, stage, recompute=True)
-    assert again.activations == flying * ENTERS + 2 * KEPT
-    assert again.total - again.activations == need.total - need.activations
+    assert (memory_bytes.activations, memory_bytes.code) == (in_flight * 2 * KEPT, 0)
+    assert memory_bytes.total == 400 * (versions + 2) + in_flight * 2 * KEPT
+    recomputed = compute_memory(method, stage, recompute=True)
+    assert recomputed.activations == in_flight * ENTERS + 2 * KEPT
+    assert (
+        recomputed.total - recomputed.activations == memory_bytes.total - memory_bytes.activations
+    )
 
 
 def test_memory_equals_the_footprint_of_the_paper() -> None:
-    """Narayanan et al. 2021, section 3: 2|W|/d + A/d + d A_in, GPipe |W|/d + A/d + m A_in (weights and activations alone)."""
+    """Narayanan et al. 2021, section 3, count 2|W|/d + A/d + d A_in; GPipe |W|/d + A/d + m A_in.
+
+    Both are weights and activations alone.
+    """
     paper = compute_worker_footprint(4 * 400, 4 * 2 * KEPT, ENTERS, 4, 8, recompute=True)
     for method in ("gpipe", "pipedream_flush", "pipedream_2bw"):
         ours = compute_memory(method, 0, recompute=True)
@@ -379,7 +390,10 @@ def test_memory_equals_the_footprint_of_the_paper() -> None:
 
 
 def test_stages_in_lock_step_stash_as_poptorch_does() -> None:
-    """Four stages keep 7, 5, 3, 1 microbatches, in either timeline of a method that flushes; the last one recomputes nothing."""
+    """Four stages keep 7, 5, 3, 1 microbatches in either timeline of a method that flushes.
+
+    The last stage recomputes nothing.
+    """
     for method in ("gpipe", "pipedream_flush"):
         stashed = [compute_memory(method, s, lockstep=True).activations for s in range(4)]
         assert stashed == [2 * KEPT * depth for depth in (7, 5, 3, 1)]
@@ -434,22 +448,22 @@ def test_precisions_are_those_of_a_config_and_one_for_plans() -> None:
 
 
 def test_the_page_shows_the_figures_of_the_files() -> None:
-    def show(figure: SourcedFigure, scale: float = 1.0) -> str:
+    def format_figure(figure: SourcedFigure, scale: float = 1.0) -> str:
         return f"{figure.value / scale:.4g}{'' if figure.confirmed else '*'}"
 
-    def row(name: str) -> str:
+    def format_row(name: str) -> str:
         hardware = read_hardware(name)
         device = hardware.device
         rates = "; ".join(
-            f"{kind} {show(rate.peak_flops, 1e12)} x {show(rate.achievable_share)}"
+            f"{kind} {format_figure(rate.peak_flops, 1e12)} x {format_figure(rate.achievable_share)}"
             for kind, rate in device.rates.items()
         )
         level = "; ".join(
-            f"{link.name} {show(link.bandwidth, 1e9)}, {show(link.latency, 1e-6)} us"
+            f"{link.name} {format_figure(link.bandwidth, 1e9)}, {format_figure(link.latency, 1e-6)} us"
             + (f", shared by {link.shared_by}" if link.shared_by > 1 else "")
             for link in hardware.links
         )
-        sizes = f"{show(device.memory_bytes, 1e9)} | {rates} | {show(device.memory_bandwidth, 1e9)}"
+        sizes = f"{format_figure(device.memory_bytes, 1e9)} | {rates} | {format_figure(device.memory_bandwidth, 1e9)}"
         return f"| `{name}` | {hardware.devices} | {sizes} | {level} |"
 
     docs = HARDWARE_FOLDER.parents[1] / "docs"
@@ -466,7 +480,7 @@ def test_the_page_shows_the_figures_of_the_files() -> None:
         == 64
     )
     assert [line for line in page if line.startswith("| `")] == [
-        row(name) for name in list_hardware() if name != "this"
+        format_row(name) for name in list_hardware() if name != "this"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Hints for users who come from elsewhere, and for a run that diverges."""
+"""Test hints for users of other libraries, and for a run that diverges."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_alias_hints_at_an_existing_key() -> None:
         assert name not in Config.model_fields
         with pytest.raises(BadInput, match=f"nearest is {here}"):
             config(f"{name}=1")
-        if key:  # of a section: it is no unknown one
+        if key:  # a key of a section is known
             with pytest.raises(BadInput, match="did you mean|must be"):
                 config(f"{here}=[]")
 
@@ -67,7 +67,7 @@ def wrap_linear(wrap: Callable[[nn.Module], Any]) -> nn.Module:
 
 
 class FSDPModule:
-    """As the mixin of torch.distributed.fsdp.fully_shard is called."""
+    """Have the name of the mixin of torch.distributed.fsdp.fully_shard."""
 
 
 class FSDPLinear(FSDPModule, nn.Linear):
@@ -105,13 +105,13 @@ def test_a_model_compiled_in_place_is_refused() -> None:
         check_modules(model, None, torch.device("cpu"))
 
 
-# ---- what does not count
+# ---- unused keys
 
 
 def test_steps_beside_epochs_report_which_is_used(run_tool: Any) -> None:  # noqa: F811
     line = "steps: 5 is used, epochs: 3 is ignored"
-    code, printed, _ = run_tool(DIGITS, *sets("steps=5", "epochs=3"), "--dry-run")
-    assert code == 0 and printed.splitlines()[0] == line
+    code, output, _ = run_tool(DIGITS, *sets("steps=5", "epochs=3"), "--dry-run")
+    assert code == 0 and output.splitlines()[0] == line
     agreeing = build(config("steps=null", "epochs=2"))
     assert "counts" not in format_opening(agreeing)
     assert "counts" not in format_opening(build(config(f"steps={agreeing.updates}", "epochs=2")))
@@ -137,14 +137,17 @@ WILD = ["optimizer.lr=1e18", "optimizer.momentum=0", "stages=4", "evaluate.every
 
 
 def read_divergence_message(out: Path, *keys: str) -> str:
+    """Train at a rate that diverges and return the message."""
     with pytest.raises(RunFault) as error:
         train(config(*WILD, *keys), out, quiet=True)
     return str(error.value)
 
 
 def test_a_diverged_run_reports_stage_rule_and_remedy(tmp_path: Path) -> None:
-    """Of SGD without momentum and a delay of D the largest stable rate is 2 sin(pi / (4 D + 2)) over the curvature (PipeMare,
-    Lemma 1): with D 7 0.209, without delay 2."""
+    """SGD without momentum at a delay of D is stable below 2 sin(pi / (4 D + 2)) / curvature.
+
+    PipeMare, Lemma 1: with D = 7 the numerator is 0.209, without delay 2.
+    """
     message = read_divergence_message(
         tmp_path / "pipemare",
         "method=pipemare",

@@ -1,4 +1,4 @@
-"""The hostile tool judges: what must not be is seen, and a case is the same whenever it is made."""
+"""Test the hostile tool: it detects forbidden outcomes, and cases are reproducible."""
 
 from __future__ import annotations
 

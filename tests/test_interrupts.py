@@ -1,6 +1,6 @@
-"""Ctrl-C at any moment of a run: exit code 130, one line, soon; IPU_PIPE_INTERRUPTS=100 repeats the scene so often.
+"""Test Ctrl-C at any moment of a run: it ends soon, with exit code 130 and one line.
 
-IPU_PIPE_INTERRUPT_JOBS runs as many at a time.
+IPU_PIPE_INTERRUPTS=100 repeats the interrupted run 100 times, IPU_PIPE_INTERRUPT_JOBS at a time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PATIENCE = (
     30.0  # seconds from Ctrl-C to the end on a machine as busy as may be; what hung took up to 120
 )
 STARTUP = 0.2  # seconds until the tool's first lines have run
-# Python's own start, in which it answers Ctrl-C by itself, is not the tool's: the scene begins when that is over
+# Python's own start, in which it answers Ctrl-C by itself, is not the tool's: a run counts as started after that
 STARTED = "import runpy, sys; sys.argv.pop(0); print('up', flush=True); runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 @pytest.fixture()
 def busy_processes() -> Iterator[None]:
-    """Two busy loops beside it, ended by their own clock if no one else does."""
+    """Run two busy loops beside the test; they end by their own clock if no one else ends them."""
     loop = f"import time; end = time.monotonic() + {60 + 10 * REPEATS}\nwhile time.monotonic() < end: pass"
     busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(2)]
     try:
@@ -46,7 +46,7 @@ def busy_processes() -> Iterator[None]:
 
 
 class InterruptedRun(NamedTuple):
-    """How a run ended after Ctrl-C."""
+    """The outcome of a run after Ctrl-C."""
 
     seed: int
     moment: str
@@ -56,9 +56,11 @@ class InterruptedRun(NamedTuple):
 
 
 def interrupt_run(seed: int, out: Path) -> InterruptedRun:
-    """Train the digits, TensorBoard on, in a process that gets Ctrl-C at a moment drawn from `seed`;
-    every third gets a second one."""
-    drawn = random.Random(seed)
+    """Train the digits in a process that gets Ctrl-C at a moment drawn from `seed`.
+
+    TensorBoard is on. Every third run gets a second Ctrl-C.
+    """
+    generator = random.Random(seed)
     process = subprocess.Popen(
         [sys.executable, "-c", STARTED, "tools/train.py", "configs/mlp_digits.yaml", "--out", str(out)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=enable_interrupts,
@@ -67,7 +69,7 @@ def interrupt_run(seed: int, out: Path) -> InterruptedRun:
     try:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
         moment = "while it starts" if seed % 2 else "while it trains"
-        wait = drawn.uniform(STARTUP, 5.0)
+        wait = generator.uniform(STARTUP, 5.0)
         if seed % 2 == 0:
             patience = time.monotonic() + 120
             while (
@@ -76,12 +78,12 @@ def interrupt_run(seed: int, out: Path) -> InterruptedRun:
                 and time.monotonic() < patience
             ):
                 time.sleep(0.02)
-            wait = drawn.uniform(0.0, 2.0)
+            wait = generator.uniform(0.0, 2.0)
         time.sleep(wait)
         begin = time.monotonic()
         process.send_signal(signal.SIGINT)
         if seed % 3 == 0:
-            time.sleep(drawn.uniform(0.0, 0.3))
+            time.sleep(generator.uniform(0.0, 0.3))
             process.send_signal(signal.SIGINT)
             moment += ", twice"
         _, error = process.communicate(timeout=PATIENCE)
@@ -99,25 +101,26 @@ def interrupt_run(seed: int, out: Path) -> InterruptedRun:
 def test_ctrl_c_at_any_moment_ends_a_run(
     tmp_path: Path, busy_processes: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Story: with TensorBoard on, one in five hung for up to two minutes in the writer's queue, on a busy machine."""
+    """Story: with TensorBoard on, one in five runs hung for up to two minutes in the writer's queue
+    on a busy machine."""
     with ThreadPoolExecutor(JOBS) as pool:
-        ended = list(
+        runs = list(
             pool.map(lambda seed: interrupt_run(seed, tmp_path / f"run-{seed}"), range(REPEATS))
         )
     # ended by the signal itself, which a shell calls 130 too: while the interpreter of a run that is done is taken down
     wrong = [
-        run for run in ended if run.code not in (0, 130, -signal.SIGINT) or "Traceback" in run.error
+        run for run in runs if run.code not in (0, 130, -signal.SIGINT) or "Traceback" in run.error
     ]
     if REPEATS > 4:
         with capsys.disabled():
-            seconds = sorted(run.seconds for run in ended)
-            codes = dict(Counter(run.code for run in ended))
+            seconds = sorted(run.seconds for run in runs)
+            codes = dict(Counter(run.code for run in runs))
             print(
                 f"\n{REPEATS} times: exit codes {codes}, seconds: median {seconds[REPEATS // 2]:.2f}, most {seconds[-1]:.2f}"
             )
             print(*wrong, sep="\n")
     assert not wrong
-    assert any(run.code == 130 and "interrupted" in run.error for run in ended)
+    assert any(run.code == 130 and "interrupted" in run.error for run in runs)
 
 
 COMMAND = """
@@ -150,11 +153,11 @@ BODIES = {
 """,
     "in a finalizer, where Python drops it": "Finalized(); gc.collect(); print('lost')",
     "in an import, which makes it another fault": "sys.path.insert(0, {folder!r}); import interrupted_import; print('lost')",
-    "told as another fault": """
+    "raised as another fault": """
     try:
         ctrl_c()
     except KeyboardInterrupt as error:
-        raise ValueError("not told") from error
+        raise ValueError("not printed") from error
 """,
     "on the way out": "import atexit; atexit.register(ctrl_c)",
 }
@@ -166,24 +169,22 @@ def test_ctrl_c_is_one_line_wherever_it_lands(when: str, tmp_path: Path) -> None
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    for _ in range(1000): pass\n"
         "except BaseException: pass\n"
     )
-    code, printed, error = run_source(
-        COMMAND.format(body=BODIES[when].format(folder=str(tmp_path)))
-    )
-    assert (code, printed, error) == (130, "", "interrupted\n")
+    code, output, error = run_source(COMMAND.format(body=BODIES[when].format(folder=str(tmp_path))))
+    assert (code, output, error) == (130, "", "interrupted\n")
 
 
 def test_a_command_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    code, printed, error = run_source(ignoring + COMMAND.format(body="ctrl_c(); print('done')"))
-    assert (code, printed, error) == (0, "done\n", "")
+    code, output, error = run_source(ignoring + COMMAND.format(body="ctrl_c(); print('done')"))
+    assert (code, output, error) == (0, "done\n", "")
 
 
 def run_source(source: str) -> Tuple[int, str, str]:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, preexec_fn=enable_interrupts, timeout=60,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
+    return result.returncode, result.stdout, result.stderr
 
 
 # run by make before ipu_pipe can be imported
@@ -194,7 +195,10 @@ NO_COMMAND_LINE = (*PARTS_OF_INSTALL, *WRITERS_OF_DOCS, "__init__.py")
 
 
 def test_every_command_line_ends_quietly_from_its_first_line_on() -> None:
-    """All tools hand Ctrl-C over before their own imports: those of commands in `cli.run`, the others by themselves."""
+    """All tools install the handler of Ctrl-C before their own imports.
+
+    Commands do so in `cli.run`, the others by themselves.
+    """
     late: List[str] = []
     tools = [
         file for file in sorted((ROOT / "tools").glob("*.py")) if file.name not in NO_COMMAND_LINE

@@ -1,4 +1,4 @@
-"""What a plan says that stages on IPUs hold: PopTorch's stash, not the schedule's microbatches in flight."""
+"""Test the memory that a plan states for stages on IPUs, which follows PopTorch's stash."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What can be said of IPUs in a config: every refusal with its remedy, what becomes of each key in poptorch.Options, the configs
-for pods. Nothing here ran on an IPU."""
+"""Test the IPU keys of a config: refusals with remedies, poptorch.Options, the configs for pods.
+
+Nothing here ran on an IPU.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def list_ipu_faults(ipu: Any = None, **keys: Any) -> List[str]:
     return [fault.replace("configure: ", "") for fault in list_faults(configure_ipus, ipu, **keys)]
 
 
-# ---- refusals from the config alone: key and value that are named, backend.ipu, other keys
+# ---- refusals from the config alone: the key and value in the fault, backend.ipu, other keys
 
 IO = {"tensor_locations": {"num_io_tiles": 32}}
 OVERLAPPED: Dict[str, Any] = {"overlapped_io": "accumulation_loop", **IO}
@@ -190,7 +192,7 @@ def test_a_row_that_does_not_state_that_poptorch_runs_it_is_refused(
     )
     assert (
         check_method(new_method) == [] and get_execution(new_method) == PIPELINED
-    )  # neither alters what runs
+    )  # neither changes the execution
 
 
 def test_a_fault_names_the_file_it_came_from(tmp_path: Path) -> None:
@@ -359,15 +361,17 @@ def test_defaults_leave_poptorchs_own(poptorch: Any) -> None:
 def test_recomputation_is_set_where_it_was_requested(poptorch: Any) -> None:
     place = Placement((0, 1, 2, 3))
 
-    def asked(ipu: Any = None, **keys: Any) -> Tuple[Any, Any]:
+    def read_recomputation(ipu: Any = None, **keys: Any) -> Tuple[Any, Any]:
         options = make_poptorch_options(configure_ipus(ipu, **keys), place, True, 0).toDict()
         return options.get("autoRecomputation"), options.get("explicitRecomputation")
 
-    assert asked() == asked(recompute=True) == (None, None)  # a pipeline recomputes by itself
-    assert asked({"recomputation": "none"}) == (0, None)
-    assert asked({"recomputation": "pipeline"}) == (3, None)
-    assert asked(method="naive", recompute=True) == (1, True)
-    assert asked({"recomputation": "recompute_all"}, method="naive") == (4, True)
+    assert (
+        read_recomputation() == read_recomputation(recompute=True) == (None, None)
+    )  # a pipeline recomputes by itself
+    assert read_recomputation({"recomputation": "none"}) == (0, None)
+    assert read_recomputation({"recomputation": "pipeline"}) == (3, None)
+    assert read_recomputation(method="naive", recompute=True) == (1, True)
+    assert read_recomputation({"recomputation": "recompute_all"}, method="naive") == (4, True)
 
 
 def test_overlapped_io_reaches_the_model(poptorch: Any, monkeypatch: Any) -> None:
@@ -381,19 +385,19 @@ def test_overlapped_io_reaches_the_model(poptorch: Any, monkeypatch: Any) -> Non
     executor = poptorch.trainingModel(
         wrapped, options, poptorch.optim.SGD(wrapped.parameters(), lr=0.1)
     )
-    asked: List[Any] = []
+    modes: List[Any] = []
     real = poptorch.set_overlap_for_input
     monkeypatch.setattr(
-        poptorch, "set_overlap_for_input", lambda x, mode: asked.append(mode) or real(x, mode)
+        poptorch, "set_overlap_for_input", lambda x, mode: modes.append(mode) or real(x, mode)
     )
     executor.compile(torch.ones(16, 2), torch.zeros(16, dtype=torch.int64))
-    assert set(asked) == {poptorch.OverlapMode.OverlapDeviceIterationLoop}
+    assert set(modes) == {poptorch.OverlapMode.OverlapDeviceIterationLoop}
 
 
 def test_reading_a_config_waits_for_no_torch() -> None:
     code = "import sys, ipu_pipe.backends.ipu.unsupported; print('torch' in sys.modules, 'poptorch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "False False\n", done.stderr
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == "False False\n", result.stderr
 
 
 # ---- the configs for pods
@@ -412,12 +416,12 @@ def test_graphcores_own_recipe_is_a_config() -> None:
         ([], 16, 16416),
         (["replicas=64", "gradient_accumulation=14"], 64, 16128),
     ):
-        stated = load_config(path, settings)
-        assert stated.replicas == replicas
-        assert stated.micro_batch_size * stated.gradient_accumulation * replicas == batch
-    assert stated.ipu.use_combined_accum and stated.ipu.tensor_locations.optimizer.on_chip is None
+        config = load_config(path, settings)
+        assert config.replicas == replicas
+        assert config.micro_batch_size * config.gradient_accumulation * replicas == batch
+    assert config.ipu.use_combined_accum and config.ipu.tensor_locations.optimizer.on_chip is None
     assert (
-        stated.model.args["norm"] == "batch" and stated.evaluate.every == 0
+        config.model.args["norm"] == "batch" and config.evaluate.every == 0
     )  # evaluated after training
 
 
@@ -431,7 +435,7 @@ def test_graphcores_own_recipe_is_a_config() -> None:
 def test_the_papers_tables_start_on_ipus_in_their_precision(
     name: str, poptorch: Any, monkeypatch: Any
 ) -> None:
-    """They are in bfloat16, which PopTorch does not take; their first lines say what to set."""
+    """They are in bfloat16, which PopTorch does not support; a comment states the overrides."""
     path = ROOT / "configs" / f"{name}.yaml"
     (command,) = [
         line for line in path.read_text().splitlines() if "--set backend.name=poptorch" in line
@@ -439,11 +443,11 @@ def test_the_papers_tables_start_on_ipus_in_their_precision(
     settings = [word for word in command.split() if "=" in word]
     with pytest.raises(BadInput, match="precision: bfloat16: is not supported on IPUs"):
         load_config(path, settings[:1])
-    stated = load_config(path, settings)
+    config = load_config(path, settings)
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", name[-1])
     small = load_config(path, [*settings, "data.shape=[3, 32, 32]", "micro_batch_size=2"])
     engine = make_engine(build(small), 0)
-    assert small.gradient_accumulation == stated.gradient_accumulation
+    assert small.gradient_accumulation == config.gradient_accumulation
     if name == "resnet34_ipu4":
         engine.executors.training.compile(*engine.calls[0])  # type: ignore[attr-defined]
         assert poptorch.recorded.compilations[0].ipus == 4

@@ -1,4 +1,4 @@
-"""Runs that torchrun restarts: those of killed ranks end as if never killed, and a restart never goes on with another's run."""
+"""Test runs that torchrun restarts: kills change no number, and no restart resumes another run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_hanging_rank_is_not_mistaken_for_a_killed_one(
     monkeypatch.setattr(kills, "_run", sleep_a_minute)
     monkeypatch.setattr(kills, "PATIENCE", 0.2)
     with pytest.raises(AssertionError, match=r"ranks \[0, 1\] did not end"):
-        kills.run_attempt(0, None, [], "job", 0, tmp_path / "told")
+        kills.run_attempt(0, None, [], "job", 0, tmp_path / "hanging")
 
 
 def set_restart(monkeypatch: pytest.MonkeyPatch, attempt: int, job: str) -> None:
@@ -52,7 +52,7 @@ def set_restart(monkeypatch: pytest.MonkeyPatch, attempt: int, job: str) -> None
 def test_a_restart_resumes_only_its_own_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """A first start that finds another's run is refused; its restart must be, too."""
+    """A first start that meets the folder of another run is refused, and so is its restart."""
     config = load_config(str(kills.DIGITS), SETTINGS)
     set_restart(monkeypatch, 0, "one")
     train(config, tmp_path, quiet=True)
@@ -62,7 +62,7 @@ def test_a_restart_resumes_only_its_own_run(
             train(config, tmp_path)
     set_restart(monkeypatch, 1, "one")
     (tmp_path / "summary.json").unlink()  # killed before it was written
-    for overwrite in (False, True):  # what the first start has overwritten already stays
+    for overwrite in (False, True):  # the first start has overwritten already, the restart must not
         train(config, tmp_path, overwrite=overwrite)
         assert "restart 1 " in capsys.readouterr().out
     assert [start["first_update"] for start in read_starts(tmp_path)] == [0, 4]
@@ -89,9 +89,9 @@ def test_a_restart_without_a_folder_finds_the_dated_one(
     monkeypatch.chdir(tmp_path)
     set_restart(monkeypatch, 0, "one")
     assert re.fullmatch(r"runs/\d{4}-[-_\d]{14}_mlp\[1\]", str(_choose_folder("mlp[1]")))
-    began = Path("runs/2000-01-01_00-00-00_mlp[1]")  # the name is no pattern
-    train(load_config(str(kills.DIGITS), SETTINGS), began, quiet=True)
+    dated_folder = Path("runs/2000-01-01_00-00-00_mlp[1]")  # the name is no pattern
+    train(load_config(str(kills.DIGITS), SETTINGS), dated_folder, quiet=True)
     set_restart(monkeypatch, 1, "one")
-    assert _choose_folder("mlp[1]") == began
+    assert _choose_folder("mlp[1]") == dated_folder
     set_restart(monkeypatch, 1, "two")
-    assert _choose_folder("mlp[1]") != began
+    assert _choose_folder("mlp[1]") != dated_folder

@@ -1,4 +1,4 @@
-"""What Python gives of a wrong kind: a line that says what, and nothing written."""
+"""Test arguments of a wrong type from Python: one line names each, and nothing is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = {"micro_batch_size": 8, "steps": 2, "log": {"tensorboard": False}}
 
 
 class Weighted(nn.Module):
-    """A loss with a weight of its own."""
+    """A loss with a parameter."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ WRONG: Dict[
     },
     "metrics: a str: must be a list": {"metrics": "accuracy"},  # story: a line a letter
     "metrics: 3: must be letters": {"metrics": {3: divide_by_zero}},
-    # story: told only by the first evaluation, into a folder that was there by then
+    # story: reported only by the first evaluation, when the folder existed already
     r"metrics: mse: outputs \(32, 4\) and labels \(32,\): must be tensors of one shape": {
         "metrics": ["mse"]
     },
@@ -136,7 +136,7 @@ def test_early_stopping_reports_each_wrong_argument() -> None:
 
 
 def test_a_dry_run_reports_callbacks_that_cannot_be_built() -> None:
-    """Story: only the run told it."""
+    """Story: only the run itself reported them."""
     ends = "tests.callbacks_of_runs:Ends"
     entries = f"[{{entry: '{ends}', args: {{afte: 3}}}}, 'tests.callbacks_of_runs:Fails', 'tests.nothing:X']"
     faults = list_faults(build_for_planning, config(f"callbacks={entries}"))
@@ -164,7 +164,7 @@ def test_a_dry_run_reports_callbacks_that_cannot_be_built() -> None:
     ],
 )
 def test_a_loader_that_gives_no_batches_is_refused(line: str, arguments: Any) -> None:
-    """Story: of a TensorDataset it said that the loader gives batches of as many samples as one has features."""
+    """Story: the fault for a TensorDataset took the features of a sample for a batch."""
     (fault,) = list_faults(ipu_pipe.from_loader, *arguments)
     assert fault.startswith(line)
 
@@ -199,14 +199,14 @@ def test_a_loss_may_have_weights_of_the_model_and_frozen_weights(tmp_path: Path)
 
 
 def test_the_trial_of_metrics_uses_test_data_and_draws_no_random_number(tmp_path: Path) -> None:
-    """On a batch of the test set, in evaluation mode; the numbers of the run stay as they are."""
-    seen = []
+    """The trial is one test batch in evaluation mode; the numbers of the run do not change."""
+    calls = []
 
-    def watching(output: torch.Tensor, y: torch.Tensor) -> float:
-        seen.append((len(output), net.training))
+    def record_call(output: torch.Tensor, y: torch.Tensor) -> float:
+        calls.append((len(output), net.training))
         return 0.0
 
-    def loss_of(*metrics: Any) -> Any:
+    def train_and_read_final(*metrics: Any) -> Any:
         torch.manual_seed(3)
         test: Any = DataLoader(SET, 20, shuffle=True)
         how = {"model": net, "data": ipu_pipe.from_loader(DataLoader(SET, 8, shuffle=True), test)}
@@ -218,11 +218,11 @@ def test_the_trial_of_metrics_uses_test_data_and_draws_no_random_number(tmp_path
 
     net = make_two_stage_model()
     start = {name: value.clone() for name, value in net.state_dict().items()}
-    plain, watched = loss_of(), loss_of(watching)
+    plain, watched = train_and_read_final(), train_and_read_final(record_call)
     assert (
         plain["train_loss"] == watched["train_loss"] and plain["test_loss"] == watched["test_loss"]
     )
-    assert seen == [(20, False), (20, False), (12, False), (20, False), (12, False)]
+    assert calls == [(20, False), (20, False), (12, False), (20, False), (12, False)]
 
 
 def test_metrics_get_labels_whatever_the_loss_takes_and_leave_the_model(
@@ -284,7 +284,7 @@ def test_a_wrong_key_is_one_line(key: str) -> None:
 
 
 def test_a_refused_loss_leaves_the_callers_model_as_it_was(tmp_path: Path) -> None:
-    """With bfloat16 it was converted first, and came back rounded."""
+    """Story: with bfloat16 the model was converted first, and came back rounded."""
     mine = make_two_stage_model()
     before = [p.detach().clone() for p in mine.parameters()]
     config = ipu_pipe.configure(steps=2, micro_batch_size=8, precision="bfloat16")

@@ -1,4 +1,4 @@
-"""Wrong labels are told before a GPU's kernel meets them."""
+"""Test that wrong labels are reported before a GPU's kernel meets them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_labels_of_later_microbatches_are_checked_on_the_host() -> None:
 
 
 def test_the_check_synchronizes_with_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They tell what is wrong when they are waited for."""
+    """A CUDA kernel reports an error only when the host synchronizes."""
 
     class Faulty(torch.Tensor):
         is_cuda = True

@@ -1,4 +1,4 @@
-"""Layer by layer: the forward reads the version it should and so does the backward, against formulas written by hand."""
+"""Test that each layer's forward and backward read their weight versions, by explicit formulas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ torch.manual_seed(0)
 
 
 def _make_norm_gradient(normalize: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Input gradient of y = normalize(x) * weight + bias for a weight given at backward time."""
+    """Return the input gradient of y = normalize(x) * weight + bias as a function of the weight
+    that the backward reads."""
 
     def gradient(x: torch.Tensor, weight: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         x = x.detach().clone().requires_grad_()
@@ -77,7 +78,7 @@ def test_forward_and_backward_read_their_versions(
 
 
 def test_a_linear_layer_does_not_see_a_pointer_swap_after_its_forward() -> None:
-    """Why the newest values are written into the storage: Linear saved a view of the old one."""
+    """Linear saves a view of its storage, so the newest values must be written into it."""
     layer, x = (
         nn.Linear(3, 3, bias=False).double(),
         torch.randn(2, 3, dtype=torch.float64, requires_grad=True),

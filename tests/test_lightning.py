@@ -1,4 +1,5 @@
-"""The example's LightningModule over a pipeline: Lightning's limits, logs, checkpoints and resumes are those of an own loop."""
+"""Test the example's LightningModule: Lightning's limits, logs, checkpoints and resumes equal those
+of an own loop."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ SAMPLES = TensorDataset(
 
 @pytest.fixture(scope="module")
 def module_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the example's module, which logs its losses to a list too; its script has trained for one update."""
+    """Return the example's module class, extended to collect its losses; its script has run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("example"))
         patch.setattr(sys, "argv", [str(EXAMPLE), "1"])
@@ -61,7 +62,7 @@ def fit_module(
     **keys: Any,
 ) -> Any:
     """Train for a number of steps without shuffling. Return the trainer."""
-    fitting = lightning.Trainer(
+    lightning_trainer = lightning.Trainer(
         default_root_dir=folder,
         max_steps=steps,
         accelerator="cpu",
@@ -77,12 +78,15 @@ def fit_module(
     with warnings.catch_warnings():
         # of few workers and the like
         warnings.simplefilter("ignore")
-        fitting.fit(module, loader, loader if validate else None, **keys)
-    return fitting
+        lightning_trainer.fit(module, loader, loader if validate else None, **keys)
+    return lightning_trainer
 
 
 def run_own_loop(module: Any, steps: int, drains: int, **keys: Any) -> Any:
-    """Train the module's net by a loop without Lightning, with a drain after each `drains` steps. Return states and losses."""
+    """Train the module's net by a loop without Lightning, with a drain after each `drains` steps.
+
+    Return states and losses.
+    """
     optimizer = torch.optim.SGD(module.net.parameters(), lr=0.02, momentum=0.9)
     pipe = ipu_pipe.Pipeline(module.net, cross_entropy, optimizer, stages=3, **keys)
     states: Dict[int, Any] = {}
@@ -109,7 +113,7 @@ def load_checkpoint_file(path: Path) -> Any:
 
 
 def patch_pipeline_arguments(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """Let the example's pipelines have other arguments."""
+    """Replace arguments of the example's pipelines."""
     make = ipu_pipe.Pipeline
     monkeypatch.setattr(
         ipu_pipe, "Pipeline", lambda *arguments, **keys: make(*arguments, **{**keys, **changes})
@@ -120,9 +124,10 @@ def patch_pipeline_arguments(monkeypatch: pytest.MonkeyPatch, **changes: Any) ->
 def test_steps_and_checkpoints_are_those_of_an_own_loop(
     method: str, module_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files in the middle of an epoch, with updates in flight.
+    """Files are written in the middle of an epoch, with updates in flight.
 
-    A drain changes the weights of LocalSGD, which averages its replicas early, in place: Lightning has taken them before.
+    A drain changes the weights of LocalSGD, which averages its replicas early, in place: Lightning
+    has read them before.
     """
     args = {"local_steps": 3, "replicas": 2} if method == "local_sgd" else None
     expected = module_class()
@@ -142,13 +147,15 @@ def test_steps_and_checkpoints_are_those_of_an_own_loop(
         "step=8.ckpt",
     ]
     for step, (weights, momenta) in states.items():
-        saved = load_checkpoint_file(tmp_path / f"step={step}.ckpt")
-        assert saved["global_step"] == saved["pipeline"]["updates"] == step
-        assert_same({f"net.{name}": value for name, value in weights.items()}, saved["state_dict"])
+        checkpoint = load_checkpoint_file(tmp_path / f"step={step}.ckpt")
+        assert checkpoint["global_step"] == checkpoint["pipeline"]["updates"] == step
+        assert_same(
+            {f"net.{name}": value for name, value in weights.items()}, checkpoint["state_dict"]
+        )
         for number, momentum in momenta.items():
             assert torch.equal(
                 momentum["momentum_buffer"],
-                saved["optimizer_states"][0]["state"][number]["momentum_buffer"],
+                checkpoint["optimizer_states"][0]["state"][number]["momentum_buffer"],
             )
 
 
@@ -156,19 +163,19 @@ def test_steps_and_checkpoints_are_those_of_an_own_loop(
 def test_a_resumed_fit_equals_an_uninterrupted_one(
     method: str, module_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a file that was written during validation, which Lightning runs in inference mode."""
+    """The file was written during validation, which Lightning runs in inference mode."""
     patch_pipeline_arguments(monkeypatch, method=method)
-    straight = module_class()
+    uninterrupted = module_class()
     best = make_checkpoint_callback(tmp_path, monitor="accuracy", mode="max")
     keys = {"validate": True, "trainer": {"check_val_every_n_epoch": 2}}
-    fit_module(straight, tmp_path, 4 * EPOCH, [best], **keys)
+    fit_module(uninterrupted, tmp_path, 4 * EPOCH, [best], **keys)
     files = sorted(tmp_path.glob("*.ckpt"))
     assert [file.name for file in files] == ["step=10.ckpt", "step=20.ckpt"]
     resumed = module_class()
     resumed.net[0].weight.data.zero_()
     trainer = fit_module(resumed, tmp_path, 4 * EPOCH, ckpt_path=str(files[0]), **keys)
     assert trainer.global_step == resumed.pipe.updates == 4 * EPOCH
-    assert_same(straight.state_dict(), resumed.state_dict())
+    assert_same(uninterrupted.state_dict(), resumed.state_dict())
     assert_same(load_checkpoint_file(files[1])["state_dict"], resumed.state_dict())
 
 

@@ -1,4 +1,4 @@
-"""Blocks with losses of their own: their plain definition, what is refused, heads, rates and accumulation by block."""
+"""Test blocks with losses of their own: definition, refusals, heads, rates, accumulation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ OPTIMIZERS = {
 
 
 def make_block_layers(name: str) -> List[nn.Module]:
-    """Return four blocks in a row, one activation between them."""
+    """Return four blocks in a row, with one activation between two."""
     torch.manual_seed(1)
     if name == "mlp":
         middle = [
@@ -121,12 +121,14 @@ Heads = List[Optional[nn.Module]]
 def train_blocks_plainly(
     blocks: Blocks, heads: Heads, accumulate: int, optimizer: str, every: Sequence[int] = ()
 ) -> None:
-    """Train each block by itself, one after another: forward of what the one before gave, its own loss, backward, its own
-    optimizer. A module in two blocks is there twice, as copies whose gradients are averaged before they step."""
-    trained = [
+    """Train each block by itself, with its own loss and optimizer, on the previous block's output.
+
+    A module in two blocks exists twice, as copies whose gradients are averaged before they step.
+    """
+    block_modules = [
         nn.ModuleList([*block, *([head] if head else [])]) for block, head in zip(blocks, heads)
     ]
-    optimizers = [OPTIMIZERS[optimizer](modules.parameters()) for modules in trained]
+    optimizers = [OPTIMIZERS[optimizer](modules.parameters()) for modules in block_modules]
     data = batches(UPDATES * accumulate)
     for k in range(UPDATES):
         for x, y in data[k * accumulate : (k + 1) * accumulate]:
@@ -134,11 +136,11 @@ def train_blocks_plainly(
             for layer in [
                 block[-1] for block in blocks
             ]:  # what enters each layer, of the copies that own them
-                was = {name: b.clone() for name, b in layer.named_buffers()}
+                buffers = {name: b.clone() for name, b in layer.named_buffers()}
                 with torch.no_grad():
                     entering.append(layer(entering[-1]))
                 for name, b in layer.named_buffers():
-                    b.copy_(was[name])
+                    b.copy_(buffers[name])
             for j, (block, head) in enumerate(zip(blocks, heads)):
                 value = entering[j + 1 - len(block)].detach()
                 for layer in block:
@@ -152,15 +154,15 @@ def train_blocks_plainly(
                     assert mine.grad is not None and theirs.grad is not None
                     mean = (theirs.grad + mine.grad) / 2
                     mine.grad, theirs.grad = mean, mean.clone()
-        for j, chosen in enumerate(optimizers):
+        for j, block_optimizer in enumerate(optimizers):
             times = every[j] if every else 1
             if (k + 1) % times == 0:
-                for group in chosen.param_groups:
+                for group in block_optimizer.param_groups:
                     for p in group["params"]:
                         if p.grad is not None and times > 1:
                             p.grad /= times
-                chosen.step()
-                chosen.zero_grad()
+                block_optimizer.step()
+                block_optimizer.zero_grad()
 
 
 def copy_heads(model: BlockedModel) -> Heads:
@@ -259,12 +261,12 @@ def test_blocks_have_rates_and_accumulation_of_their_own() -> None:
     model, part = make_blocked_model(make_block_layers("mlp"), Structure())
     before = copy.deepcopy(model.state_dict())
     emulate_blocks(model, part, "local_greedy", 1, "sgd", {"block_rates": [0.0, 1.0, 0.0, 1.0]})
-    moved = {
+    changed = {
         name.split(".")[0]
         for name, value in model.state_dict().items()
         if not torch.equal(value, before[name])
     }
-    assert moved == {"1", "3", "local_heads"}
+    assert changed == {"1", "3", "local_heads"}
 
 
 # ---- heads and boundaries
@@ -317,8 +319,11 @@ def test_the_projects_models_can_be_chunked(model: nn.Module, x: torch.Tensor) -
 
 
 def test_heads_of_layers_are_those_of_auglocal() -> None:
-    """The layers and depths that ChenxiangMA/AugLocal (commit 98c90d6) makes for its ResNet-32 of 16 layers,
-    `--aux_net_depth 3 --pyramid_coeff 0.5`, by its printed formulas."""
+    """Layers and depths equal those that ChenxiangMA/AugLocal (commit 98c90d6) prints for its
+    ResNet-32 of 16 layers.
+
+    Its arguments are `--aux_net_depth 3 --pyramid_coeff 0.5`.
+    """
     heads, L = AugLocal(3, 0.5), 16
     depths = [
         max(1, round(3 * (1 - (i * 0.5) / (L - 2)) + (i * 0.5) / (L - 2) * 1)) for i in range(L - 1)
@@ -380,7 +385,7 @@ def test_boundaries_that_a_skip_connection_crosses_are_refused() -> None:
 
 
 def make_bias_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
-    """Return a user's head."""
+    """Return a head as a user writes one."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(activation[0].numel(), output.shape[1], bias=False)
     )
@@ -473,7 +478,7 @@ def test_arguments_that_do_not_fit_the_method_are_refused(
 
 
 class OffsetModel(nn.Sequential):
-    """A model with a weight of its own, used in the first block."""
+    """A model with a parameter of its own, used in the first block."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(12, 12), nn.Linear(12, 8), nn.Linear(8, 4))
@@ -498,12 +503,12 @@ def test_weights_of_the_model_itself_have_duplicates() -> None:
 
 
 def test_a_head_may_begin_in_place() -> None:
-    def head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
+    def make_inplace_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
         return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(activation.shape[1], output.shape[1]))
 
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 4)), torch.randn(3, 12)
-    blocked_model, _ = make_blocks(model, x, Structure(), ["1"], head=head)
+    blocked_model, _ = make_blocks(model, x, Structure(), ["1"], head=make_inplace_head)
     assert torch.equal(blocked_model.train()(x)[-1], model(x)) and torch.equal(
         blocked_model.eval()(x), model(x)
     )
@@ -524,9 +529,9 @@ def test_a_run_resumes_only_with_its_own_blocks(tmp_path: Path) -> None:
 
 
 def test_observing_a_model_frees_its_activations() -> None:
-    """Story: each look kept a graph with its activations, and so the weights that processes mean to free."""
+    """Story: each observation kept a graph, and so the weights that processes free."""
 
-    def look() -> Any:
+    def observe_model() -> Any:
         model = nn.Sequential(nn.Linear(12, 500), nn.ReLU(), nn.Linear(500, 4))
         x, y = torch.randn(64, 12), torch.randint(0, 4, (64,))
         partition(model, x)
@@ -534,7 +539,7 @@ def test_observing_a_model_frees_its_activations() -> None:
             observe_training(model, x, y, lambda x, y: cross_entropy(model(x), y))
         return weakref.ref(model[0].weight)
 
-    weight = look()
+    weight = observe_model()
     gc.collect()
     assert weight() is None
 
@@ -564,9 +569,9 @@ def test_clipping_by_block_and_replicas_train(tmp_path: Path) -> None:
 def test_processes_give_the_emulators_weights_and_half_the_traffic() -> None:
     cases = "pipedream local_greedy local_chunked local_overlapping last_layers"
     arguments = f"tools/equality.py --ranks 2 4 --models mlp resnet20-batchnorm --json --cases {cases}".split()
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = {(r["case"], r["model"], r["ranks"]): r for r in json.loads(done.stdout)["rows"]}
+    result = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    rows = {(r["case"], r["model"], r["ranks"]): r for r in json.loads(result.stdout)["rows"]}
     assert len(rows) == 2 * (4 * 2 + 1) and all(r["difference"] == 0 for r in rows.values())
     for model in ("mlp", "resnet20-batchnorm"):
         for ranks in (2, 4):

@@ -1,4 +1,4 @@
-"""The loggers that ship, against the real packages without a network: what they hold is what the run's own files hold."""
+"""Test the shipped loggers with the real packages, offline: they record what the run's files do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WANDB = {"project": "tests", "mode": "offline", "settings": {"silent": True, "co
 
 @pytest.fixture(scope="module")
 def logged_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the folder of a run of four updates, resumed for two more, with all loggers that are installed."""
+    """Return a run of four updates, resumed for two more, with all installed loggers."""
     out = tmp_path_factory.mktemp("loggers") / "run"
     mlflow = {"experiment": "tests", "tracking_uri": (out.parent / "store").as_uri()}
     loggers: List[Any] = ["ipu_pipe:CSVLogger"]
@@ -46,10 +46,10 @@ def logged_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_csv_has_the_lines_of_metrics_jsonl(logged_run: Path) -> None:
     with open(logged_run / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    written = [
+    expected_rows = [
         {key: repr(value) for key, value in line.items()} for line in read_metrics(logged_run)
     ]
-    assert [{key: value for key, value in row.items() if value} for row in rows] == written
+    assert [{key: value for key, value in row.items() if value} for row in rows] == expected_rows
     assert len(rows) >= 8 and {"train_loss", "test_accuracy"} <= rows[0].keys()
 
 

@@ -1,4 +1,4 @@
-"""Early stopping, predictions, and the record of what a run was made with."""
+"""Test early stopping, predictions, and the record of a run's environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ OFTEN = [
 
 
 def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path) -> None:
-    """At a rate of 0 no evaluation after the first is better: of 4 updates each, the third after it ends the run."""
+    """At a rate of 0 no evaluation is better than the first; one comes every 4 updates, and the
+    third ends the run."""
     stops = ["optimizer.lr=0", "early_stopping={patience: 2, min_delta: 0.001}"]
     report = go(tmp_path / "run", *OFTEN, *stops)
     assert (report["steps"], report["planned_steps"]) == (12, 24)
@@ -41,7 +42,7 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
     )
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert checkpoints == ["step-12", "step-4"] and report["best"]["step"] == 4
-    again = go(tmp_path / "run", *OFTEN, *stops, resume_from=4)  # with what had been waited for
+    again = go(tmp_path / "run", *OFTEN, *stops, resume_from=4)  # with the patience used so far
     assert again["steps"] == 12 and again["stopped"] == report["stopped"]
 
 
@@ -106,7 +107,7 @@ def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
 
 
 class Named(nn.Module):
-    """Two inputs by name; outputs in a mapping, one of them no tensor."""
+    """Take two inputs by name; return a mapping of outputs, one of which is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,19 +160,19 @@ def test_a_run_records_versions_machine_and_data(tmp_path: Path) -> None:
 
 
 def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*args: str) -> str:
-        how = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
+    def run_git(*args: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
         return subprocess.run(
-            how, cwd=tmp_path, check=True, capture_output=True, text=True
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout.strip()
 
     assert find_commit(Path("/")) is None
-    git("init", "-q", "-b", "work")
+    run_git("init", "-q", "-b", "work")
     (tmp_path / "a").write_text("1")
-    git("add", "a")
-    git("commit", "-qm", "first")
+    run_git("add", "a")
+    run_git("commit", "-qm", "first")
     (tmp_path / "inner").mkdir()
-    commit = {"repository": str(tmp_path), "commit": git("rev-parse", "HEAD"), "dirty": False}
+    commit = {"repository": str(tmp_path), "commit": run_git("rev-parse", "HEAD"), "dirty": False}
     assert find_commit(tmp_path / "inner") == commit
     (tmp_path / "a").write_text("2")
     assert find_commit(tmp_path) == {**commit, "dirty": True}

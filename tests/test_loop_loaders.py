@@ -1,4 +1,4 @@
-"""Loaders, optimizers and models that other libraries prepare, in a loop of one's own on processes: refused by name, or right."""
+"""Test loaders, optimizers and models of other libraries in a user's loop on processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prepare_by_accelerate(rank: int) -> Any:
 
 
 class Pairs(Dataset):  # type: ignore[type-arg]
-    """Samples as a model takes them that computes its own loss."""
+    """A dataset of samples for a model that computes its own loss."""
 
     def __len__(self) -> int:
         return len(make_samples())
@@ -119,7 +119,7 @@ def test_ranks_that_read_other_batches_are_refused(make_loader: Any, tmp_path: P
 
 
 def begin_with_other_sizes(rank: int, folder: Path) -> None:
-    """Gloo would end the process at a message of another size than expected."""
+    """Begin with microbatches of unequal sizes; Gloo would end the process at such a message."""
     x, y = make_loop_batch(Case("pipedream", 2), 0)
     model = make_perceptron()
     size = 8 - 4 * rank
@@ -130,7 +130,7 @@ def begin_with_other_sizes(rank: int, folder: Path) -> None:
 
 
 def give_a_short_batch(rank: int, folder: Path) -> None:
-    """All ranks refuse it, and go on."""
+    """Assert that all ranks refuse a short batch, and can continue."""
     models = []
     for sizes in ([8, 8, 8, 8], [8, 8, 4, 8, 8]):
         loop = Loop(
@@ -158,7 +158,7 @@ def test_microbatches_of_other_sizes_are_refused(work: Any, tmp_path: Path) -> N
 
 
 def leave_out_labels(rank: int, folder: Path) -> None:
-    """The rank of the loss passes no labels, which the example must not stand in for."""
+    """Pass no labels on the rank of the loss; the example must not replace them."""
     x, y = make_loop_batch(Case("pipedream"), 0)
     model = make_perceptron()
     pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()), example=(x, y))
@@ -220,7 +220,7 @@ def test_a_sampler_by_replica_gives_the_emulators_weights(tmp_path: Path) -> Non
     run_in_group(4, sample_by_replica, tmp_path)
 
 
-# ---- what others wrap
+# ---- wrapped models and optimizers
 
 
 def test_a_prepared_optimizer_is_refused_by_name() -> None:
@@ -251,7 +251,7 @@ def test_a_model_that_others_divide_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def evaluate_without_gradients(rank: int, folder: Path) -> None:
-    """Nothing in flight is lost, and the weights are those of a loop that drains outside of such a context."""
+    """Assert that evaluating and saving under no_grad lose no update and change no loss."""
     losses: List[Any] = []
     for context in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
         loop = Loop(
@@ -276,7 +276,10 @@ def test_a_drain_under_no_grad_runs_the_backwards(tmp_path: Path) -> None:
 
 
 def test_a_drain_under_autocast_is_refused() -> None:
-    """Before anything runs: its forwards would be cast. An empty pipeline may be evaluated so."""
+    """It is refused before a forward runs in the autocast type.
+
+    An empty pipeline may be evaluated under autocast.
+    """
     loop = Loop(Case("pipedream", 2))
     loop.run(0, 3, drains=False)
     batch = make_loop_batch(loop.case, 50)

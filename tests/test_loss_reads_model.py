@@ -1,7 +1,8 @@
-"""A loss that reads more of a model than its own stage holds is refused where the model is cut; one that does not trains alike.
+"""Test that a loss which reads more than its own stage is refused where the model is cut.
 
-Story: the loss added the routers' balance losses, which modules keep as attributes. The emulator trained plain PyTorch's weights
-and processes trained others, without a word; a penalty of all parameters gave NaN and advice on learning rates.
+Other losses train alike on all backends. Story: the loss added the routers' balance losses, which
+modules keep as attributes. The emulator trained plain PyTorch's weights and processes trained
+others, without a warning; a penalty of all parameters gave NaN and advice on learning rates.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Loss = Callable[..., torch.Tensor]
 
 
 class Router(nn.Module):
-    """Keeps a balance loss, a number and a running mean of its last forward."""
+    """Keep a balance loss, a number and a running mean of the last forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class BalancedRouter(Router):
 
 
 def make_router_model(router: Callable[[], nn.Module] = Router) -> Any:
-    """Return four modules; stage 1 begins at the third."""
+    """Return four modules, of which stage 1 begins at the third."""
     torch.manual_seed(0)
     return nn.Sequential(router(), nn.Tanh(), router(), nn.Linear(8, 4))
 
@@ -106,26 +107,26 @@ def make_reading(term: Callable[[Any], Any]) -> Callable[[Any], Loss]:
 
 
 def make_hooked(name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Any], Loss]:
-    """Return a maker of a loss that adds a value of an activation that a hook has kept in a variable of its own."""
+    """Return a maker of a loss that adds a value of an activation, which a hook has stored."""
 
     def make(model: Any) -> Loss:
-        kept: Dict[str, Any] = {}
-        keep_output(model, name, lambda output: kept.update(value=output))
-        return lambda output, y: F.cross_entropy(output, y) + 0.1 * change(kept["value"])
+        activation: Dict[str, Any] = {}
+        keep_output(model, name, lambda output: activation.update(value=output))
+        return lambda output, y: F.cross_entropy(output, y) + 0.1 * change(activation["value"])
 
     return make
 
 
 def make_appended(name: str) -> Callable[[Any], Loss]:
-    """Return a maker of a loss that adds up a list that a hook extends, and clears it."""
+    """Return a maker of a loss that adds up and clears a list, which a hook extends."""
 
     def make(model: Any) -> Loss:
-        kept: List[torch.Tensor] = []
-        keep_output(model, name, lambda output: kept.append(output.pow(2).mean()))
+        terms: List[torch.Tensor] = []
+        keep_output(model, name, lambda output: terms.append(output.pow(2).mean()))
 
         def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            total = F.cross_entropy(output, y) + sum(kept)
-            kept.clear()
+            total = F.cross_entropy(output, y) + sum(terms)
+            terms.clear()
             return total
 
         return loss
@@ -134,11 +135,11 @@ def make_appended(name: str) -> Callable[[Any], Loss]:
 
 
 def make_late(model: Any) -> Loss:
-    """Return a loss that reads a value of the microbatch before."""
-    kept: Dict[str, Any] = {}
+    """Return a loss that reads a value of the previous microbatch."""
+    previous: Dict[str, Any] = {}
 
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        before, kept["number"] = kept.get("number", 0.0), model[0].number
+        before, previous["number"] = previous.get("number", 0.0), model[0].number
         return F.cross_entropy(output, y) + before
 
     return loss
@@ -150,7 +151,7 @@ def make_alias(model: Any) -> Loss:
 
 
 def make_popping(model: Any) -> Loss:
-    """Return a loss that takes an attribute away as it reads it."""
+    """Return a loss that removes an attribute when it reads it."""
     return lambda output, y: F.cross_entropy(output, y) + vars(model[0]).pop("aux")
 
 
@@ -186,24 +187,24 @@ READS: Dict[str, Tuple[Callable[[Any], Loss], str]] = {
 
 @pytest.mark.parametrize("case", READS)
 def test_a_loss_that_reads_another_stage_is_refused(case: str) -> None:
-    """One line, with the name where a tensor of the model is read; model and random states are left as they were."""
+    """One line names the tensor that is read; model and random states do not change."""
     make, expected = READS[case]
     model = make_router_model()
     loss = make(model)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    aux, drawn = model[0].aux, torch.get_rng_state()
+    aux, random_state = model[0].aux, torch.get_rng_state()
     with pytest.raises(
         BadInput, match=f"^loss: (reads )?{expected}.*on processes the last stage computes it alone"
-    ) as refused:
+    ) as error:
         verify_loss(model, loss)
-    assert len(refused.value.faults) == 1 and "backend: {name: emulator}" in str(refused.value)
-    assert torch.equal(torch.get_rng_state(), drawn) and model[0].aux is aux
+    assert len(error.value.faults) == 1 and "backend: {name: emulator}" in str(error.value)
+    assert torch.equal(torch.get_rng_state(), random_state) and model[0].aux is aux
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_temperature_in_the_first_stage_is_refused() -> None:
-    """A weight that no module's forward uses belongs to the module around it, here the first stage's."""
+    """A weight that no forward uses belongs to the module around it, here the first stage's."""
     model = make_router_model()
     model[0].temperature = nn.Parameter(torch.ones(()))
     with pytest.raises(BadInput, match=r"^loss: reads parameters of stage 0 \(0.temperature\)"):
@@ -213,12 +214,12 @@ def test_a_temperature_in_the_first_stage_is_refused() -> None:
 def test_a_loss_that_reads_an_attribute_of_a_cut_module_is_refused() -> None:
     """In a module in which a stage begins, Python code runs only while the forward is recorded."""
 
-    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+    def run_parts(m: Any, x: torch.Tensor) -> torch.Tensor:
         h = m.b(m.a(x))
         m.kept = h.detach().mean()
         return m.c(h)  # type: ignore[no-any-return]
 
-    model = Composed(run, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 4), kept=1)
+    model = Composed(run_parts, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 4), kept=1)
     model._buffers.clear()
     with pytest.raises(BadInput, match=r"^loss: reads attributes of modules \(kept\)"):
         verify_loss(model, lambda output, y: F.cross_entropy(output, y) + model.kept, begins=["b"])
@@ -350,18 +351,25 @@ def add_to_counts() -> None:
 
 
 def test_the_state_of_a_loss_is_restored_after_a_trial() -> None:
-    """Story: a trial of a loss that anneals by its calls would make it anneal earlier on processes than on the emulator."""
-    counted, module, made = CountingObject(), Counting(), make_counting(None)
+    """Story: a trial of a loss that anneals by its calls would make it anneal earlier on processes
+    than on the emulator."""
+    counting_object, module, counting_loss = CountingObject(), Counting(), make_counting(None)
     x, y = torch.randn(2, 4), torch.zeros(2, dtype=torch.int64)
-    first = made(x, y) / (1 + 1 / 2)
-    for function in (counted, counted.call, partial(counted.call, y=y), count_globally, made):
+    first = counting_loss(x, y) / (1 + 1 / 2)
+    for function in (
+        counting_object,
+        counting_object.call,
+        partial(counting_object.call, y=y),
+        count_globally,
+        counting_loss,
+    ):
         with restore_function(function):
             function(x, **{} if isinstance(function, partial) else {"y": y})
     with restore_function(module):
         module(x, y)
     assert (
-        counted.calls
-        == counted.seen[0]
+        counting_object.calls
+        == counting_object.seen[0]
         == module.calls
         == module.seen[0]
         == COUNT
@@ -369,7 +377,7 @@ def test_the_state_of_a_loss_is_restored_after_a_trial() -> None:
         == 0
     )
     assert not module.mean.any() and not COUNTS["mean"].any()
-    assert torch.allclose(made(x, y) / (1 + 1 / 4), first)
+    assert torch.allclose(counting_loss(x, y) / (1 + 1 / 4), first)
 
 
 # ---- blocks, and copies
@@ -388,7 +396,7 @@ BLOCK_READS: Dict[str, Tuple[Callable[[Any], Loss], List[str]]] = {
 
 @pytest.mark.parametrize("case", BLOCK_READS)
 def test_the_loss_of_a_block_reads_this_block_alone(case: str) -> None:
-    """On the emulator too, where the other blocks are there: a block would train another's weights."""
+    """On the emulator other blocks could be read too, but a block would train another's weights."""
     make, expected = BLOCK_READS[case]
     faults = list_faults(make_blocks_job, make)
     assert len(faults) == len(expected)
@@ -418,7 +426,7 @@ COPIES: Dict[str, Tuple[Callable[[Any], Loss], str]] = {
 
 @pytest.mark.parametrize("case", COPIES)
 def test_poptorch_compiles_a_copy_which_the_loss_does_not_read(case: str, poptorch: Any) -> None:
-    """Hooks belong to the copy too."""
+    """Reading weights or attributes is refused; hooks belong to the copy too and are allowed."""
     make, expected = COPIES[case]
     backend = {"name": "poptorch", "ipu": {}}
     arguments = make_loss_case("gpipe", make).make_arguments(
@@ -442,7 +450,7 @@ def test_poptorch_compiles_blocks_of_which_losses_read_outputs(make: Any, poptor
     "make, times", [(make_counting, 3), (make_random_loss, 3), (make_hooked("2", torch.mean), 9)]
 )
 def test_a_trial_is_short(make: Any, times: int) -> None:
-    """Three forwards show that a loss reads outputs alone; only another one is tried stage by stage."""
+    """Three forwards show that a loss reads outputs alone; others are tried stage by stage."""
     model = make_router_model(partial(nn.Linear, 8, 8))
     forwards: List[torch.Tensor] = []
     loss = make(model)
@@ -512,7 +520,7 @@ def refuse_on_a_rank(rank: int, folder: Path) -> None:
 
 @needs_processes
 def test_every_rank_refuses_a_loss_that_reads_another_stage(tmp_path: Path) -> None:
-    """The ranks say the same line before any of them waits."""
+    """All ranks report the same line before any of them waits."""
     run_in_group(2, refuse_on_a_rank, tmp_path)
 
 

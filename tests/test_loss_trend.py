@@ -1,4 +1,4 @@
-"""The line at the end of a run whose training loss never fell: said of those runs alone."""
+"""Test the line at the end of a run whose training loss never fell: only such runs print it."""
 
 from __future__ import annotations
 
@@ -82,22 +82,25 @@ def test_losses_that_are_not_finite_do_not_count_as_a_fall() -> None:
 def test_a_run_that_learns_nothing_is_reported(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """Story: a run at ln 10, which learned nothing, ended like a good one. Its line points to the theory of its delays."""
+    """The line points to the theory of the run's delays.
+
+    Story: a run at a loss of ln 10, which had learned nothing, ended like a good one.
+    """
     monkeypatch.chdir(ROOT)
     short = ["steps=40", "log.tensorboard=false", "evaluate.every=0"]
 
-    def end(*keys: str, option: str = "--overwrite") -> str:
-        asked = (DIGITS, "--set", *short, *keys, "--out", str(tmp_path / "run"), option)
-        done = run_here(train, *asked, monkeypatch=monkeypatch, capsys=capsys)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def train_and_print(*keys: str, option: str = "--overwrite") -> str:
+        arguments = (DIGITS, "--set", *short, *keys, "--out", str(tmp_path / "run"), option)
+        result = run_here(train, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
 
-    printed = end("optimizer.lr=1e-12")
-    assert WARNING in printed and f"stability {tmp_path / 'run' / 'config.yaml'}" in printed
-    assert WARNING not in end()
-    assert WARNING not in end("optimizer.lr=1e-12", "steps=10")
+    output = train_and_print("optimizer.lr=1e-12")
+    assert WARNING in output and f"stability {tmp_path / 'run' / 'config.yaml'}" in output
+    assert WARNING not in train_and_print()
+    assert WARNING not in train_and_print("optimizer.lr=1e-12", "steps=10")
     # the start of a resumed run is not known
-    end("optimizer.lr=1e-12", "steps=20", "checkpoint.every=20")
-    assert WARNING not in end(
+    train_and_print("optimizer.lr=1e-12", "steps=20", "checkpoint.every=20")
+    assert WARNING not in train_and_print(
         "optimizer.lr=1e-12", "steps=60", "checkpoint.every=20", option="--resume"
     )

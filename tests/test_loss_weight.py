@@ -53,15 +53,15 @@ def make_token_model() -> nn.Module:
 
 
 def make_token_batches(counts: Sequence[int]) -> List[Batch]:
-    """Return a batch (2, 10) for each number of tokens of a row that count."""
+    """Return a batch (2, 10) for each count, with labels on the first `count` tokens of a row."""
     generator = torch.Generator().manual_seed(1)
-    made = []
+    batches_of_tokens = []
     for count in counts:
         x = torch.randint(0, 13, (2, 10), generator=generator)
         y = torch.randint(0, 13, (2, 10), generator=generator)
         y[:, count:] = IGNORED
-        made.append((x, y))
-    return made
+        batches_of_tokens.append((x, y))
+    return batches_of_tokens
 
 
 def compute_token_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def compute_token_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def count_first_row(y: torch.Tensor) -> int:
-    """Return a weight that is not the number of all tokens."""
+    """Return the number of labels in the first row, which is not that of all tokens."""
     return int((y[0] != IGNORED).sum())
 
 
@@ -113,7 +113,7 @@ def describe_run(
 def train_weighted_plainly(
     data: Sequence[Batch], weigh: Callable[[torch.Tensor], float], replicas: int = 1
 ) -> Tuple[nn.Module, List[Optional[float]]]:
-    """Train as `loss_weight` is defined, by plain PyTorch. Return the model and the loss of each update."""
+    """Train by plain PyTorch as `loss_weight` is defined. Return the model and the losses."""
     model = make_token_model()
     parameters = list(model.parameters())
     optimizer = SGD(parameters)
@@ -150,7 +150,10 @@ def count_labels(y: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("method", ["naive", "gpipe", "pipedream_flush", "zb_h1"])
 def test_an_update_is_the_plain_weighted_loop(method: str, tmp_path: Path) -> None:
-    """Story: an update was the mean of its microbatches' means, and a token of a short microbatch counted ten times."""
+    """Story: an update was the mean of its microbatches' means.
+
+    A token of a short microbatch counted ten times.
+    """
     arguments = describe_run(method)
     ipu_pipe.train(out=tmp_path, quiet=True, **arguments)
     model, losses = train_weighted_plainly(make_token_batches(UNEVEN), count_labels)
@@ -227,7 +230,7 @@ def test_equal_weights_change_no_bit() -> None:
 
 @pytest.mark.parametrize("method", ["local_sgd", "randomized_pipedream"])
 def test_an_update_of_one_microbatch_has_its_whole_loss(method: str, tmp_path: Path) -> None:
-    """Weights change nothing but where there is none: the loss is not read."""
+    """Weights change nothing except where they are 0: then the loss is not read."""
     full = [count or 1 for count in UNEVEN]
     how: Dict[str, Any] = {"gradient_accumulation": 1, "steps": 6, "checkpoint": None}
     weighted, plain = (
@@ -255,7 +258,7 @@ def test_an_update_without_weight_changes_nothing_and_has_no_loss(tmp_path: Path
 
 
 class OwnLoss(nn.Module):
-    """A model that computes its loss."""
+    """A model that computes its own loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,8 +301,8 @@ def test_a_resumed_run_reads_the_same_weights(tmp_path: Path) -> None:
 
 def test_a_weight_function_is_recorded_and_required_when_resuming(tmp_path: Path) -> None:
     ipu_pipe.train(out=tmp_path, quiet=True, **describe_run(weight=count_first_row, steps=2))
-    recorded = ipu_pipe.load_config(str(tmp_path / "config.yaml"))
-    assert recorded.given.loss_weight.name.endswith("count_first_row")  # type: ignore[union-attr]
+    saved_config = ipu_pipe.load_config(str(tmp_path / "config.yaml"))
+    assert saved_config.given.loss_weight.name.endswith("count_first_row")  # type: ignore[union-attr]
     arguments = describe_run(weight=count_first_row)
     del arguments["loss_weight"]
     faults = list_faults(ipu_pipe.train, out=tmp_path, quiet=True, resume=True, **arguments)
@@ -332,7 +335,7 @@ def test_two_processes_weigh_as_the_emulator(tmp_path: Path) -> None:
 
 
 def describe_blocks() -> Dict[str, Any]:
-    """Return a run of blocks that have losses of their own, with microbatches without weight."""
+    """Return the arguments of a run of blocks, in which some microbatches have no weight."""
     generator = torch.Generator().manual_seed(3)
     data = []
     for count in UNEVEN:
@@ -363,7 +366,7 @@ def test_each_block_on_a_process_weighs_its_own_loss(tmp_path: Path) -> None:
 
 @needs_processes
 def test_replicas_of_a_pipeline_add_up_their_weights(tmp_path: Path) -> None:
-    """The last stages of both replicas add them up, where one has none too."""
+    """The last stages of both replicas add up their weights, also where one replica has none."""
     counts = [*UNEVEN, 0, 5, 0, 9, 0, 1, 0, 4, *UNEVEN[:8]]
     runs = {"four": functools.partial(describe_run, "pipedream", counts, replicas=2)}
     ipu_pipe.train(out=tmp_path / "one" / "four", quiet=True, **runs["four"]())
@@ -379,14 +382,14 @@ def test_replicas_of_a_pipeline_add_up_their_weights(tmp_path: Path) -> None:
     "value", [-1, float("nan"), float("inf"), "many", None, True, torch.ones(2)]
 )
 def test_an_invalid_weight_ends_the_run_in_one_line(value: Any, tmp_path: Path) -> None:
-    """It is of the second update: the first is good."""
+    """The invalid weight belongs to the second update: the first one is valid."""
     later = {5: value}
-    seen: List[int] = []
+    calls: List[int] = []
 
     def weigh(y: torch.Tensor) -> Any:
-        seen.append(0)
+        calls.append(0)
         # the first call looks at microbatch 0 before training
-        return later.get(len(seen) - 2, 1)
+        return later.get(len(calls) - 2, 1)
 
     with pytest.raises(RunFault) as fault:
         ipu_pipe.train(out=tmp_path, quiet=True, **describe_run(weight=weigh))
@@ -431,13 +434,13 @@ def test_a_rule_that_uses_the_gradient_of_one_microbatch_is_refused(tmp_path: Pa
 
 
 def test_metrics_are_json_where_an_update_has_no_loss(tmp_path: Path) -> None:
-    seen: List[Optional[float]] = []
+    losses: List[Optional[float]] = []
 
     class Watch(ipu_pipe.Callback):
         def on_step(self, now: Any) -> None:
-            seen.append(now.loss)
+            losses.append(now.loss)
 
     ipu_pipe.train(out=tmp_path, quiet=True, callbacks=[Watch()], **describe_run())
-    assert seen[2] is None and None not in seen[:2]
+    assert losses[2] is None and None not in losses[:2]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert all("NaN" not in line and json.loads(line) for line in lines)

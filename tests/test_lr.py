@@ -1,4 +1,4 @@
-"""Learning-rate schedules against PyTorch's own, and what they must not do."""
+"""Test learning-rate schedules against PyTorch's own, and their limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BASE = 0.4
 
 
 def list_torch_rates(make: Callable[[torch.optim.Optimizer], Any], updates: int) -> List[float]:
-    """Return the rates that a torch scheduler, stepped after every update, gives to `updates` updates."""
+    """Return the rates of a torch scheduler that is stepped after every update."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE)
     scheduler = make(optimizer)
     rates = []
@@ -29,6 +29,7 @@ def list_torch_rates(make: Callable[[torch.optim.Optimizer], Any], updates: int)
 
 
 def compute_schedule_rates(updates: int, updates_per_epoch: int = 10, **keys: Any) -> List[float]:
+    """Return the rates of our schedule."""
     settings = LrSchedule(**keys)
     return [compute_rate(settings, BASE, k, updates, updates_per_epoch) for k in range(updates)]
 
@@ -58,13 +59,13 @@ def test_rates_equal_those_of_pytorch(keys: Any, make: Any) -> None:
 def test_warm_up_rises_linearly_to_the_full_rate_and_the_rest_follows(name: str) -> None:
     w, updates = 8, 48
 
-    def warm(optimizer: torch.optim.Optimizer) -> Any:
+    def make_warm_up(optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.LinearLR(
             optimizer, start_factor=1 / w, end_factor=1.0, total_iters=w - 1
         )
 
     rates = compute_schedule_rates(updates, name=name, warmup_steps=w)
-    assert rates[:w] == pytest.approx(list_torch_rates(warm, w), rel=1e-9)
+    assert rates[:w] == pytest.approx(list_torch_rates(make_warm_up, w), rel=1e-9)
     assert rates[w:] == pytest.approx(compute_schedule_rates(updates - w, name=name), rel=1e-12)
 
 

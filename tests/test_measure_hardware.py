@@ -1,4 +1,4 @@
-"""The measured description of this machine: figures from times, and the command that writes it."""
+"""Test the measured description of this machine, and the command that writes it."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_the_command_writes_a_readable_description(
         and result.find_rate("bfloat16") > 0
     )
     assert result.links[0].name == "gloo" and result.device.memory_bytes.value > 1e8
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-1] == f"written: {out}" and len(printed) == 1 + len(result.list_figures())
+    output = capsys.readouterr().out.splitlines()
+    assert output[-1] == f"written: {out}" and len(output) == 1 + len(result.list_figures())
 
 
 def test_plans_for_this_machine_time_the_models_parts() -> None:
-    """They counted FLOPs: 24 times the throughput of a small model on a laptop."""
+    """Story: plans by FLOPs predicted 24 times the throughput of a small model on a laptop."""
     figures = {
         "rates": {"float32": [1e9, 4e9]},
         "copied": 2e9,

@@ -1,4 +1,7 @@
-"""Misspelled names, and the words of other libraries: each fault names the right word. The prose around it is free."""
+"""Test faults of misspelled names and of words of other libraries: each names the right word.
+
+The rest of a message may change freely.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ DIGITS = "configs/mlp_digits.yaml"
 
 def read_suggestion(line: str) -> List[str]:
     """Return the names that a fault suggests."""
-    found = re.search(r"(?:did you mean|nearest (?:is|are)) (.*?)(?:\?| \(|, allowed|$)", line)
-    return [] if found is None else re.split(r" or |, ", found.group(1))
+    match = re.search(r"(?:did you mean|nearest (?:is|are)) (.*?)(?:\?| \(|, allowed|$)", line)
+    return [] if match is None else re.split(r" or |, ", match.group(1))
 
 
 # ---- values of keys
@@ -118,7 +121,7 @@ def test_a_data_set_names_the_nearest(written: str, meant: str, tmp_path: Path) 
 
 
 def test_words_of_other_libraries_are_written_as_they_are_looked_up() -> None:
-    """A key in capitals or with a hyphen would never be found, and a name that no table has would never be suggested."""
+    """A key in capitals or with a hyphen would never match."""
     assert all(word == word.lower().replace("-", "_") for word in ALSO_CALLED)
     for name in OPTIMIZER_CLASSES:
         assert hasattr(torch.optim, name)
@@ -186,11 +189,12 @@ LINES = {
 def test_a_command_line_names_the_right_spelling(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run_command_line(line, monkeypatch, capsys)
+    result = run_command_line(line, monkeypatch, capsys)
     place, meant = LINES[line]
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert (
-        done.stderr.startswith(f"error: {place}") and read_suggestion(done.stderr.strip()) == meant
+        result.stderr.startswith(f"error: {place}")
+        and read_suggestion(result.stderr.strip()) == meant
     )
 
 
@@ -201,11 +205,11 @@ def test_a_command_names_the_nearest(
     written: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["ipu-pipe", written, "x"])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_error:
         cli.run()
-    printed = capsys.readouterr()
-    assert (left.value.code, printed.out) == (2, "") and meant.replace("-", "_") in COMMANDS
-    assert read_suggestion(printed.err.strip()) == [meant]
+    output = capsys.readouterr()
+    assert (exit_error.value.code, output.out) == (2, "") and meant.replace("-", "_") in COMMANDS
+    assert read_suggestion(output.err.strip()) == [meant]
 
 
 def test_every_example_is_found_by_its_listed_name() -> None:
@@ -243,7 +247,7 @@ def write_base(folder: Path, text: str = BASE) -> str:
 def test_inherited_settings_of_another_optimizer_are_left_out_with_one_warning(
     override: str, tmp_path: Path
 ) -> None:
-    """The momentum of a shipped file was a fault of the user who chose adamw."""
+    """Story: the momentum of a shipped file was a fault of the user who chose adamw."""
     path = write_base(tmp_path)
     with pytest.warns(UserWarning) as warned:
         config = load_config(path, [override])
@@ -308,12 +312,12 @@ def test_a_warning_of_a_command_is_one_line(
             load_config(path, ["optimizer.name=adam"])
 
     monkeypatch.setattr("warnings.showwarning", warnings.showwarning)
-    with warnings.catch_warnings(), pytest.raises(SystemExit) as left:
+    with warnings.catch_warnings(), pytest.raises(SystemExit) as exit_error:
         warnings.simplefilter("always")
         run_command(load_twice)
-    printed = capsys.readouterr()
-    assert (left.value.code, printed.out) == (0, "")
-    lines = [line for line in printed.err.splitlines() if "optimizer.momentum" in line]
+    output = capsys.readouterr()
+    assert (exit_error.value.code, output.out) == (0, "")
+    lines = [line for line in output.err.splitlines() if "optimizer.momentum" in line]
     assert len(lines) == 1 and lines[0].startswith("warning: ")
 
 

@@ -1,4 +1,4 @@
-"""Metrics by name and of the user's own: batches add up exactly, and files and words say what was asked for."""
+"""Test named metrics and the user's own: batches add up exactly, and files record the metrics."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def evaluate_metrics(
 def test_batches_of_any_size_add_up() -> None:
     torch.manual_seed(0)
     output, y = torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
-    apart = (output - y).flatten()
+    differences = (output - y).flatten()
     expected = {
-        "mse": float(apart.square().mean()),
-        "rmse": math.sqrt(float(apart.square().mean())),
-        "mae": float(apart.abs().mean()),
-        "r2": 1 - float(apart.square().sum() / (y - y.mean()).square().sum()),
+        "mse": float(differences.square().mean()),
+        "rmse": math.sqrt(float(differences.square().mean())),
+        "mae": float(differences.abs().mean()),
+        "r2": 1 - float(differences.square().sum() / (y - y.mean()).square().sum()),
     }
     for sizes in ([12], [5, 4, 3], [1] * 12):
         result = evaluate_metrics(list(expected), nn.functional.mse_loss, output, y, sizes)
@@ -47,12 +47,12 @@ def test_batches_of_any_size_add_up() -> None:
     classes, labels = torch.randn(12, 9), torch.arange(12) % 9
     labels[2] = -100
     best = classes.topk(5, dim=1).indices
-    right = sum(int(labels[i]) in best[i].tolist() for i in range(12) if i != 2)
+    correct = sum(int(labels[i]) in best[i].tolist() for i in range(12) if i != 2)
     for sizes in ([12], [7, 5]):
         result = evaluate_metrics(
             ["accuracy", "top5", "top1"], nn.functional.cross_entropy, classes, labels, sizes
         )
-        assert result.metrics["top5"] == right / 11
+        assert result.metrics["top5"] == correct / 11
         assert result.metrics["top1"] == result.accuracy
 
 
@@ -82,9 +82,9 @@ def test_a_regression_reports_its_own_metrics_and_no_accuracy(tmp_path: Path, ca
     report = ipu_pipe.train(
         config, tmp_path / "run", model=model, data=data, loss=nn.functional.mse_loss
     )
-    printed = capsys.readouterr()
-    assert "accuracy" not in printed.out + printed.err
-    assert "test r2 " in printed.out and "test mae " in printed.out and "test loss " in printed.out
+    output = capsys.readouterr()
+    assert "accuracy" not in output.out + output.err
+    assert "test r2 " in output.out and "test mae " in output.out and "test loss " in output.out
     last = read_metrics(tmp_path / "run")[-1]
     assert (
         report["final"]["test_r2"] == last["test_r2"] and report["final"]["test_accuracy"] is None
@@ -106,9 +106,9 @@ def test_a_regression_reports_its_own_metrics_and_no_accuracy(tmp_path: Path, ca
 def test_an_invalid_metric_is_refused_in_one_line(
     chosen: Any, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(BadInput, match=message) as refused:
+    with pytest.raises(BadInput, match=message) as error:
         go(tmp_path / "run", "steps=2", metrics=chosen)
-    assert len(refused.value.faults) == 1 and not (tmp_path / "run").exists()
+    assert len(error.value.faults) == 1 and not (tmp_path / "run").exists()
 
 
 def test_a_metric_that_does_not_fit_the_outputs_is_reported(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""Where no device has a clock: each stage's passes measured, laid over the schedule by the clock; the training is as without."""
+"""Test modelled traces, where no device has a clock: measured passes of stages are placed by the
+clock of the schedule.
+
+The training is the same as without.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ def load_modelled_config(*pairs: str) -> Any:
 
 
 def make_slow_layer(seconds: float) -> nn.Module:
-    """Return a layer that takes so many seconds forward, and again backward."""
+    """Return a layer that sleeps `seconds` in the forward, and again in the backward."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         time.sleep(seconds)
@@ -60,7 +64,7 @@ def make_slow_layer(seconds: float) -> nn.Module:
 
 
 def make_model_of_parts(*parts: nn.Module) -> nn.Module:
-    """Return a stage a part; with running statistics and dropout."""
+    """Return a model with one stage per part, with running statistics and dropout."""
     torch.manual_seed(0)
     first = [nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)]
     return nn.Sequential(
@@ -93,8 +97,10 @@ def build_events(
 
 def test_a_gap_is_a_wait_for_the_device_of_what_came_last() -> None:
     """GPipe, forwards of 10 and 30, backwards of 20 and 60:
+
     device 0   F0 F1 wait for B0 ........... B0  wait B1      0-10 10-20 20-130 130-150 150-190 190-210
-    device 1      F0 ... F1 ... B0 ... B1                     10-40 40-70 70-130 130-190"""
+    device 1      F0 ... F1 ... B0 ... B1                     10-40 40-70 70-130 130-190
+    """
     events = build_events("gpipe", Costs([10, 30], [20, 60], [0, 0]), 2, 2, 2)
     waits = [e for e in events if e.kind == "wait"]
     assert waits == [
@@ -125,12 +131,12 @@ def test_passes_and_waits_fill_the_time_of_a_device(name: str) -> None:
         for wait, following in zip(of_device, of_device[1:]):
             if wait.kind == "wait":  # ends when the peer's pass does
                 kind = {"activations": "forward", "gradients": "backward"}[wait.carries]
-                need = [
+                awaited = [
                     e
                     for e in events
                     if (e.kind, e.device, e.microbatch) == (kind, wait.peer, wait.microbatch)
                 ]
-                assert [e.end_ns for e in need] == [wait.end_ns] and following.kind == kind
+                assert [e.end_ns for e in awaited] == [wait.end_ns] and following.kind == kind
         busy = sum(e.end_ns - e.start_ns for e in of_device if e.kind != "wait")
         assert (
             busy
@@ -203,11 +209,12 @@ def test_only_the_window_is_recorded_with_pauses_between() -> None:
         assert sum(e.kind == "pause" for e in of_device) >= 2
 
 
-# ---- what the stages take
+# ---- times of stages
 
 
 def test_a_slow_stage_is_visible_in_the_trace(tmp_path: Path) -> None:
-    """A stage that sleeps 10 ms a pass beside one that sleeps 1: the trace says so, and for whom the others wait."""
+    """One stage sleeps 10 ms a pass, another 1 ms: the trace has both times, and shows for which
+    device the others wait."""
     report = train(
         load_modelled_config("method=pipedream", "steps=2"),
         tmp_path / "run",
@@ -219,11 +226,11 @@ def test_a_slow_stage_is_visible_in_the_trace(tmp_path: Path) -> None:
     assert trace.metadata["modelled"] is other_data["modelled"] is True
     assert "measured on this machine" in other_data["why_modelled"]
     rows = list(trace.events.rows())
-    took = {(e.kind, e.stage): e.end_ns - e.start_ns for e in rows if e.microbatch == 1}
-    tells_backwards = hasattr(torch._C._autograd, "_get_sequence_nr")  # torch 2.0 does not
-    for kind in ("forward", "backward") if tells_backwards else ("forward",):
-        assert took[kind, 1] >= 1e6 and took[kind, 2] >= 10e6
-        assert max(took[kind, 0], took[kind, 1]) < took[kind, 2]
+    durations = {(e.kind, e.stage): e.end_ns - e.start_ns for e in rows if e.microbatch == 1}
+    has_backward_times = hasattr(torch._C._autograd, "_get_sequence_nr")  # torch 2.0 does not
+    for kind in ("forward", "backward") if has_backward_times else ("forward",):
+        assert durations[kind, 1] >= 1e6 and durations[kind, 2] >= 10e6
+        assert max(durations[kind, 0], durations[kind, 1]) < durations[kind, 2]
     late = [e for e in rows if e.kind == "wait" and e.device == 3 and e.microbatch > 0]
     assert {e.peer for e in late} == {2}
     assert (
@@ -237,7 +244,7 @@ def test_a_slow_stage_is_visible_in_the_trace(tmp_path: Path) -> None:
     "pairs", [(), ("method=local_greedy", "gradient_accumulation=1"), ("optimizer.momentum=0.9",)]
 )
 def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
-    """Weights, running statistics, gradients, modes, the optimizer and the random state are as before, to the bit."""
+    """Weights, statistics, gradients, modes, optimizer and random state are bitwise the same."""
     job = build(load_modelled_config(*pairs), model=make_model_of_parts(nn.Linear(16, 16)))
     for p in job.model.parameters():
         p.grad = torch.ones_like(p)
@@ -269,15 +276,15 @@ def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
 def test_the_numbers_of_a_run_are_those_without_a_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def weights(name: str) -> Dict[str, torch.Tensor]:
+    def train_weights(name: str) -> Dict[str, torch.Tensor]:
         torch.manual_seed(1)
         net = make_model_of_parts(nn.Linear(16, 16))
         train(load_modelled_config("method=pipemare"), tmp_path / name, model=net, quiet=True)
         return dict(net.state_dict())
 
-    with_profile = weights("a")
+    with_profile = train_weights("a")
     monkeypatch.setattr(engine, "time_passes", lambda *_, **__: 1 / 0)
-    without = weights("b")
+    without = train_weights("b")
     assert all(torch.equal(with_profile[key], without[key]) for key in without)
     summary = read_summary(tmp_path / "b")
     assert summary["modelled_utilization"] is None and summary["planned_utilization"] > 0
@@ -322,7 +329,8 @@ def test_costs_by_flops_take_as_long_as_a_microbatch_took() -> None:
 
 
 def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
-    """Where a slot holds two passes, the clock need not wait for its end: no less is busy then."""
+    """Where a slot has two passes, the clock need not wait for the end of the slot, so the modelled
+    share may be greater."""
     ones = Costs([1.0] * 4, [1.0] * 4, [0.0] * 4)
     for method, *more in (
         ("gpipe",),

@@ -1,4 +1,4 @@
-"""Models: the literature's sizes and names, the papers' stage counts, what each stage holds, and what is refused."""
+"""Test models: the literature's sizes and names, the papers' stages, refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def get_preact_resnet(depth: int) -> Callable[..., Any]:
 
 
 def list_stage_owners(model: nn.Module, example: torch.Tensor) -> List[List[str]]:
-    """Return per stage the modules that own its parameters."""
+    """Return for each stage the modules that own its parameters."""
     stages = partition(model, example).stages
     return [list(dict.fromkeys(n.rpartition(".")[0] for n in s.parameters)) for s in stages]
 
@@ -67,38 +67,39 @@ def test_resnet50_for_cifar_has_the_size_and_the_107_weights_of_pipemare() -> No
     assert len(partition(model, images, "finest")) == 107
     before_layer1 = nn.Sequential(
         *list(model.children())[:-7]
-    )  # what is left: four layers, pool, flatten, linear
+    )  # the last seven: four layers, pool, flatten, linear
     assert before_layer1(images).shape == (2, 64, 32, 32)
     assert model(images).shape == (2, 10)
 
 
 def compute_resnet(
-    held: Dict[str, torch.Tensor], depths: List[int], x: torch.Tensor
+    state: Dict[str, torch.Tensor], depths: List[int], x: torch.Tensor
 ) -> torch.Tensor:
-    """Return the network in evaluation mode, written out from torchvision's names; v1.5: the stride is in the 3x3."""
+    """Compute the network in evaluation mode, written out with torchvision's names; v1.5: the
+    stride is in the 3x3."""
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        mean, variance = held[f"{name}.running_mean"], held[f"{name}.running_var"]
-        return F.batch_norm(x, mean, variance, held[f"{name}.weight"], held[f"{name}.bias"])
+        mean, variance = state[f"{name}.running_mean"], state[f"{name}.running_var"]
+        return F.batch_norm(x, mean, variance, state[f"{name}.weight"], state[f"{name}.bias"])
 
     def conv(name: str, x: torch.Tensor, stride: int) -> torch.Tensor:
-        weight = held[f"{name}.weight"]
+        weight = state[f"{name}.weight"]
         return F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
 
     x = F.max_pool2d(F.relu(norm("bn1", conv("conv1", x, 2))), 3, 2, 1)
     for layer, depth in enumerate(depths, 1):
         for index in range(depth):
             at, stride = f"layer{layer}.{index}", 2 if layer > 1 and index == 0 else 1
-            convolutions = [n for n in (1, 2, 3) if f"{at}.conv{n}.weight" in held]
+            convolutions = [n for n in (1, 2, 3) if f"{at}.conv{n}.weight" in state]
             strided = 2 if len(convolutions) == 3 else 1
             out = x
             for n in convolutions:
                 out = norm(f"{at}.bn{n}", conv(f"{at}.conv{n}", out, stride if n == strided else 1))
                 out = F.relu(out) if n < len(convolutions) else out
-            if f"{at}.downsample.0.weight" in held:
+            if f"{at}.downsample.0.weight" in state:
                 x = norm(f"{at}.downsample.1", conv(f"{at}.downsample.0", x, stride))
             x = F.relu(out + x)
-    return F.linear(x.mean((2, 3)), held["fc.weight"], held["fc.bias"])
+    return F.linear(x.mean((2, 3)), state["fc.weight"], state["fc.bias"])
 
 
 @pytest.mark.parametrize("name, depths", [("resnet18", [2, 2, 2, 2]), ("resnet50", [3, 4, 6, 3])])
@@ -134,7 +135,7 @@ def test_a_resnet_of_bytes_holds_no_other_weights_and_refuses_normalized_images(
     )
     x = (raw / 255 - mean) / std
     torch.testing.assert_close(result[True](raw), result[False](x))
-    assert resnets.FromBytes().half()(raw).dtype == torch.float16  # what an IPU computes in
+    assert resnets.FromBytes().half()(raw).dtype == torch.float16  # the precision of an IPU
     assert partition(result[True], raw).begin_names() == partition(result[False], x).begin_names()
     with pytest.raises(ValueError, match="data.bytes: true"):
         result[True](raw.float())
@@ -142,11 +143,11 @@ def test_a_resnet_of_bytes_holds_no_other_weights_and_refuses_normalized_images(
 
 def test_smoothed_labels_are_nine_tenths_of_the_label_and_one_spread() -> None:
     outputs = torch.tensor([[1.0, 2.0, 4.0, 0.0], [0.0, 3.0, 1.0, 1.0]])
-    wanted = torch.full((2, 4), 0.1 / 4)
-    wanted[0, 2] += 0.9
-    wanted[1, 0] += 0.9
+    expected = torch.full((2, 4), 0.1 / 4)
+    expected[0, 2] += 0.9
+    expected[1, 0] += 0.9
     cross_entropy = smoothed_cross_entropy(outputs, torch.tensor([2, 0]))
-    torch.testing.assert_close(cross_entropy, -(wanted * outputs.log_softmax(1)).sum(1).mean())
+    torch.testing.assert_close(cross_entropy, -(expected * outputs.log_softmax(1)).sum(1).mean())
 
 
 # ---- pre-activation

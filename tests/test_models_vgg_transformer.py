@@ -1,4 +1,4 @@
-"""VGG, the pre-activation ResNet-50 and Transformers: stages, sizes, what they compute, what leaks, what is refused."""
+"""Test VGG, the pre-activation ResNet-50 and Transformers: stages, sizes, outputs, refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def count_linear_weights(inputs: int, outputs: int) -> int:
 
 
 def make_seeded(make: Callable[..., nn.Module], **args: Any) -> Any:
-    """Return the model from a fixed seed, its weights moved from special points such as biases at zero."""
+    """Return a model from a fixed seed, with weights moved from special points such as zero."""
     torch.manual_seed(5)
     model = make(**args)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def make_seeded(make: Callable[..., nn.Module], **args: Any) -> Any:
 
 
 def make_token_pairs(batch: int, tokens: int, padded: int = 0) -> torch.Tensor:
-    """Return source and target tokens (batch, 2, tokens), the last `padded` of them padding."""
+    """Return source and target tokens (batch, 2, tokens), the last `padded` being padding."""
     x = torch.randint(1, 11, (batch, 2, tokens), generator=torch.Generator().manual_seed(0))
     return F.pad(x[..., : tokens - padded], (0, padded))
 
@@ -68,12 +68,12 @@ def test_vggs_have_the_papers_stages_each_at_a_top_level_child(name: str, norm: 
         build_on_meta(getattr(vgg, name), norm=norm),
         torch.empty(2, 3, 32, 32, device="meta"),
     )
-    begun = list_stage_names(model, images)
-    assert len(begun) == stages == 2 * sum(depths) + 5 + 7 + 1
+    begins = list_stage_names(model, images)
+    assert len(begins) == stages == 2 * sum(depths) + 5 + 7 + 1
     children = [n for n, _ in model.named_children() if not n.startswith(("norm", "flatten"))]
     assert (
-        begun == children
-    )  # a norm lies in its convolution's stage, the flattening in the last pool's
+        begins == children
+    )  # a norm belongs to its convolution's stage, the flattening to the last pool's
     assert model(images).shape == (2, 10)
 
 
@@ -205,8 +205,8 @@ def test_the_language_model_is_a_stage_a_block() -> None:
         build_on_meta(transformer.transformer_lm),
         torch.zeros(2, 64, dtype=torch.int64, device="meta"),
     )
-    begun = ["embedding.tokens", *(f"block{n}.norm1" for n in (1, 2, 3, 4)), "norm"]
-    assert list_stage_names(model, x) == begun and len(begun) == 4 + 2
+    begins = ["embedding.tokens", *(f"block{n}.norm1" for n in (1, 2, 3, 4)), "norm"]
+    assert list_stage_names(model, x) == begins and len(begins) == 4 + 2
     assert model(x).shape == (2, 256, 64)
     assert isinstance(model, nn.Sequential)
     assert set(partition(model, x).begins) == {"block1", "block2", "block3", "block4", "norm"}
@@ -268,7 +268,7 @@ def test_a_tied_head_is_the_embeddings_weight_and_must_be_in_its_stage() -> None
         ]
 
 
-# ---- Transformers: what they compute
+# ---- Transformers: outputs
 
 
 def copy_attention(mine: Any, torchs: nn.MultiheadAttention) -> None:
@@ -280,7 +280,7 @@ def copy_attention(mine: Any, torchs: nn.MultiheadAttention) -> None:
 
 
 def copy_layer(mine: Any, torchs: Any) -> None:
-    """torch's layer into the same layer of ours, whose names differ."""
+    """Copy torch's layer into the same layer of ours, whose parts have other names."""
     copy_attention(mine.attention, torchs.self_attn)
     names = {
         "fc1": "linear1",
@@ -395,7 +395,7 @@ SMALL: Dict[str, Callable[[], nn.Module]] = {
 
 
 def make_small_example(name: str) -> List[torch.Tensor]:
-    """Return one microbatch, x and y, of the model in SMALL."""
+    """Return one microbatch, x and y, for a model of `SMALL`."""
     torch.manual_seed(0)
     if name.startswith("transformer_lm"):
         return [torch.randint(11, (2, 8)), torch.randint(11, (2, 8))]

@@ -1,4 +1,4 @@
-"""Modules that come in evaluation mode stay in it on every backend; a model that comes in it is trained in training mode."""
+"""Test modules in evaluation mode, which stay in it, and models in it, which train."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ACCUMULATION = 2
 
 
 class Spy(nn.Module):
-    """Notes the mode of each of its forwards that autograd follows."""
+    """Record the mode of each forward that autograd follows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Spy(nn.Module):
 
 
 def make_dropout_model() -> nn.Sequential:
-    """Return a model with a frozen BatchNorm, a frozen block with a dropout, and a BatchNorm and a dropout that train."""
+    """Return a model with a BatchNorm and a dropout that are frozen, and two that train."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)))
     model = nn.Sequential(
@@ -105,7 +105,7 @@ def make_modes_run(
 
 
 def train_in_own_modes(model: nn.Module) -> nn.Module:
-    """Train in the modes that the model has."""
+    """Train by plain PyTorch, in the modes that the modules have."""
     batches = iter(draw_class_batches())
     optimizer = SGD(model.parameters())
     for _ in range(STEPS):
@@ -122,7 +122,7 @@ def read_modes(model: nn.Module) -> Dict[str, bool]:
 
 
 def test_modules_in_evaluation_mode_train_as_in_a_plain_loop(tmp_path: Path) -> None:
-    """`model.train()` at the build and before the timing of stages woke them: their statistics and weights were others."""
+    """Story: `model.train()` at the build and before the timing of stages woke them."""
     model = make_dropout_model()
     before = read_modes(model)
     ipu_pipe.train(out=tmp_path / "run", quiet=True, **make_modes_run(model))
@@ -152,7 +152,7 @@ def test_a_resumed_run_keeps_frozen_modules(tmp_path: Path) -> None:
 
 
 def test_all_training_passes_see_frozen_modules_in_evaluation_mode(tmp_path: Path) -> None:
-    """Also the observation before the run, the verification of pieces, and the passes that time the stages."""
+    """This holds also for observation, verification of pieces, and the timing of stages."""
     for method in ("gpipe", "local_greedy"):
         model = make_dropout_model()
         spies = [Spy(), Spy().eval()]
@@ -168,7 +168,7 @@ def test_all_training_passes_see_frozen_modules_in_evaluation_mode(tmp_path: Pat
 def test_a_model_in_evaluation_mode_is_trained_in_training_mode(
     tmp_path: Path, capsys: Any
 ) -> None:
-    """As `from_pretrained` returns it."""
+    """A model is in evaluation mode as `from_pretrained` returns it."""
     model = make_dropout_model()
     model[3][1][1].p = 0.0
     expected = train_in_own_modes(_copy_weights(model).train())
@@ -186,7 +186,7 @@ def _copy_weights(model: nn.Module) -> nn.Module:
 
 
 def make_entry_model(classes: int = 4) -> nn.Module:
-    """Return the model of a config that names it."""
+    """Return the model of a config that names this function."""
     return make_dropout_model()
 
 
@@ -200,15 +200,18 @@ def test_a_line_names_frozen_modules_and_the_model_of_a_config_keeps_them_too(
     arguments["config"] = arguments["config"].model_copy(update={"model": entry})
     for quiet in (False, True):
         ipu_pipe.train(out=tmp_path / str(quiet), quiet=quiet, **arguments)
-        printed = capsys.readouterr().out
-        assert ("model: 6 modules stay in evaluation mode: 1, 3\n" in printed) is not quiet
-        assert quiet is not bool(printed)
+        output = capsys.readouterr().out
+        assert ("model: 6 modules stay in evaluation mode: 1, 3\n" in output) is not quiet
+        assert quiet is not bool(output)
     saved, before = read_weights(tmp_path / "True"), make_dropout_model().state_dict()
     assert all(torch.equal(before[name], saved[name]) for name in FROZEN)
 
 
 class Freezing(nn.Sequential):
-    """Freezes its first modules whenever its mode is set, as detection models do, and in evaluation all of them."""
+    """Freeze the first modules whenever the mode is set, and in evaluation all of them.
+
+    Detection models do so.
+    """
 
     def train(self, mode: bool = True) -> Freezing:
         super().train(mode)
@@ -219,7 +222,7 @@ class Freezing(nn.Sequential):
 
 
 def test_a_models_own_train_decides_and_an_evaluation_freezes_nothing(tmp_path: Path) -> None:
-    """Evaluations restored modes, but not `requires_grad`: after the first one nothing was trained."""
+    """Story: evaluations did not restore `requires_grad`: after the first nothing was trained."""
     torch.manual_seed(0)
     model, other = Freezing(*make_dropout_model().train()), Freezing(*make_dropout_model().train())
     ipu_pipe.train(out=tmp_path / "run", quiet=True, **make_modes_run(model, stages=1))
@@ -242,13 +245,13 @@ def test_a_models_own_train_decides_and_an_evaluation_freezes_nothing(tmp_path: 
 
 
 def test_an_evaluation_by_blocks_runs_what_a_model_does_in_evaluation_mode(tmp_path: Path) -> None:
-    """The pieces of a model with local losses stayed in training mode, so evaluations measured another model."""
+    """Story: the pieces of a model with local losses stayed in training mode."""
     torch.manual_seed(0)
 
-    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+    def run_parts(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.b(torch.tanh(m.a(x)) * (3 if m.training else 1))  # type: ignore[no-any-return]
 
-    model = Composed(run, a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    model = Composed(run_parts, a=nn.Linear(8, 8), b=nn.Linear(8, 4))
     arguments = make_modes_run(model, "local_greedy", stages=["b"])
     summary = ipu_pipe.train(out=tmp_path / "run", quiet=True, **arguments)
     x, y = (torch.cat(parts) for parts in zip(*draw_class_batches()[:2]))
@@ -257,7 +260,7 @@ def test_an_evaluation_by_blocks_runs_what_a_model_does_in_evaluation_mode(tmp_p
 
 
 class Waking(ipu_pipe.Callback):
-    """Evaluates as in a plain loop, whose `model.train()` wakes all modules."""
+    """Evaluate as in a plain loop, whose `model.train()` wakes all modules."""
 
     def __init__(self, model: nn.Module, when: str) -> None:
         self._model, self._when = model, when
@@ -287,7 +290,7 @@ def test_a_callback_that_changes_a_mode_is_refused_by_name(tmp_path: Path) -> No
 
 
 class Recomputed(nn.Module):
-    """Runs its module again in the backward."""
+    """Run a module again in the backward."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -360,7 +363,7 @@ def test_a_dropout_that_is_off_stays_off_on_ipus(tmp_path: Path, poptorch: Any) 
 
 
 def test_a_frozen_batchnorm_that_a_gradient_passes_is_refused_on_ipus(poptorch: Any) -> None:
-    """PopART has no gradient of it."""
+    """PopART has no gradient of such a BatchNorm."""
     arguments = make_ipu_run(backend={"name": "poptorch"})
     (fault,) = list_faults(build, **arguments)
     assert "1, 3.1.0" in fault and "GroupNorm" in fault

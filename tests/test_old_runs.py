@@ -1,7 +1,8 @@
-"""Runs that an earlier version began go on to the end that it would have reached.
+"""Test that runs of an earlier version can be resumed and end as they would have ended.
 
-`tests/old_runs` holds run folders as commit e74f3b72 wrote them after 4 updates in float64, without their records.
-`end.safetensors` has the weights that the same commit reached when it resumed them up to 8 updates.
+`tests/old_runs` has run folders as commit e74f3b72 wrote them after 4 updates in float64, without
+their records. `end.safetensors` has the weights that the same commit reached when it resumed them
+up to 8 updates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as people have them: a class, an instance, a factory, any torch.optim.lr_scheduler."""
+"""Test optimizers as a class, an instance or a factory, and any torch.optim.lr_scheduler."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def make_labelled_data() -> TensorData:
 def train_with_optimizer(
     out: Path, net: nn.Module, steps: int = 6, **how: Any
 ) -> List[torch.Tensor]:
+    """Train a model with the given optimizer and scheduler. Return a copy of its weights."""
     keys = how.pop("keys", {})
     arguments = {"data": make_labelled_data(), "model": net, "quiet": True, **how}
     ipu_pipe.train(ipu_pipe.configure(steps=steps, **HOW, **keys), out, **arguments)
@@ -53,7 +54,7 @@ def train_with_optimizer(
 def train_without_pipeline(
     net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, steps: int = 6
 ) -> List[torch.Tensor]:
-    """Training as one writes it without this library."""
+    """Train as one does without this library. Return a copy of the weights."""
     source = make_labelled_data()
     for k in range(steps):
         x, y = source.train_batch(*divmod(k, 8), 4)
@@ -70,7 +71,7 @@ def are_equal(ours: List[torch.Tensor], theirs: List[torch.Tensor]) -> bool:
 
 
 def make_fine_tuning_groups(net: nn.Sequential) -> List[Any]:
-    """With settings of their own, one group over both stages: as for fine-tuning."""
+    """Return groups with settings of their own, one of them over both stages."""
     biases = [net[0].bias, net[2].bias]
     return [
         {"params": [net[0].weight, net[2].weight], "weight_decay": 0.1},
@@ -82,9 +83,12 @@ def make_fine_tuning_groups(net: nn.Sequential) -> List[Any]:
 def test_every_form_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> None:
     net, args = make_tanh_model(), {"lr": 0.01, "alpha": 0.9, "momentum": 0.5}
     make = functools.partial(torch.optim.RMSprop, **args)
-    theirs = make_tanh_model()
+    plain_model = make_tanh_model()
     expected = train_without_pipeline(
-        theirs, make(make_fine_tuning_groups(theirs) if form == "groups" else theirs.parameters())
+        plain_model,
+        make(
+            make_fine_tuning_groups(plain_model) if form == "groups" else plain_model.parameters()
+        ),
     )
     keys = {
         "optimizer": {
@@ -131,7 +135,7 @@ def test_an_invalid_or_foreign_optimizer_is_reported_in_one_line(
 
 
 def test_groups_with_rates_of_their_own_are_predicted_by_them() -> None:
-    """SpecTrain reads w - lr T v, lr that of the weight's own group."""
+    """SpecTrain reads w - lr T v, in which lr is that of the weight's own group."""
     net = make_tanh_model()
     optimizer = torch.optim.SGD(make_fine_tuning_groups(net), lr=0.5, momentum=0.5)
     job = build(
@@ -160,9 +164,9 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_any_scheduler_gives_its_own_rates(name: str, tmp_path: Path) -> None:
     make = functools.partial(getattr(lr_scheduler, name), **SCHEDULERS[name])
-    theirs = make_tanh_model()
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
-    expected = train_without_pipeline(theirs, optimizer, make(optimizer))
+    plain_model = make_tanh_model()
+    optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.05, momentum=0.9)
+    expected = train_without_pipeline(plain_model, optimizer, make(optimizer))
     sgd = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
     assert are_equal(
         train_with_optimizer(
@@ -229,7 +233,8 @@ def test_a_scheduler_that_cannot_be_simulated_is_reported_in_one_line() -> None:
 
 
 def test_a_scheduler_is_simulated_for_optimizers_with_few_defaults() -> None:
-    """Story: torch's Muon and transformers' Adafactor have no `differentiable`, and no scheduler could be played for them."""
+    """Story: torch's Muon and transformers' Adafactor have no `differentiable`, and no scheduler
+    could be simulated for them."""
     optimizer = torch.optim.SGD(
         [{"params": list(make_tanh_model().parameters()), "member": 0}], lr=0.1
     )
@@ -243,8 +248,8 @@ def test_a_scheduler_from_python_is_recorded_and_required_when_resuming(tmp_path
     train_with_optimizer(
         tmp_path / "run", make_tanh_model(), keys={"checkpoint": {"every": 2}}, lr_scheduler=make
     )
-    recorded = (tmp_path / "run" / "config.yaml").read_text()
-    assert "ExponentialLR" in recorded and "gamma: 0.9" in recorded
+    saved_config = (tmp_path / "run" / "config.yaml").read_text()
+    assert "ExponentialLR" in saved_config and "gamma: 0.9" in saved_config
     with pytest.raises(
         BadInput,
         match="given.lr_scheduler: .*ExponentialLR: the run that wrote this had it from Python",
@@ -264,9 +269,10 @@ def test_a_scheduler_from_python_is_recorded_and_required_when_resuming(tmp_path
 
 
 def test_checkpoints_without_newer_keys_can_be_resumed() -> None:
-    """A key that a manifest does not have counts as null or false: a new one with another default would refuse them.
+    """A key that a manifest does not have counts as null or false.
 
-    Story: `model.compile: false` was such a key, and no checkpoint written before it could be resumed.
+    A new key with another default would refuse old checkpoints. Story: `model.compile: false` was
+    such a key, and no checkpoint written before it could be resumed.
     """
     keys = select_deciding(ipu_pipe.configure().to_dict())
     names = ("lr_schedule.args", "lr_schedule.interval", "optimizer.args", "model.compile")

@@ -1,4 +1,5 @@
-"""Optimizers by parameter group: each parameter in one group, settings by stage, the same numbers as optimizers by hand."""
+"""Test optimizers by parameter group: each parameter in one group, settings by stage, the numbers
+of optimizers by hand."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def train_by_hand(factors: Sequence[Callable[[int], float]]) -> List[torch.Tenso
 
 
 def test_a_schedule_may_have_a_function_for_each_group(tmp_path: Path) -> None:
-    """As LambdaLR's list does for an optimizer's groups."""
+    """LambdaLR takes such a list for an optimizer's groups."""
     factors = [lambda k: 0.5**k, lambda k: 1.0 / (1 + k), lambda k: 0.0 if k < 2 else 1.0]
 
     def make(optimizer: Any) -> Any:
@@ -146,9 +147,9 @@ def test_groups_train_as_their_optimizers_do_by_hand(tmp_path: Path) -> None:
 
 def test_a_run_resumes_bitwise_and_names_its_state_as_before(tmp_path: Path) -> None:
     keys = {"method": "pipemare", "method_args": {"t2": {}}, "checkpoint": {"every": 3, "keep": 9}}
-    straight = train_groups(tmp_path / "a", GROUPS, **keys)
+    uninterrupted = train_groups(tmp_path / "a", GROUPS, **keys)
     train_groups(tmp_path / "b", GROUPS, **{**keys, "steps": 3})
-    assert are_equal(train_groups(tmp_path / "b", GROUPS, resume_from=3, **keys), straight)
+    assert are_equal(train_groups(tmp_path / "b", GROUPS, resume_from=3, **keys), uninterrupted)
     state = load_file(tmp_path / "a" / "checkpoints" / "step-6" / "optimizer.safetensors")
     assert {
         "0.weight/exp_avg",
@@ -229,7 +230,7 @@ def test_settings_by_the_stages_delay(values: Any, expected: List[Any]) -> None:
 
 
 def test_a_rate_of_zero_on_the_first_stage_stops_no_other(tmp_path: Path) -> None:
-    """All rates were shares of the first group's."""
+    """Story: all rates were shares of the first group's."""
     rates = {"name": "sgd", "by_stage": {"lr": [0.0, 0.1]}}
     overrides = ["optimizer.momentum=null", f"optimizer={json.dumps(rates)}", "stages=2", "steps=1"]
     job = build(load_config("configs/mlp_digits.yaml", overrides))
@@ -258,7 +259,7 @@ def test_settings_by_stage_are_the_groups_own() -> None:
 
 
 def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
-    """Their groups got the stage's weight_decay."""
+    """Story: their groups got the stage's weight_decay."""
     optimizer = {
         "name": "adamw",
         "lr": 0.1,
@@ -274,7 +275,7 @@ def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
     assert decays == [(0, 0.1), (0, 0.0), (1, 0.2), (1, 0.0)]
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize("optimizer, key", [
@@ -299,13 +300,13 @@ def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
 def test_groups_and_settings_that_do_not_fit_are_reported_in_one_line(
     optimizer: Dict[str, Any], key: str
 ) -> None:
-    with pytest.raises(BadInput, match=key) as refused:
+    with pytest.raises(BadInput, match=key) as error:
         build(
             ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}),
             make_grouped_model(),
             make_labelled_data(),
         )
-    assert len(refused.value.faults) == 1
+    assert len(error.value.faults) == 1
 
 
 def test_rules_refuse_the_group_for_which_they_are_not_defined() -> None:
@@ -330,7 +331,10 @@ def test_rates_of_all_groups_scale_together() -> None:
 
 
 class Lion(torch.optim.Optimizer):
-    """w <- w - lr (sign(b1 m + (1 - b1) g) + decay w), m <- b2 m + (1 - b2) g (Chen et al. 2023)."""
+    """w <- w - lr (sign(b1 m + (1 - b1) g) + decay w), m <- b2 m + (1 - b2) g.
+
+    Chen et al. 2023.
+    """
 
     def __init__(
         self, params: Any, lr: float, betas: Any = (0.9, 0.99), decay: float = 0.0
@@ -367,13 +371,13 @@ def test_groups_of_users_optimizers_are_named_by_import_strings(tmp_path: Path) 
         "checkpoint": {"every": 2, "keep": 9},
         "steps": 4,
     }
-    straight = train_groups(tmp_path / "a", groups, **keys)
+    uninterrupted = train_groups(tmp_path / "a", groups, **keys)
     train_groups(tmp_path / "b", groups, **{**keys, "steps": 2})
-    assert are_equal(train_groups(tmp_path / "b", groups, resume_from=2, **keys), straight)
+    assert are_equal(train_groups(tmp_path / "b", groups, resume_from=2, **keys), uninterrupted)
 
 
 def make_synthetic_text(**options: Any) -> TextData:
-    """Return a text of as many kinds of characters as Shakespeare's, which need not be fetched."""
+    """Return a text with as many distinct characters as Shakespeare's."""
     kinds = torch.randint(84, (6000,), generator=torch.Generator().manual_seed(0))
     return TextData(bytes((kinds + 33).tolist()), **options)
 

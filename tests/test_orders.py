@@ -1,4 +1,4 @@
-"""Orders of passes by device: the papers' bubbles and rates, PyTorch's own orders, and files of rows."""
+"""Test orders of passes: the papers' bubbles and rates, PyTorch's orders, files of rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_batch_schedule(
     link: float = 0.0,
     **args: Any,
 ) -> Schedule:
-    """Return the schedule of a batch on P devices."""
+    """Return the schedule of one batch of M microbatches on P devices."""
     method = resolve_method(name, {**args, "durations": durations, "link": link})
     stages = P * (1 if method.order is None else method.order.stages_per_device)
     return make_schedule(method, stages, M, M)
@@ -41,7 +41,7 @@ def make_batch_schedule(
 def compute_idle_times(
     schedule: Schedule, durations: Sequence[float] = (1, 1, 1), link: float = 0.0
 ) -> Tuple[float, float]:
-    """Return what makespan and span have beside the work of a device."""
+    """Return makespan and span without the work of a device."""
     bubbles = compute_bubbles(schedule, durations, link)
     work = schedule.microbatches * sum(durations)
     return bubbles.makespan - work, bubbles.span - work
@@ -51,12 +51,12 @@ def compute_idle_times(
 
 
 def compute_v_half(P: int) -> Tuple[float, float]:
-    """Return V-half's bubble and activations, as the generator of its authors has them for P > 2."""
+    """Return V-half's bubble and activations as its authors' generator has them, for P > 2."""
     return ((3 * P - 4) / 2 if P % 2 else (3 * P - 7) / 2), P // 2 + 1
 
 
 def compute_v_min(P: int) -> Tuple[float, float]:
-    """V-min's."""
+    """Return V-min's bubble and activations in the same way."""
     return (2 * P - 3.5 if P % 3 == 0 else 2 * P - 2.5), (P + 2 + (P % 3 == 2) * 2) // 3 + (
         P % 3 == 0
     )
@@ -152,7 +152,7 @@ def test_zero_bubble_takes_any_number_of_microbatches(P: int, M: int) -> None:
     assert max(make_batch_schedule("zb_h1", P, M).peak_activations()) == P
 
 
-# --- what every order is
+# --- laws of every order
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -181,7 +181,10 @@ def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: i
 
 @pytest.mark.parametrize(("P", "M"), [(P, M) for P in (2, 3, 4) for M in range(1, 2 * P)])
 def test_zbv_runs_fewer_microbatches_than_fill_its_v(P: int, M: int) -> None:
-    """A plan of 2 to 2 P - 2 microbatches failed where a device had begun them all before one came back."""
+    """Story: plans failed where a device had begun all microbatches before one came back.
+
+    These have 2 to 2 P - 2 microbatches.
+    """
     test_orders_run_flush_and_take_microbatches_in_order("zbv", P, M)
 
 
@@ -258,7 +261,7 @@ def test_late_weight_gradients_fill_waits_for_slow_links_at_the_price_of_lag() -
     assert max(schedules[1].peak_activations()) <= P
 
 
-# --- PyTorch as judge
+# --- against PyTorch
 
 
 def import_torch_schedules() -> Any:
@@ -288,7 +291,7 @@ def test_pytorch_validates_our_csv(name: str, P: int, M: int, tmp_path: Path) ->
 
 
 def read_torch_order(schedules: Any, name: str, P: int, v: int, M: int) -> Dict[int, List[Any]]:
-    """Return the order of one of PyTorch's classes, which needs of a real one only its sizes."""
+    """Return the order of one of PyTorch's classes, whose instance needs only its sizes."""
     theirs = getattr(schedules, name).__new__(getattr(schedules, name))
     theirs.pp_group_size, theirs._n_microbatches, theirs.n_local_stages = P, M, v
     theirs._stages, theirs.num_stages, theirs._num_stages = (
@@ -322,7 +325,7 @@ def read_torch_order(schedules: Any, name: str, P: int, v: int, M: int) -> Dict[
 def test_pytorchs_own_orders_are_read(
     theirs: str, v: int, ours: Any, P: int, M: int, tmp_path: Path
 ) -> None:
-    """And equal ours where ours are meant to be theirs."""
+    """The orders also equal ours where ours are meant to be theirs."""
     order = read_torch_order(import_torch_schedules(), theirs, P, v, M)
     path = tmp_path / "theirs.csv"
     cells = {
@@ -467,7 +470,7 @@ def test_other_spellings_of_rows_are_read_as_the_same_rows(
 
 
 def test_communication_in_rows_is_skipped_with_one_warning(tmp_path: Path) -> None:
-    """Each cell of a lowered schedule was a fault: 54 lines for a file of two devices."""
+    """Story: each cell of a lowered schedule was a fault: 54 lines for a file of two devices."""
     plain, lowered = tmp_path / "plain.csv", tmp_path / "lowered.csv"
     plain.write_text(SPLIT)
     actions = ",".join(f"0{kind}{'' if kind.endswith('SHARD') else 1}" for kind in COMMUNICATION)
@@ -517,7 +520,7 @@ def test_impossible_sizes_and_arguments_are_refused(
 
 
 def test_stages_of_a_pipeline_take_turns_on_fewer_devices() -> None:
-    """Four stages of 1F1B on two devices: a device's row in the order of slots, as ranks do it."""
+    """Four stages of 1F1B run on two devices, each device's row in the order of slots."""
     P, M, placement = 4, 6, (0, 0, 1, 1)
     schedule = make_schedule(METHODS["pipedream_flush"], P, M, M)
     costs = Costs([1.0] * P, [1.0] * P, [0.0] * P, link=0.25)
@@ -550,7 +553,7 @@ def test_stages_of_a_pipeline_take_turns_on_fewer_devices() -> None:
 
 
 def test_activations_of_a_device_are_the_greatest_sum_over_its_stages() -> None:
-    """Not the sum of each stage's most, which come at different times."""
+    """The sum of each stage's peak would be too much, since the peaks come at different times."""
     schedule, sizes = make_batch_schedule("zbv", 2, 8), [5.0, 1.0, 2.0, 7.0]
     slots = {kind: schedule.slots(kind, 0, 8) for kind in schedule.passes}
     moments = range(schedule.slot_count)

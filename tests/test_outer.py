@@ -1,4 +1,4 @@
-"""DiLoCo and Streaming DiLoCo: torchft's recorded numbers, a loop in plain torch, resumed runs, refusals."""
+"""Test DiLoCo and Streaming DiLoCo: torchft's numbers, a plain loop, resumed runs, refusals."""
 
 from __future__ import annotations
 
@@ -65,13 +65,14 @@ TORCHFT = {
 
 
 def make_doubling_layer() -> nn.Module:
-    """Return x + 2 w, of which the gradient of w is 2."""
+    """Return a layer x + 2 w, of which the gradient of w is 2."""
     return Composed(lambda m, x: x + 2 * m.w, w=nn.Parameter(torch.ones(1)))
 
 
 @pytest.mark.parametrize("delay, mix", list(TORCHFT))
 def test_weights_are_those_that_torchft_recorded(delay: int, mix: float) -> None:
-    """The first row has the seventh file, too: there the replica that does not fail goes the same way, six steps further."""
+    """The first row covers the seventh file, too: its replica that does not fail continues in the
+    same way for six steps."""
     by_fragment = TORCHFT[delay, mix]
     steps = max(map(len, by_fragment)) - 1
     model = nn.Sequential(make_doubling_layer(), begin_stage(make_doubling_layer()))
@@ -115,7 +116,8 @@ ARGUMENTS: List[Dict[str, Any]] = [
 @pytest.mark.parametrize("outer", ARGUMENTS, ids=str)
 @pytest.mark.parametrize("drains", [[], [5]])
 def test_the_weights_are_those_of_the_papers_loop(outer: Dict[str, Any], drains: List[int]) -> None:
-    """Replicas with optimizers of their own; a fragment of the shared weights steps by torch.optim.SGD as a round ends."""
+    """Replicas have their own optimizers; torch.optim.SGD steps a fragment of the shared weights
+    when a round ends."""
     R, steps, data = 3, 18, batches(54)
     settings: Dict[str, Any] = {**OUTER, **outer}
     ours, first = fresh("mlp"), fresh("mlp")
@@ -204,7 +206,7 @@ def test_a_resumed_run_ends_with_the_same_numbers(
 
 
 def test_an_optimizers_own_entries_stay() -> None:
-    """Story: `outer_velocity` was taken for one of the outer optimizer, and deleted at each checkpoint."""
+    """Story: `outer_velocity` of a user's optimizer was deleted at each checkpoint."""
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight])
     optimizer.state[weight].update({"outer_velocity": torch.ones(1), "replicas": 2})

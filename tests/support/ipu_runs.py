@@ -1,4 +1,4 @@
-"""Small runs for the double of PopTorch: a config, data and models that the emulator can train, too."""
+"""Build small runs for the double of PopTorch that the emulator can train, too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 
 
 class Own(torch.autograd.Function):
-    """A gradient of the user's own."""
+    """Double the gradient in the backward; an autograd function as users write them."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -35,7 +35,7 @@ class Own(torch.autograd.Function):
 
 
 class Source(TensorData):
-    """700 samples; those of microbatch `at` are not to be had."""
+    """A data source of 700 samples that raises `error` when microbatch `at` is read."""
 
     def __init__(self, at: int = -1, error: Any = None) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -53,7 +53,7 @@ class Source(TensorData):
 
 
 def make_ipu_model(name: str) -> nn.Module:
-    """Return a model of tests.staged_models, always with the same weights; or two layers, of which each is a stage."""
+    """Return a model of tests.staged_models, or two layers in two stages, with fixed weights."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         if name == "two":
@@ -91,12 +91,16 @@ def train_small_run(
 
 @functools.lru_cache(maxsize=None)
 def build_cached_job(raw: str) -> Any:
-    """Return the job of a config in JSON, built once for those that differ in batch and replicas alone."""
+    """Return the job of a config given as JSON; jobs are cached by the text of the config."""
     return build(configure(**json.loads(raw)))
 
 
 def build_small_pod_job(path: Path) -> Any:
-    """Return the job of a pod's config: its own options, loader, method, stages, batch and optimizer; ResNet-18 on 8 x 8."""
+    """Build the job of a pod's config with ResNet-18 on 8 x 8 images.
+
+    Options, loader, method, stages, batch and optimizer are the config's own. Configs that differ
+    only in batch and replicas share one built job.
+    """
     raw = read_yaml(path)
     raw["model"]["entry"] = "models.resnet:resnet18"
     byte_keys = {key: value for key, value in raw["data"].items() if key == "bytes"}

@@ -1,4 +1,4 @@
-"""What tests of `Pipeline` share: a stream of microbatches, and the same training by a loop of one's own and by `train`."""
+"""Train one case in two ways: by a loop over `Pipeline`, and by `train` from a config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ make_sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_deca
 
 
 class Case(NamedTuple):
-    """A training: arguments of `Pipeline`, which a config has too; `warmup` in updates."""
+    """The arguments of a training by `Pipeline`, which a config has too; `warmup` is in updates."""
 
     method: str
     microbatches: int = 1
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def make_perceptron(dropout: float = 0.0) -> nn.Sequential:
-    """Return a perceptron of 5 layers with a BatchNorm, in float64; its stages are at `STAGES`."""
+    """Return a float64 perceptron of 5 layers with a BatchNorm, whose stages begin at `STAGES`."""
     torch.manual_seed(0)
     layers: List[nn.Module] = [nn.Linear(6, 8), nn.Tanh()]
     layers += [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()]
@@ -46,7 +46,7 @@ def make_perceptron(dropout: float = 0.0) -> nn.Sequential:
 
 
 class Stream:
-    """Microbatch i of a stream, drawn from its number: a data source with epochs of `per_epoch` microbatches."""
+    """A data source whose microbatch i is drawn from seed i; an epoch has `per_epoch`."""
 
     def __init__(self, per_epoch: int = 10**9) -> None:
         self.per_epoch = per_epoch
@@ -78,7 +78,7 @@ def count_stages(case: Case) -> int:
 
 
 def make_loop_batch(case: Case, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return batch k: of each replica the microbatches that `train` reads, one replica after another."""
+    """Return batch k: the microbatches that `train` reads, one replica after another."""
     method, count = resolve_method(case.method, case.args), count_microbatches(case)
     numbers: Any = range(k * count, (k + 1) * count)
     if method.history is not None:
@@ -101,7 +101,8 @@ def compute_rate_factor(k: int) -> float:
 def train_with_config(
     case: Case, folder: Path, dropout: float = 0.0, **objects: Any
 ) -> Tuple[nn.Module, List[float]]:
-    """Train by `ipu_pipe.train` on the emulator, with a drain after each epoch. Return the model and the updates' losses."""
+    """Train by `ipu_pipe.train` on the emulator, with a drain after each epoch. Return the model
+    and the updates' losses."""
     model, losses = make_perceptron(dropout), []
     args = dict(case.args)
     if case.warmup:
@@ -168,9 +169,9 @@ def make_case_pipeline(
 
 
 class Loop:
-    """A loop of one's own over a case: `run(first, last)` makes these updates, with the drains of `train_with_config`.
+    """Run a user's loop over a case, with the drains of `train_with_config`.
 
-    `share` turns a batch of all replicas into this process's.
+    `run(first, last)` trains these updates; `share` takes this process's part of a batch.
     """
 
     def __init__(
