@@ -276,12 +276,12 @@ def test_a_command_prints_one_line_or_with_a_flag_the_traceback(
 def test_a_fault_can_be_pickled_out_of_its_process() -> None:
     """A worker's exception may be of a type that cannot be rebuilt elsewhere; its line can."""
 
-    def work() -> Any:
+    def raise_error() -> Any:
         error = Burnt(1, "x")
         raise error from UserFault("update 1: it failed", "all of it")
 
     with pytest.raises(UserFault) as raised:
-        call_with_picklable_faults(work, ())
+        call_with_picklable_faults(raise_error, ())
     raised.value.traceback_file = "a/file"
     copied = pickle.loads(pickle.dumps(raised.value))
     assert (str(copied), copied.traceback, copied.traceback_file) == (
@@ -348,7 +348,7 @@ def join_ranks(
     requests: Dict[int, Dict[str, Any]], world: int, limit: float
 ) -> Dict[int, BaseException]:
     """Let ranks meet, each in a thread with its request. Return the error of each refused rank."""
-    port, faults, stores = find_free_port(), {}, []  # a store ends when nothing holds it
+    port, faults, stores = find_free_port(), {}, []  # a store ends with its last reference
 
     def join_rank(rank: int) -> None:
         try:

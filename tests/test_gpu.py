@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def use_deterministic_cuda() -> Any:
-    set_numerics(BackendConfig(device="cuda"))  # what a run sets
+    set_numerics(BackendConfig(device="cuda"))  # as a run does
     yield
     set_numerics(BackendConfig(device="cuda", deterministic=False))
 

@@ -82,7 +82,7 @@ def test_every_named_description_is_complete_and_names_its_sources() -> None:
     assert "device.memory_bandwidth 4.75e+13 (Laskin et al. 2020, appendix D)" in figures
 
 
-def test_a_file_of_ones_own_is_a_description_like_the_named_ones(tmp_path: Path) -> None:
+def test_a_users_file_is_a_description_like_the_named_ones(tmp_path: Path) -> None:
     file = tmp_path / "wafer.yaml"
     file.write_text(dump_yaml({**PLAIN, "name": "wafer"}))
     assert read_hardware(str(file)) == read_hardware({**PLAIN, "name": "wafer"})

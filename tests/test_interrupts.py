@@ -108,7 +108,7 @@ def test_ctrl_c_at_any_moment_ends_a_run(
             pool.map(lambda seed: interrupt_run(seed, tmp_path / f"run-{seed}"), range(REPEATS))
         )
     # ended by the signal itself, which a shell calls 130 too: while the interpreter of a run that is done is taken down
-    wrong = [
+    failures = [
         run for run in runs if run.code not in (0, 130, -signal.SIGINT) or "Traceback" in run.error
     ]
     if REPEATS > 4:
@@ -118,8 +118,8 @@ def test_ctrl_c_at_any_moment_ends_a_run(
             print(
                 f"\n{REPEATS} times: exit codes {codes}, seconds: median {seconds[REPEATS // 2]:.2f}, most {seconds[-1]:.2f}"
             )
-            print(*wrong, sep="\n")
-    assert not wrong
+            print(*failures, sep="\n")
+    assert not failures
     assert any(run.code == 130 and "interrupted" in run.error for run in runs)
 
 
@@ -173,7 +173,7 @@ def test_ctrl_c_is_one_line_wherever_it_lands(when: str, tmp_path: Path) -> None
     assert (code, output, error) == (130, "", "interrupted\n")
 
 
-def test_a_command_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+def test_a_command_that_ignores_ctrl_c_keeps_ignoring_it() -> None:
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     code, output, error = run_source(ignoring + COMMAND.format(body="ctrl_c(); print('done')"))
     assert (code, output, error) == (0, "done\n", "")

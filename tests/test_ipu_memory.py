@@ -28,7 +28,7 @@ def read_activation_stash(*keys: str) -> List[Tuple[int, int]]:
         (["method=naive"], [1, 1, 1, 1]),
     ],
 )
-def test_stages_on_ipus_hold_poptorchs_stash(keys: List[str], stash: List[int]) -> None:
+def test_stages_on_ipus_keep_poptorchs_stash(keys: List[str], stash: List[int]) -> None:
     on_ipus, one = (
         read_activation_stash("backend.name=poptorch", *keys),
         read_activation_stash("method=naive"),
@@ -37,7 +37,7 @@ def test_stages_on_ipus_hold_poptorchs_stash(keys: List[str], stash: List[int]) 
     assert [row[1] for row in on_ipus] == [count * saved for count, (_, saved) in zip(stash, one)]
 
 
-def test_the_emulator_holds_what_its_schedule_has_in_flight() -> None:
+def test_the_emulator_keeps_the_microbatches_in_flight_of_its_schedule() -> None:
     assert [row[0] for row in read_activation_stash()] == [4, 3, 2, 1]
 
 

@@ -89,7 +89,7 @@ def test_a_restart_without_a_folder_finds_the_dated_one(
     monkeypatch.chdir(tmp_path)
     set_restart(monkeypatch, 0, "one")
     assert re.fullmatch(r"runs/\d{4}-[-_\d]{14}_mlp\[1\]", str(_choose_folder("mlp[1]")))
-    dated_folder = Path("runs/2000-01-01_00-00-00_mlp[1]")  # the name is no pattern
+    dated_folder = Path("runs/2000-01-01_00-00-00_mlp[1]")  # the brackets must not act as a pattern
     train(load_config(str(kills.DIGITS), SETTINGS), dated_folder, quiet=True)
     set_restart(monkeypatch, 1, "one")
     assert _choose_folder("mlp[1]") == dated_folder

@@ -20,12 +20,12 @@ def _make_norm_gradient(normalize: Callable[[torch.Tensor], torch.Tensor]) -> An
     """Return the input gradient of y = normalize(x) * weight + bias as a function of the weight
     that the backward reads."""
 
-    def gradient(x: torch.Tensor, weight: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    def compute_gradient(x: torch.Tensor, weight: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         x = x.detach().clone().requires_grad_()
         shape = [1, -1] + [1] * (x.dim() - 2) if x.dim() == 4 else [-1]
         return torch.autograd.grad(normalize(x), x, g * weight.view(shape))[0]
 
-    return gradient
+    return compute_gradient
 
 
 # layer, input, and the input's gradient from (input, weight that the backward reads, output's gradient)

@@ -117,7 +117,7 @@ class Named(nn.Module):
         return {"sum": self.weight * (a + b), "kept": (a.mean(dim=1), "text")}
 
 
-def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
+def test_predictions_of_nested_inputs_and_refusals(tmp_path: Path) -> None:
     a, b = torch.randn(7, 3), torch.randn(7, 3)
     predictions = ipu_pipe.predict(Named(), {"a": a, "b": b}, batch_size=3)
     assert (
@@ -125,14 +125,14 @@ def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
         and predictions["kept"][0].shape == (7,)
         and predictions["kept"][1] == "text"
     )
-    wrong = {
+    attempts = {
         "contains no samples": lambda: ipu_pipe.predict(nn.Linear(3, 2), []),
         "data: 3: must be a DataSource": lambda: ipu_pipe.predict(nn.Linear(3, 2), 3),
         "predict: .*: no config there names the model": lambda: ipu_pipe.predict(tmp_path, a),
         "into: must be None": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, into=nn.Linear(3, 2)),
         "batch_size: 0": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, batch_size=0),
     }
-    for words, attempt in wrong.items():
+    for words, attempt in attempts.items():
         (fault,) = list_faults(attempt)
         assert re.search(words, fault)
 

@@ -171,7 +171,7 @@ def leave_out_labels(rank: int, folder: Path) -> None:
 
 
 @needs_processes
-def test_no_example_stands_in_for_labels_that_are_left_out(tmp_path: Path) -> None:
+def test_no_example_replaces_missing_labels(tmp_path: Path) -> None:
     run_in_group(2, leave_out_labels, tmp_path)
     assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))
 
@@ -204,7 +204,7 @@ def sample_by_replica(rank: int, folder: Path) -> None:
 
 @needs_processes
 def test_a_sampler_by_replica_gives_the_emulators_weights(tmp_path: Path) -> None:
-    """Four ranks: two replicas of two stages."""
+    """Four ranks train two replicas of two stages."""
     model = make_perceptron()
     pipe = make_two_rank_pipeline(
         model, make_sgd(model.parameters()), replicas=2, backend="emulator", backend_args={}

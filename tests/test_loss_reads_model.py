@@ -109,18 +109,18 @@ def make_reading(term: Callable[[Any], Any]) -> Callable[[Any], Loss]:
 def make_hooked(name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Any], Loss]:
     """Return a maker of a loss that adds a value of an activation, which a hook has stored."""
 
-    def make(model: Any) -> Loss:
+    def make_loss(model: Any) -> Loss:
         activation: Dict[str, Any] = {}
         keep_output(model, name, lambda output: activation.update(value=output))
         return lambda output, y: F.cross_entropy(output, y) + 0.1 * change(activation["value"])
 
-    return make
+    return make_loss
 
 
 def make_appended(name: str) -> Callable[[Any], Loss]:
     """Return a maker of a loss that adds up and clears a list, which a hook extends."""
 
-    def make(model: Any) -> Loss:
+    def make_loss(model: Any) -> Loss:
         terms: List[torch.Tensor] = []
         keep_output(model, name, lambda output: terms.append(output.pow(2).mean()))
 
@@ -131,7 +131,7 @@ def make_appended(name: str) -> Callable[[Any], Loss]:
 
         return loss
 
-    return make
+    return make_loss
 
 
 def make_late(model: Any) -> Loss:

@@ -121,7 +121,7 @@ def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
     model = make_measured_model(Structure(overlap=overlap), stages)
     blocks = get_blocks(model)
     assert blocks is not None
-    # of each layer's weights and biases, by the blocks that hold it
+    # of each layer's weights and biases, by the blocks that contain it
     local: List[List[torch.Tensor]] = [[] for _ in stages]
     entered = [x]
     for stage in stages:

@@ -42,7 +42,7 @@ def read_suggestion(line: str) -> List[str]:
 # ---- values of keys
 
 TORCH_OPTIMIZER, TORCH_SCHEDULER = "torch.optim.", "torch.optim.lr_scheduler."
-# key -> what a user writes -> the names suggested, in order; none: nothing is near
+# key -> what a user writes -> the names suggested, in order; an empty list where nothing is near
 VALUES: Dict[str, Dict[str, Sequence[str]]] = {
     "method": {
         "1f1b": ["pipedream_flush", "pipedream"], "1F1B": ["pipedream_flush", "pipedream"], "GPipe": ["gpipe"],

@@ -95,8 +95,8 @@ def build_events(
 # ---- events
 
 
-def test_a_gap_is_a_wait_for_the_device_of_what_came_last() -> None:
-    """GPipe, forwards of 10 and 30, backwards of 20 and 60:
+def test_a_gap_is_a_wait_for_the_device_of_the_last_input() -> None:
+    """Check GPipe with forwards of 10 and 30 and backwards of 20 and 60.
 
     device 0   F0 F1 wait for B0 ........... B0  wait B1      0-10 10-20 20-130 130-150 150-190 190-210
     device 1      F0 ... F1 ... B0 ... B1                     10-40 40-70 70-130 130-190

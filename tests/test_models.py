@@ -78,15 +78,15 @@ def compute_resnet(
     """Compute the network in evaluation mode, written out with torchvision's names; v1.5: the
     stride is in the 3x3."""
 
-    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+    def apply_norm(name: str, x: torch.Tensor) -> torch.Tensor:
         mean, variance = state[f"{name}.running_mean"], state[f"{name}.running_var"]
         return F.batch_norm(x, mean, variance, state[f"{name}.weight"], state[f"{name}.bias"])
 
-    def conv(name: str, x: torch.Tensor, stride: int) -> torch.Tensor:
+    def apply_conv(name: str, x: torch.Tensor, stride: int) -> torch.Tensor:
         weight = state[f"{name}.weight"]
         return F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
 
-    x = F.max_pool2d(F.relu(norm("bn1", conv("conv1", x, 2))), 3, 2, 1)
+    x = F.max_pool2d(F.relu(apply_norm("bn1", apply_conv("conv1", x, 2))), 3, 2, 1)
     for layer, depth in enumerate(depths, 1):
         for index in range(depth):
             at, stride = f"layer{layer}.{index}", 2 if layer > 1 and index == 0 else 1
@@ -94,19 +94,21 @@ def compute_resnet(
             strided = 2 if len(convolutions) == 3 else 1
             out = x
             for n in convolutions:
-                out = norm(f"{at}.bn{n}", conv(f"{at}.conv{n}", out, stride if n == strided else 1))
+                out = apply_norm(
+                    f"{at}.bn{n}", apply_conv(f"{at}.conv{n}", out, stride if n == strided else 1)
+                )
                 out = F.relu(out) if n < len(convolutions) else out
             if f"{at}.downsample.0.weight" in state:
-                x = norm(f"{at}.downsample.1", conv(f"{at}.downsample.0", x, stride))
+                x = apply_norm(f"{at}.downsample.1", apply_conv(f"{at}.downsample.0", x, stride))
             x = F.relu(out + x)
     return F.linear(x.mean((2, 3)), state["fc.weight"], state["fc.bias"])
 
 
 @pytest.mark.parametrize("name, depths", [("resnet18", [2, 2, 2, 2]), ("resnet50", [3, 4, 6, 3])])
-def test_resnets_compute_what_torchvisions_do(name: str, depths: List[int]) -> None:
+def test_resnets_equal_torchvisions(name: str, depths: List[int]) -> None:
     torch.manual_seed(0)
     model = getattr(resnets, name)(classes=7).double()
-    for module in model.modules():  # statistics and gains that tell the norms apart
+    for module in model.modules():  # statistics and gains that distinguish the norms
         if isinstance(module, nn.BatchNorm2d):
             for name in ("running_mean", "bias"):
                 getattr(module, name).data.normal_(0, 0.1)
@@ -126,7 +128,7 @@ def test_stem_and_head_belong_to_the_first_and_last_blocks_stages() -> None:
     assert layers[-1] == [*(f"layer4.1.{name}" for name in ("conv1", "bn1", "conv2", "bn2")), "fc"]
 
 
-def test_a_resnet_of_bytes_holds_no_other_weights_and_refuses_normalized_images() -> None:
+def test_a_resnet_of_bytes_has_the_same_weights_and_refuses_normalized_images() -> None:
     result = {flag: resnets.resnet18(classes=3, norm="group", bytes=flag) for flag in (False, True)}
     result[True].load_state_dict(result[False].state_dict())
     raw = torch.arange(2 * 3 * 32 * 32).view(2, 3, 32, 32).remainder(256).to(torch.uint8)
@@ -195,7 +197,7 @@ def test_a_strided_block_projects_the_shared_preactivation_and_an_ordinary_one_a
     assert torch.equal(block(x), x)
 
 
-def test_the_number_of_groups_is_fixed_and_the_first_groups_hold_two_channels() -> None:
+def test_the_number_of_groups_is_fixed_and_the_first_groups_have_two_channels() -> None:
     norms = [m for m in get_preact_resnet(20)().modules() if isinstance(m, nn.GroupNorm)]
     assert {m.num_groups for m in norms} == {8} and norms[0].num_channels == 16
     assert (

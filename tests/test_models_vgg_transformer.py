@@ -294,7 +294,7 @@ def copy_layer(mine: Any, torchs: Any) -> None:
             getattr(mine, ours).load_state_dict(getattr(torchs, theirs).state_dict())
 
 
-def test_layers_compute_what_torchs_do() -> None:
+def test_layers_equal_torchs() -> None:
     x, memory = torch.randn(3, 5, 16), torch.randn(3, 5, 16)
     padded = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]).bool()
     keep, future = ~padded[:, None, None], ~torch.ones(5, 5).tril().bool()

@@ -244,7 +244,7 @@ def test_a_models_own_train_decides_and_an_evaluation_freezes_nothing(tmp_path: 
     )
 
 
-def test_an_evaluation_by_blocks_runs_what_a_model_does_in_evaluation_mode(tmp_path: Path) -> None:
+def test_an_evaluation_by_blocks_runs_the_model_in_evaluation_mode(tmp_path: Path) -> None:
     """Story: the pieces of a model with local losses stayed in training mode."""
     torch.manual_seed(0)
 

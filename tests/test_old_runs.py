@@ -23,7 +23,7 @@ ROUNDING = 1e-12
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in OLD_RUNS.iterdir()))
-def test_an_old_run_goes_on(name: str, tmp_path: Path) -> None:
+def test_an_old_run_can_be_resumed(name: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(OLD_RUNS / name, run)
     config = load_config(

@@ -116,7 +116,7 @@ def test_an_invalid_or_foreign_optimizer_is_reported_in_one_line(
     net, other = make_tanh_model(), make_tanh_model()
     used = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     train_without_pipeline(net, used, steps=1)
-    wrong = {
+    arguments_by_fault = {
         "optimizer: 3: must be a torch.optim class": {"optimizer": 3},
         "optimizer: the class Linear: must be": {"optimizer": nn.Linear},
         "optimizer: SGD: has stepped already": {"optimizer": used},
@@ -128,7 +128,7 @@ def test_an_invalid_or_foreign_optimizer_is_reported_in_one_line(
         },
         "optimizer_args: need optimizer": {"optimizer_args": {"lr": 0.1}},
     }  # fmt: skip
-    for message, arguments in wrong.items():
+    for message, arguments in arguments_by_fault.items():
         (fault,) = list_faults(train_with_optimizer, tmp_path / "run", net, **arguments)
         assert re.search(message, fault)
     assert not (tmp_path / "run").exists()
@@ -149,7 +149,7 @@ def test_groups_with_rates_of_their_own_are_predicted_by_them() -> None:
     job.rules.step(0, None)
     ((velocities, c),) = job.rules.compute_corrections(0, FORWARD, 1)
     weight, bias = job.rules.stages[0].groups
-    assert [weight["lr"], bias["lr"]] == [0.5, 0.002] and c == -2 * 0.5  # a lag of 2
+    assert [weight["lr"], bias["lr"]] == [0.5, 0.002] and c == -2 * 0.5  # a delay of 2
     assert torch.allclose(velocities[0], 1 + 0.1 * make_tanh_model()[0].weight, rtol=1e-6)
     assert torch.allclose(velocities[1], torch.full((6,), 0.002 / 0.5))
 
@@ -206,7 +206,7 @@ def test_a_scheduler_that_cannot_be_simulated_is_reported_in_one_line() -> None:
     optimizer = torch.optim.SGD(
         [{"params": [nn.Parameter(torch.zeros(1))], "member": 0}], lr=0.1, momentum=0.9
     )
-    wrong = {
+    maker_by_fault = {
         r"OneCycleLR: changes momentum: .*cycle_momentum=False": lambda o: lr_scheduler.OneCycleLR(
             o, 0.1, total_steps=20
         ),
@@ -222,7 +222,7 @@ def test_a_scheduler_that_cannot_be_simulated_is_reported_in_one_line() -> None:
             o, lambda k: float("nan")
         ),
     }
-    for message, make in wrong.items():
+    for message, make in maker_by_fault.items():
         (fault,) = list_faults(simulate_scheduler, make, optimizer, 0.1, 20)
         assert re.search(message, fault)
     assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.param_groups[0]["momentum"] == 0.9

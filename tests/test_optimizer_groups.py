@@ -104,11 +104,11 @@ def test_a_schedule_may_have_a_function_for_each_group(tmp_path: Path) -> None:
     """LambdaLR takes such a list for an optimizer's groups."""
     factors = [lambda k: 0.5**k, lambda k: 1.0 / (1 + k), lambda k: 0.0 if k < 2 else 1.0]
 
-    def make(optimizer: Any) -> Any:
+    def make_scheduler(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
 
     for ours, theirs in zip(
-        train_groups(tmp_path / "run", GROUPS, lr_scheduler=make), train_by_hand(factors)
+        train_groups(tmp_path / "run", GROUPS, lr_scheduler=make_scheduler), train_by_hand(factors)
     ):
         assert torch.allclose(ours, theirs, rtol=1e-6)
     idle = [

@@ -232,8 +232,8 @@ def test_a_long_run_repeats_its_middle(args: Dict[str, Any], P: int, M: int) -> 
     for kind in schedule.passes:
         assert (schedule.slots(kind, 0, M) == whole.tables[kind].find_slots(np.arange(M))).all()
     versions = VersionTable(schedule, method)
-    lags = np.arange(M) - versions.forward(0, M)
-    assert lags[:, M // 2 :].max(axis=1).tolist() == versions.greatest_lag().tolist()
+    delays = np.arange(M) - versions.forward(0, M)
+    assert delays[:, M // 2 :].max(axis=1).tolist() == versions.greatest_lag().tolist()
     long = make_schedule(method, stages, 1_000_000, 1)
     assert len(long.stretches[0].runs) < 600
     at = long.slot_count // 2
@@ -247,17 +247,17 @@ def test_a_long_run_repeats_its_middle(args: Dict[str, Any], P: int, M: int) -> 
         assert long.cells(stage, at, at + 40) == [slots.get(slot) for slot in range(at, at + 40)]
 
 
-def test_late_weight_gradients_fill_waits_for_slow_links_at_the_price_of_lag() -> None:
+def test_late_weight_gradients_fill_waits_for_slow_links_at_the_price_of_delay() -> None:
     P, M, link = 4, 60, 0.7
     plain, split = (resolve_method("pipedream", args) for args in ({}, ASYNCHRONOUS[0]))
     schedules = [make_schedule(method, P, M, 1) for method in (plain, split)]
     waits = [compute_bubbles(schedule, (1, 1, 1), link).span_bubble_rate for schedule in schedules]
     assert waits[1] < waits[0]
-    lags = [
+    delays = [
         VersionTable(schedule, method).greatest_lag()
         for schedule, method in zip(schedules, (plain, split))
     ]
-    assert (lags[1] >= lags[0]).all() and lags[1].sum() > lags[0].sum()
+    assert (delays[1] >= delays[0]).all() and delays[1].sum() > delays[0].sum()
     assert max(schedules[1].peak_activations()) <= P
 
 
@@ -366,15 +366,15 @@ def test_both_files_that_pytorch_writes_have_the_same_passes(
     runtime.pipeline_order_with_comms = schedules._add_send_recv(
         with_averages, placement.__getitem__, P * v
     )
-    written: Dict[str, List[List[Action]]] = {}
+    rows_by_form: Dict[str, List[List[Action]]] = {}
     for form in ("compute_only", "compute_comms"):
         path = tmp_path / f"{form}.csv"
         runtime._dump_csv(str(path), format=form)
         with pytest.warns(UserWarning) if form == "compute_comms" else contextlib.nullcontext():
             read = read_csv(str(path))
         assert read.placement == tuple(placement[stage] for stage in range(P * v))
-        written[form] = read.rows
-    assert written["compute_only"] == written["compute_comms"]
+        rows_by_form[form] = read.rows
+    assert rows_by_form["compute_only"] == rows_by_form["compute_comms"]
 
 
 # --- bad input
