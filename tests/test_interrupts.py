@@ -55,7 +55,7 @@ class InterruptedRun(NamedTuple):
     error: str
 
 
-def interrupt_run(seed: int, out: Path) -> InterruptedRun:
+def interrupt_training(seed: int, out: Path) -> InterruptedRun:
     """Train the digits in a process that gets Ctrl-C at a moment drawn from `seed`.
 
     TensorBoard is on. Every third run gets a second Ctrl-C.
@@ -105,7 +105,9 @@ def test_ctrl_c_at_any_moment_ends_a_run(
     on a busy machine."""
     with ThreadPoolExecutor(JOBS) as pool:
         runs = list(
-            pool.map(lambda seed: interrupt_run(seed, tmp_path / f"run-{seed}"), range(REPEATS))
+            pool.map(
+                lambda seed: interrupt_training(seed, tmp_path / f"run-{seed}"), range(REPEATS)
+            )
         )
     # ended by the signal itself, which a shell calls 130 too: while the interpreter of a run that is done is taken down
     failures = [

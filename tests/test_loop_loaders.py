@@ -24,7 +24,7 @@ SHARED = "do not shard the loader by rank"
 BATCH = 4
 
 
-def make_samples() -> TensorDataset:
+def make_loader_samples() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(x, torch.randint(0, 5, (64,), generator=generator))
@@ -43,12 +43,14 @@ def make_two_rank_pipeline(model: nn.Module, optimizer: Any, **keys: Any) -> ipu
 
 def shuffle_by_rank(rank: int) -> Any:
     return DataLoader(
-        make_samples(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(rank)
+        make_loader_samples(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(rank)
     )
 
 
 def shard_by_default(rank: int) -> Any:
-    return DataLoader(make_samples(), BATCH, sampler=DistributedSampler(make_samples()))
+    return DataLoader(
+        make_loader_samples(), BATCH, sampler=DistributedSampler(make_loader_samples())
+    )
 
 
 def prepare_by_accelerate(rank: int) -> Any:
@@ -58,17 +60,17 @@ def prepare_by_accelerate(rank: int) -> Any:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.num_processes == 2
-    return accelerator.prepare(DataLoader(make_samples(), BATCH, shuffle=True))
+    return accelerator.prepare(DataLoader(make_loader_samples(), BATCH, shuffle=True))
 
 
 class Pairs(Dataset):  # type: ignore[type-arg]
     """A dataset of samples for a model that computes its own loss."""
 
     def __len__(self) -> int:
-        return len(make_samples())
+        return len(make_loader_samples())
 
     def __getitem__(self, i: int) -> Dict[str, torch.Tensor]:
-        x, y = make_samples()[i]
+        x, y = make_loader_samples()[i]
         return {"x": x, "y": y}
 
 
@@ -192,9 +194,11 @@ def test_a_step_without_a_batch_changes_nothing() -> None:
 def sample_by_replica(rank: int, folder: Path) -> None:
     model = make_perceptron()
     pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()), replicas=2)
-    sampler = DistributedSampler(make_samples(), num_replicas=pipe.replicas, rank=pipe.replica)
+    sampler = DistributedSampler(
+        make_loader_samples(), num_replicas=pipe.replicas, rank=pipe.replica
+    )
     with pipe:
-        for x, y in DataLoader(make_samples(), BATCH, sampler=sampler):
+        for x, y in DataLoader(make_loader_samples(), BATCH, sampler=sampler):
             pipe.step(x, y)
     expected = torch.load(folder / "expected.pt")
     # running statistics are each replica's own
@@ -210,9 +214,10 @@ def test_a_sampler_by_replica_gives_the_emulators_weights(tmp_path: Path) -> Non
         model, make_sgd(model.parameters()), replicas=2, backend="emulator", backend_args={}
     )
     samplers = [
-        DistributedSampler(make_samples(), num_replicas=2, rank=replica) for replica in range(2)
+        DistributedSampler(make_loader_samples(), num_replicas=2, rank=replica)
+        for replica in range(2)
     ]
-    loaders = [DataLoader(make_samples(), BATCH, sampler=sampler) for sampler in samplers]
+    loaders = [DataLoader(make_loader_samples(), BATCH, sampler=sampler) for sampler in samplers]
     with pipe:
         for batches in zip(*loaders):
             pipe.step(*map(torch.cat, zip(*batches)))

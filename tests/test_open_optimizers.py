@@ -66,7 +66,7 @@ def train_without_pipeline(
     return [p.detach().clone() for p in net.parameters()]
 
 
-def are_equal(ours: List[torch.Tensor], theirs: List[torch.Tensor]) -> bool:
+def are_weights_equal(ours: List[torch.Tensor], theirs: List[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
@@ -105,7 +105,7 @@ def test_every_form_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> N
         "factory": {"optimizer": make},
         "yaml": {"keys": keys},
     }[form]
-    assert are_equal(train_with_optimizer(tmp_path / "run", net, **forms), expected)
+    assert are_weights_equal(train_with_optimizer(tmp_path / "run", net, **forms), expected)
     report = read_summary(tmp_path / "run")["optimizer"]
     assert report["name"] == "torch.optim.rmsprop.RMSprop" and report["settings"]["alpha"] == 0.9
 
@@ -168,14 +168,14 @@ def test_any_scheduler_gives_its_own_rates(name: str, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.05, momentum=0.9)
     expected = train_without_pipeline(plain_model, optimizer, make(optimizer))
     sgd = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
-    assert are_equal(
+    assert are_weights_equal(
         train_with_optimizer(
             tmp_path / "a", make_tanh_model(), keys={"optimizer": sgd}, lr_scheduler=make
         ),
         expected,
     )
     named = {"name": f"torch.optim.lr_scheduler.{name}", "args": SCHEDULERS[name]}
-    assert are_equal(
+    assert are_weights_equal(
         train_with_optimizer(
             tmp_path / "b", make_tanh_model(), keys={"optimizer": sgd, "lr_schedule": named}
         ),

@@ -37,7 +37,7 @@ from tests.staged_models import batches, whole
 from tests.support.runs import read_state, read_summary, read_weights
 from tests.test_emulator_exact import assert_equal, fresh, literal
 from tests.test_emulator_exact import emulate as emulate_by_hand
-from tests.test_open_optimizers import HOW, are_equal, make_labelled_data
+from tests.test_open_optimizers import HOW, are_weights_equal, make_labelled_data
 from tests.test_processes import compare
 from tests.test_update import staged
 
@@ -125,7 +125,9 @@ def test_a_schedule_may_have_a_function_for_each_group(tmp_path: Path) -> None:
 
 
 def test_groups_train_as_their_optimizers_do_by_hand(tmp_path: Path) -> None:
-    assert are_equal(train_groups(tmp_path / "run", GROUPS), train_by_hand([lambda k: 1.0] * 3))
+    assert are_weights_equal(
+        train_groups(tmp_path / "run", GROUPS), train_by_hand([lambda k: 1.0] * 3)
+    )
     report = read_summary(tmp_path / "run")
     assert [group["name"].split(".")[-1] for group in report["optimizer"]["groups"]] == [
         "AdamW",
@@ -149,7 +151,9 @@ def test_a_run_resumes_bitwise_and_names_its_state_as_before(tmp_path: Path) -> 
     keys = {"method": "pipemare", "method_args": {"t2": {}}, "checkpoint": {"every": 3, "keep": 9}}
     uninterrupted = train_groups(tmp_path / "a", GROUPS, **keys)
     train_groups(tmp_path / "b", GROUPS, **{**keys, "steps": 3})
-    assert are_equal(train_groups(tmp_path / "b", GROUPS, resume_from=3, **keys), uninterrupted)
+    assert are_weights_equal(
+        train_groups(tmp_path / "b", GROUPS, resume_from=3, **keys), uninterrupted
+    )
     state = load_file(tmp_path / "a" / "checkpoints" / "step-6" / "optimizer.safetensors")
     assert {
         "0.weight/exp_avg",
@@ -373,7 +377,9 @@ def test_groups_of_users_optimizers_are_named_by_import_strings(tmp_path: Path) 
     }
     uninterrupted = train_groups(tmp_path / "a", groups, **keys)
     train_groups(tmp_path / "b", groups, **{**keys, "steps": 2})
-    assert are_equal(train_groups(tmp_path / "b", groups, resume_from=2, **keys), uninterrupted)
+    assert are_weights_equal(
+        train_groups(tmp_path / "b", groups, resume_from=2, **keys), uninterrupted
+    )
 
 
 def make_synthetic_text(**options: Any) -> TextData:

@@ -21,7 +21,7 @@ from tests.support.runs import list_faults
 from tests.test_fetch import (
     FakePrograms,
     assert_fetch_refused,
-    fake_programs,  # noqa: F401
+    fake_tools,  # noqa: F401
     ignore_line,
     list_folder,
     pin_files,
@@ -329,9 +329,9 @@ def test_translation_options_are_refused(
 
 
 @pytest.fixture
-def programs(fake_programs: FakePrograms, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:  # noqa: F811
-    monkeypatch.setattr(sys, "executable", str(fake_programs.folder / "python"))
-    return fake_programs
+def programs(fake_tools: FakePrograms, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:  # noqa: F811
+    monkeypatch.setattr(sys, "executable", str(fake_tools.folder / "python"))
+    return fake_tools
 
 
 @pytest.fixture

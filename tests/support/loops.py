@@ -93,7 +93,7 @@ def make_loop_batch(case: Case, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
-def compute_rate_factor(k: int) -> float:
+def compute_rate_share(k: int) -> float:
     """Return the share of the learning rate in update k."""
     return 1.0 / (1 + k / 10)
 
@@ -137,7 +137,7 @@ def train_with_config(
         loss=nn.functional.cross_entropy,
         optimizer=make_sgd,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-            optimizer, compute_rate_factor
+            optimizer, compute_rate_share
         ),
         callbacks=[Record()],
         **objects,
@@ -184,7 +184,7 @@ class Loop:
         self.case, self._share = case, share
         self.model = make_perceptron(dropout)
         self.optimizer = make_sgd(self.model.parameters())
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, compute_rate_factor)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, compute_rate_share)
         self.pipe = make_case_pipeline(case, self.model, self.optimizer, **keys)
         self.losses: List[float] = []
         self.left: List[List[int]] = []
