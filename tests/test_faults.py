@@ -190,9 +190,9 @@ def test_an_exception_of_user_code_keeps_its_type_and_gets_a_line_with_its_place
     data = FailingData()
     make, place, words = CASES[name]
     arguments = {"data": data, "model": make_fused_model(data), **make(data)}
-    with pytest.raises(Burnt) as raised:
+    with pytest.raises(Burnt) as error:
         train_three_updates(tmp_path / "run", **arguments)
-    fault = find_user_fault(raised.value)
+    fault = find_user_fault(error.value)
     assert fault is not None and "\n" not in str(fault)
     lines = Path(__file__).read_text().splitlines()
     (number,) = [
@@ -203,7 +203,7 @@ def test_an_exception_of_user_code_keeps_its_type_and_gets_a_line_with_its_place
     assert str(fault).startswith(f"{place}: Burnt: {words} ({__file__}:{number}, in ")
     assert fault.traceback.endswith("and more\n")
     if name == "forward":  # the user's own chain of exceptions stays
-        assert isinstance(raised.value.__cause__, KeyError) and "deeper" in fault.traceback
+        assert isinstance(error.value.__cause__, KeyError) and "deeper" in fault.traceback
     if name != "planning":  # planning comes before the folder is created
         assert "engine.py" in fault.traceback
         assert fault.traceback_file == str(tmp_path / "run" / "traceback.txt")
@@ -217,9 +217,9 @@ def test_an_exception_of_user_code_keeps_its_type_and_gets_a_line_with_its_place
 @pytest.mark.parametrize("method", ["pipedream", "pipemare", "local_chunked"])
 def test_every_method_names_the_failing_stage(method: str, tmp_path: Path) -> None:
     data = FailingData()
-    with pytest.raises(Burnt) as raised:
+    with pytest.raises(Burnt) as error:
         train_three_updates(tmp_path, data, make_fused_model(data, "forward"), method)
-    assert str(find_user_fault(raised.value)).startswith(
+    assert str(find_user_fault(error.value)).startswith(
         "update 2, microbatch 4, stage 1, forward: Burnt: fuse 4 ("
     )
 
@@ -280,10 +280,10 @@ def test_a_fault_can_be_pickled_out_of_its_process() -> None:
         error = Burnt(1, "x")
         raise error from UserFault("update 1: it failed", "all of it")
 
-    with pytest.raises(UserFault) as raised:
+    with pytest.raises(UserFault) as fault_info:
         call_with_picklable_faults(raise_error, ())
-    raised.value.traceback_file = "a/file"
-    copied = pickle.loads(pickle.dumps(raised.value))
+    fault_info.value.traceback_file = "a/file"
+    copied = pickle.loads(pickle.dumps(fault_info.value))
     assert (str(copied), copied.traceback, copied.traceback_file) == (
         "update 1: it failed",
         "all of it",

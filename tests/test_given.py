@@ -70,7 +70,7 @@ def test_files_record_objects_from_python_and_resuming_compares_them(tmp_path: P
     assert report["model"]["entry"] == objects["model"]["name"]
 
     (out / "summary.json").unlink()
-    again = train(
+    resumed_report = train(
         load_two_stage_config(),
         out,
         model=make_small_model(),
@@ -78,7 +78,7 @@ def test_files_record_objects_from_python_and_resuming_compares_them(tmp_path: P
         resume=True,
         **arguments,
     )
-    assert again["optimizer"] == report["optimizer"]
+    assert resumed_report["optimizer"] == report["optimizer"]
     (out / "summary.json").unlink()
     with pytest.raises(
         BadInput, match=r"given\.optimizer\.settings\.lr: saved with 0\.25, this run has 0\.5"

@@ -239,10 +239,10 @@ def test_a_run_resumes_on_another_backend_and_every_rank_ends_with_the_whole_mod
 
 def test_a_model_that_needs_its_version_in_a_state_dict_is_resumed(tmp_path: Path) -> None:
     model = Versioned(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10))
-    again = copy.deepcopy(model)
+    copied_model = copy.deepcopy(model)
     train_base(tmp_path / "run", "stages=2", "steps=4", model=model)
     train_base(tmp_path / "run", "stages=2", "steps=8", model=model, resume=True)
-    train_base(tmp_path / "whole", "stages=2", "steps=8", model=again)
+    train_base(tmp_path / "whole", "stages=2", "steps=8", model=copied_model)
     assert_same_state(tmp_path / "run", tmp_path / "whole", 8)
 
 

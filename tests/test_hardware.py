@@ -397,10 +397,10 @@ def test_stages_in_lock_step_stash_as_poptorch_does() -> None:
     for method in ("gpipe", "pipedream_flush"):
         stashed = [compute_memory(method, s, lockstep=True).activations for s in range(4)]
         assert stashed == [2 * KEPT * depth for depth in (7, 5, 3, 1)]
-        again = [
+        recomputed = [
             compute_memory(method, s, recompute=True, lockstep=True).activations for s in range(4)
         ]
-        assert again == [ENTERS * depth + 2 * KEPT for depth in (7, 5, 3, 0)]
+        assert recomputed == [ENTERS * depth + 2 * KEPT for depth in (7, 5, 3, 0)]
     assert [compute_memory("local_chunked", s, lockstep=True).activations for s in range(2)] == [
         2 * KEPT
     ] * 2

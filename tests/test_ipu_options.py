@@ -155,12 +155,12 @@ def test_layers_in_two_blocks_are_refused_and_all_other_methods_run() -> None:
     (fault,) = list_ipu_faults(method="local_overlapping")
     assert "two IPUs" in fault and "local_greedy" in fault
     for name, method in METHODS.items():
-        refused = (
+        is_refused = (
             method.is_stale
             or method.order is not None
             or name in ("local_overlapping", "local_sgd")
         )
-        assert bool(check_method(method)) == refused, name
+        assert bool(check_method(method)) == is_refused, name
 
 
 GPIPE, GREEDY = METHODS["gpipe"], METHODS["local_greedy"]

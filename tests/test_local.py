@@ -424,8 +424,10 @@ def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None
     assert [(link["src"], link["dst"]) for link in report["links"]] == [(0, 1), (1, 2), (2, 3)]
     shutil.rmtree(find_checkpoint(out, 6))
     (out / "summary.json").unlink()
-    again = train_digits_blocks(out, *sets, resume=True)
-    assert again["final"] == report["final"] and again["blocks"] == report["blocks"]
+    resumed_report = train_digits_blocks(out, *sets, resume=True)
+    assert (
+        resumed_report["final"] == report["final"] and resumed_report["blocks"] == report["blocks"]
+    )
     # the weights serve other methods: the heads are left out
     other = train_digits_blocks(
         tmp_path / "b", "method=gpipe", f"init_from={find_checkpoint(out, 6) / 'model.safetensors'}"

@@ -42,8 +42,10 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
     )
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert checkpoints == ["step-12", "step-4"] and report["best"]["step"] == 4
-    again = go(tmp_path / "run", *OFTEN, *stops, resume_from=4)  # with the patience used so far
-    assert again["steps"] == 12 and again["stopped"] == report["stopped"]
+    resumed_report = go(
+        tmp_path / "run", *OFTEN, *stops, resume_from=4
+    )  # with the patience used so far
+    assert resumed_report["steps"] == 12 and resumed_report["stopped"] == report["stopped"]
 
 
 def test_more_is_better_for_an_accuracy() -> None:
@@ -141,9 +143,9 @@ def test_a_run_records_versions_machine_and_data(tmp_path: Path) -> None:
     sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=1"]
     go(tmp_path / "run", *sets)
     go(tmp_path / "run", *sets, resume_from=2)
-    first, again = read_json(tmp_path / "run" / "record.json")
-    assert [start["first_update"] for start in (first, again)] == [0, 2]
-    assert first["begun"] <= first["ended"] <= again["begun"]
+    first, second = read_json(tmp_path / "run" / "record.json")
+    assert [start["first_update"] for start in (first, second)] == [0, 2]
+    assert first["begun"] <= first["ended"] <= second["begun"]
     assert (
         first["versions"]["torch"] == torch.__version__
         and first["versions"]["ipu_pipe"] == ipu_pipe.__version__
@@ -153,7 +155,7 @@ def test_a_run_records_versions_machine_and_data(tmp_path: Path) -> None:
         and first["machine"]["memory_bytes"] > 2**20
         and first["command"]
     )
-    assert first["data"] == again["data"] and first["data"]["first_microbatch"][1] == "int64 [16]"
+    assert first["data"] == second["data"] and first["data"]["first_microbatch"][1] == "int64 [16]"
     go(tmp_path / "other", *sets, "data.subset=255")
     (other,) = read_json(tmp_path / "other" / "record.json")
     assert other["data"]["sha256"] != first["data"]["sha256"]

@@ -249,19 +249,19 @@ def test_inherited_settings_of_another_optimizer_are_left_out_with_one_warning(
 ) -> None:
     """Story: the momentum of a shipped file was a fault of the user who chose adamw."""
     path = write_base(tmp_path)
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning) as records:
         config = load_config(path, [override])
     assert config.optimizer.settings() == {"lr": 0.1, "weight_decay": 0.01}
-    assert len(warned) == 1
+    assert len(records) == 1
     assert all(
-        f"{path}: optimizer.{key}: " in str(warned[0].message) for key in ("momentum", "nesterov")
+        f"{path}: optimizer.{key}: " in str(records[0].message) for key in ("momentum", "nesterov")
     )
 
 
 def test_an_extending_file_and_a_schedule_of_rates_leave_out_alike(tmp_path: Path) -> None:
     write_base(tmp_path)
     (tmp_path / "run.yaml").write_text("extends: base.yaml\noptimizer: {name: adam, eps: 1.0e-6}\n")
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning) as records:
         config = load_config(tmp_path / "run.yaml", ["lr_schedule.name=cosine"])
     assert config.optimizer.settings() == {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-6}
     assert (
@@ -269,7 +269,7 @@ def test_an_extending_file_and_a_schedule_of_rates_leave_out_alike(tmp_path: Pat
         config.lr_schedule.warmup_steps,
         config.lr_schedule.gamma,
     ) == ([], 3, 0.5)
-    assert len(warned) == 2 and "lr_schedule.milestones: " in str(warned[1].message)
+    assert len(records) == 2 and "lr_schedule.milestones: " in str(records[1].message)
 
 
 @pytest.mark.parametrize("overrides, key", [

@@ -122,9 +122,11 @@ def test_a_metric_that_does_not_fit_the_outputs_is_reported(tmp_path: Path) -> N
 def test_metrics_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
     sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=2"]
     whole = go(tmp_path / "run", *sets)
-    again = go(tmp_path / "run", *sets, metrics=["accuracy", "top3", confidence], resume_from=2)
-    assert (
-        again["final"]["test_loss"] == whole["final"]["test_loss"]
-        and again["initial"] == whole["initial"]
+    resumed_report = go(
+        tmp_path / "run", *sets, metrics=["accuracy", "top3", confidence], resume_from=2
     )
-    assert again["final"]["test_top3"] > again["final"]["test_accuracy"]
+    assert (
+        resumed_report["final"]["test_loss"] == whole["final"]["test_loss"]
+        and resumed_report["initial"] == whole["initial"]
+    )
+    assert resumed_report["final"]["test_top3"] > resumed_report["final"]["test_accuracy"]

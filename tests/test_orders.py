@@ -475,10 +475,10 @@ def test_communication_in_rows_is_skipped_with_one_warning(tmp_path: Path) -> No
     plain.write_text(SPLIT)
     actions = ",".join(f"0{kind}{'' if kind.endswith('SHARD') else 1}" for kind in COMMUNICATION)
     lowered.write_text(SPLIT.replace("0F1", f"{actions},0F1"))
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning) as records:
         assert read_csv(str(lowered)).rows == read_csv(str(plain)).rows
-    assert len(warned) == 1 and str(lowered) in str(warned[0].message)
-    assert all(f"1 {kind}" in str(warned[0].message) for kind in COMMUNICATION)
+    assert len(records) == 1 and str(lowered) in str(records[0].message)
+    assert all(f"1 {kind}" in str(records[0].message) for kind in COMMUNICATION)
     lowered.write_text(WHOLE + "2UNSHARD,2RESHARD\n")
     assert [fault.split(": ")[1] for fault in list_faults(read_csv, str(lowered))] == ["row 3"]
 

@@ -192,8 +192,8 @@ def test_a_resumed_run_ends_with_the_same_numbers(
     )
     complete = train(chosen, tmp_path / "whole", quiet=True)
     train(chosen, tmp_path / "again", quiet=True)
-    again = train(chosen, tmp_path / "again", resume_from=4, quiet=True)
-    assert again["final"] == complete["final"]
+    resumed_report = train(chosen, tmp_path / "again", resume_from=4, quiet=True)
+    assert resumed_report["final"] == complete["final"]
     assert_same_weights(tmp_path / "whole", tmp_path / "again")
     # three replicas' moments, the outer optimizer's weights and velocity; Adam's step counts are not planned
     job = build(chosen)
