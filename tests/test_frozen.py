@@ -1,4 +1,4 @@
-"""Models of which a part is frozen, as PEFT makes them: trained, resumed and saved as adapters, alike on all backends."""
+"""Test models with frozen parts, as PEFT makes them: training, resuming, saved adapters."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ RUNS = [("gpipe", BOTH), ("pipedream", BOTH), ("pipedream_2bw", LAST)]
 STAGE = "base_model.model.transformer.h.1"
 
 
-def make_model(where: str, dropout: float = 0.1) -> Any:
-    """Return GPT-2 with adapters; the frozen embedding on the first stage is the output layer on the last."""
+def make_adapted_gpt2(where: str, dropout: float = 0.1) -> Any:
+    """Return GPT-2 with adapters; the first stage's frozen embedding is also the output layer."""
     config = transformers.GPT2Config(
         vocab_size=31, n_embd=8, n_layer=2, n_head=2, n_positions=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         use_cache=False, bos_token_id=0, eos_token_id=0,
@@ -46,7 +46,7 @@ def make_model(where: str, dropout: float = 0.1) -> Any:
     return peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapters)
 
 
-def draw_batches() -> List[Dict[str, torch.Tensor]]:
+def draw_token_batches() -> List[Dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [
         {"input_ids": ids, "labels": ids}
@@ -54,7 +54,7 @@ def draw_batches() -> List[Dict[str, torch.Tensor]]:
     ]
 
 
-def train(
+def train_adapters(
     model: torch.nn.Module, method: str, out: Path, backend: str, **how: Any
 ) -> Dict[str, Any]:
     config = ipu_pipe.configure(
@@ -62,34 +62,38 @@ def train(
         backend={"name": backend}, checkpoint={"every": 2}, log={"trace": None, "tensorboard": False},
         ema={"decay": 0.5} if method == "pipedream_2bw" else None,  # the weight on both stages is frozen, and has no average
     )  # fmt: skip
-    batches, optimizer = draw_batches(), functools.partial(torch.optim.AdamW, lr=0.01)
+    batches, optimizer = draw_token_batches(), functools.partial(torch.optim.AdamW, lr=0.01)
     data = ipu_pipe.from_loader(batches, batches[:1])
     return ipu_pipe.train(
         config, out, model=model, data=data, optimizer=optimizer, quiet=True, **how
     )
 
 
-def run_rank(rank: int, folder: Path, port: int) -> None:
+def train_runs_on_rank(rank: int, folder: Path, port: int) -> None:
     os.environ.update(forked.of_rank(rank, 2, port))
     for number, (method, where) in enumerate(RUNS):
-        model = make_model(where)
-        train(model, method, folder / str(number), "distributed")
+        model = make_adapted_gpt2(where)
+        train_adapters(model, method, folder / str(number), "distributed")
         torch.save(model.state_dict(), folder / f"{number}.{rank}")
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the runs on two processes."""
+def runs_on_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train the runs on two processes. Return their folder."""
     folder = tmp_path_factory.mktemp("processes")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.in_ranks(2, run_rank, folder, store.port)
+    forked.in_ranks(2, train_runs_on_rank, folder, store.port)
     return folder
 
 
 def test_a_pretrained_model_in_adapters_is_trained_in_training_mode() -> None:
-    """PEFT's wrapper is in training mode, and the model in it as `from_pretrained` returned it: its dropouts stayed off."""
-    model = make_model(BOTH)
+    """Dropouts of the wrapped model are on in training.
+
+    PEFT's wrapper is in training mode, but the model in it as `from_pretrained` returned it: its
+    dropouts stayed off.
+    """
+    model = make_adapted_gpt2(BOTH)
     model.get_base_model().eval()
     assert (
         model.training
@@ -99,56 +103,67 @@ def test_a_pretrained_model_in_adapters_is_trained_in_training_mode() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
-def test_processes_train_adapters_as_the_emulator_and_runs_go_on(
-    number: int, trained: Path, tmp_path: Path
+def test_processes_train_adapters_as_the_emulator_and_runs_resume(
+    number: int, runs_on_processes: Path, tmp_path: Path
 ) -> None:
     (method, where), fields = (
         RUNS[number],
         ("parameters", "weight_copies", "weight_bytes", "optimizer_bytes"),
     )
-    model, begun = make_model(where), make_model(where).state_dict()
-    summary = train(model, method, tmp_path / "run", "emulator")
+    model, first_weights = make_adapted_gpt2(where), make_adapted_gpt2(where).state_dict()
+    summary = train_adapters(model, method, tmp_path / "run", "emulator")
     for rank in range(2):
-        assert_same(torch.load(trained / f"{number}.{rank}"), model.state_dict())
-    moved = {
-        name for name, value in model.state_dict().items() if not torch.equal(value, begun[name])
+        assert_same(torch.load(runs_on_processes / f"{number}.{rank}"), model.state_dict())
+    changed = {
+        name
+        for name, value in model.state_dict().items()
+        if not torch.equal(value, first_weights[name])
     }
-    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
-    of_processes = read_summary(trained / str(number))
+    assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
+    process_summary = read_summary(runs_on_processes / str(number))
     rows, others = (
-        [[row[key] for key in fields] for row in one["stages"]] for one in (summary, of_processes)
+        [[row[key] for key in fields] for row in one["stages"]]
+        for one in (summary, process_summary)
     )
     assert rows == others
     if where == LAST:  # no gradient crosses to the first stage
-        assert summary["links"] == of_processes["links"] and summary["links"][1]["bytes"] == 0
-    resumed = make_model(where)
-    train(resumed, method, trained / str(number), "emulator", resume_from=2)
-    assert_same(resumed.state_dict(), model.state_dict())
+        assert summary["links"] == process_summary["links"] and summary["links"][1]["bytes"] == 0
+    resumed_model = make_adapted_gpt2(where)
+    train_adapters(
+        resumed_model, method, runs_on_processes / str(number), "emulator", resume_from=2
+    )
+    assert_same(resumed_model.state_dict(), model.state_dict())
 
 
 def test_a_frozen_stage_has_one_version_no_gradient_and_no_state(tmp_path: Path) -> None:
-    model = make_model(LAST)
-    stages = train(model, "pipedream", tmp_path / "run", "emulator")["stages"]
+    model = make_adapted_gpt2(LAST)
+    stages = train_adapters(model, "pipedream", tmp_path / "run", "emulator")["stages"]
     memory = read_json(tmp_path / "run" / "memory.json")["stages"]
-    frozen, trained = stages
+    frozen_stage, trained_stage = stages
     tied = model.get_parameter("base_model.model.transformer.wte.weight").numel()  # on both stages
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert (frozen["weight_copies"], frozen["optimizer_bytes"], memory[0]["gradient_bytes"]) == (
+    assert (
+        frozen_stage["weight_copies"],
+        frozen_stage["optimizer_bytes"],
+        memory[0]["gradient_bytes"],
+    ) == (
         1,
         0,
         0,
     )
-    assert frozen["weight_bytes"] == 4 * frozen["parameters"]
-    assert trained["weight_bytes"] == 4 * (trained["parameters"] + tied)
+    assert frozen_stage["weight_bytes"] == 4 * frozen_stage["parameters"]
+    assert trained_stage["weight_bytes"] == 4 * (trained_stage["parameters"] + tied)
     assert memory[1]["gradient_bytes"] == 4 * adapters
-    both = train(make_model(BOTH), "pipedream", tmp_path / "both", "emulator")["stages"][0]
+    both = train_adapters(make_adapted_gpt2(BOTH), "pipedream", tmp_path / "both", "emulator")[
+        "stages"
+    ][0]
     assert both["weight_copies"] == 2
     assert both["weight_bytes"] == 4 * (both["parameters"] + 3 * 2 * 8 + 2 * 8)
 
 
-def train_plainly(model: torch.nn.Module) -> None:
+def train_adapters_plainly(model: torch.nn.Module) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    batches = draw_batches()
+    batches = draw_token_batches()
     for pair in zip(batches[::2], batches[1::2]):
         for batch in pair:
             (model(**batch).loss / 2).backward()
@@ -163,9 +178,9 @@ def read_adapters(folder: Path) -> Tuple[List[str], Dict[str, torch.Tensor]]:
 
 
 def test_saved_adapters_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    ours, plain = make_model(BOTH, dropout=0.0), make_model(BOTH, dropout=0.0)
-    train(ours, "gpipe", tmp_path / "run", "emulator")
-    train_plainly(plain)
+    ours, plain = make_adapted_gpt2(BOTH, dropout=0.0), make_adapted_gpt2(BOTH, dropout=0.0)
+    train_adapters(ours, "gpipe", tmp_path / "run", "emulator")
+    train_adapters_plainly(plain)
     for model, name in ((ours, "ours"), (plain, "plain")):
         model.save_pretrained(str(tmp_path / name))
     (files, adapters), (plain_files, plain_adapters) = (
@@ -178,9 +193,11 @@ def test_saved_adapters_are_those_of_a_plain_loop(tmp_path: Path) -> None:
 def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
     from ipu_pipe.integrations.transformers import PipelineTrainer
 
-    saved = []
+    saved_adapters = []
     samples = [
-        {"input_ids": ids, "labels": ids} for batch in draw_batches() for ids in batch["labels"]
+        {"input_ids": ids, "labels": ids}
+        for batch in draw_token_batches()
+        for ids in batch["labels"]
     ]
     ours = {"pipeline": {"method": "gpipe", "stages": [STAGE]}}
     for trainer_class, pipeline in ((transformers.Trainer, {}), (PipelineTrainer, ours)):
@@ -190,27 +207,29 @@ def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
             use_cpu=True, disable_tqdm=True, learning_rate=0.01, save_strategy="steps", save_steps=2,
         )  # fmt: skip
         trainer = trainer_class(
-            make_model(BOTH, dropout=0.0), args, train_dataset=samples, **pipeline
+            make_adapted_gpt2(BOTH, dropout=0.0), args, train_dataset=samples, **pipeline
         )
         trainer.train(resume_from_checkpoint=None)
         trainer.save_model(str(out / "model"))
         assert "adapter_model.safetensors" in read_adapters(out / "run" / "checkpoint-2")[0]
-        saved.append(read_adapters(out / "model"))
-    (files, adapters), (our_files, our_adapters) = saved
+        saved_adapters.append(read_adapters(out / "model"))
+    (files, adapters), (our_files, our_adapters) = saved_adapters
     assert files == our_files and adapters.keys() == our_adapters.keys()
     for name, value in adapters.items():
         torch.testing.assert_close(value, our_adapters[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_a_run_is_exported_as_adapters(trained: Path, tmp_path: Path) -> None:
-    ipu_pipe.export(trained / "0", tmp_path / "adapters", into=make_model(BOTH))
+def test_a_run_is_exported_as_adapters(runs_on_processes: Path, tmp_path: Path) -> None:
+    ipu_pipe.export(runs_on_processes / "0", tmp_path / "adapters", into=make_adapted_gpt2(BOTH))
     assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {
         "adapter_config.json",
         "adapter_model.safetensors",
     }
-    model = make_model(BOTH)
-    model.load_state_dict(torch.load(trained / "0.0"))
+    model = make_adapted_gpt2(BOTH)
+    model.load_state_dict(torch.load(runs_on_processes / "0.0"))
     expected = peft.get_peft_model_state_dict(model)
     assert_same(load_file(tmp_path / "adapters" / "adapter_model.safetensors"), expected)
-    adapted = peft.PeftModel.from_pretrained(make_model(BOTH).unload(), tmp_path / "adapters")
+    adapted = peft.PeftModel.from_pretrained(
+        make_adapted_gpt2(BOTH).unload(), tmp_path / "adapters"
+    )
     assert_same(peft.get_peft_model_state_dict(adapted), expected)

@@ -1,4 +1,4 @@
-"""Objects given from Python: a run's files say what was used, checks look at it, and the caller's model stays the caller's."""
+"""Test objects passed from Python: files record them, checks use them, models keep their dtype."""
 
 from __future__ import annotations
 
@@ -29,27 +29,29 @@ SHORT = [
 SGD = functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5)
 
 
-def small() -> nn.Module:
+def make_small_model() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
 
 
-def digits(*sets: str) -> Any:
+def load_two_stage_config(*sets: str) -> Any:
     return load_config(DIGITS, [*SHORT, "stages=2", *sets])
 
 
-def test_the_files_say_what_was_given_and_resuming_compares_it(tmp_path: Path) -> None:
-    """Story: config.yaml named an optimizer and a loss that were not used, and summary.json none."""
+def test_files_record_objects_from_python_and_resuming_compares_them(tmp_path: Path) -> None:
+    """Story: config.yaml named an optimizer and a loss that were not used; summary.json did not."""
     out = tmp_path / "run"
-    how: Dict[str, Any] = {"loss": nn.CrossEntropyLoss(label_smoothing=0.125), "quiet": True}
-    report = train(digits(), out, model=small(), optimizer=SGD, **how)
-    written = yaml.safe_load((out / "config.yaml").read_text())
-    assert (
-        written["model"] == {"entry": GIVEN, "args": {}, "output": None, "compile": False}
-        and written["loss"] == GIVEN
+    arguments: Dict[str, Any] = {"loss": nn.CrossEntropyLoss(label_smoothing=0.125), "quiet": True}
+    report = train(
+        load_two_stage_config(), out, model=make_small_model(), optimizer=SGD, **arguments
     )
-    assert written["optimizer"]["name"] == GIVEN and written["optimizer"]["lr"] is None
-    objects = written["given"]
+    saved_config = yaml.safe_load((out / "config.yaml").read_text())
+    assert (
+        saved_config["model"] == {"entry": GIVEN, "args": {}, "output": None, "compile": False}
+        and saved_config["loss"] == GIVEN
+    )
+    assert saved_config["optimizer"]["name"] == GIVEN and saved_config["optimizer"]["lr"] is None
+    objects = saved_config["given"]
     assert objects["optimizer"]["name"] == "torch.optim.sgd.SGD" and objects["data"] is None
     assert (
         objects["optimizer"]["settings"]["lr"] == 0.25
@@ -68,25 +70,39 @@ def test_the_files_say_what_was_given_and_resuming_compares_it(tmp_path: Path) -
     assert report["model"]["entry"] == objects["model"]["name"]
 
     (out / "summary.json").unlink()
-    again = train(digits(), out, model=small(), optimizer=SGD, resume=True, **how)
-    assert again["optimizer"] == report["optimizer"]
+    resumed_report = train(
+        load_two_stage_config(),
+        out,
+        model=make_small_model(),
+        optimizer=SGD,
+        resume=True,
+        **arguments,
+    )
+    assert resumed_report["optimizer"] == report["optimizer"]
     (out / "summary.json").unlink()
     with pytest.raises(
         BadInput, match=r"given\.optimizer\.settings\.lr: saved with 0\.25, this run has 0\.5"
     ):
         other = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5)
-        train(digits(), out, model=small(), optimizer=other, resume=True, **how)
+        train(
+            load_two_stage_config(),
+            out,
+            model=make_small_model(),
+            optimizer=other,
+            resume=True,
+            **arguments,
+        )
     with pytest.raises(BadInput, match=r"given\.loss\.settings\.label_smoothing: 0\.125 -> 0\.0"):
         train(
-            digits(),
+            load_two_stage_config(),
             out,
-            model=small(),
+            model=make_small_model(),
             optimizer=SGD,
             loss=nn.CrossEntropyLoss(),
             resume=True,
             quiet=True,
         )
-    faults = list_faults(train, digits(), out, resume=True, quiet=True)
+    faults = list_faults(train, load_two_stage_config(), out, resume=True, quiet=True)
     assert [fault.partition(":")[0] for fault in faults] == [
         "given.model",
         "given.loss",
@@ -94,23 +110,27 @@ def test_the_files_say_what_was_given_and_resuming_compares_it(tmp_path: Path) -
     ]
 
 
-def test_a_config_of_such_a_run_is_refused_without_the_objects(tmp_path: Path) -> None:
-    train(digits(), tmp_path / "run", optimizer=SGD, quiet=True)
+def test_a_config_of_a_run_with_objects_from_python_is_refused_without_them(tmp_path: Path) -> None:
+    train(load_two_stage_config(), tmp_path / "run", optimizer=SGD, quiet=True)
     config = load_config(tmp_path / "run" / "config.yaml")
     for attempt in (lambda: build(config), lambda: train(config, tmp_path / "b")):
         (fault,) = list_faults(attempt)
         assert fault.startswith("given.optimizer: torch.optim.sgd")
     assert not (tmp_path / "b").exists()
-    assert build(config, optimizer=SGD).config == build(digits(), optimizer=SGD).config
+    assert (
+        build(config, optimizer=SGD).config == build(load_two_stage_config(), optimizer=SGD).config
+    )
     with pytest.raises(BadInput, match="optimizer.name.*without given.optimizer"):
         load_config(tmp_path / "run" / "config.yaml", ["given=null"])
     with pytest.raises(BadInput, match="optimizer.lr: null: must be a number"):
-        digits("optimizer.lr=null")
+        load_two_stage_config("optimizer.lr=null")
 
 
 def test_the_configs_own_optimizer_is_in_the_summary(tmp_path: Path) -> None:
     report = train(
-        digits("optimizer={name: adam, lr: 0.01, momentum: null}"), tmp_path / "run", quiet=True
+        load_two_stage_config("optimizer={name: adam, lr: 0.01, momentum: null}"),
+        tmp_path / "run",
+        quiet=True,
     )
     assert (
         report["optimizer"]["name"] == "torch.optim.adam.Adam"
@@ -120,19 +140,19 @@ def test_the_configs_own_optimizer_is_in_the_summary(tmp_path: Path) -> None:
     assert load_config(tmp_path / "run" / "config.yaml").given is None
 
 
-def test_rules_look_at_the_optimizer_that_is_given() -> None:
-    """Story: spectrain was refused for the config's SGD without momentum although SGD with it was given."""
+def test_rules_check_the_optimizer_from_python() -> None:
+    """Story: spectrain was refused for the config's SGD, although SGD with momentum was passed."""
     sets = ["method=spectrain", "optimizer.momentum=0"]
-    (fault,) = list_faults(build, digits(*sets))
+    (fault,) = list_faults(build, load_two_stage_config(*sets))
     assert fault.endswith("--set method=spectrain: method: optimizer.momentum: 0: must be above 0")
-    build(digits(*sets), optimizer=SGD)
+    build(load_two_stage_config(*sets), optimizer=SGD)
     with pytest.raises(BadInput, match="momentum: 0"):
         build(
-            digits(sets[0], "optimizer.momentum=0.9"),
+            load_two_stage_config(sets[0], "optimizer.momentum=0.9"),
             optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         )
 
-    def halves(groups: Any) -> torch.optim.Optimizer:
+    def make_optimizer_by_halves(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([groups[0], {**groups[1], "nesterov": True}], lr=0.1, momentum=0.9)
 
     sets = [
@@ -140,10 +160,10 @@ def test_rules_look_at_the_optimizer_that_is_given() -> None:
         "method_args={spike_compensation: {}}",
         "optimizer={name: adam, momentum: null}",
     ]
-    compensated = digits(*sets)
+    compensated = load_two_stage_config(*sets)
     build(compensated, optimizer=SGD)
     with pytest.raises(BadInput, match="optimizer.nesterov"):  # of the second stage alone
-        build(compensated, optimizer=halves)
+        build(compensated, optimizer=make_optimizer_by_halves)
     with pytest.raises(BadInput, match="which adam does not have"):
         build(compensated)
 
@@ -153,12 +173,12 @@ def test_rules_look_at_the_optimizer_that_is_given() -> None:
 )
 def test_a_wrapped_model_is_refused(wrap: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=f"model: is wrapped by {named}: give the model itself"):
-        train(digits(), tmp_path / "run", model=wrap(small()))
+        train(load_two_stage_config(), tmp_path / "run", model=wrap(make_small_model()))
 
 
 def test_a_callers_model_keeps_its_dtype(tmp_path: Path) -> None:
     """Story: a float32 model given to a bfloat16 run was bfloat16 afterwards, without a word."""
-    model, config = small(), digits("precision=bfloat16")
+    model, config = make_small_model(), load_two_stage_config("precision=bfloat16")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     job = build(config, model=model)
     assert (
@@ -176,5 +196,8 @@ def test_a_callers_model_keeps_its_dtype(tmp_path: Path) -> None:
     )
     assert torch.equal(after["1.weight"], after["1.weight"].bfloat16().float())  # as trained
     with pytest.raises(BadInput):
-        build(digits("precision=bfloat16", "method=spectrain", "optimizer.momentum=0"), model=model)
+        build(
+            load_two_stage_config("precision=bfloat16", "method=spectrain", "optimizer.momentum=0"),
+            model=model,
+        )
     assert model[1].weight.dtype == torch.float32  # type: ignore[index,union-attr]

@@ -1,4 +1,4 @@
-"""What a run may do when it goes on: become longer, and run elsewhere."""
+"""Test runs that resume longer or on another backend, and runs that begin with weights."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ BASE = [
 COSINE = "lr_schedule={name: cosine, warmup_steps: 2, total_steps: 14}"
 
 
-def went(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
-    """Train and return the report."""
+def train_base(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
+    """Train the base config with overrides and return the report."""
     return train(config(*BASE, *over), out, quiet=True, **how)
 
 
-def trained(out: Path) -> List[Dict[str, Any]]:
-    """Return the lines of metrics of updates; times differ."""
+def read_update_metrics(out: Path) -> List[Dict[str, Any]]:
+    """Return the lines of metrics that belong to updates, without speeds."""
     return [line for line in read_numbers(out) if "train_loss" in line]
 
 
-def read_files(out: Path) -> Dict[Path, bytes]:
+def read_files_by_path(out: Path) -> Dict[Path, bytes]:
     return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
@@ -82,16 +82,18 @@ QUICK = {"constant", "t1 of cosine", "synchronous warm-up", "rounds"}
 
 
 @pytest.mark.parametrize("name", mark_slow(LONGER, QUICK.__contains__))
-def test_a_run_made_longer_is_one_planned_that_long(name: str, tmp_path: Path) -> None:
-    """To the bit: weights, optimizer state and every line of an update. The shorter run ends where a checkpoint is taken, so that
-    the pipelines of both are empty there."""
-    went(tmp_path / "grown", *LONGER[name], "steps=8")
-    report = went(tmp_path / "grown", *LONGER[name], "steps=12", resume=True)
-    planned = went(tmp_path / "planned", *LONGER[name], "steps=12")
+def test_a_prolonged_run_equals_one_planned_that_long(name: str, tmp_path: Path) -> None:
+    """Weights, optimizer state and the lines of all updates are bitwise equal.
+
+    The shorter run ends where a checkpoint is written, so the pipelines of both are empty there.
+    """
+    train_base(tmp_path / "grown", *LONGER[name], "steps=8")
+    report = train_base(tmp_path / "grown", *LONGER[name], "steps=12", resume=True)
+    planned = train_base(tmp_path / "planned", *LONGER[name], "steps=12")
     assert_same_state(tmp_path / "grown", tmp_path / "planned")
     assert (
-        trained(tmp_path / "grown") == trained(tmp_path / "planned")
-        and len(trained(tmp_path / "planned")) == 12
+        read_update_metrics(tmp_path / "grown") == read_update_metrics(tmp_path / "planned")
+        and len(read_update_metrics(tmp_path / "planned")) == 12
     )
     assert report["final"]["test_loss"] == planned["final"]["test_loss"]
 
@@ -107,22 +109,22 @@ FOLLOWING = {
 
 @pytest.mark.parametrize("keys", list(FOLLOWING))
 def test_a_run_whose_rates_follow_its_length_cannot_grow(keys: str, tmp_path: Path) -> None:
-    """Story: it went on at the rates of the longer run, which is no run at all: half of it had those of the shorter."""
+    """Story: it resumed at the rates of the longer run, but its first half had the others."""
     out = tmp_path / "run"
-    went(out, *FOLLOWING[keys], "steps=4")
-    before = read_files(out)
-    (fault,) = list_faults(went, out, *FOLLOWING[keys], "steps=6", resume=True)
+    train_base(out, *FOLLOWING[keys], "steps=4")
+    before = read_files_by_path(out)
+    (fault,) = list_faults(train_base, out, *FOLLOWING[keys], "steps=6", resume=True)
     assert fault.startswith(
         f"{out / 'checkpoints' / 'step-4'}: steps: saved in a run of 4, this one has 6"
     )
     assert f": only a run that began with {keys} can grow" in fault
-    assert read_files(out) == before
+    assert read_files_by_path(out) == before
     shutil.rmtree(
         out / "checkpoints"
     )  # as if killed before its first checkpoint: all of it is the longer run's
     (out / "summary.json").unlink()
-    assert went(out, *FOLLOWING[keys], "steps=6", resume=True)["steps"] == 6
-    went(tmp_path / "planned", *FOLLOWING[keys], "steps=6")
+    assert train_base(out, *FOLLOWING[keys], "steps=6", resume=True)["steps"] == 6
+    train_base(tmp_path / "planned", *FOLLOWING[keys], "steps=6")
     assert_same_state(out, tmp_path / "planned", 6)
 
 
@@ -130,26 +132,26 @@ def test_the_length_of_a_schedule_is_that_of_the_run_or_more(tmp_path: Path) -> 
     with pytest.raises(
         BadInput, match="lr_schedule.total_steps: 10: must be at least the 12 updates"
     ):
-        went(tmp_path / "run", "lr_schedule={name: cosine, total_steps: 10}", "steps=12")
+        train_base(tmp_path / "run", "lr_schedule={name: cosine, total_steps: 10}", "steps=12")
     with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: "):
         config("lr_schedule.total_steps=10")
-    went(tmp_path / "null", "lr_schedule={name: cosine}", "steps=4")
-    went(tmp_path / "said", "lr_schedule={name: cosine, total_steps: 4}", "steps=4")
-    assert_same_state(tmp_path / "null", tmp_path / "said", 4)
+    train_base(tmp_path / "null", "lr_schedule={name: cosine}", "steps=4")
+    train_base(tmp_path / "explicit", "lr_schedule={name: cosine, total_steps: 4}", "steps=4")
+    assert_same_state(tmp_path / "null", tmp_path / "explicit", 4)
 
 
-# ---- elsewhere
+# ---- on another backend
 
 RANKS = 2
 PROCESSES = ["backend.name=distributed", f"stages={RANKS}"]
-ELSEWHERE = {  # a synchronous method, whose numbers no stage changes, and one whose delays are other ones from there on
+ELSEWHERE = {  # stages change nothing in a synchronous method, but the delays of the other one
     "gpipe": ["method=gpipe", "lr_schedule={warmup_steps: 6}"],
     "pipemare": ["method=pipemare", "method_args={t1: {anneal_updates: 9}, t2: {}}"],
 }
 
 
 class Counting(nn.Module):
-    """Adds what it has counted in training, in a buffer that no state dict has."""
+    """Add one in each training forward to a buffer that no state dict has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,25 +163,26 @@ class Counting(nn.Module):
         return x * 1.0
 
 
-def own_model() -> nn.Module:
+def make_counting_model() -> nn.Module:
     torch.manual_seed(5)
     first, second = ([nn.Linear(width, 8), nn.BatchNorm1d(8), Counting()] for width in (64, 8))
     return nn.Sequential(nn.Flatten(), *first, *second, nn.Linear(8, 10)).to(torch.float64)
 
 
-def everything(model: nn.Module) -> Dict[str, torch.Tensor]:
+def collect_tensors(model: nn.Module) -> Dict[str, torch.Tensor]:
+    """Return parameters and all buffers, also those that are not in the state dict."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def process(rank: int, port: int, folder: Path) -> None:
-    """Let each run go on from update 4; then train the caller's own model."""
+def resume_on_rank(rank: int, port: int, folder: Path) -> None:
+    """Resume each run after update 4 as one rank; then train a model of the caller."""
     os.environ.update(forked.of_rank(rank, RANKS, port))
     torch.set_num_threads(1)
     for name, how in ELSEWHERE.items():
-        went(folder / name, *how, *PROCESSES, "steps=12", resume=True)
+        train_base(folder / name, *how, *PROCESSES, "steps=12", resume=True)
     for method in OWN:
-        model = own_model()
-        went(
+        model = make_counting_model()
+        train_base(
             folder / f"own-{method}",
             *PROCESSES,
             *OWN_KEYS,
@@ -187,7 +190,7 @@ def process(rank: int, port: int, folder: Path) -> None:
             f"method={method}",
             model=model,
         )
-        torch.save(everything(model), folder / f"{method}-{rank}.pt")
+        torch.save(collect_tensors(model), folder / f"{method}-{rank}.pt")
     end_process(0)
 
 
@@ -197,24 +200,29 @@ OWN_KEYS = ['stages=["4"]', "steps=3"]
 
 
 @needs_processes
-def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_path: Path) -> None:
-    """Four stages on the emulator, two processes, three stages on the emulator. Story: after a run on processes the model that a
-    rank had given held not-a-number where it had not trained."""
+def test_a_run_resumes_on_another_backend_and_every_rank_ends_with_the_whole_model(
+    tmp_path: Path,
+) -> None:
+    """A run trains four stages on the emulator, two processes, then three stages on the emulator.
+
+    Story: after a run on processes, a model that a rank had passed was not-a-number where that rank
+    had not trained.
+    """
     for name, how in ELSEWHERE.items():
-        went(tmp_path / name, *how, "stages=4", "steps=4")
+        train_base(tmp_path / name, *how, "stages=4", "steps=4")
         shutil.copytree(tmp_path / name, tmp_path / f"{name}-emulator")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.in_ranks(RANKS, process, store.port, tmp_path)
+    forked.in_ranks(RANKS, resume_on_rank, store.port, tmp_path)
     for name, how in ELSEWHERE.items():
-        went(tmp_path / f"{name}-emulator", *how, f"stages={RANKS}", "steps=12", resume=True)
+        train_base(tmp_path / f"{name}-emulator", *how, f"stages={RANKS}", "steps=12", resume=True)
         assert_same_state(tmp_path / name, tmp_path / f"{name}-emulator")
-        went(tmp_path / name, *how, "steps=14", resume=True)
-    went(tmp_path / "gpipe-whole", *ELSEWHERE["gpipe"], "stages=4", "steps=14")
+        train_base(tmp_path / name, *how, "steps=14", resume=True)
+    train_base(tmp_path / "gpipe-whole", *ELSEWHERE["gpipe"], "stages=4", "steps=14")
     assert_same_state(tmp_path / "gpipe", tmp_path / "gpipe-whole", 14)
-    assert trained(tmp_path / "gpipe") == trained(tmp_path / "gpipe-whole")
+    assert read_update_metrics(tmp_path / "gpipe") == read_update_metrics(tmp_path / "gpipe-whole")
     for method in OWN:
-        model = own_model()
-        went(
+        model = make_counting_model()
+        train_base(
             tmp_path / f"emulated-{method}",
             *OWN_KEYS,
             *OWN[method],
@@ -222,16 +230,19 @@ def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_
             model=model,
         )
         for rank in range(RANKS):
-            assert_same(torch.load(tmp_path / f"{method}-{rank}.pt"), everything(model))
-        assert {value.dtype for value in everything(model).values()} == {torch.float64, torch.int64}
+            assert_same(torch.load(tmp_path / f"{method}-{rank}.pt"), collect_tensors(model))
+        assert {value.dtype for value in collect_tensors(model).values()} == {
+            torch.float64,
+            torch.int64,
+        }
 
 
 def test_a_model_that_needs_its_version_in_a_state_dict_is_resumed(tmp_path: Path) -> None:
     model = Versioned(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10))
-    again = copy.deepcopy(model)
-    went(tmp_path / "run", "stages=2", "steps=4", model=model)
-    went(tmp_path / "run", "stages=2", "steps=8", model=model, resume=True)
-    went(tmp_path / "whole", "stages=2", "steps=8", model=again)
+    copied_model = copy.deepcopy(model)
+    train_base(tmp_path / "run", "stages=2", "steps=4", model=model)
+    train_base(tmp_path / "run", "stages=2", "steps=8", model=model, resume=True)
+    train_base(tmp_path / "whole", "stages=2", "steps=8", model=copied_model)
     assert_same_state(tmp_path / "run", tmp_path / "whole", 8)
 
 
@@ -239,32 +250,36 @@ def test_a_model_that_needs_its_version_in_a_state_dict_is_resumed(tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that has ended, after 4 and 8 updates; not to be changed."""
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a finished run with checkpoints after 4 and 8 updates; tests must not change it."""
     out = tmp_path_factory.mktemp("ended") / "run"
-    went(out, "steps=8")
+    train_base(out, "steps=8")
     return out
 
 
-def test_a_run_begins_with_the_newest_weights_of_another(ended: Path) -> None:
-    newest = evaluate_checkpoint(config(*BASE), ended / "checkpoints" / "step-8")
-    assert {**evaluate_checkpoint(config(*BASE), ended), "weights": newest["weights"]} == newest
-    for path in (ended, ended / "checkpoints" / "step-8"):
+def test_a_run_begins_with_the_newest_weights_of_another(finished_run: Path) -> None:
+    newest = evaluate_checkpoint(config(*BASE), finished_run / "checkpoints" / "step-8")
+    assert {
+        **evaluate_checkpoint(config(*BASE), finished_run),
+        "weights": newest["weights"],
+    } == newest
+    for path in (finished_run, finished_run / "checkpoints" / "step-8"):
         assert_same(
-            set_up(config(*BASE, f"init_from={path}")).model.state_dict(), read_weights(ended, 8)
+            set_up(config(*BASE, f"init_from={path}")).model.state_dict(),
+            read_weights(finished_run, 8),
         )
 
 
-def test_weights_with_a_new_head_are_taken_but_for_it(
-    ended: Path,
+def test_weights_load_into_a_model_with_a_new_head(
+    finished_run: Path,
     tmp_path: Path,
     run_tool: Any,  # noqa: F811
 ) -> None:
     out, keys = (
         tmp_path / "tuned",
-        ["model.args.classes=12", f"init_from={{path: {ended}, strict: false}}", "steps=4"],
+        ["model.args.classes=12", f"init_from={{path: {finished_run}, strict: false}}", "steps=4"],
     )
-    code, printed, error = run_tool(DIGITS, *sets(*BASE, *keys), "--out", str(out))
+    code, output, error = run_tool(DIGITS, *sets(*BASE, *keys), "--out", str(out))
     assert code == 0, error
     record = read_json(out / "init_from.json")
     assert set(record["left_out"]) == set(record["new"]) and len(record["new"]) == 2
@@ -272,42 +287,54 @@ def test_weights_with_a_new_head_are_taken_but_for_it(
         "shape (10, 8)",
         "shape (10,)",
     ]
-    (line,) = [line for line in printed.splitlines() if line.startswith("init_from: ")]
+    (line,) = [line for line in output.splitlines() if line.startswith("init_from: ")]
     assert f"{record['taken']} parameters and buffers loaded" in line and all(
         n in line for n in record["new"]
     )
-    fresh = set_up(config(*BASE, keys[0])).model.state_dict()
-    old = {
-        name: value for name, value in read_weights(ended, 8).items() if name not in record["new"]
+    first_weights = set_up(config(*BASE, keys[0])).model.state_dict()
+    loaded = {
+        name: value
+        for name, value in read_weights(finished_run, 8).items()
+        if name not in record["new"]
     }
-    assert_same(set_up(config(*BASE, *keys)).model.state_dict(), {**fresh, **old})
-    assert load_config(out / "config.yaml").init_from == InitFrom(path=str(ended), strict=False)
+    assert_same(set_up(config(*BASE, *keys)).model.state_dict(), {**first_weights, **loaded})
+    assert load_config(out / "config.yaml").init_from == InitFrom(
+        path=str(finished_run), strict=False
+    )
     assert (
-        went(out, *keys, "steps=8", resume=True)["steps"] == 8
+        train_base(out, *keys, "steps=8", resume=True)["steps"] == 8
         and read_json(out / "init_from.json") == record
     )
 
 
-def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> None:
-    def refuse(path: Path, *over: str) -> List[str]:
+def test_weights_that_do_not_fit_are_refused_with_a_remedy(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    def list_init_faults(path: Path, *over: str) -> List[str]:
         return list_faults(set_up, config(*BASE, f"init_from={path}", *over))
 
     (tmp_path / "begun" / "checkpoints").mkdir(
         parents=True
     )  # as a run leaves it that ended before its first one
-    assert refuse(tmp_path / "begun") == [f"init_from: {tmp_path / 'begun'}: has no checkpoint"]
-    assert refuse(tmp_path / "nowhere") == [f"init_from: {tmp_path / 'nowhere'}: no such file"]
-    faults = refuse(ended, "model.args.classes=12")
+    assert list_init_faults(tmp_path / "begun") == [
+        f"init_from: {tmp_path / 'begun'}: has no checkpoint"
+    ]
+    assert list_init_faults(tmp_path / "nowhere") == [
+        f"init_from: {tmp_path / 'nowhere'}: no such file"
+    ]
+    faults = list_init_faults(finished_run, "model.args.classes=12")
     assert len(faults) == 2 and faults[-1].endswith(
         "; init_from: {path: ..., strict: false} takes what fits"
     )
-    weights = read_weights(ended, 8)
+    weights = read_weights(finished_run, 8)
     save_file(
         {f"module.{name}": value for name, value in weights.items()},
         tmp_path / "wrapped.safetensors",
     )
     for over in ((), (f"init_from={{path: {tmp_path / 'wrapped.safetensors'}, strict: false}}",)):
-        assert refuse(tmp_path / "wrapped.safetensors", *over)[-1].endswith("; nothing in it fits")
+        assert list_init_faults(tmp_path / "wrapped.safetensors", *over)[-1].endswith(
+            "; nothing in it fits"
+        )
     if read_torch_version() >= checkpoint.SAFE_TORCH:
         torch.save({"epoch": 3, "state_dict": weights}, tmp_path / "nest.pt")
-        assert "nest.pt: is not a plain state dict" in refuse(tmp_path / "nest.pt")[0]
+        assert "nest.pt: is not a plain state dict" in list_init_faults(tmp_path / "nest.pt")[0]

@@ -1,4 +1,4 @@
-"""The emulator on a CUDA device: the same laws as on the CPU. Runs only where there is one."""
+"""Test the emulator on a CUDA device by the laws of the CPU tests."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def deterministic() -> Any:
-    set_numerics(BackendConfig(device="cuda"))  # what a run sets
+def use_deterministic_cuda() -> Any:
+    set_numerics(BackendConfig(device="cuda"))  # as a run does
     yield
     set_numerics(BackendConfig(device="cuda", deterministic=False))
 
@@ -80,21 +80,24 @@ ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
         ([], {"optimizer": functools.partial(ADAM, capturable=True)}),
     ],
 )
-def test_a_resumed_run_gives_the_same_numbers_and_tells_its_numerics(
+def test_a_resumed_run_gives_the_same_numbers_and_records_its_numerics(
     sets: List[str], objects: Any, tmp_path: Path
 ) -> None:
     config = load_config(DIGITS, [*SHORT, *sets])
-    whole = train(config, tmp_path, quiet=True, **objects)
+    report = train(config, tmp_path, quiet=True, **objects)
     assert (
-        whole["numerics"]["deterministic_algorithms"] and not whole["numerics"]["tf32_convolutions"]
+        report["numerics"]["deterministic_algorithms"]
+        and not report["numerics"]["tf32_convolutions"]
     )
     for step in (8, 12):
         shutil.rmtree(find_checkpoint(tmp_path, step))
     (tmp_path / "summary.json").unlink()
-    assert train(config, tmp_path, resume=True, quiet=True, **objects)["final"] == whole["final"]
+    assert train(config, tmp_path, resume=True, quiet=True, **objects)["final"] == report["final"]
 
 
-def test_losses_are_read_for_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_are_read_only_for_lines_and_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: List[int] = []
     read = Emulator.read
     monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))  # type: ignore[func-returns-value]

@@ -1,4 +1,4 @@
-"""Hardware descriptions, and the times, links and memory that follow from them, against numbers worked out by hand."""
+"""Test hardware descriptions and the times, links and memory that follow, against hand results."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ PLAIN: Dict[str, Any] = {
 
 
 @pytest.fixture
-def plain() -> Hardware:
+def plain_hardware() -> Hardware:
     return read_hardware(PLAIN)
 
 
-def faults_of(keys: Dict[str, Any], folder: Path) -> List[str]:
+def list_hardware_faults(keys: Dict[str, Any], folder: Path) -> List[str]:
     file = folder / "own.yaml"
     file.write_text(dump_yaml(keys))
     return [fault.replace(str(file), "own.yaml") for fault in list_faults(read_hardware, str(file))]
@@ -57,7 +57,7 @@ def faults_of(keys: Dict[str, Any], folder: Path) -> List[str]:
 # ---- descriptions
 
 
-def test_every_named_description_is_whole_and_says_where_its_figures_are_from() -> None:
+def test_every_named_description_is_complete_and_names_its_sources() -> None:
     devices = {
         "gc2": 2, "gc200": 1, "bow": 1, "m2000": 4, "pod4": 4, "pod16": 16, "pod64": 64,
         "v100x8": 8, "h100x8": 8, "h200x8": 8, "a100": 1, "t4": 1,
@@ -77,12 +77,12 @@ def test_every_named_description_is_whole_and_says_where_its_figures_are_from() 
     ]
     # of products: see test_predictions.py
     assert read_hardware("v100x8").find_rate("float16") == pytest.approx(71.25e12)
-    shown = read_hardware("m2000").format_figures()
-    assert "device.code_share 0.2 (estimate for code and exchange; not confirmed)" in shown
-    assert "device.memory_bandwidth 4.75e+13 (Laskin et al. 2020, appendix D)" in shown
+    figures = read_hardware("m2000").format_figures()
+    assert "device.code_share 0.2 (estimate for code and exchange; not confirmed)" in figures
+    assert "device.memory_bandwidth 4.75e+13 (Laskin et al. 2020, appendix D)" in figures
 
 
-def test_a_file_of_ones_own_is_a_description_like_the_named_ones(tmp_path: Path) -> None:
+def test_a_users_file_is_a_description_like_the_named_ones(tmp_path: Path) -> None:
     file = tmp_path / "wafer.yaml"
     file.write_text(dump_yaml({**PLAIN, "name": "wafer"}))
     assert read_hardware(str(file)) == read_hardware({**PLAIN, "name": "wafer"})
@@ -94,7 +94,7 @@ def test_a_file_of_ones_own_is_a_description_like_the_named_ones(tmp_path: Path)
     assert read_hardware(str(file)).device.usable_bytes == 0.9e9
 
 
-def test_bad_files_are_reported_a_line_a_fault_with_the_nearest_key(tmp_path: Path) -> None:
+def test_bad_files_are_reported_one_line_per_fault_with_the_nearest_key(tmp_path: Path) -> None:
     device = {**PLAIN["device"], "memory_bytes": -3, "usable_share": {"value": 1.2, "sorce": "x"}}
     device["memory_bandwidth"] = {"value": 3e9, "confirmed": True}
     device["rates"] = {
@@ -102,7 +102,7 @@ def test_bad_files_are_reported_a_line_a_fault_with_the_nearest_key(tmp_path: Pa
         "float32": {"peak_flops": 1e12},
     }
     links = [PLAIN["links"][0], {**PLAIN["links"][1], "bandwith": 1}]
-    faults = faults_of(
+    faults = list_hardware_faults(
         {**PLAIN, "lockstep": "maybe", "device": device, "links": links, "hots": 3}, tmp_path
     )
     begins = [
@@ -121,13 +121,13 @@ def test_bad_files_are_reported_a_line_a_fault_with_the_nearest_key(tmp_path: Pa
 def test_a_figure_so_small_that_times_would_be_infinite_is_refused(
     tiny: float, tmp_path: Path
 ) -> None:
-    """A plan for such hardware printed nan and inf, and exited with 0."""
+    """Story: a plan for such hardware printed nan and inf, and exited with 0."""
     rates = {"float32": {"peak_flops": tiny, "achievable_share": min(tiny, 1e-7)}}
     device = {**PLAIN["device"], "memory_bytes": tiny, "memory_bandwidth": tiny, "rates": rates}
     links_ = [{**PLAIN["links"][0], "bandwidth": tiny, "latency": 1e300}, PLAIN["links"][1]]
     keys = [
         fault.split(": ")[1]
-        for fault in faults_of({**PLAIN, "device": device, "links": links_}, tmp_path)
+        for fault in list_hardware_faults({**PLAIN, "device": device, "links": links_}, tmp_path)
     ]
     assert keys == [
         "device.memory_bytes.value", "device.memory_bandwidth.value", "device.rates.float32.peak_flops.value",
@@ -136,7 +136,7 @@ def test_a_figure_so_small_that_times_would_be_infinite_is_refused(
 
 
 def test_no_text_of_a_description_controls_the_terminal(tmp_path: Path) -> None:
-    """A source with an escape sequence cleared the screen of whoever planned for the hardware."""
+    """Story: a source with an escape sequence cleared the screen of the person who planned."""
     device = {**PLAIN["device"], "memory_bytes": {"value": 1e9, "source": "\x1b[2J"}}
     levels = [{**PLAIN["links"][0], "name": "a\x1b[31m"}, PLAIN["links"][1]]
     evil = read_hardware(
@@ -177,14 +177,14 @@ def test_no_text_of_a_description_controls_the_terminal(tmp_path: Path) -> None:
         ({"device": None}, "device: null: must be a mapping"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(
+def test_inconsistent_figures_are_refused(
     changes: Dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    (fault,) = faults_of({**PLAIN, **changes}, tmp_path)
+    (fault,) = list_hardware_faults({**PLAIN, **changes}, tmp_path)
     assert fault.startswith(f"own.yaml: {message}")
 
 
-def test_names_that_are_none_are_refused_with_what_is(
+def test_unknown_names_are_refused_with_the_known_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BadInput, match=r"^--hardware: pod61: .*\bpod64\b"):
@@ -199,38 +199,38 @@ def test_names_that_are_none_are_refused_with_what_is(
     assert read_hardware("this").name == "this"
 
 
-def test_devices_and_precisions_that_it_does_not_have_are_refused(plain: Hardware) -> None:
+def test_unavailable_devices_and_precisions_are_refused(plain_hardware: Hardware) -> None:
     assert (
-        plain.with_devices(2).devices == 2
+        plain_hardware.with_devices(2).devices == 2
         and read_hardware("v100x8").with_devices(64).devices == 64
     )
     for devices in (0, 9):
         with pytest.raises(BadInput, match=f"^--devices: {devices}: hardware plain: "):
-            plain.with_devices(devices)
+            plain_hardware.with_devices(devices)
     with pytest.raises(
         BadInput, match="^precision: 16.16: hardware plain states no rate for float16"
     ):
-        plain.find_rate("16.16")
+        plain_hardware.find_rate("16.16")
 
 
 # ---- times
 
 
-def unit(name: str = "a", **changes: Any) -> Unit:
+def make_unit(name: str = "a", **changes: Any) -> Unit:
     keys: Dict[str, Any] = {
         "forward_flops": 1e9, "backward_flops": 2e9, "parameters": 1000, "output_bytes": 400.0, "activation_bytes": 4000.0,
     }  # fmt: skip
     return Unit(name, **{**keys, **changes})
 
 
-def test_a_pass_takes_its_arithmetic_or_its_memory_traffic(plain: Hardware) -> None:
-    assert unit_costs.compute_pass_seconds(unit(), plain, "float32", 4) == pytest.approx(
-        (4e9 / 0.5e12, 8e9 / 0.5e12)
-    )
-    moving = unit(forward_flops=0.0, backward_flops=0.0)
+def test_a_pass_takes_its_arithmetic_or_its_memory_traffic(plain_hardware: Hardware) -> None:
+    assert unit_costs.compute_pass_seconds(
+        make_unit(), plain_hardware, "float32", 4
+    ) == pytest.approx((4e9 / 0.5e12, 8e9 / 0.5e12))
+    moving = make_unit(forward_flops=0.0, backward_flops=0.0)
     forward = (4 * 1000 + 2 * 4 * 4000) / 1e11
     backward = (4 * 1000 + 2 * 4 * 1000 + 4 * 4 * 4000) / 1e11
-    assert unit_costs.compute_pass_seconds(moving, plain, "float32", 4) == pytest.approx(
+    assert unit_costs.compute_pass_seconds(moving, plain_hardware, "float32", 4) == pytest.approx(
         (forward, backward)
     )
 
@@ -238,32 +238,42 @@ def test_a_pass_takes_its_arithmetic_or_its_memory_traffic(plain: Hardware) -> N
 @pytest.mark.parametrize(
     "samples, forward", [(2, 1.0), (4, 2.0), (6, 2.5), (8, 3.0), (16, 5.0), (1, 0.5)]
 )
-def test_between_measured_sizes_times_lie_on_a_line(
-    plain: Hardware, samples: int, forward: float
+def test_times_between_measured_sizes_are_interpolated(
+    plain_hardware: Hardware, samples: int, forward: float
 ) -> None:
     measured = (
         MeasuredPasses(8, 3.0, 6.0),
         MeasuredPasses(4, 2.0, 4.0),
         MeasuredPasses(2, 1.0, 2.0),
     )
-    seconds = unit_costs.compute_pass_seconds(unit(measured=measured), plain, "float32", samples)
+    seconds = unit_costs.compute_pass_seconds(
+        make_unit(measured=measured), plain_hardware, "float32", samples
+    )
     assert seconds == pytest.approx((forward, 2 * forward))
-    one = unit(measured=(MeasuredPasses(samples, 2.0, 3.0),))  # one size is scaled
-    assert unit_costs.compute_pass_seconds(one, plain, "float32", 2 * samples) == (4.0, 6.0)
+    one = make_unit(measured=(MeasuredPasses(samples, 2.0, 3.0),))  # one size is scaled
+    assert unit_costs.compute_pass_seconds(one, plain_hardware, "float32", 2 * samples) == (
+        4.0,
+        6.0,
+    )
 
 
-def test_an_update_is_memory_traffic(plain: Hardware) -> None:
+def test_an_update_is_memory_traffic(plain_hardware: Hardware) -> None:
     # float32 with Adam: weights and two moments read and written, the gradient read
-    seconds = unit_costs.compute_update_seconds(unit(), plain, "float32", 2)
+    seconds = unit_costs.compute_update_seconds(make_unit(), plain_hardware, "float32", 2)
     assert seconds == pytest.approx(1000 * (2 * 4 * 3 + 4) / 1e11)
-    assert unit_costs.compute_update_seconds(unit(update_seconds=3.0), plain, "float32", 2) == 3.0
+    assert (
+        unit_costs.compute_update_seconds(
+            make_unit(update_seconds=3.0), plain_hardware, "float32", 2
+        )
+        == 3.0
+    )
 
 
 def test_units_join_to_a_stage() -> None:
-    a = unit(
+    a = make_unit(
         "a", measured=(MeasuredPasses(1, 1.0, 2.0), MeasuredPasses(4, 3.0, 5.0)), update_seconds=1.0
     )
-    b = unit("b", parameters=7, output_bytes=3.0, measured=(MeasuredPasses(4, 10.0, 20.0),))
+    b = make_unit("b", parameters=7, output_bytes=3.0, measured=(MeasuredPasses(4, 10.0, 20.0),))
     assert join_units([a, b]) == Unit(
         "a", 2e9, 4e9, 1007, 3.0, 8000.0, 4, (MeasuredPasses(4, 13.0, 25.0),), 1.0
     )
@@ -272,44 +282,46 @@ def test_units_join_to_a_stage() -> None:
 # ---- links
 
 
-def test_the_smallest_level_that_joins_devices_carries_their_messages(plain: Hardware) -> None:
-    assert description.find_level(plain, [2, 2]) is None
-    names = [description.find_level(plain, ends).name for ends in ([0, 3], [4, 7], [3, 4])]
+def test_the_smallest_level_that_joins_devices_carries_their_messages(
+    plain_hardware: Hardware,
+) -> None:
+    assert description.find_level(plain_hardware, [2, 2]) is None
+    names = [description.find_level(plain_hardware, ends).name for ends in ([0, 3], [4, 7], [3, 4])]
     assert names == ["inside", "inside", "between"]
-    assert description.make_transfer(plain, 0, 1, 1e9) == Transfer(
+    assert description.make_transfer(plain_hardware, 0, 1, 1e9) == Transfer(
         0.1, 1e-6, ("inside from device 0", "inside to device 1")
     )
-    across = description.make_transfer(plain, 3, 4, 1e9, sharing=2)
+    across = description.make_transfer(plain_hardware, 3, 4, 1e9, sharing=2)
     assert across == Transfer(
         2.0, 1e-3, ("between from devices 0 to 3", "between to devices 4 to 7")
     )
-    assert description.compute_message_seconds(plain.links[1], 1e9, 2) == pytest.approx(
+    assert description.compute_message_seconds(plain_hardware.links[1], 1e9, 2) == pytest.approx(
         across.seconds + across.latency
     )
-    assert description.make_transfer(plain, 5, 5, 1e9) == Transfer()
+    assert description.make_transfer(plain_hardware, 5, 5, 1e9) == Transfer()
     with pytest.raises(BadInput, match="no level joins devices 0 and 8"):
-        description.make_transfer(plain, 0, 8, 1.0)
+        description.make_transfer(plain_hardware, 0, 8, 1.0)
 
 
-def test_a_ring_sends_its_bytes_nearly_twice(plain: Hardware) -> None:
-    inside, between = plain.links
+def test_a_ring_sends_its_bytes_nearly_twice(plain_hardware: Hardware) -> None:
+    inside, between = plain_hardware.links
     assert description.compute_all_reduce_seconds(inside, 4e9, 1) == 0.0
     assert description.compute_all_reduce_seconds(inside, 4e9, 4) == pytest.approx(
         2 * 3 / 4 * 4e9 / 1e10 + 6e-6
     )
-    transfer = description.make_all_reduce(plain, [0, 4], 1e9)
+    transfer = description.make_all_reduce(plain_hardware, [0, 4], 1e9)
     assert description.compute_all_reduce_seconds(between, 1e9, 2) == pytest.approx(1.002)
     assert transfer.seconds + transfer.latency == pytest.approx(1.002)
     assert set(transfer.links) == {
         f"between {way} devices {group}" for way in ("from", "to") for group in ("0 to 3", "4 to 7")
     }
-    assert description.make_all_reduce(plain, [3], 1e9) == Transfer()
+    assert description.make_all_reduce(plain_hardware, [3], 1e9) == Transfer()
 
 
-def test_flows_crowd_where_they_leave_or_enter_together(plain: Hardware) -> None:
+def test_flows_crowd_where_they_leave_or_enter_together(plain_hardware: Hardware) -> None:
     pipelines = [(0, 4), (1, 5), (2, 3)]  # two leave the first server; the third stays inside
-    assert description.count_sharing(plain, pipelines) == [2, 2, 1]
-    assert description.count_sharing(plain, [(0, 3), (1, 3), (0, 2)]) == [2, 2, 2]
+    assert description.count_sharing(plain_hardware, pipelines) == [2, 2, 1]
+    assert description.count_sharing(plain_hardware, [(0, 3), (1, 3), (0, 2)]) == [2, 2, 2]
 
 
 # ---- memory
@@ -317,7 +329,7 @@ def test_flows_crowd_where_they_leave_or_enter_together(plain: Hardware) -> None
 WEIGHTS, KEPT, ENTERS = 100, 40.0, 8.0  # numbers, bytes a sample, bytes a microbatch
 
 
-def needed(
+def compute_memory(
     method: str,
     stage: int,
     stages: int = 4,
@@ -330,50 +342,66 @@ def needed(
     )
     keys = {"precision": "float32", "samples": 2, "moments": 1, **more}
     return memory.compute_stage_memory(
-        unit(parameters=WEIGHTS, activation_bytes=KEPT), ENTERS, counts.select(stage), **keys
+        make_unit(parameters=WEIGHTS, activation_bytes=KEPT), ENTERS, counts.select(stage), **keys
     )
 
 
 @pytest.mark.parametrize(
-    "method, stage, versions, flying",
+    "method, stage, versions, in_flight",
     [
         ("gpipe", 0, 1, 8), ("gpipe", 3, 1, 8), ("pipedream_flush", 0, 1, 4), ("pipedream_flush", 3, 1, 1),
         ("pipedream_2bw", 0, 2, 4), ("pipedream_2bw", 3, 2, 1), ("naive", 0, 1, 1), ("local_greedy", 0, 1, 1),
         ("pipelined_backprop", 0, 1, 7), ("pipelined_backprop", 3, 1, 1),
     ],
 )  # fmt: skip
-def test_memory_follows_the_method(method: str, stage: int, versions: int, flying: int) -> None:
-    """Versions as the papers count them; in flight GPipe N, 1F1B P - s, dataflow 2(P-1-s) + 1."""
-    need = needed(method, stage)
-    assert (need.weights, need.versions, need.gradients, need.optimizer) == (
+def test_memory_follows_the_method(method: str, stage: int, versions: int, in_flight: int) -> None:
+    """Versions are those of the papers; in flight are N microbatches (GPipe), P - s (1F1B),
+    2(P-1-s) + 1 (dataflow)."""
+    memory_bytes = compute_memory(method, stage)
+    assert (
+        memory_bytes.weights,
+        memory_bytes.versions,
+        memory_bytes.gradients,
+        memory_bytes.optimizer,
+    ) == (
         400,
         400 * (versions - 1),
         400,
         400,
     )
-    assert (need.activations, need.code) == (flying * 2 * KEPT, 0)
-    assert need.total == 400 * (versions + 2) + flying * 2 * KEPT
-    again = needed(method, stage, recompute=True)
-    assert again.activations == flying * ENTERS + 2 * KEPT
-    assert again.total - again.activations == need.total - need.activations
+    assert (memory_bytes.activations, memory_bytes.code) == (in_flight * 2 * KEPT, 0)
+    assert memory_bytes.total == 400 * (versions + 2) + in_flight * 2 * KEPT
+    recomputed = compute_memory(method, stage, recompute=True)
+    assert recomputed.activations == in_flight * ENTERS + 2 * KEPT
+    assert (
+        recomputed.total - recomputed.activations == memory_bytes.total - memory_bytes.activations
+    )
 
 
-def test_the_papers_footprint_is_this_one() -> None:
-    """Narayanan et al. 2021, section 3: 2|W|/d + A/d + d A_in, GPipe |W|/d + A/d + m A_in (weights and activations alone)."""
+def test_memory_equals_the_footprint_of_the_paper() -> None:
+    """Narayanan et al. 2021, section 3, count 2|W|/d + A/d + d A_in; GPipe |W|/d + A/d + m A_in.
+
+    Both are weights and activations alone.
+    """
     paper = compute_worker_footprint(4 * 400, 4 * 2 * KEPT, ENTERS, 4, 8, recompute=True)
     for method in ("gpipe", "pipedream_flush", "pipedream_2bw"):
-        ours = needed(method, 0, recompute=True)
+        ours = compute_memory(method, 0, recompute=True)
         assert ours.weights + ours.versions + ours.activations == paper[method]
 
 
 def test_stages_in_lock_step_stash_as_poptorch_does() -> None:
-    """Four stages keep 7, 5, 3, 1 microbatches, in either timeline of a method that flushes; the last one recomputes nothing."""
+    """Four stages keep 7, 5, 3, 1 microbatches in either timeline of a method that flushes.
+
+    The last stage recomputes nothing.
+    """
     for method in ("gpipe", "pipedream_flush"):
-        stashed = [needed(method, s, lockstep=True).activations for s in range(4)]
+        stashed = [compute_memory(method, s, lockstep=True).activations for s in range(4)]
         assert stashed == [2 * KEPT * depth for depth in (7, 5, 3, 1)]
-        again = [needed(method, s, recompute=True, lockstep=True).activations for s in range(4)]
-        assert again == [ENTERS * depth + 2 * KEPT for depth in (7, 5, 3, 0)]
-    assert [needed("local_chunked", s, lockstep=True).activations for s in range(2)] == [
+        recomputed = [
+            compute_memory(method, s, recompute=True, lockstep=True).activations for s in range(4)
+        ]
+        assert recomputed == [ENTERS * depth + 2 * KEPT for depth in (7, 5, 3, 0)]
+    assert [compute_memory("local_chunked", s, lockstep=True).activations for s in range(2)] == [
         2 * KEPT
     ] * 2
     assert memory.make_lockstep_schedule(METHODS["gpipe"], 4, 16, 8).slot_count == 2 * (
@@ -382,8 +410,8 @@ def test_stages_in_lock_step_stash_as_poptorch_does() -> None:
     assert memory.make_lockstep_schedule(METHODS["naive"], 4, 2, 1).slot_count == 2 * 2 * 4
 
 
-def test_precision_optimizer_and_code_count(plain: Hardware) -> None:
-    mixed = needed("gpipe", 0, precision="float16", moments=2, device=plain.device)
+def test_precision_optimizer_and_code_count(plain_hardware: Hardware) -> None:
+    mixed = compute_memory("gpipe", 0, precision="float16", moments=2, device=plain_hardware.device)
     assert (mixed.weights, mixed.gradients, mixed.optimizer, mixed.accumulators) == (
         200,
         200,
@@ -419,23 +447,23 @@ def test_precisions_are_those_of_a_config_and_one_for_plans() -> None:
     assert HARDWARE_FOLDER.is_dir()
 
 
-def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
-    def show(figure: SourcedFigure, scale: float = 1.0) -> str:
+def test_the_page_shows_the_figures_of_the_files() -> None:
+    def format_figure(figure: SourcedFigure, scale: float = 1.0) -> str:
         return f"{figure.value / scale:.4g}{'' if figure.confirmed else '*'}"
 
-    def row(name: str) -> str:
+    def format_row(name: str) -> str:
         hardware = read_hardware(name)
         device = hardware.device
         rates = "; ".join(
-            f"{kind} {show(rate.peak_flops, 1e12)} x {show(rate.achievable_share)}"
+            f"{kind} {format_figure(rate.peak_flops, 1e12)} x {format_figure(rate.achievable_share)}"
             for kind, rate in device.rates.items()
         )
         level = "; ".join(
-            f"{link.name} {show(link.bandwidth, 1e9)}, {show(link.latency, 1e-6)} us"
+            f"{link.name} {format_figure(link.bandwidth, 1e9)}, {format_figure(link.latency, 1e-6)} us"
             + (f", shared by {link.shared_by}" if link.shared_by > 1 else "")
             for link in hardware.links
         )
-        sizes = f"{show(device.memory_bytes, 1e9)} | {rates} | {show(device.memory_bandwidth, 1e9)}"
+        sizes = f"{format_figure(device.memory_bytes, 1e9)} | {rates} | {format_figure(device.memory_bandwidth, 1e9)}"
         return f"| `{name}` | {hardware.devices} | {sizes} | {level} |"
 
     docs = HARDWARE_FOLDER.parents[1] / "docs"
@@ -452,10 +480,10 @@ def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
         == 64
     )
     assert [line for line in page if line.startswith("| `")] == [
-        row(name) for name in list_hardware() if name != "this"
+        format_row(name) for name in list_hardware() if name != "this"
     ]
 
 
 @pytest.mark.parametrize("precision", ["16.16", "16.32", "32.32", "float32"])
-def test_plans_count_the_inputs_that_an_ipu_is_given(precision: str) -> None:
+def test_plans_count_inputs_in_the_precision_of_an_ipu(precision: str) -> None:
     assert convert_input(torch.zeros(1), precision).element_size() == PRECISIONS[precision].data

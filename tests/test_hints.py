@@ -1,4 +1,4 @@
-"""Hints for users who come from elsewhere, and for a run that diverges."""
+"""Test hints for users of other libraries, and for a run that diverges."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ HINTS = {
 
 
 @pytest.mark.parametrize("text", list(HINTS))
-def test_the_words_of_others_are_known(text: str) -> None:
+def test_words_of_other_libraries_get_hints(text: str) -> None:
     assert list_faults(config, text)[0].endswith(HINTS[text])
 
 
-def test_what_others_call_a_key_is_one() -> None:
+def test_every_alias_hints_at_an_existing_key() -> None:
     for name, here in KEYS_ALSO_CALLED.items():
         key = here.partition(".")[2]
         assert name not in Config.model_fields
         with pytest.raises(BadInput, match=f"nearest is {here}"):
             config(f"{name}=1")
-        if key:  # of a section: it is no unknown one
+        if key:  # a key of a section is known
             with pytest.raises(BadInput, match="did you mean|must be"):
                 config(f"{here}=[]")
 
@@ -56,18 +56,18 @@ def test_what_others_call_a_key_is_one() -> None:
 # ---- wrapped models
 
 
-def plain() -> nn.Sequential:
+def make_flat_linear() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
-def inside(wrap: Callable[[nn.Module], Any]) -> nn.Module:
-    model = plain()
+def wrap_linear(wrap: Callable[[nn.Module], Any]) -> nn.Module:
+    model = make_flat_linear()
     model[1] = wrap(model[1])
     return model
 
 
 class FSDPModule:
-    """As the mixin of torch.distributed.fsdp.fully_shard is called."""
+    """Have the name of the mixin of torch.distributed.fsdp.fully_shard."""
 
 
 class FSDPLinear(FSDPModule, nn.Linear):
@@ -75,16 +75,16 @@ class FSDPLinear(FSDPModule, nn.Linear):
 
 
 WRAPPED = {
-    "model: is wrapped by torch.compile: ": lambda: torch.compile(plain()),
-    "model: is wrapped by DataParallel: ": lambda: nn.DataParallel(plain()),
+    "model: is wrapped by torch.compile: ": lambda: torch.compile(make_flat_linear()),
+    "model: is wrapped by DataParallel: ": lambda: nn.DataParallel(make_flat_linear()),
     "model: is wrapped by torch.jit: ": lambda: torch.jit.script(
-        plain()
+        make_flat_linear()
     ),  # story: its hooks raised a RuntimeError
-    "model: 1: is wrapped by DataParallel: ": lambda: inside(
+    "model: 1: is wrapped by DataParallel: ": lambda: wrap_linear(
         nn.DataParallel
     ),  # story: these were trained inside it
-    "model: 1: is wrapped by torch.compile: ": lambda: inside(torch.compile),
-    "model: 1: is wrapped by fully_shard: ": lambda: inside(lambda linear: FSDPLinear(64, 10)),
+    "model: 1: is wrapped by torch.compile: ": lambda: wrap_linear(torch.compile),
+    "model: 1: is wrapped by fully_shard: ": lambda: wrap_linear(lambda linear: FSDPLinear(64, 10)),
 }
 
 
@@ -99,19 +99,19 @@ def test_a_wrapped_model_is_refused_by_the_wrappers_name(beginning: str) -> None
     not hasattr(nn.Module, "compile"), reason="modules of this torch have no compile()"
 )
 def test_a_model_compiled_in_place_is_refused() -> None:
-    model = plain()
+    model = make_flat_linear()
     model.compile()
     with pytest.raises(BadInput, match="model: is wrapped by torch.compile: "):
         check_modules(model, None, torch.device("cpu"))
 
 
-# ---- what does not count
+# ---- unused keys
 
 
-def test_steps_beside_epochs_say_which_counts(run_tool: Any) -> None:  # noqa: F811
+def test_steps_beside_epochs_report_which_is_used(run_tool: Any) -> None:  # noqa: F811
     line = "steps: 5 is used, epochs: 3 is ignored"
-    code, printed, _ = run_tool(DIGITS, *sets("steps=5", "epochs=3"), "--dry-run")
-    assert code == 0 and printed.splitlines()[0] == line
+    code, output, _ = run_tool(DIGITS, *sets("steps=5", "epochs=3"), "--dry-run")
+    assert code == 0 and output.splitlines()[0] == line
     agreeing = build(config("steps=null", "epochs=2"))
     assert "counts" not in format_opening(agreeing)
     assert "counts" not in format_opening(build(config(f"steps={agreeing.updates}", "epochs=2")))
@@ -136,16 +136,19 @@ def test_one_stage_under_a_pipelines_method_is_reported(keys: List[str], is_expe
 WILD = ["optimizer.lr=1e18", "optimizer.momentum=0", "stages=4", "evaluate.every=0"]
 
 
-def fault(out: Path, *keys: str) -> str:
+def read_divergence_message(out: Path, *keys: str) -> str:
+    """Train at a rate that diverges and return the message."""
     with pytest.raises(RunFault) as error:
         train(config(*WILD, *keys), out, quiet=True)
     return str(error.value)
 
 
-def test_a_run_that_diverges_says_stage_rule_and_remedy(tmp_path: Path) -> None:
-    """Of SGD without momentum and a delay of D the largest stable rate is 2 sin(pi / (4 D + 2)) over the curvature (PipeMare,
-    Lemma 1): with D 7 0.209, without delay 2."""
-    message = fault(
+def test_a_diverged_run_reports_stage_rule_and_remedy(tmp_path: Path) -> None:
+    """SGD without momentum at a delay of D is stable below 2 sin(pi / (4 D + 2)) / curvature.
+
+    PipeMare, Lemma 1: with D = 7 the numerator is 0.209, without delay 2.
+    """
+    message = read_divergence_message(
         tmp_path / "pipemare",
         "method=pipemare",
         "gradient_accumulation=1",
@@ -168,12 +171,14 @@ def test_a_run_that_diverges_says_stage_rule_and_remedy(tmp_path: Path) -> None:
     (["method=pipemare", "method_args={warmup: {epochs: 1}}"], "; no stage reads stale weights in this run, so"),
     (["method=pipedream", "optimizer={name: adam, momentum: null}"], "1 update stale): method_args: {t1: {}} lowers"),
 ])  # fmt: skip
-def test_of_other_runs_it_says_what_it_can(keys: List[str], message: str, tmp_path: Path) -> None:
-    assert message in fault(tmp_path / "run", *keys)
+def test_the_message_of_a_diverged_run_fits_its_method(
+    keys: List[str], message: str, tmp_path: Path
+) -> None:
+    assert message in read_divergence_message(tmp_path / "run", *keys)
 
 
-def test_rules_that_the_run_has_are_no_remedy(tmp_path: Path) -> None:
-    message = fault(
+def test_rules_that_the_run_already_has_are_not_recommended(tmp_path: Path) -> None:
+    message = read_divergence_message(
         tmp_path / "run", "method=pipemare", "method_args={t1: {}}", "gradient_accumulation=1"
     )
     assert "tolerates the smallest learning rate" in message and "with t1 it" not in message

@@ -1,4 +1,4 @@
-"""The hostile tool judges: what must not be is seen, and a case is the same whenever it is made."""
+"""Test the hostile tool: it detects forbidden outcomes, and cases are reproducible."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ CASE = Case("train", [], "")
         (0, "\x1b[31mred\n", "not printable"),
     ],
 )
-def test_what_must_not_be_is_seen(code: int, wrong: str, bad: str) -> None:
+def test_forbidden_outcomes_are_detected(code: int, wrong: str, bad: str) -> None:
     verdict = judged(CASE, code, "", wrong)
     assert verdict.startswith(bad) and bool(verdict) == bool(bad)
 
 
-def test_what_is_accepted_although_it_is_not_what_was_saved(tmp_path: Path) -> None:
+def test_accepted_checkpoints_with_other_values_are_detected(tmp_path: Path) -> None:
     end, run = tmp_path / "end", tmp_path / "run"
     (end / LAST).mkdir(parents=True)
     for name in ("model", "optimizer"):
@@ -84,7 +84,7 @@ def test_what_is_accepted_although_it_is_not_what_was_saved(tmp_path: Path) -> N
     )
 
 
-def test_a_case_is_made_the_same_again_by_its_name_alone(tmp_path: Path) -> None:
+def test_a_case_is_reproduced_from_its_name_alone(tmp_path: Path) -> None:
     bases = Bases(tmp_path, tmp_path)
     for number in range(30):
         for kind in ("configs", "command_lines"):

@@ -1,6 +1,6 @@
-"""Ctrl-C at any moment of a run: exit code 130, one line, soon; IPU_PIPE_INTERRUPTS=100 repeats the scene so often.
+"""Test Ctrl-C at any moment of a run: it ends soon, with exit code 130 and one line.
 
-IPU_PIPE_INTERRUPT_JOBS runs as many at a time.
+IPU_PIPE_INTERRUPTS=100 repeats the interrupted run 100 times, IPU_PIPE_INTERRUPT_JOBS at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Iterator, List, NamedTuple, Tuple
 
 import pytest
 
-from tests.support.processes import hear_interrupts
+from tests.support.processes import enable_interrupts
 from tests.support.runs import ROOT
 
 REPEATS = int(os.environ.get("IPU_PIPE_INTERRUPTS", "4"))
@@ -28,13 +28,13 @@ PATIENCE = (
     30.0  # seconds from Ctrl-C to the end on a machine as busy as may be; what hung took up to 120
 )
 STARTUP = 0.2  # seconds until the tool's first lines have run
-# Python's own start, in which it answers Ctrl-C by itself, is not the tool's: the scene begins when that is over
+# Python's own start, in which it answers Ctrl-C by itself, is not the tool's: a run counts as started after that
 STARTED = "import runpy, sys; sys.argv.pop(0); print('up', flush=True); runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 @pytest.fixture()
-def load() -> Iterator[None]:
-    """Two busy loops beside it, ended by their own clock if no one else does."""
+def busy_processes() -> Iterator[None]:
+    """Run two busy loops beside the test; they end by their own clock if no one else ends them."""
     loop = f"import time; end = time.monotonic() + {60 + 10 * REPEATS}\nwhile time.monotonic() < end: pass"
     busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(2)]
     try:
@@ -45,8 +45,8 @@ def load() -> Iterator[None]:
             process.wait()
 
 
-class Ended(NamedTuple):
-    """How a run ended after Ctrl-C."""
+class InterruptedRun(NamedTuple):
+    """The outcome of a run after Ctrl-C."""
 
     seed: int
     moment: str
@@ -55,19 +55,21 @@ class Ended(NamedTuple):
     error: str
 
 
-def interrupted(seed: int, out: Path) -> Ended:
-    """Train the digits, TensorBoard on, in a process that gets Ctrl-C at a moment drawn from `seed`;
-    every third gets a second one."""
-    drawn = random.Random(seed)
+def interrupt_training(seed: int, out: Path) -> InterruptedRun:
+    """Train the digits in a process that gets Ctrl-C at a moment drawn from `seed`.
+
+    TensorBoard is on. Every third run gets a second Ctrl-C.
+    """
+    generator = random.Random(seed)
     process = subprocess.Popen(
         [sys.executable, "-c", STARTED, "tools/train.py", "configs/mlp_digits.yaml", "--out", str(out)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_interrupts,
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=enable_interrupts,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
         moment = "while it starts" if seed % 2 else "while it trains"
-        wait = drawn.uniform(STARTUP, 5.0)
+        wait = generator.uniform(STARTUP, 5.0)
         if seed % 2 == 0:
             patience = time.monotonic() + 120
             while (
@@ -76,20 +78,20 @@ def interrupted(seed: int, out: Path) -> Ended:
                 and time.monotonic() < patience
             ):
                 time.sleep(0.02)
-            wait = drawn.uniform(0.0, 2.0)
+            wait = generator.uniform(0.0, 2.0)
         time.sleep(wait)
         begin = time.monotonic()
         process.send_signal(signal.SIGINT)
         if seed % 3 == 0:
-            time.sleep(drawn.uniform(0.0, 0.3))
+            time.sleep(generator.uniform(0.0, 0.3))
             process.send_signal(signal.SIGINT)
             moment += ", twice"
         _, error = process.communicate(timeout=PATIENCE)
-        return Ended(
+        return InterruptedRun(
             seed, f"{moment}, {wait:.2f} s", process.returncode, time.monotonic() - begin, error
         )
     except subprocess.TimeoutExpired:
-        return Ended(seed, moment, 99, PATIENCE, "hangs")
+        return InterruptedRun(seed, moment, 99, PATIENCE, "hangs")
     finally:
         process.kill()
         process.wait()
@@ -97,27 +99,30 @@ def interrupted(seed: int, out: Path) -> Ended:
 
 @pytest.mark.slow
 def test_ctrl_c_at_any_moment_ends_a_run(
-    tmp_path: Path, load: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, busy_processes: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Story: with TensorBoard on, one in five hung for up to two minutes in the writer's queue, on a busy machine."""
+    """Story: with TensorBoard on, one in five runs hung for up to two minutes in the writer's queue
+    on a busy machine."""
     with ThreadPoolExecutor(JOBS) as pool:
-        ended = list(
-            pool.map(lambda seed: interrupted(seed, tmp_path / f"run-{seed}"), range(REPEATS))
+        runs = list(
+            pool.map(
+                lambda seed: interrupt_training(seed, tmp_path / f"run-{seed}"), range(REPEATS)
+            )
         )
     # ended by the signal itself, which a shell calls 130 too: while the interpreter of a run that is done is taken down
-    wrong = [
-        run for run in ended if run.code not in (0, 130, -signal.SIGINT) or "Traceback" in run.error
+    failures = [
+        run for run in runs if run.code not in (0, 130, -signal.SIGINT) or "Traceback" in run.error
     ]
     if REPEATS > 4:
         with capsys.disabled():
-            seconds = sorted(run.seconds for run in ended)
-            codes = dict(Counter(run.code for run in ended))
+            seconds = sorted(run.seconds for run in runs)
+            codes = dict(Counter(run.code for run in runs))
             print(
                 f"\n{REPEATS} times: exit codes {codes}, seconds: median {seconds[REPEATS // 2]:.2f}, most {seconds[-1]:.2f}"
             )
-            print(*wrong, sep="\n")
-    assert not wrong
-    assert any(run.code == 130 and "interrupted" in run.error for run in ended)
+            print(*failures, sep="\n")
+    assert not failures
+    assert any(run.code == 130 and "interrupted" in run.error for run in runs)
 
 
 COMMAND = """
@@ -150,11 +155,11 @@ BODIES = {
 """,
     "in a finalizer, where Python drops it": "Finalized(); gc.collect(); print('lost')",
     "in an import, which makes it another fault": "sys.path.insert(0, {folder!r}); import interrupted_import; print('lost')",
-    "told as another fault": """
+    "raised as another fault": """
     try:
         ctrl_c()
     except KeyboardInterrupt as error:
-        raise ValueError("not told") from error
+        raise ValueError("not printed") from error
 """,
     "on the way out": "import atexit; atexit.register(ctrl_c)",
 }
@@ -166,22 +171,22 @@ def test_ctrl_c_is_one_line_wherever_it_lands(when: str, tmp_path: Path) -> None
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    for _ in range(1000): pass\n"
         "except BaseException: pass\n"
     )
-    code, printed, error = _run(COMMAND.format(body=BODIES[when].format(folder=str(tmp_path))))
-    assert (code, printed, error) == (130, "", "interrupted\n")
+    code, output, error = run_source(COMMAND.format(body=BODIES[when].format(folder=str(tmp_path))))
+    assert (code, output, error) == (130, "", "interrupted\n")
 
 
-def test_a_command_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+def test_a_command_that_ignores_ctrl_c_keeps_ignoring_it() -> None:
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    code, printed, error = _run(ignoring + COMMAND.format(body="ctrl_c(); print('done')"))
-    assert (code, printed, error) == (0, "done\n", "")
+    code, output, error = run_source(ignoring + COMMAND.format(body="ctrl_c(); print('done')"))
+    assert (code, output, error) == (0, "done\n", "")
 
 
-def _run(source: str) -> Tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, preexec_fn=hear_interrupts, timeout=60,
+def run_source(source: str) -> Tuple[int, str, str]:
+    result = subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, preexec_fn=enable_interrupts, timeout=60,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
+    return result.returncode, result.stdout, result.stderr
 
 
 # run by make before ipu_pipe can be imported
@@ -192,7 +197,10 @@ NO_COMMAND_LINE = (*PARTS_OF_INSTALL, *WRITERS_OF_DOCS, "__init__.py")
 
 
 def test_every_command_line_ends_quietly_from_its_first_line_on() -> None:
-    """All tools hand Ctrl-C over before their own imports: those of commands in `cli.run`, the others by themselves."""
+    """All tools install the handler of Ctrl-C before their own imports.
+
+    Commands do so in `cli.run`, the others by themselves.
+    """
     late: List[str] = []
     tools = [
         file for file in sorted((ROOT / "tools").glob("*.py")) if file.name not in NO_COMMAND_LINE
@@ -211,4 +219,4 @@ def test_every_command_line_ends_quietly_from_its_first_line_on() -> None:
             late.append(file.name)
     assert not late
     code = "import sys, ipu_pipe.cli; print([m for m in ('argparse', 'ipu_pipe.errors', 'json') if m in sys.modules])"
-    assert _run(code) == (0, "[]\n", "")
+    assert run_source(code) == (0, "[]\n", "")

@@ -1,4 +1,4 @@
-"""What a plan says that stages on IPUs hold: PopTorch's stash, not the schedule's microbatches in flight."""
+"""Test the memory that a plan states for stages on IPUs, which follows PopTorch's stash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ipu_pipe.report.memory import build_memory_table
 KEYS = ["method=pipedream_flush", "gradient_accumulation=16", "evaluate.every=0", "steps=2"]
 
 
-def held(*keys: str) -> List[Tuple[int, int]]:
+def read_activation_stash(*keys: str) -> List[Tuple[int, int]]:
     """Return microbatches in flight and bytes of activations, stage by stage."""
     rows = build_memory_table(build(load_config("configs/mlp_digits.yaml", [*KEYS, *keys])))
     return [(row["in_flight"], row["activation_bytes"]) for row in rows]
@@ -28,19 +28,22 @@ def held(*keys: str) -> List[Tuple[int, int]]:
         (["method=naive"], [1, 1, 1, 1]),
     ],
 )
-def test_stages_on_ipus_hold_poptorchs_stash(keys: List[str], stash: List[int]) -> None:
-    on_ipus, one = held("backend.name=poptorch", *keys), held("method=naive")
+def test_stages_on_ipus_keep_poptorchs_stash(keys: List[str], stash: List[int]) -> None:
+    on_ipus, one = (
+        read_activation_stash("backend.name=poptorch", *keys),
+        read_activation_stash("method=naive"),
+    )
     assert [row[0] for row in on_ipus] == stash
     assert [row[1] for row in on_ipus] == [count * saved for count, (_, saved) in zip(stash, one)]
 
 
-def test_the_emulator_holds_what_its_schedule_has_in_flight() -> None:
-    assert [row[0] for row in held()] == [4, 3, 2, 1]
+def test_the_emulator_keeps_the_microbatches_in_flight_of_its_schedule() -> None:
+    assert [row[0] for row in read_activation_stash()] == [4, 3, 2, 1]
 
 
 def test_recomputation_keeps_inputs_but_not_the_last_stages() -> None:
     """PopTorch recomputes on all stages but the last one."""
-    with_inputs: Any = held("backend.name=poptorch", "recompute=true")
-    plain = held("method=naive")
+    with_inputs: Any = read_activation_stash("backend.name=poptorch", "recompute=true")
+    plain = read_activation_stash("method=naive")
     assert with_inputs[-1] == (1, plain[-1][1])
     assert with_inputs[0] == (7, 7 * 16 * 64 * 4 + plain[0][1])

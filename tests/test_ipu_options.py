@@ -1,5 +1,7 @@
-"""What can be said of IPUs in a config: every refusal with its remedy, what becomes of each key in poptorch.Options, the configs
-for pods. Nothing here ran on an IPU."""
+"""Test the IPU keys of a config: refusals with remedies, poptorch.Options, the configs for pods.
+
+Nothing here ran on an IPU.
+"""
 
 from __future__ import annotations
 
@@ -40,28 +42,28 @@ from tests.support.slow import mark_slow
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 
 
-def config(ipu: Any = None, **keys: Any) -> Any:
+def configure_ipus(ipu: Any = None, **keys: Any) -> Any:
     base = {"method": "gpipe", "gradient_accumulation": 16, "stages": 4}
     return configure(backend={"name": "poptorch", "ipu": ipu or {}}, **{**base, **keys})
 
 
-def method_of(settings: Any) -> Method:
+def get_method(settings: Any) -> Method:
     return resolve_method(settings.method, settings.method_settings())
 
 
-def refuses(settings: Any, facts: ModelFacts, **replicas: int) -> List[str]:
-    return unsupported.check_model(settings, method_of(settings), facts, **replicas)
+def check_facts(settings: Any, facts: ModelFacts, **replicas: int) -> List[str]:
+    return unsupported.check_model(settings, get_method(settings), facts, **replicas)
 
 
-def make_options(settings: Any, *others: Any, **more: Any) -> Any:
-    return options.make_options(settings, method_of(settings), *others, **more)
+def make_poptorch_options(settings: Any, *others: Any, **more: Any) -> Any:
+    return options.make_options(settings, get_method(settings), *others, **more)
 
 
-def faults(ipu: Any = None, **keys: Any) -> List[str]:
-    return [fault.replace("configure: ", "") for fault in list_faults(config, ipu, **keys)]
+def list_ipu_faults(ipu: Any = None, **keys: Any) -> List[str]:
+    return [fault.replace("configure: ", "") for fault in list_faults(configure_ipus, ipu, **keys)]
 
 
-# ---- refusals from the config alone: key and value that are named, backend.ipu, other keys
+# ---- refusals from the config alone: the key and value in the fault, backend.ipu, other keys
 
 IO = {"tensor_locations": {"num_io_tiles": 32}}
 OVERLAPPED: Dict[str, Any] = {"overlapped_io": "accumulation_loop", **IO}
@@ -126,9 +128,9 @@ REFUSED: List[Tuple[str, Dict[str, Any], Dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_what_no_ipu_can_do_is_refused_by_key_and_value(case: int) -> None:
+def test_what_ipus_do_not_support_is_refused_by_key_and_value(case: int) -> None:
     key_and_value, ipu, keys = REFUSED[case]
-    lines = faults(ipu, **keys)
+    lines = list_ipu_faults(ipu, **keys)
     assert len(lines) == 1 and lines[0].startswith(f"{key_and_value}: "), lines
 
 
@@ -136,13 +138,13 @@ def test_popart_options_are_those_of_the_published_list() -> None:
     published = read_json(ROOT / "tests" / "poptorch_double" / "api.json")
     assert popart_options.TYPES == published["popart_session_options"]
     assert popart_options.VERSION == published["version"]
-    (fault,) = faults({"popart_options": {"enableOutlinning": False}})
+    (fault,) = list_ipu_faults({"popart_options": {"enableOutlinning": False}})
     assert "3.4" in fault and "nearest is enableOutlining" in fault
 
 
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.is_stale])
 def test_asynchronous_methods_are_refused_with_the_nearest_that_runs(method: str) -> None:
-    fault = faults(method=method, optimizer={"momentum": 0.9})[0]
+    fault = list_ipu_faults(method=method, optimizer={"momentum": 0.9})[0]
     assert fault.startswith(
         f"method: {method}: a PopTorch pipeline is flushed at every weight update"
     )
@@ -150,15 +152,15 @@ def test_asynchronous_methods_are_refused_with_the_nearest_that_runs(method: str
 
 
 def test_layers_in_two_blocks_are_refused_and_all_other_methods_run() -> None:
-    (fault,) = faults(method="local_overlapping")
+    (fault,) = list_ipu_faults(method="local_overlapping")
     assert "two IPUs" in fault and "local_greedy" in fault
     for name, method in METHODS.items():
-        refused = (
+        is_refused = (
             method.is_stale
             or method.order is not None
             or name in ("local_overlapping", "local_sgd")
         )
-        assert bool(check_method(method)) == refused, name
+        assert bool(check_method(method)) == is_refused, name
 
 
 GPIPE, GREEDY = METHODS["gpipe"], METHODS["local_greedy"]
@@ -180,7 +182,7 @@ def test_a_row_that_does_not_state_that_poptorch_runs_it_is_refused(
 ) -> None:
     invented = replace(INVENTED[what], name="invented")
     monkeypatch.setitem(METHODS, "invented", invented)
-    (fault,) = faults(method="invented")
+    (fault,) = list_ipu_faults(method="invented")
     assert (
         fault.startswith("method: invented: PopTorch is not known to run")
         and "gpipe or pipedream_flush" in fault
@@ -190,7 +192,7 @@ def test_a_row_that_does_not_state_that_poptorch_runs_it_is_refused(
     )
     assert (
         check_method(new_method) == [] and get_execution(new_method) == PIPELINED
-    )  # neither alters what runs
+    )  # neither changes the execution
 
 
 def test_a_fault_names_the_file_it_came_from(tmp_path: Path) -> None:
@@ -265,21 +267,23 @@ OF_MODELS: List[Tuple[str, Dict[str, Any], Dict[str, Any], Dict[str, Any]]] = [
 @pytest.mark.parametrize("case", range(len(OF_MODELS)))
 def test_models_that_do_not_fit_are_refused_by_key_and_value(case: int) -> None:
     key_and_value, ipu, keys, facts = OF_MODELS[case]
-    settings = config(ipu, **keys)
-    assert refuses(settings, FACTS) == [] or not facts
-    lines = refuses(settings, FACTS._replace(**facts))
+    settings = configure_ipus(ipu, **keys)
+    assert check_facts(settings, FACTS) == [] or not facts
+    lines = check_facts(settings, FACTS._replace(**facts))
     assert any(line.startswith(f"{key_and_value}: ") for line in lines), lines
 
 
 def test_replicas_of_one_process_count_for_its_ipus() -> None:
-    settings = config(replicas=16)
-    assert refuses(settings, FACTS) == []
+    settings = configure_ipus(replicas=16)
+    assert check_facts(settings, FACTS) == []
     many = settings.model_copy(update={"replicas": 64})
     assert (
-        refuses(many, FACTS)[0].startswith("replicas: 64: ")
-        and refuses(many, FACTS, local_replicas=16) == []
+        check_facts(many, FACTS)[0].startswith("replicas: 64: ")
+        and check_facts(many, FACTS, local_replicas=16) == []
     )
-    (fault,) = refuses(config({"tensor_locations": SHARDS}, replicas=2), FACTS, local_replicas=1)
+    (fault,) = check_facts(
+        configure_ipus({"tensor_locations": SHARDS}, replicas=2), FACTS, local_replicas=1
+    )
     assert fault.startswith(
         "backend.ipu.tensor_locations.optimizer.replicated_tensor_sharding: true: "
     )
@@ -287,7 +291,7 @@ def test_replicas_of_one_process_count_for_its_ipus() -> None:
 
 # ---- poptorch.Options
 
-SAID = {
+EVERY_KEY = {
     "device_iterations": 2, "ipus": [0, 1, 1, 2], "auto_round_num_ipus": True, "broadcast_buffers": False,
     "available_memory_proportion": [0.1, 0.2, 0.3], "partials": "half", "stochastic_rounding": True,
     "floating_point_exceptions": True, "stable_norm": True, "convolution_dithering": True, "automatic_loss_scaling": True,
@@ -304,10 +308,10 @@ SAID = {
 
 
 def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
-    settings = config(SAID, replicas=4)
+    settings = configure_ipus(EVERY_KEY, replicas=4)
     place = place_stages(settings.backend.ipu, 4)
-    options = make_options(settings, place, True, 5, ipu_id=3).toDict()
-    strategy = make_options(settings, place, True, 5)._execution_strategy
+    options = make_poptorch_options(settings, place, True, 5, ipu_id=3).toDict()
+    strategy = make_poptorch_options(settings, place, True, 5)._execution_strategy
     assert [strategy.stage(f"stage{s}")._ipu for s in range(4)] == [0, 1, 1, 2]
     assert [strategy.stage(f"stage{s}")._stage_id for s in range(4)] == [0, 1, 1, 2]
     expected = {
@@ -328,7 +332,7 @@ def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
                           "autoReport.directory": "p"},
     }  # fmt: skip
     assert {key: options.get(key) for key in expected} == expected
-    inference = make_options(settings, place, False, 5).toDict()
+    inference = make_poptorch_options(settings, place, False, 5).toDict()
     assert inference["device_iterations"] == 3 and inference["gradient_accumulation"] == 1
     assert (
         inference["output_mode"] == poptorch.OutputMode.All
@@ -339,8 +343,10 @@ def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
 
 
 def test_defaults_leave_poptorchs_own(poptorch: Any) -> None:
-    settings = config()
-    options = make_options(settings, place_stages(settings.backend.ipu, 4), True, 5).toDict()
+    settings = configure_ipus()
+    options = make_poptorch_options(
+        settings, place_stages(settings.backend.ipu, 4), True, 5
+    ).toDict()
     plain = poptorch.Options().outputMode(poptorch.OutputMode.All).toDict()
     changed = {key for key in options if options[key] != plain.get(key)}
     assert changed == {
@@ -352,50 +358,52 @@ def test_defaults_leave_poptorchs_own(poptorch: Any) -> None:
     )
 
 
-def test_recomputation_is_set_where_it_was_asked_for(poptorch: Any) -> None:
+def test_recomputation_is_set_where_it_was_requested(poptorch: Any) -> None:
     place = Placement((0, 1, 2, 3))
 
-    def asked(ipu: Any = None, **keys: Any) -> Tuple[Any, Any]:
-        options = make_options(config(ipu, **keys), place, True, 0).toDict()
+    def read_recomputation(ipu: Any = None, **keys: Any) -> Tuple[Any, Any]:
+        options = make_poptorch_options(configure_ipus(ipu, **keys), place, True, 0).toDict()
         return options.get("autoRecomputation"), options.get("explicitRecomputation")
 
-    assert asked() == asked(recompute=True) == (None, None)  # a pipeline recomputes by itself
-    assert asked({"recomputation": "none"}) == (0, None)
-    assert asked({"recomputation": "pipeline"}) == (3, None)
-    assert asked(method="naive", recompute=True) == (1, True)
-    assert asked({"recomputation": "recompute_all"}, method="naive") == (4, True)
+    assert (
+        read_recomputation() == read_recomputation(recompute=True) == (None, None)
+    )  # a pipeline recomputes by itself
+    assert read_recomputation({"recomputation": "none"}) == (0, None)
+    assert read_recomputation({"recomputation": "pipeline"}) == (3, None)
+    assert read_recomputation(method="naive", recompute=True) == (1, True)
+    assert read_recomputation({"recomputation": "recompute_all"}, method="naive") == (4, True)
 
 
 def test_overlapped_io_reaches_the_model(poptorch: Any, monkeypatch: Any) -> None:
-    settings = config({"overlapped_io": "device_iteration_loop", **IO}, method="naive")
+    settings = configure_ipus({"overlapped_io": "device_iteration_loop", **IO}, method="naive")
     loss, mode = (
         torch.nn.functional.cross_entropy,
         wrapping.OVERLAP[settings.backend.ipu.overlapped_io],
     )
     wrapped = wrapping.Wrapped(wrapping.WholeModel(torch.nn.Linear(2, 2)), loss, False, mode)
-    options = make_options(settings, Placement((0,)), True, 0)
+    options = make_poptorch_options(settings, Placement((0,)), True, 0)
     executor = poptorch.trainingModel(
         wrapped, options, poptorch.optim.SGD(wrapped.parameters(), lr=0.1)
     )
-    asked: List[Any] = []
+    modes: List[Any] = []
     real = poptorch.set_overlap_for_input
     monkeypatch.setattr(
-        poptorch, "set_overlap_for_input", lambda x, mode: asked.append(mode) or real(x, mode)
+        poptorch, "set_overlap_for_input", lambda x, mode: modes.append(mode) or real(x, mode)
     )
     executor.compile(torch.ones(16, 2), torch.zeros(16, dtype=torch.int64))
-    assert set(asked) == {poptorch.OverlapMode.OverlapDeviceIterationLoop}
+    assert set(modes) == {poptorch.OverlapMode.OverlapDeviceIterationLoop}
 
 
 def test_reading_a_config_waits_for_no_torch() -> None:
     code = "import sys, ipu_pipe.backends.ipu.unsupported; print('torch' in sys.modules, 'poptorch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "False False\n", done.stderr
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == "False False\n", result.stderr
 
 
 # ---- the configs for pods
 
 
-def test_there_is_a_config_for_every_pod_depth_and_way() -> None:
+def test_there_is_a_config_for_every_pod_depth_and_method() -> None:
     names = {path.stem for path in PODS}
     every = itertools.product((4, 16, 64), (18, 34, 50, 101), ("pipelined", "local"))
     wanted = {f"pod{pod}_resnet{depth}_{how}" for pod, depth, how in every}
@@ -408,12 +416,12 @@ def test_graphcores_own_recipe_is_a_config() -> None:
         ([], 16, 16416),
         (["replicas=64", "gradient_accumulation=14"], 64, 16128),
     ):
-        stated = load_config(path, settings)
-        assert stated.replicas == replicas
-        assert stated.micro_batch_size * stated.gradient_accumulation * replicas == batch
-    assert stated.ipu.use_combined_accum and stated.ipu.tensor_locations.optimizer.on_chip is None
+        config = load_config(path, settings)
+        assert config.replicas == replicas
+        assert config.micro_batch_size * config.gradient_accumulation * replicas == batch
+    assert config.ipu.use_combined_accum and config.ipu.tensor_locations.optimizer.on_chip is None
     assert (
-        stated.model.args["norm"] == "batch" and stated.evaluate.every == 0
+        config.model.args["norm"] == "batch" and config.evaluate.every == 0
     )  # evaluated after training
 
 
@@ -427,7 +435,7 @@ def test_graphcores_own_recipe_is_a_config() -> None:
 def test_the_papers_tables_start_on_ipus_in_their_precision(
     name: str, poptorch: Any, monkeypatch: Any
 ) -> None:
-    """They are in bfloat16, which PopTorch does not take; their first lines say what to set."""
+    """They are in bfloat16, which PopTorch does not support; a comment states the overrides."""
     path = ROOT / "configs" / f"{name}.yaml"
     (command,) = [
         line for line in path.read_text().splitlines() if "--set backend.name=poptorch" in line
@@ -435,11 +443,11 @@ def test_the_papers_tables_start_on_ipus_in_their_precision(
     settings = [word for word in command.split() if "=" in word]
     with pytest.raises(BadInput, match="precision: bfloat16: is not supported on IPUs"):
         load_config(path, settings[:1])
-    stated = load_config(path, settings)
+    config = load_config(path, settings)
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", name[-1])
     small = load_config(path, [*settings, "data.shape=[3, 32, 32]", "micro_batch_size=2"])
     engine = make_engine(build(small), 0)
-    assert small.gradient_accumulation == stated.gradient_accumulation
+    assert small.gradient_accumulation == config.gradient_accumulation
     if name == "resnet34_ipu4":
         engine.executors.training.compile(*engine.calls[0])  # type: ignore[attr-defined]
         assert poptorch.recorded.compilations[0].ipus == 4

@@ -1,4 +1,4 @@
-"""Runs that torchrun restarts: those of killed ranks end as if never killed, and a restart never goes on with another's run."""
+"""Test runs that torchrun restarts: kills change no number, and no restart resumes another run."""
 
 from __future__ import annotations
 
@@ -31,54 +31,54 @@ def test_killed_runs_end_as_if_never_killed(kills_in_all: int, tmp_path: Path) -
         assert seed < 12, "ranks outlive their kills: are their moments counted?"
 
 
-def sleep(*arguments: Any) -> None:
+def sleep_a_minute(*arguments: Any) -> None:
     time.sleep(60)
 
 
-def test_a_rank_that_hangs_is_not_taken_for_one_that_was_to_die(
+def test_a_hanging_rank_is_not_mistaken_for_a_killed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kills, "_run", sleep)
+    monkeypatch.setattr(kills, "_run", sleep_a_minute)
     monkeypatch.setattr(kills, "PATIENCE", 0.2)
     with pytest.raises(AssertionError, match=r"ranks \[0, 1\] did not end"):
-        kills.run_attempt(0, None, [], "job", 0, tmp_path / "told")
+        kills.run_attempt(0, None, [], "job", 0, tmp_path / "hanging")
 
 
-def restart(monkeypatch: pytest.MonkeyPatch, attempt: int, job: str) -> None:
+def set_restart(monkeypatch: pytest.MonkeyPatch, attempt: int, job: str) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
 
 
-def test_a_restart_goes_on_with_its_own_run_alone(
+def test_a_restart_resumes_only_its_own_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """A first start that finds another's run is refused; its restart must be, too."""
+    """A first start that meets the folder of another run is refused, and so is its restart."""
     config = load_config(str(kills.DIGITS), SETTINGS)
-    restart(monkeypatch, 0, "one")
+    set_restart(monkeypatch, 0, "one")
     train(config, tmp_path, quiet=True)
     for attempt in (0, 1):
-        restart(monkeypatch, attempt, "two")
+        set_restart(monkeypatch, attempt, "two")
         with pytest.raises(BadInput, match="contains another run"):
             train(config, tmp_path)
-    restart(monkeypatch, 1, "one")
+    set_restart(monkeypatch, 1, "one")
     (tmp_path / "summary.json").unlink()  # killed before it was written
-    for overwrite in (False, True):  # what the first start has overwritten already stays
+    for overwrite in (False, True):  # the first start has overwritten already, the restart must not
         train(config, tmp_path, overwrite=overwrite)
         assert "restart 1 " in capsys.readouterr().out
     assert [start["first_update"] for start in read_starts(tmp_path)] == [0, 4]
 
 
-def test_a_run_that_was_killed_as_it_began_begins_again(
+def test_a_run_killed_at_its_start_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config(str(kills.DIGITS), SETTINGS)
-    restart(monkeypatch, 0, "one")
+    set_restart(monkeypatch, 0, "one")
     train(config, tmp_path / "whole", quiet=True)
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / "record.json").write_bytes(
         (tmp_path / "whole" / "record.json").read_bytes()
     )
-    restart(monkeypatch, 1, "one")
+    set_restart(monkeypatch, 1, "one")
     train(config, tmp_path / "killed", quiet=True)
     assert read_numbers(tmp_path / "killed") == read_numbers(tmp_path / "whole")
 
@@ -87,11 +87,11 @@ def test_a_restart_without_a_folder_finds_the_dated_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    restart(monkeypatch, 0, "one")
+    set_restart(monkeypatch, 0, "one")
     assert re.fullmatch(r"runs/\d{4}-[-_\d]{14}_mlp\[1\]", str(_choose_folder("mlp[1]")))
-    began = Path("runs/2000-01-01_00-00-00_mlp[1]")  # the name is no pattern
-    train(load_config(str(kills.DIGITS), SETTINGS), began, quiet=True)
-    restart(monkeypatch, 1, "one")
-    assert _choose_folder("mlp[1]") == began
-    restart(monkeypatch, 1, "two")
-    assert _choose_folder("mlp[1]") != began
+    dated_folder = Path("runs/2000-01-01_00-00-00_mlp[1]")  # the brackets must not act as a pattern
+    train(load_config(str(kills.DIGITS), SETTINGS), dated_folder, quiet=True)
+    set_restart(monkeypatch, 1, "one")
+    assert _choose_folder("mlp[1]") == dated_folder
+    set_restart(monkeypatch, 1, "two")
+    assert _choose_folder("mlp[1]") != dated_folder

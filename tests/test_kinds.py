@@ -1,4 +1,4 @@
-"""What Python gives of a wrong kind: a line that says what, and nothing written."""
+"""Test arguments of a wrong type from Python: one line names each, and nothing is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = {"micro_batch_size": 8, "steps": 2, "log": {"tensorboard": False}}
 
 
 class Weighted(nn.Module):
-    """A loss with a weight of its own."""
+    """A loss with a parameter."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -44,11 +44,11 @@ class MisnamedStopping(ipu_pipe.EarlyStopping, Misnamed):
     pass
 
 
-def model() -> nn.Module:
+def make_two_stage_model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(8, 4)))
 
 
-def raising(*arguments: Any) -> Any:
+def divide_by_zero(*arguments: Any) -> Any:
     return 1 / 0
 
 
@@ -65,7 +65,7 @@ WRONG: Dict[
         "loss": Weighted(nn.Parameter(torch.ones(1)))
     },
     r"loss: it fails on the model's output, a tensor of shape \(8, 4\) and labels \(8,\), .*: Zero": {
-        "loss": raising
+        "loss": divide_by_zero
     },
     "model.output: it fails on the model's output, a tensor of shape": {
         "output": lambda output: output.logits
@@ -82,17 +82,17 @@ WRONG: Dict[
     },
     "lr_scheduler: a StepLR: must be a function of an optimizer": {
         "lr_scheduler": torch.optim.lr_scheduler.StepLR(
-            torch.optim.SGD(model().parameters(), lr=1), 3
+            torch.optim.SGD(make_two_stage_model().parameters(), lr=1), 3
         )
     },
     "metrics: a str: must be a list": {"metrics": "accuracy"},  # story: a line a letter
-    "metrics: 3: must be letters": {"metrics": {3: raising}},
-    # story: told only by the first evaluation, into a folder that was there by then
+    "metrics: 3: must be letters": {"metrics": {3: divide_by_zero}},
+    # story: reported only by the first evaluation, when the folder existed already
     r"metrics: mse: outputs \(32, 4\) and labels \(32,\): must be tensors of one shape": {
         "metrics": ["mse"]
     },
-    r"metrics: raising: fails on a tensor of shape \(32, 4\) and labels .*: Zero": {
-        "metrics": [raising]
+    r"metrics: divide_by_zero: fails on a tensor of shape \(32, 4\) and labels .*: Zero": {
+        "metrics": [divide_by_zero]
     },
     "metrics: f: returned None: must return one number": {"metrics": {"f": lambda output, y: None}},
     "callbacks: a Misnamed: must be a list": {"callbacks": Misnamed()},
@@ -103,21 +103,26 @@ WRONG: Dict[
 
 
 @pytest.mark.parametrize("line", list(WRONG))
-def test_what_is_of_a_wrong_kind_is_reported_before_anything_is_written(
+def test_arguments_of_a_wrong_type_are_reported_before_anything_is_written(
     line: str, tmp_path: Path
 ) -> None:
     data, loss = (
         ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)),
         nn.functional.cross_entropy,
     )
-    usual = {"config": ipu_pipe.configure(**SHORT), "model": model(), "data": data, "loss": loss}
+    usual = {
+        "config": ipu_pipe.configure(**SHORT),
+        "model": make_two_stage_model(),
+        "data": data,
+        "loss": loss,
+    }
     (fault,) = list_faults(
         ipu_pipe.train, out=tmp_path / "run", quiet=True, **{**usual, **WRONG[line]}
     )
     assert re.match(line, fault) and not (tmp_path / "run").exists()
 
 
-def test_early_stopping_of_wrong_kinds_tells_each() -> None:
+def test_early_stopping_reports_each_wrong_argument() -> None:
     faults = list_faults(ipu_pipe.EarlyStopping, 3, mode="up", patience="x", min_delta=-1.0)
     begins = (
         "metric: 3: ",
@@ -130,8 +135,8 @@ def test_early_stopping_of_wrong_kinds_tells_each() -> None:
     )
 
 
-def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
-    """Story: only the run told it."""
+def test_a_dry_run_reports_callbacks_that_cannot_be_built() -> None:
+    """Story: only the run itself reported them."""
     ends = "tests.callbacks_of_runs:Ends"
     entries = f"[{{entry: '{ends}', args: {{afte: 3}}}}, 'tests.callbacks_of_runs:Fails', 'tests.nothing:X']"
     faults = list_faults(build_for_planning, config(f"callbacks={entries}"))
@@ -158,25 +163,25 @@ def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
         ("data: labels: 3: must be their name", ([], None, 0, 3)),
     ],
 )
-def test_what_gives_no_batches_is_no_loader(line: str, arguments: Any) -> None:
-    """Story: of a TensorDataset it said that the loader gives batches of as many samples as one has features."""
+def test_a_loader_that_gives_no_batches_is_refused(line: str, arguments: Any) -> None:
+    """Story: the fault for a TensorDataset took the features of a sample for a batch."""
     (fault,) = list_faults(ipu_pipe.from_loader, *arguments)
     assert fault.startswith(line)
 
 
 @pytest.mark.parametrize("out", ["", None, 3])
-def test_a_folder_has_a_name(out: Any) -> None:
+def test_a_folder_without_a_name_is_refused(out: Any) -> None:
     with pytest.raises(BadInput, match="--out: .*must name a folder"):
         ipu_pipe.train(
             ipu_pipe.configure(**SHORT),
             out,
-            model=model(),
+            model=make_two_stage_model(),
             data=ipu_pipe.from_loader(DataLoader(SET, 8)),
         )
 
 
-def test_a_loss_may_hold_weights_of_the_model_and_such_as_are_not_trained(tmp_path: Path) -> None:
-    net = model()
+def test_a_loss_may_have_weights_of_the_model_and_frozen_weights(tmp_path: Path) -> None:
+    net = make_two_stage_model()
     for number, weight in enumerate(
         (net[0].bias, nn.Parameter(torch.ones(1), requires_grad=False))
     ):  # type: ignore[index]
@@ -193,15 +198,15 @@ def test_a_loss_may_hold_weights_of_the_model_and_such_as_are_not_trained(tmp_pa
         )
 
 
-def test_metrics_are_tried_on_what_evaluations_measure_and_draw_nothing(tmp_path: Path) -> None:
-    """On a batch of the test set, in evaluation mode; the numbers of the run stay as they are."""
-    seen = []
+def test_the_trial_of_metrics_uses_test_data_and_draws_no_random_number(tmp_path: Path) -> None:
+    """The trial is one test batch in evaluation mode; the numbers of the run do not change."""
+    calls = []
 
-    def watching(output: torch.Tensor, y: torch.Tensor) -> float:
-        seen.append((len(output), net.training))
+    def record_call(output: torch.Tensor, y: torch.Tensor) -> float:
+        calls.append((len(output), net.training))
         return 0.0
 
-    def loss_of(*metrics: Any) -> Any:
+    def train_and_read_final(*metrics: Any) -> Any:
         torch.manual_seed(3)
         test: Any = DataLoader(SET, 20, shuffle=True)
         how = {"model": net, "data": ipu_pipe.from_loader(DataLoader(SET, 8, shuffle=True), test)}
@@ -211,16 +216,16 @@ def test_metrics_are_tried_on_what_evaluations_measure_and_draw_nothing(tmp_path
             config, tmp_path / str(len(metrics)), quiet=True, metrics=metrics, **how
         )["final"]
 
-    net = model()
+    net = make_two_stage_model()
     start = {name: value.clone() for name, value in net.state_dict().items()}
-    plain, watched = loss_of(), loss_of(watching)
+    plain, watched = train_and_read_final(), train_and_read_final(record_call)
     assert (
         plain["train_loss"] == watched["train_loss"] and plain["test_loss"] == watched["test_loss"]
     )
-    assert seen == [(20, False), (20, False), (12, False), (20, False), (12, False)]
+    assert calls == [(20, False), (20, False), (12, False), (20, False), (12, False)]
 
 
-def test_metrics_are_given_labels_whatever_the_loss_asks_for_and_leave_the_model(
+def test_metrics_get_labels_whatever_the_loss_takes_and_leave_the_model(
     tmp_path: Path,
 ) -> None:
     class Counts(nn.Linear):
@@ -255,10 +260,10 @@ def test_metrics_are_given_labels_whatever_the_loss_asks_for_and_leave_the_model
         ("model: 3: must be a torch.nn.Module, or the folder", (3, X)),
         ("model: the class Linear: must be", (nn.Linear, X)),
         ("nowhere: no such folder or file", ("nowhere", X)),
-        ("data: inputs: is of type ndarray: must be a tensor", (model(), X.numpy())),
+        ("data: inputs: is of type ndarray: must be a tensor", (make_two_stage_model(), X.numpy())),
     ],
 )
-def test_predictions_of_what_is_of_a_wrong_kind(words: str, arguments: Any) -> None:
+def test_predict_reports_arguments_of_a_wrong_type(words: str, arguments: Any) -> None:
     (fault,) = list_faults(ipu_pipe.predict, *arguments)
     assert words in fault
 
@@ -279,8 +284,8 @@ def test_a_wrong_key_is_one_line(key: str) -> None:
 
 
 def test_a_refused_loss_leaves_the_callers_model_as_it_was(tmp_path: Path) -> None:
-    """With bfloat16 it was converted first, and came back rounded."""
-    mine = model()
+    """Story: with bfloat16 the model was converted first, and came back rounded."""
+    mine = make_two_stage_model()
     before = [p.detach().clone() for p in mine.parameters()]
     config = ipu_pipe.configure(steps=2, micro_batch_size=8, precision="bfloat16")
     with pytest.raises(BadInput, match="no optimizer would train"):

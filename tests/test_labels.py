@@ -1,4 +1,4 @@
-"""Wrong labels are told before a GPU's kernel meets them."""
+"""Test that wrong labels are reported before a GPU's kernel meets them."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_cross_entropy_allows_the_models_classes(
     assert find_label_range(loss, output, y) == expected
 
 
-def source(wrong: int, at: int) -> TensorData:
+def make_wrong_label_data(wrong: int, at: int) -> TensorData:
     y = torch.zeros(8, dtype=torch.int64)
     y[at] = wrong
     return TensorData((torch.randn(8, 4), y), (torch.randn(2, 4), y[:2]))
 
 
-def settings() -> Any:
+def configure_one_step() -> Any:
     unused = "tests.test_labels:unused"
     return configure(model={"entry": unused}, data={"name": unused}, micro_batch_size=8, steps=1)
 
@@ -54,21 +54,23 @@ def test_a_wrong_label_of_the_first_microbatch_is_reported_with_the_classes(wron
     with pytest.raises(
         BadInput, match=f"data: label {wrong}: the model gives 3 classes: must be from 0 to 2"
     ):
-        build(settings(), nn.Linear(4, 3), source(wrong, 5))
-    build(settings(), nn.Linear(4, 3), source(-100, 5))  # which the loss leaves out
+        build(configure_one_step(), nn.Linear(4, 3), make_wrong_label_data(wrong, 5))
+    build(
+        configure_one_step(), nn.Linear(4, 3), make_wrong_label_data(-100, 5)
+    )  # which the loss leaves out
 
 
-def test_later_microbatches_are_looked_at_on_the_host_before_a_gpu_gets_them() -> None:
-    job = build(settings(), nn.Linear(4, 3), source(2, 5))
+def test_labels_of_later_microbatches_are_checked_on_the_host() -> None:
+    job = build(configure_one_step(), nn.Linear(4, 3), make_wrong_label_data(2, 5))
     job.device = torch.device("cuda")  # which this test must not need
     with pytest.raises(BadInput, match="data: label 9: the model gives 3 classes"):
         job.move_to_device(torch.zeros(1, 4), torch.tensor([9]))
-    setup = set_up(settings(), nn.Linear(4, 3), source(2, 5))
+    setup = set_up(configure_one_step(), nn.Linear(4, 3), make_wrong_label_data(2, 5))
     assert setup.label_range is None  # nothing is known of the model yet
 
 
-def test_a_gpus_kernels_are_waited_for_inside_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They tell what is wrong when they are waited for."""
+def test_the_check_synchronizes_with_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA kernel reports an error only when the host synchronizes."""
 
     class Faulty(torch.Tensor):
         is_cuda = True
@@ -84,4 +86,4 @@ def test_a_gpus_kernels_are_waited_for_inside_the_check(monkeypatch: pytest.Monk
     with pytest.raises(
         BadInput, match="model: it fails on a microbatch .* device-side assert triggered"
     ):
-        build(settings(), nn.Linear(4, 3), source(2, 5), loss)
+        build(configure_one_step(), nn.Linear(4, 3), make_wrong_label_data(2, 5), loss)

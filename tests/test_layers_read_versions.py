@@ -1,4 +1,4 @@
-"""Layer by layer: the forward reads the version it should and so does the backward, against formulas written by hand."""
+"""Test that each layer's forward and backward read their weight versions, by explicit formulas."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from ipu_pipe.replay.weights import OverwritingStore, SwappingStore
 torch.manual_seed(0)
 
 
-def _norm_gradient(normalize: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Input gradient of y = normalize(x) * weight + bias for a weight given at backward time."""
+def _make_norm_gradient(normalize: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the input gradient of y = normalize(x) * weight + bias as a function of the weight
+    that the backward reads."""
 
-    def gradient(x: torch.Tensor, weight: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    def compute_gradient(x: torch.Tensor, weight: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         x = x.detach().clone().requires_grad_()
         shape = [1, -1] + [1] * (x.dim() - 2) if x.dim() == 4 else [-1]
         return torch.autograd.grad(normalize(x), x, g * weight.view(shape))[0]
 
-    return gradient
+    return compute_gradient
 
 
 # layer, input, and the input's gradient from (input, weight that the backward reads, output's gradient)
@@ -33,11 +34,11 @@ LAYERS: Dict[str, Tuple[nn.Module, torch.Tensor, Any]] = {
     "Conv2d": (
         nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 6, 6), lambda x, w, g: F.conv_transpose2d(g, w, padding=1)
     ),
-    "GroupNorm": (nn.GroupNorm(2, 4), torch.randn(2, 4, 3, 3), _norm_gradient(lambda x: F.group_norm(x, 2))),
+    "GroupNorm": (nn.GroupNorm(2, 4), torch.randn(2, 4, 3, 3), _make_norm_gradient(lambda x: F.group_norm(x, 2))),
     "BatchNorm2d": (
-        nn.BatchNorm2d(4), torch.randn(3, 4, 3, 3), _norm_gradient(lambda x: F.batch_norm(x, None, None, training=True))
+        nn.BatchNorm2d(4), torch.randn(3, 4, 3, 3), _make_norm_gradient(lambda x: F.batch_norm(x, None, None, training=True))
     ),
-    "LayerNorm": (nn.LayerNorm(6), torch.randn(3, 6), _norm_gradient(lambda x: F.layer_norm(x, (6,)))),
+    "LayerNorm": (nn.LayerNorm(6), torch.randn(3, 6), _make_norm_gradient(lambda x: F.layer_norm(x, (6,)))),
     "Embedding": (nn.Embedding(7, 3), torch.randint(0, 7, (2, 4)), None),
 }  # fmt: skip
 
@@ -77,7 +78,7 @@ def test_forward_and_backward_read_their_versions(
 
 
 def test_a_linear_layer_does_not_see_a_pointer_swap_after_its_forward() -> None:
-    """Why the newest values are written into the storage: Linear saved a view of the old one."""
+    """Linear saves a view of its storage, so the newest values must be written into it."""
     layer, x = (
         nn.Linear(3, 3, bias=False).double(),
         torch.randn(2, 3, dtype=torch.float64, requires_grad=True),

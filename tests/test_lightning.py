@@ -1,4 +1,5 @@
-"""The example's LightningModule over a pipeline: Lightning's limits, logs, checkpoints and resumes are those of an own loop."""
+"""Test the example's LightningModule: Lightning's limits, logs, checkpoints and resumes equal those
+of an own loop."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ SAMPLES = TensorDataset(
 
 @pytest.fixture(scope="module")
 def module_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the example's module, which logs its losses to a list too; its script has trained for one update."""
+    """Return the example's module class, extended to collect its losses; its script has run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("example"))
         patch.setattr(sys, "argv", [str(EXAMPLE), "1"])
@@ -51,7 +52,7 @@ def module_class(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Recorded
 
 
-def fit(
+def fit_module(
     module: Any,
     folder: Path,
     steps: int,
@@ -61,7 +62,7 @@ def fit(
     **keys: Any,
 ) -> Any:
     """Train for a number of steps without shuffling. Return the trainer."""
-    fitting = lightning.Trainer(
+    lightning_trainer = lightning.Trainer(
         default_root_dir=folder,
         max_steps=steps,
         accelerator="cpu",
@@ -77,12 +78,15 @@ def fit(
     with warnings.catch_warnings():
         # of few workers and the like
         warnings.simplefilter("ignore")
-        fitting.fit(module, loader, loader if validate else None, **keys)
-    return fitting
+        lightning_trainer.fit(module, loader, loader if validate else None, **keys)
+    return lightning_trainer
 
 
 def run_own_loop(module: Any, steps: int, drains: int, **keys: Any) -> Any:
-    """Train the module's net by a loop without Lightning, with a drain after each `drains` steps. Return states and losses."""
+    """Train the module's net by a loop without Lightning, with a drain after each `drains` steps.
+
+    Return states and losses.
+    """
     optimizer = torch.optim.SGD(module.net.parameters(), lr=0.02, momentum=0.9)
     pipe = ipu_pipe.Pipeline(module.net, cross_entropy, optimizer, stages=3, **keys)
     states: Dict[int, Any] = {}
@@ -100,16 +104,16 @@ def run_own_loop(module: Any, steps: int, drains: int, **keys: Any) -> Any:
     return states, losses
 
 
-def keep_all(folder: Path, **keys: Any) -> Any:
+def make_checkpoint_callback(folder: Path, **keys: Any) -> Any:
     return ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **keys)
 
 
-def read(path: Path) -> Any:
+def load_checkpoint_file(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def use_method(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """Let the example's pipelines have other arguments."""
+def patch_pipeline_arguments(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Replace arguments of the example's pipelines."""
     make = ipu_pipe.Pipeline
     monkeypatch.setattr(
         ipu_pipe, "Pipeline", lambda *arguments, **keys: make(*arguments, **{**keys, **changes})
@@ -120,16 +124,19 @@ def use_method(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 def test_steps_and_checkpoints_are_those_of_an_own_loop(
     method: str, module_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files in the middle of an epoch, with updates in flight.
+    """Files are written in the middle of an epoch, with updates in flight.
 
-    A drain changes the weights of LocalSGD, which averages its replicas early, in place: Lightning has taken them before.
+    A drain changes the weights of LocalSGD, which averages its replicas early, in place: Lightning
+    has read them before.
     """
     args = {"local_steps": 3, "replicas": 2} if method == "local_sgd" else None
     expected = module_class()
     states, losses = run_own_loop(expected, 13, 4, method=method, method_args=args)
-    use_method(monkeypatch, method=method, method_args=args)
+    patch_pipeline_arguments(monkeypatch, method=method, method_args=args)
     module = module_class()
-    trainer = fit(module, tmp_path, 13, [keep_all(tmp_path, every_n_train_steps=4)])
+    trainer = fit_module(
+        module, tmp_path, 13, [make_checkpoint_callback(tmp_path, every_n_train_steps=4)]
+    )
     assert trainer.global_step == module.pipe.updates == module.pipe.finished == 13
     # the last drain's are not logged
     assert module.losses == losses[: len(module.losses)] and len(module.losses) >= 11
@@ -140,41 +147,43 @@ def test_steps_and_checkpoints_are_those_of_an_own_loop(
         "step=8.ckpt",
     ]
     for step, (weights, momenta) in states.items():
-        saved = read(tmp_path / f"step={step}.ckpt")
-        assert saved["global_step"] == saved["pipeline"]["updates"] == step
-        assert_same({f"net.{name}": value for name, value in weights.items()}, saved["state_dict"])
+        checkpoint = load_checkpoint_file(tmp_path / f"step={step}.ckpt")
+        assert checkpoint["global_step"] == checkpoint["pipeline"]["updates"] == step
+        assert_same(
+            {f"net.{name}": value for name, value in weights.items()}, checkpoint["state_dict"]
+        )
         for number, momentum in momenta.items():
             assert torch.equal(
                 momentum["momentum_buffer"],
-                saved["optimizer_states"][0]["state"][number]["momentum_buffer"],
+                checkpoint["optimizer_states"][0]["state"][number]["momentum_buffer"],
             )
 
 
 @pytest.mark.parametrize("method", ["pipedream", "pipemare", "local_greedy"])
-def test_a_resumed_fit_gives_the_bits_of_one_that_goes_on(
+def test_a_resumed_fit_equals_an_uninterrupted_one(
     method: str, module_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a file that was written during validation, which Lightning runs in inference mode."""
-    use_method(monkeypatch, method=method)
-    straight = module_class()
-    best = keep_all(tmp_path, monitor="accuracy", mode="max")
+    """The file was written during validation, which Lightning runs in inference mode."""
+    patch_pipeline_arguments(monkeypatch, method=method)
+    uninterrupted = module_class()
+    best = make_checkpoint_callback(tmp_path, monitor="accuracy", mode="max")
     keys = {"validate": True, "trainer": {"check_val_every_n_epoch": 2}}
-    fit(straight, tmp_path, 4 * EPOCH, [best], **keys)
+    fit_module(uninterrupted, tmp_path, 4 * EPOCH, [best], **keys)
     files = sorted(tmp_path.glob("*.ckpt"))
     assert [file.name for file in files] == ["step=10.ckpt", "step=20.ckpt"]
     resumed = module_class()
     resumed.net[0].weight.data.zero_()
-    trainer = fit(resumed, tmp_path, 4 * EPOCH, ckpt_path=str(files[0]), **keys)
+    trainer = fit_module(resumed, tmp_path, 4 * EPOCH, ckpt_path=str(files[0]), **keys)
     assert trainer.global_step == resumed.pipe.updates == 4 * EPOCH
-    assert_same(straight.state_dict(), resumed.state_dict())
-    assert_same(read(files[1])["state_dict"], resumed.state_dict())
+    assert_same(uninterrupted.state_dict(), resumed.state_dict())
+    assert_same(load_checkpoint_file(files[1])["state_dict"], resumed.state_dict())
 
 
-def test_what_does_not_go_together_is_refused(module_class: Any, tmp_path: Path) -> None:
+def test_incompatible_wrappers_are_refused(module_class: Any, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="^step: called under autocast"):
-        fit(module_class(), tmp_path, 2, trainer={"precision": "bf16-mixed"})
+        fit_module(module_class(), tmp_path, 2, trainer={"precision": "bf16-mixed"})
     module = module_class()
-    fit(module, tmp_path, 2)
+    fit_module(module, tmp_path, 2)
     # Lightning's own wrapper
     with pytest.raises(
         BadInput, match="^optimizer: a LightningOptimizerView: wraps an OptimizerView"

@@ -1,4 +1,4 @@
-"""Blocks with losses of their own: their plain definition, what is refused, heads, rates and accumulation by block."""
+"""Test blocks with losses of their own: definition, refusals, heads, rates, accumulation."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ OPTIMIZERS = {
 }
 
 
-def layers(name: str) -> List[nn.Module]:
-    """Return four blocks in a row, one activation between them."""
+def make_block_layers(name: str) -> List[nn.Module]:
+    """Return four blocks in a row, with one activation between two."""
     torch.manual_seed(1)
     if name == "mlp":
         middle = [
@@ -84,11 +84,13 @@ def layers(name: str) -> List[nn.Module]:
 MODELS = ("mlp", "batch_norm", "group_norm")
 
 
-def blocked(stages: Sequence[nn.Module], structure: Structure) -> Tuple[BlockedModel, Any]:
+def make_blocked_model(
+    stages: Sequence[nn.Module], structure: Structure
+) -> Tuple[BlockedModel, Any]:
     return make_blocks(whole(list(stages)), batches(1)[0][0], structure, None)
 
 
-def emulate(
+def emulate_blocks(
     model: BlockedModel,
     part: Any,
     method_name: str,
@@ -116,15 +118,17 @@ Blocks = List[List[nn.Module]]
 Heads = List[Optional[nn.Module]]
 
 
-def train_plainly(
+def train_blocks_plainly(
     blocks: Blocks, heads: Heads, accumulate: int, optimizer: str, every: Sequence[int] = ()
 ) -> None:
-    """Train each block by itself, one after another: forward of what the one before gave, its own loss, backward, its own
-    optimizer. A module in two blocks is there twice, as copies whose gradients are averaged before they step."""
-    trained = [
+    """Train each block by itself, with its own loss and optimizer, on the previous block's output.
+
+    A module in two blocks exists twice, as copies whose gradients are averaged before they step.
+    """
+    block_modules = [
         nn.ModuleList([*block, *([head] if head else [])]) for block, head in zip(blocks, heads)
     ]
-    optimizers = [OPTIMIZERS[optimizer](modules.parameters()) for modules in trained]
+    optimizers = [OPTIMIZERS[optimizer](modules.parameters()) for modules in block_modules]
     data = batches(UPDATES * accumulate)
     for k in range(UPDATES):
         for x, y in data[k * accumulate : (k + 1) * accumulate]:
@@ -132,11 +136,11 @@ def train_plainly(
             for layer in [
                 block[-1] for block in blocks
             ]:  # what enters each layer, of the copies that own them
-                was = {name: b.clone() for name, b in layer.named_buffers()}
+                buffers = {name: b.clone() for name, b in layer.named_buffers()}
                 with torch.no_grad():
                     entering.append(layer(entering[-1]))
                 for name, b in layer.named_buffers():
-                    b.copy_(was[name])
+                    b.copy_(buffers[name])
             for j, (block, head) in enumerate(zip(blocks, heads)):
                 value = entering[j + 1 - len(block)].detach()
                 for layer in block:
@@ -150,15 +154,15 @@ def train_plainly(
                     assert mine.grad is not None and theirs.grad is not None
                     mean = (theirs.grad + mine.grad) / 2
                     mine.grad, theirs.grad = mean, mean.clone()
-        for j, chosen in enumerate(optimizers):
+        for j, block_optimizer in enumerate(optimizers):
             times = every[j] if every else 1
             if (k + 1) % times == 0:
-                for group in chosen.param_groups:
+                for group in block_optimizer.param_groups:
                     for p in group["params"]:
                         if p.grad is not None and times > 1:
                             p.grad /= times
-                chosen.step()
-                chosen.zero_grad()
+                block_optimizer.step()
+                block_optimizer.zero_grad()
 
 
 def copy_heads(model: BlockedModel) -> Heads:
@@ -167,7 +171,7 @@ def copy_heads(model: BlockedModel) -> Heads:
     return [copy.deepcopy(blocks.get_head(j)) for j in range(len(blocks.pieces))]
 
 
-def assert_equal(model: BlockedModel, expected: nn.Module, heads: Heads) -> None:
+def assert_blocks_equal(model: BlockedModel, expected: nn.Module, heads: Heads) -> None:
     named_heads = {f"local_heads.{j}": head for j, head in enumerate(heads) if head}
     states = {
         f"{prefix}.{key}": value
@@ -200,12 +204,12 @@ def test_methods_are_their_plain_definitions(
     method: str, name: str, accumulate: int, optimizer: str
 ) -> None:
     structure, cut = DEFINITIONS[method]
-    stages = layers(name)
-    model, part = blocked(stages, structure)
+    stages = make_block_layers(name)
+    model, part = make_blocked_model(stages, structure)
     expected, heads = copy.deepcopy(stages), copy_heads(model)
-    emulate(model, part, method, accumulate, optimizer)
-    train_plainly(cut(expected), heads, accumulate, optimizer)
-    assert_equal(model, whole(expected), heads)
+    emulate_blocks(model, part, method, accumulate, optimizer)
+    train_blocks_plainly(cut(expected), heads, accumulate, optimizer)
+    assert_blocks_equal(model, whole(expected), heads)
 
 
 @pytest.mark.parametrize("cut", [(), ("2",), ("1", "3")])
@@ -213,23 +217,23 @@ def test_methods_are_their_plain_definitions(
 def test_chunks_are_their_plain_definition_and_one_is_plain_training(
     name: str, cut: Tuple[str, ...]
 ) -> None:
-    stages = layers(name)
-    model, part = blocked(stages, Structure(blocks=cut or 1))
+    stages = make_block_layers(name)
+    model, part = make_blocked_model(stages, Structure(blocks=cut or 1))
     expected, heads = copy.deepcopy(stages), copy_heads(model)
     edges = [0, *map(int, cut), 4]
-    emulate(model, part, "local_chunked", 2, "sgd")
-    train_plainly(
+    emulate_blocks(model, part, "local_chunked", 2, "sgd")
+    train_blocks_plainly(
         [[nn.Sequential(*expected[a:b])] for a, b in zip(edges, edges[1:])], heads, 2, "sgd"
     )
-    assert_equal(model, whole(expected), heads)
+    assert_blocks_equal(model, whole(expected), heads)
     assert len(part) == len(cut) + 1 and heads[-1] is None
 
 
 def test_the_last_layers_train_and_the_others_stay() -> None:
-    stages = layers("batch_norm")
-    model, part = blocked(stages, Structure(layers=2))
+    stages = make_block_layers("batch_norm")
+    model, part = make_blocked_model(stages, Structure(layers=2))
     expected = copy.deepcopy(stages)
-    emulate(model, part, "last_layers", 2, "sgd")
+    emulate_blocks(model, part, "last_layers", 2, "sgd")
     front = nn.Sequential(*expected[:2]).train()
     optimizer = OPTIMIZERS["sgd"]([p for layer in expected[2:] for p in layer.parameters()])
     data = batches(2 * UPDATES)
@@ -240,7 +244,7 @@ def test_the_last_layers_train_and_the_others_stay() -> None:
             (cross_entropy(expected[3](expected[2](value)), y) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_equal(model, whole(expected), [None, None])
+    assert_blocks_equal(model, whole(expected), [None, None])
     blocks = get_blocks(model)
     assert blocks is not None and not any(p.requires_grad for p in stages[0].parameters())
     blocks.unfreeze()
@@ -248,21 +252,21 @@ def test_the_last_layers_train_and_the_others_stay() -> None:
 
 
 def test_blocks_have_rates_and_accumulation_of_their_own() -> None:
-    stages = layers("mlp")
-    model, part = blocked(stages, Structure())
+    stages = make_block_layers("mlp")
+    model, part = make_blocked_model(stages, Structure())
     expected, heads = copy.deepcopy(stages), copy_heads(model)
-    emulate(model, part, "local_greedy", 1, "sgd", {"block_accumulation": [1, 2, 4, 1]})
-    train_plainly(cut_into_one_each(expected), heads, 1, "sgd", every=[1, 2, 4, 1])
-    assert_equal(model, whole(expected), heads)
-    model, part = blocked(layers("mlp"), Structure())
+    emulate_blocks(model, part, "local_greedy", 1, "sgd", {"block_accumulation": [1, 2, 4, 1]})
+    train_blocks_plainly(cut_into_one_each(expected), heads, 1, "sgd", every=[1, 2, 4, 1])
+    assert_blocks_equal(model, whole(expected), heads)
+    model, part = make_blocked_model(make_block_layers("mlp"), Structure())
     before = copy.deepcopy(model.state_dict())
-    emulate(model, part, "local_greedy", 1, "sgd", {"block_rates": [0.0, 1.0, 0.0, 1.0]})
-    moved = {
+    emulate_blocks(model, part, "local_greedy", 1, "sgd", {"block_rates": [0.0, 1.0, 0.0, 1.0]})
+    changed = {
         name.split(".")[0]
         for name, value in model.state_dict().items()
         if not torch.equal(value, before[name])
     }
-    assert moved == {"1", "3", "local_heads"}
+    assert changed == {"1", "3", "local_heads"}
 
 
 # ---- heads and boundaries
@@ -315,8 +319,11 @@ def test_the_projects_models_can_be_chunked(model: nn.Module, x: torch.Tensor) -
 
 
 def test_heads_of_layers_are_those_of_auglocal() -> None:
-    """The layers and depths that ChenxiangMA/AugLocal (commit 98c90d6) makes for its ResNet-32 of 16 layers,
-    `--aux_net_depth 3 --pyramid_coeff 0.5`, by its printed formulas."""
+    """Layers and depths equal those that ChenxiangMA/AugLocal (commit 98c90d6) prints for its
+    ResNet-32 of 16 layers.
+
+    Its arguments are `--aux_net_depth 3 --pyramid_coeff 0.5`.
+    """
     heads, L = AugLocal(3, 0.5), 16
     depths = [
         max(1, round(3 * (1 - (i * 0.5) / (L - 2)) + (i * 0.5) / (L - 2) * 1)) for i in range(L - 1)
@@ -377,18 +384,18 @@ def test_boundaries_that_a_skip_connection_crosses_are_refused() -> None:
         make_blocks(model, torch.randint(1, 20, (2, 2, 5)), Structure(blocks=("decoder2",)), None)
 
 
-def bias_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
-    """Return a user's head."""
+def make_bias_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
+    """Return a head as a user writes one."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(activation[0].numel(), output.shape[1], bias=False)
     )
 
 
-def wrong_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
+def make_wrong_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
     return nn.Linear(activation.shape[1], 3)
 
 
-def run(out: Path, *sets: str, **others: Any) -> Any:
+def train_digits_blocks(out: Path, *sets: str, **others: Any) -> Any:
     """Train on the digits and return the report."""
     short = [
         "steps=6",
@@ -401,13 +408,13 @@ def run(out: Path, *sets: str, **others: Any) -> Any:
     return train(load_config(DIGITS, [*short, *sets]), out, quiet=True, **others)
 
 
-@pytest.mark.parametrize("head", ["tests.test_local:bias_head", "{depth: 2, pyramid: 0.0}"])
+@pytest.mark.parametrize("head", ["tests.test_local:make_bias_head", "{depth: 2, pyramid: 0.0}"])
 def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None:
     sets, out = (
         ["method=local_greedy", f"method_args.head={head}", "checkpoint.every=3"],
         tmp_path / "a",
     )
-    report = run(out, *sets)
+    report = train_digits_blocks(out, *sets)
     assert [block["index"] for block in report["blocks"]] == [0, 1, 2, 3]
     assert report["blocks"][-1]["test_accuracy"] == report["final"]["test_accuracy"]
     for key, usual in (("block_train_loss", "train_loss"), ("block_test_accuracy", "test_loss")):
@@ -417,10 +424,12 @@ def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None
     assert [(link["src"], link["dst"]) for link in report["links"]] == [(0, 1), (1, 2), (2, 3)]
     shutil.rmtree(find_checkpoint(out, 6))
     (out / "summary.json").unlink()
-    again = run(out, *sets, resume=True)
-    assert again["final"] == report["final"] and again["blocks"] == report["blocks"]
+    resumed_report = train_digits_blocks(out, *sets, resume=True)
+    assert (
+        resumed_report["final"] == report["final"] and resumed_report["blocks"] == report["blocks"]
+    )
     # the weights serve other methods: the heads are left out
-    other = run(
+    other = train_digits_blocks(
         tmp_path / "b", "method=gpipe", f"init_from={find_checkpoint(out, 6) / 'model.safetensors'}"
     )
     assert other["initial"]["test_accuracy"] == report["final"]["test_accuracy"]
@@ -457,19 +466,21 @@ def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None
         ("local_overlapping", "method_args.overlap=2", "overlap: 2: "),
         ("local_greedy", "stages={count: 4, by: time}", "stages"),
         ("local_overlapping", "replicas=2", "replicas: 2: "),
-        ("local_greedy", "method_args.head=tests.test_local:wrong_head", "method_args.head: "),
+        ("local_greedy", "method_args.head=tests.test_local:make_wrong_head", "method_args.head: "),
         ("local_greedy", "method_args.head=tests.test_local:nothing", "method_args.head: "),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_arguments_that_do_not_fit_the_method_are_refused(
     method: str, setting: str, place: str, tmp_path: Path
 ) -> None:
-    faults = list_faults(run, tmp_path / "run", "micro_batch_size=8", f"method={method}", setting)
+    faults = list_faults(
+        train_digits_blocks, tmp_path / "run", "micro_batch_size=8", f"method={method}", setting
+    )
     assert any(place in fault for fault in faults) and not (tmp_path / "run").exists()
 
 
-class Placed(nn.Sequential):
-    """A model with a weight of its own, used in the first block."""
+class OffsetModel(nn.Sequential):
+    """A model with a parameter of its own, used in the first block."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(12, 12), nn.Linear(12, 8), nn.Linear(8, 4))
@@ -481,7 +492,7 @@ class Placed(nn.Sequential):
 
 def test_weights_of_the_model_itself_have_duplicates() -> None:
     torch.manual_seed(0)
-    model, x = Placed(), torch.randn(2, 12)
+    model, x = OffsetModel(), torch.randn(2, 12)
     make_blocks(model, x, Structure(), ["1", "2"])
     blocked_model, _ = make_blocks(model, x, Structure(overlap=1), ["1", "2"])
     outputs = blocked_model.train()(x)
@@ -494,33 +505,35 @@ def test_weights_of_the_model_itself_have_duplicates() -> None:
 
 
 def test_a_head_may_begin_in_place() -> None:
-    def head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
+    def make_inplace_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
         return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(activation.shape[1], output.shape[1]))
 
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 4)), torch.randn(3, 12)
-    blocked_model, _ = make_blocks(model, x, Structure(), ["1"], head=head)
+    blocked_model, _ = make_blocks(model, x, Structure(), ["1"], head=make_inplace_head)
     assert torch.equal(blocked_model.train()(x)[-1], model(x)) and torch.equal(
         blocked_model.eval()(x), model(x)
     )
 
 
-def test_a_run_goes_on_with_its_own_blocks_only(tmp_path: Path) -> None:
+def test_a_run_resumes_only_with_its_own_blocks(tmp_path: Path) -> None:
     out, sets = tmp_path / "run", ["method=local_greedy", "stages=[fc2, fc4]", "checkpoint.every=3"]
-    run(out, *sets)
+    train_digits_blocks(out, *sets)
     (out / "summary.json").unlink()
     with pytest.raises(BadInput, match="stages.*the config of a run cannot change"):
-        run(out, *sets, "stages=[fc3, fc4]", resume=True)
+        train_digits_blocks(out, *sets, "stages=[fc3, fc4]", resume=True)
     # a new run from its weights takes the heads along
-    run(tmp_path / "again", *sets, f"init_from={find_checkpoint(out, 6) / 'model.safetensors'}")
+    train_digits_blocks(
+        tmp_path / "again", *sets, f"init_from={find_checkpoint(out, 6) / 'model.safetensors'}"
+    )
     key = "block_test_accuracy"
     assert read_column(out, key)[-1] == read_column(tmp_path / "again", key)[0]
 
 
-def test_a_look_at_a_model_keeps_none_of_its_activations() -> None:
-    """Story: each look kept a graph with its activations, and so the weights that processes mean to free."""
+def test_observing_a_model_frees_its_activations() -> None:
+    """Story: each observation kept a graph, and so the weights that processes free."""
 
-    def look() -> Any:
+    def observe_model() -> Any:
         model = nn.Sequential(nn.Linear(12, 500), nn.ReLU(), nn.Linear(500, 4))
         x, y = torch.randn(64, 12), torch.randint(0, 4, (64,))
         partition(model, x)
@@ -528,7 +541,7 @@ def test_a_look_at_a_model_keeps_none_of_its_activations() -> None:
             observe_training(model, x, y, lambda x, y: cross_entropy(model(x), y))
         return weakref.ref(model[0].weight)
 
-    weight = look()
+    weight = observe_model()
     gc.collect()
     assert weight() is None
 
@@ -537,15 +550,15 @@ def test_a_refused_job_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
     sets = ["method=last_layers", 'stages=["3"]', "clip={norm: 1.0, scope: global}"]
     with pytest.raises(BadInput, match="clip.scope: global"):
-        run(tmp_path / "run", *sets, model=model)
+        train_digits_blocks(tmp_path / "run", *sets, model=model)
     assert all(p.requires_grad for p in model.parameters())
 
 
 def test_clipping_by_block_and_replicas_train(tmp_path: Path) -> None:
     assert (
-        run(tmp_path, "method=local_chunked", "replicas=2", "clip={norm: 0.5, scope: stage}")[
-            "steps"
-        ]
+        train_digits_blocks(
+            tmp_path, "method=local_chunked", "replicas=2", "clip={norm: 0.5, scope: stage}"
+        )["steps"]
         == 6
     )
 
@@ -558,9 +571,9 @@ def test_clipping_by_block_and_replicas_train(tmp_path: Path) -> None:
 def test_processes_give_the_emulators_weights_and_half_the_traffic() -> None:
     cases = "pipedream local_greedy local_chunked local_overlapping last_layers"
     arguments = f"tools/equality.py --ranks 2 4 --models mlp resnet20-batchnorm --json --cases {cases}".split()
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = {(r["case"], r["model"], r["ranks"]): r for r in json.loads(done.stdout)["rows"]}
+    result = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    rows = {(r["case"], r["model"], r["ranks"]): r for r in json.loads(result.stdout)["rows"]}
     assert len(rows) == 2 * (4 * 2 + 1) and all(r["difference"] == 0 for r in rows.values())
     for model in ("mlp", "resnet20-batchnorm"):
         for ranks in (2, 4):

@@ -1,4 +1,4 @@
-"""The loggers that ship, against the real packages without a network: what they hold is what the run's own files hold."""
+"""Test the shipped loggers with the real packages, offline: they record what the run's files do."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ WANDB = {"project": "tests", "mode": "offline", "settings": {"silent": True, "co
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the folder of a run of four updates, resumed for two more, with all loggers that are installed."""
+def logged_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a run of four updates, resumed for two more, with all installed loggers."""
     out = tmp_path_factory.mktemp("loggers") / "run"
     mlflow = {"experiment": "tests", "tracking_uri": (out.parent / "store").as_uri()}
     loggers: List[Any] = ["ipu_pipe:CSVLogger"]
@@ -43,11 +43,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield out
 
 
-def test_csv_has_the_lines_of_metrics_jsonl(run: Path) -> None:
-    with open(run / "metrics.csv", newline="") as file:
+def test_csv_has_the_lines_of_metrics_jsonl(logged_run: Path) -> None:
+    with open(logged_run / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    written = [{key: repr(value) for key, value in line.items()} for line in read_metrics(run)]
-    assert [{key: value for key, value in row.items() if value} for row in rows] == written
+    expected_rows = [
+        {key: repr(value) for key, value in line.items()} for line in read_metrics(logged_run)
+    ]
+    assert [{key: value for key, value in row.items() if value} for row in rows] == expected_rows
     assert len(rows) >= 8 and {"train_loss", "test_accuracy"} <= rows[0].keys()
 
 
@@ -65,18 +67,18 @@ def test_csv_gives_each_block_a_column_and_is_overwritten(tmp_path: Path) -> Non
     ] == losses
 
 
-def test_wandb_has_config_lines_and_summary_in_one_run(run: Path) -> None:
+def test_wandb_has_config_lines_and_summary_in_one_run(logged_run: Path) -> None:
     pytest.importorskip("wandb")
-    files = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
-    identifier = read_json(run / "checkpoints" / "step-6" / "manifest.json")["callbacks"][1][
+    files = sorted((logged_run / "wandb").glob("offline-run-*/run-*.wandb"))
+    identifier = read_json(logged_run / "checkpoints" / "step-6" / "manifest.json")["callbacks"][1][
         "state"
     ]
     # the second start continues the run of the first
     assert [file.name for file in files] == [f"run-{identifier}.wandb"] * 2
     logged = b"".join(file.read_bytes() for file in files)
-    lines = [line for line in read_metrics(run) if "train_loss" in line]
+    lines = [line for line in read_metrics(logged_run) if "train_loss" in line]
     assert len(lines) == 6 and all(repr(line["train_loss"]).encode() in logged for line in lines)
-    final = read_summary(run)["final"]["test_loss"]
+    final = read_summary(logged_run)["final"]["test_loss"]
     assert (
         b"micro_batch_size" in logged
         and b"planned_utilization" in logged
@@ -84,11 +86,11 @@ def test_wandb_has_config_lines_and_summary_in_one_run(run: Path) -> None:
     )
 
 
-def test_mlflow_has_config_lines_and_summary_in_one_run(run: Path) -> None:
+def test_mlflow_has_config_lines_and_summary_in_one_run(logged_run: Path) -> None:
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient((run.parent / "store").as_uri())
+    client = MlflowClient((logged_run.parent / "store").as_uri())
     (logged,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
     assert logged.info.status == "FINISHED"
     for key in ("train_loss", "test_loss", "lr"):
@@ -96,14 +98,14 @@ def test_mlflow_has_config_lines_and_summary_in_one_run(run: Path) -> None:
             (one.step, one.value) for one in client.get_metric_history(logged.info.run_id, key)
         )
         lines: Dict[int, float] = {
-            line["step"]: line[key] for line in read_metrics(run) if key in line
+            line["step"]: line[key] for line in read_metrics(logged_run) if key in line
         }
         assert history == sorted(lines.items())
     assert (
         logged.data.params["micro_batch_size"] == "8"
         and logged.data.params["data.name"] == "digits"
     )
-    final = read_summary(run)["final"]
+    final = read_summary(logged_run)["final"]
     assert logged.data.metrics["summary.final.test_loss"] == final["test_loss"]
 
 
@@ -122,7 +124,7 @@ def test_a_missing_package_is_one_line(
     )
 
 
-def test_arguments_are_checked() -> None:
+def test_arguments_of_loggers_are_checked() -> None:
     pytest.importorskip("mlflow")
     config = load_config(
         DIGITS, ["callbacks=[{entry: 'ipu_pipe:MLflowLogger', args: {project: x}}]"]

@@ -1,4 +1,4 @@
-"""Early stopping, predictions, and the record of what a run was made with."""
+"""Test early stopping, predictions, and the record of a run's environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ OFTEN = [
 
 
 def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path) -> None:
-    """At a rate of 0 no evaluation after the first is better: of 4 updates each, the third after it ends the run."""
+    """At a rate of 0 no evaluation is better than the first; one comes every 4 updates, and the
+    third ends the run."""
     stops = ["optimizer.lr=0", "early_stopping={patience: 2, min_delta: 0.001}"]
     report = go(tmp_path / "run", *OFTEN, *stops)
     assert (report["steps"], report["planned_steps"]) == (12, 24)
@@ -41,14 +42,16 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
     )
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert checkpoints == ["step-12", "step-4"] and report["best"]["step"] == 4
-    again = go(tmp_path / "run", *OFTEN, *stops, resume_from=4)  # with what had been waited for
-    assert again["steps"] == 12 and again["stopped"] == report["stopped"]
+    resumed_report = go(
+        tmp_path / "run", *OFTEN, *stops, resume_from=4
+    )  # with the patience used so far
+    assert resumed_report["steps"] == 12 and resumed_report["stopped"] == report["stopped"]
 
 
 def test_more_is_better_for_an_accuracy() -> None:
     stopping = ipu_pipe.EarlyStopping("accuracy", patience=2)
     stops = [
-        stopping.on_evaluation(_at(step, value))
+        stopping.on_evaluation(_make_moment(step, value))
         for step, value in enumerate((0.5, 0.6, 0.6, 0.55), 1)
     ]
     assert (
@@ -57,14 +60,17 @@ def test_more_is_better_for_an_accuracy() -> None:
         and stopping.best_step == 2
     )
     falling = ipu_pipe.EarlyStopping("accuracy", mode="min", patience=1)
-    assert [falling.on_evaluation(_at(1, 0.5)), falling.on_evaluation(_at(2, 0.4))] == [None, None]
+    assert [
+        falling.on_evaluation(_make_moment(1, 0.5)),
+        falling.on_evaluation(_make_moment(2, 0.4)),
+    ] == [None, None]
 
 
-def _at(step: int, accuracy: Optional[float]) -> ipu_pipe.Moment:
+def _make_moment(step: int, accuracy: Optional[float]) -> ipu_pipe.Moment:
     return ipu_pipe.Moment(step, 0.0, (), 0.1, None, {"test_accuracy": accuracy}, None, None)
 
 
-def test_what_is_not_measured_cannot_stop_a_run(tmp_path: Path) -> None:
+def test_early_stopping_on_an_unmeasured_metric_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput, match="^early_stopping.metric: r2: "
     ):  # before anything is trained or written
@@ -75,7 +81,7 @@ def test_what_is_not_measured_cannot_stop_a_run(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput, match="early_stopping.metric: accuracy: no evaluation computes it"
     ):
-        ipu_pipe.EarlyStopping("accuracy").on_evaluation(_at(1, None))
+        ipu_pipe.EarlyStopping("accuracy").on_evaluation(_make_moment(1, None))
 
 
 def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
@@ -103,7 +109,7 @@ def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
 
 
 class Named(nn.Module):
-    """Two inputs by name; outputs in a mapping, one of them no tensor."""
+    """Take two inputs by name; return a mapping of outputs, one of which is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +119,7 @@ class Named(nn.Module):
         return {"sum": self.weight * (a + b), "kept": (a.mean(dim=1), "text")}
 
 
-def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
+def test_predictions_of_nested_inputs_and_refusals(tmp_path: Path) -> None:
     a, b = torch.randn(7, 3), torch.randn(7, 3)
     predictions = ipu_pipe.predict(Named(), {"a": a, "b": b}, batch_size=3)
     assert (
@@ -121,25 +127,25 @@ def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
         and predictions["kept"][0].shape == (7,)
         and predictions["kept"][1] == "text"
     )
-    wrong = {
+    attempts = {
         "contains no samples": lambda: ipu_pipe.predict(nn.Linear(3, 2), []),
         "data: 3: must be a DataSource": lambda: ipu_pipe.predict(nn.Linear(3, 2), 3),
         "predict: .*: no config there names the model": lambda: ipu_pipe.predict(tmp_path, a),
         "into: must be None": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, into=nn.Linear(3, 2)),
         "batch_size: 0": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, batch_size=0),
     }
-    for words, attempt in wrong.items():
+    for words, attempt in attempts.items():
         (fault,) = list_faults(attempt)
         assert re.search(words, fault)
 
 
-def test_a_run_records_what_it_was_made_with(tmp_path: Path) -> None:
+def test_a_run_records_versions_machine_and_data(tmp_path: Path) -> None:
     sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=1"]
     go(tmp_path / "run", *sets)
     go(tmp_path / "run", *sets, resume_from=2)
-    first, again = read_json(tmp_path / "run" / "record.json")
-    assert [start["first_update"] for start in (first, again)] == [0, 2]
-    assert first["begun"] <= first["ended"] <= again["begun"]
+    first, second = read_json(tmp_path / "run" / "record.json")
+    assert [start["first_update"] for start in (first, second)] == [0, 2]
+    assert first["begun"] <= first["ended"] <= second["begun"]
     assert (
         first["versions"]["torch"] == torch.__version__
         and first["versions"]["ipu_pipe"] == ipu_pipe.__version__
@@ -149,26 +155,26 @@ def test_a_run_records_what_it_was_made_with(tmp_path: Path) -> None:
         and first["machine"]["memory_bytes"] > 2**20
         and first["command"]
     )
-    assert first["data"] == again["data"] and first["data"]["first_microbatch"][1] == "int64 [16]"
+    assert first["data"] == second["data"] and first["data"]["first_microbatch"][1] == "int64 [16]"
     go(tmp_path / "other", *sets, "data.subset=255")
     (other,) = read_json(tmp_path / "other" / "record.json")
     assert other["data"]["sha256"] != first["data"]["sha256"]
 
 
 def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*args: str) -> str:
-        how = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
+    def run_git(*args: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
         return subprocess.run(
-            how, cwd=tmp_path, check=True, capture_output=True, text=True
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout.strip()
 
     assert find_commit(Path("/")) is None
-    git("init", "-q", "-b", "work")
+    run_git("init", "-q", "-b", "work")
     (tmp_path / "a").write_text("1")
-    git("add", "a")
-    git("commit", "-qm", "first")
+    run_git("add", "a")
+    run_git("commit", "-qm", "first")
     (tmp_path / "inner").mkdir()
-    commit = {"repository": str(tmp_path), "commit": git("rev-parse", "HEAD"), "dirty": False}
+    commit = {"repository": str(tmp_path), "commit": run_git("rev-parse", "HEAD"), "dirty": False}
     assert find_commit(tmp_path / "inner") == commit
     (tmp_path / "a").write_text("2")
     assert find_commit(tmp_path) == {**commit, "dirty": True}

@@ -1,4 +1,4 @@
-"""Loaders, optimizers and models that other libraries prepare, in a loop of one's own on processes: refused by name, or right."""
+"""Test loaders, optimizers and models of other libraries in a user's loop on processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput, RunFault, end_process
-from tests.support.loops import Case, Loop, make_batch, make_model, make_sgd
+from tests.support.loops import Case, Loop, make_loop_batch, make_perceptron, make_sgd
 from tests.support.processes import run_in_group
 from tests.support.runs import assert_same, needs_processes
 from tests.support.slow import mark_slow
@@ -24,13 +24,13 @@ SHARED = "do not shard the loader by rank"
 BATCH = 4
 
 
-def make_samples() -> TensorDataset:
+def make_loader_samples() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(x, torch.randint(0, 5, (64,), generator=generator))
 
 
-def make_pipeline(model: nn.Module, optimizer: Any, **keys: Any) -> ipu_pipe.Pipeline:
+def make_two_rank_pipeline(model: nn.Module, optimizer: Any, **keys: Any) -> ipu_pipe.Pipeline:
     """Return a pipeline of two stages on processes."""
     where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 20}}
     return ipu_pipe.Pipeline(
@@ -41,14 +41,16 @@ def make_pipeline(model: nn.Module, optimizer: Any, **keys: Any) -> ipu_pipe.Pip
 # ---- the ranks of one pipeline read the same batches
 
 
-def shuffle_alone(rank: int) -> Any:
+def shuffle_by_rank(rank: int) -> Any:
     return DataLoader(
-        make_samples(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(rank)
+        make_loader_samples(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(rank)
     )
 
 
 def shard_by_default(rank: int) -> Any:
-    return DataLoader(make_samples(), BATCH, sampler=DistributedSampler(make_samples()))
+    return DataLoader(
+        make_loader_samples(), BATCH, sampler=DistributedSampler(make_loader_samples())
+    )
 
 
 def prepare_by_accelerate(rank: int) -> Any:
@@ -58,24 +60,24 @@ def prepare_by_accelerate(rank: int) -> Any:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.num_processes == 2
-    return accelerator.prepare(DataLoader(make_samples(), BATCH, shuffle=True))
+    return accelerator.prepare(DataLoader(make_loader_samples(), BATCH, shuffle=True))
 
 
 class Pairs(Dataset):  # type: ignore[type-arg]
-    """Samples as a model takes them that computes its own loss."""
+    """A dataset of samples for a model that computes its own loss."""
 
     def __len__(self) -> int:
-        return len(make_samples())
+        return len(make_loader_samples())
 
     def __getitem__(self, i: int) -> Dict[str, torch.Tensor]:
-        x, y = make_samples()[i]
+        x, y = make_loader_samples()[i]
         return {"x": x, "y": y}
 
 
 class OwnLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = make_model()
+        self.layers = make_perceptron()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Dict[str, torch.Tensor]:
         return {"loss": cross_entropy(self.layers(x), y)}
@@ -94,8 +96,8 @@ def read_other_batches(rank: int, folder: Path, make_loader: Callable[[int], Any
             model, None, make_sgd(model.parameters()), "pipedream", stages=["layers.5"], **where
         )
     else:
-        model = make_model()
-        pipe = make_pipeline(model, make_sgd(model.parameters()))
+        model = make_perceptron()
+        pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()))
     with pytest.raises(RunFault) as fault:
         for batch in loader:
             pipe.step(*([batch] if isinstance(batch, dict) else batch))
@@ -104,9 +106,9 @@ def read_other_batches(rank: int, folder: Path, make_loader: Callable[[int], Any
     end_process(0)
 
 
-WRONG_LOADERS = [shuffle_alone, shard_by_default, prepare_by_accelerate, shard_mappings]
+WRONG_LOADERS = [shuffle_by_rank, shard_by_default, prepare_by_accelerate, shard_mappings]
 # which `make test` runs
-QUICK = [shuffle_alone, shard_by_default]
+QUICK = [shuffle_by_rank, shard_by_default]
 
 
 @needs_processes
@@ -119,16 +121,18 @@ def test_ranks_that_read_other_batches_are_refused(make_loader: Any, tmp_path: P
 
 
 def begin_with_other_sizes(rank: int, folder: Path) -> None:
-    """Gloo would end the process at a message of another size than expected."""
-    x, y = make_batch(Case("pipedream", 2), 0)
-    model = make_model()
+    """Begin with microbatches of unequal sizes; Gloo would end the process at such a message."""
+    x, y = make_loop_batch(Case("pipedream", 2), 0)
+    model = make_perceptron()
     size = 8 - 4 * rank
     with pytest.raises(BadInput, match=f"^step: inputs of a microbatch: rank 0 has .*{SHARED}"):
-        make_pipeline(model, make_sgd(model.parameters()), microbatches=2).step(x[:size], y[:size])
+        make_two_rank_pipeline(model, make_sgd(model.parameters()), microbatches=2).step(
+            x[:size], y[:size]
+        )
 
 
 def give_a_short_batch(rank: int, folder: Path) -> None:
-    """All ranks refuse it, and go on."""
+    """Assert that all ranks refuse a short batch, and can continue."""
     models = []
     for sizes in ([8, 8, 8, 8], [8, 8, 4, 8, 8]):
         loop = Loop(
@@ -136,7 +140,7 @@ def give_a_short_batch(rank: int, folder: Path) -> None:
         )
         k = 0
         for size in sizes:
-            x, y = make_batch(loop.case, k)
+            x, y = make_loop_batch(loop.case, k)
             if size == 8:
                 loop.pipe.step(x, y)
                 k += 1
@@ -156,10 +160,10 @@ def test_microbatches_of_other_sizes_are_refused(work: Any, tmp_path: Path) -> N
 
 
 def leave_out_labels(rank: int, folder: Path) -> None:
-    """The rank of the loss passes no labels, which the example must not stand in for."""
-    x, y = make_batch(Case("pipedream"), 0)
-    model = make_model()
-    pipe = make_pipeline(model, make_sgd(model.parameters()), example=(x, y))
+    """Pass no labels on the rank of the loss; the example must not replace them."""
+    x, y = make_loop_batch(Case("pipedream"), 0)
+    model = make_perceptron()
+    pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()), example=(x, y))
     with pytest.raises(ValueError if rank else RunFault) as fault:
         for _ in range(5):
             pipe.step(microbatches=[(x, None)])
@@ -169,14 +173,14 @@ def leave_out_labels(rank: int, folder: Path) -> None:
 
 
 @needs_processes
-def test_no_example_stands_in_for_labels_that_are_left_out(tmp_path: Path) -> None:
+def test_no_example_replaces_missing_labels(tmp_path: Path) -> None:
     run_in_group(2, leave_out_labels, tmp_path)
     assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))
 
 
 def test_a_step_without_a_batch_changes_nothing() -> None:
     loop = Loop(Case("pipedream"))
-    x, y = make_batch(loop.case, 0)
+    x, y = make_loop_batch(loop.case, 0)
     for arguments, name in (((), "x"), ((x,), "y"), ((None, y), "x")):
         with pytest.raises(ValueError, match=f"^step: {name} is None"):
             loop.pipe.step(*arguments)
@@ -188,11 +192,13 @@ def test_a_step_without_a_batch_changes_nothing() -> None:
 
 
 def sample_by_replica(rank: int, folder: Path) -> None:
-    model = make_model()
-    pipe = make_pipeline(model, make_sgd(model.parameters()), replicas=2)
-    sampler = DistributedSampler(make_samples(), num_replicas=pipe.replicas, rank=pipe.replica)
+    model = make_perceptron()
+    pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()), replicas=2)
+    sampler = DistributedSampler(
+        make_loader_samples(), num_replicas=pipe.replicas, rank=pipe.replica
+    )
     with pipe:
-        for x, y in DataLoader(make_samples(), BATCH, sampler=sampler):
+        for x, y in DataLoader(make_loader_samples(), BATCH, sampler=sampler):
             pipe.step(x, y)
     expected = torch.load(folder / "expected.pt")
     # running statistics are each replica's own
@@ -202,15 +208,16 @@ def sample_by_replica(rank: int, folder: Path) -> None:
 
 @needs_processes
 def test_a_sampler_by_replica_gives_the_emulators_weights(tmp_path: Path) -> None:
-    """Four ranks: two replicas of two stages."""
-    model = make_model()
-    pipe = make_pipeline(
+    """Four ranks train two replicas of two stages."""
+    model = make_perceptron()
+    pipe = make_two_rank_pipeline(
         model, make_sgd(model.parameters()), replicas=2, backend="emulator", backend_args={}
     )
     samplers = [
-        DistributedSampler(make_samples(), num_replicas=2, rank=replica) for replica in range(2)
+        DistributedSampler(make_loader_samples(), num_replicas=2, rank=replica)
+        for replica in range(2)
     ]
-    loaders = [DataLoader(make_samples(), BATCH, sampler=sampler) for sampler in samplers]
+    loaders = [DataLoader(make_loader_samples(), BATCH, sampler=sampler) for sampler in samplers]
     with pipe:
         for batches in zip(*loaders):
             pipe.step(*map(torch.cat, zip(*batches)))
@@ -218,12 +225,12 @@ def test_a_sampler_by_replica_gives_the_emulators_weights(tmp_path: Path) -> Non
     run_in_group(4, sample_by_replica, tmp_path)
 
 
-# ---- what others wrap
+# ---- wrapped models and optimizers
 
 
 def test_a_prepared_optimizer_is_refused_by_name() -> None:
     accelerate = pytest.importorskip("accelerate")
-    model = make_model()
+    model = make_perceptron()
     prepared = accelerate.Accelerator(cpu=True).prepare(make_sgd(model.parameters()))
     with pytest.raises(
         BadInput, match="^optimizer: an AcceleratedOptimizer: wraps a SGD: give that one"
@@ -232,12 +239,12 @@ def test_a_prepared_optimizer_is_refused_by_name() -> None:
 
 
 def wrap_in_ddp(rank: int, folder: Path) -> None:
-    model = nn.parallel.DistributedDataParallel(make_model())
-    pipe = make_pipeline(model, make_sgd(model.parameters()), stages=["module.5"])
+    model = nn.parallel.DistributedDataParallel(make_perceptron())
+    pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()), stages=["module.5"])
     with pytest.raises(
         BadInput, match="^model: is wrapped by DistributedDataParallel: give the model itself"
     ):
-        pipe.step(*make_batch(Case("pipedream"), 0))
+        pipe.step(*make_loop_batch(Case("pipedream"), 0))
 
 
 @needs_processes
@@ -249,7 +256,7 @@ def test_a_model_that_others_divide_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def evaluate_without_gradients(rank: int, folder: Path) -> None:
-    """Nothing in flight is lost, and the weights are those of a loop that drains outside of such a context."""
+    """Assert that evaluating and saving under no_grad lose no update and change no loss."""
     losses: List[Any] = []
     for context in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
         loop = Loop(
@@ -258,7 +265,7 @@ def evaluate_without_gradients(rank: int, folder: Path) -> None:
         loop.run(0, 5, drains=False)
         assert loop.pipe.in_flight
         with context():  # type: ignore[operator]
-            loop.pipe.evaluate([make_batch(loop.case, 50)])
+            loop.pipe.evaluate([make_loop_batch(loop.case, 50)])
         loop.run(5, 7, drains=False)
         with context():  # type: ignore[operator]
             loop.pipe.state_dict()
@@ -274,10 +281,13 @@ def test_a_drain_under_no_grad_runs_the_backwards(tmp_path: Path) -> None:
 
 
 def test_a_drain_under_autocast_is_refused() -> None:
-    """Before anything runs: its forwards would be cast. An empty pipeline may be evaluated so."""
+    """It is refused before a forward runs in the autocast type.
+
+    An empty pipeline may be evaluated under autocast.
+    """
     loop = Loop(Case("pipedream", 2))
     loop.run(0, 3, drains=False)
-    batch = make_batch(loop.case, 50)
+    batch = make_loop_batch(loop.case, 50)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(
         RuntimeError, match="^evaluate: called under autocast"
     ):
@@ -290,18 +300,18 @@ def test_a_drain_under_autocast_is_refused() -> None:
 
 def test_a_loop_may_evaluate_before_its_first_step() -> None:
     case = Case("pipedream", 2)
-    x, y = make_batch(case, 0)
-    model = make_model()
+    x, y = make_loop_batch(case, 0)
+    model = make_perceptron()
     with pytest.raises(RunFault, match="example"):
-        make_pipeline(
+        make_two_rank_pipeline(
             model, make_sgd(model.parameters()), backend="emulator", backend_args={}
         ).evaluate([(x, y)])
-    model = make_model()
+    model = make_perceptron()
     keys: Dict[str, Any] = {"backend": "emulator", "backend_args": {}, "example": (x[:4], y[:4])}
-    pipe = make_pipeline(model, make_sgd(model.parameters()), **keys)
+    pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()), **keys)
     before = pipe.evaluate([(x, y)], ["accuracy"])
-    assert torch.equal(pipe.predict(x), make_model().eval()(x))
-    expected = cross_entropy(make_model().eval()(x), y)
+    assert torch.equal(pipe.predict(x), make_perceptron().eval()(x))
+    expected = cross_entropy(make_perceptron().eval()(x), y)
     assert before["loss"] == pytest.approx(expected.item())
     # and its steps are those of a loop that did not
     losses = []

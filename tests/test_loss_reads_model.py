@@ -1,7 +1,8 @@
-"""A loss that reads more of a model than its own stage holds is refused where the model is cut; one that does not trains alike.
+"""Test that a loss which reads more than its own stage is refused where the model is cut.
 
-Story: the loss added the routers' balance losses, which modules keep as attributes. The emulator trained plain PyTorch's weights
-and processes trained others, without a word; a penalty of all parameters gave NaN and advice on learning rates.
+Other losses train alike on all backends. Story: the loss added the routers' balance losses, which
+modules keep as attributes. The emulator trained plain PyTorch's weights and processes trained
+others, without a warning; a penalty of all parameters gave NaN and advice on learning rates.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Loss = Callable[..., torch.Tensor]
 
 
 class Router(nn.Module):
-    """Keeps a balance loss, a number and a running mean of its last forward."""
+    """Keep a balance loss, a number and a running mean of the last forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,27 +72,27 @@ class BalancedRouter(Router):
         return Balance.apply(super().forward(x), self.aux)  # type: ignore[no-any-return]
 
 
-def make_model(router: Callable[[], nn.Module] = Router) -> Any:
-    """Return four modules; stage 1 begins at the third."""
+def make_router_model(router: Callable[[], nn.Module] = Router) -> Any:
+    """Return four modules, of which stage 1 begins at the third."""
     torch.manual_seed(0)
     return nn.Sequential(router(), nn.Tanh(), router(), nn.Linear(8, 4))
 
 
-def make_batch() -> Tuple[torch.Tensor, torch.Tensor]:
+def make_router_batch() -> Tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(6, 8, generator=generator), torch.randint(0, 4, (6,), generator=generator)
 
 
 def make_small_batches() -> List[Tuple[torch.Tensor, torch.Tensor]]:
     """Return four batches of two samples."""
-    x, y = make_batch()
+    x, y = make_router_batch()
     return [(x[i : i + 2] * (1 + 0.1 * i), y[i : i + 2]) for i in range(4)]
 
 
-def verify(
+def verify_loss(
     model: nn.Module, loss: Loss, example: Any = None, begins: Sequence[str] = ("2",)
 ) -> None:
-    example = example or make_batch()
+    example = example or make_router_batch()
     pieces = cut_model(model, begins, example[0])
     verify_losses(model, pieces, loss, example, observe_effects(model, example[0]).draws)
 
@@ -100,45 +101,45 @@ def keep_output(model: Any, name: str, keep: Callable[[torch.Tensor], None]) -> 
     model.get_submodule(name).register_forward_hook(lambda module, inputs, output: keep(output))
 
 
-def read(term: Callable[[Any], Any]) -> Callable[[Any], Loss]:
+def make_reading(term: Callable[[Any], Any]) -> Callable[[Any], Loss]:
     """Return a maker of a loss that adds `term(model)`."""
     return lambda model: lambda output, y: F.cross_entropy(output, y) + 0.1 * term(model)
 
 
 def make_hooked(name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Any], Loss]:
-    """Return a maker of a loss that adds a value of an activation that a hook has kept in a variable of its own."""
+    """Return a maker of a loss that adds a value of an activation, which a hook has stored."""
 
-    def make(model: Any) -> Loss:
-        kept: Dict[str, Any] = {}
-        keep_output(model, name, lambda output: kept.update(value=output))
-        return lambda output, y: F.cross_entropy(output, y) + 0.1 * change(kept["value"])
+    def make_loss(model: Any) -> Loss:
+        activation: Dict[str, Any] = {}
+        keep_output(model, name, lambda output: activation.update(value=output))
+        return lambda output, y: F.cross_entropy(output, y) + 0.1 * change(activation["value"])
 
-    return make
+    return make_loss
 
 
 def make_appended(name: str) -> Callable[[Any], Loss]:
-    """Return a maker of a loss that adds up a list that a hook extends, and clears it."""
+    """Return a maker of a loss that adds up and clears a list, which a hook extends."""
 
-    def make(model: Any) -> Loss:
-        kept: List[torch.Tensor] = []
-        keep_output(model, name, lambda output: kept.append(output.pow(2).mean()))
+    def make_loss(model: Any) -> Loss:
+        terms: List[torch.Tensor] = []
+        keep_output(model, name, lambda output: terms.append(output.pow(2).mean()))
 
         def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            total = F.cross_entropy(output, y) + sum(kept)
-            kept.clear()
+            total = F.cross_entropy(output, y) + sum(terms)
+            terms.clear()
             return total
 
         return loss
 
-    return make
+    return make_loss
 
 
 def make_late(model: Any) -> Loss:
-    """Return a loss that reads a value of the microbatch before."""
-    kept: Dict[str, Any] = {}
+    """Return a loss that reads a value of the previous microbatch."""
+    previous: Dict[str, Any] = {}
 
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        before, kept["number"] = kept.get("number", 0.0), model[0].number
+        before, previous["number"] = previous.get("number", 0.0), model[0].number
         return F.cross_entropy(output, y) + before
 
     return loss
@@ -150,7 +151,7 @@ def make_alias(model: Any) -> Loss:
 
 
 def make_popping(model: Any) -> Loss:
-    """Return a loss that takes an attribute away as it reads it."""
+    """Return a loss that removes an attribute when it reads it."""
     return lambda output, y: F.cross_entropy(output, y) + vars(model[0]).pop("aux")
 
 
@@ -161,66 +162,67 @@ def make_drawing(model: Any) -> Loss:
 
 
 READS: Dict[str, Tuple[Callable[[Any], Loss], str]] = {
-    "attribute": (read(lambda m: m[0].aux), r"attributes of modules \(0.aux\)"),
-    "attributes": (read(lambda m: m[0].aux + m[2].aux), r"attributes of modules \(0.aux\)"),
-    "number": (read(lambda m: m[0].number), "values of other stages"),
+    "attribute": (make_reading(lambda m: m[0].aux), r"attributes of modules \(0.aux\)"),
+    "attributes": (make_reading(lambda m: m[0].aux + m[2].aux), r"attributes of modules \(0.aux\)"),
+    "number": (make_reading(lambda m: m[0].number), "values of other stages"),
     "number, with draws": (make_drawing, "values of other stages"),
     "popped": (make_popping, "activations of stage 0"),
     "hook": (make_hooked("0", lambda t: t.pow(2).mean()), r"activations of stage 0 \(they depend on 0.gate.weight"),
     "hook without gradient": (make_hooked("0", lambda t: t.detach().mean()), "values of other stages"),
     "hook's number": (make_hooked("1", lambda t: float(t.detach().mean())), "values of other stages"),
     "hook's list": (make_appended("0"), r"activations of stage 0 \("),
-    "parameters": (read(lambda m: sum(p.abs().sum() for p in m.parameters())), r"parameters of stage 0 \(0.gate.weight"),
+    "parameters": (make_reading(lambda m: sum(p.abs().sum() for p in m.parameters())), r"parameters of stage 0 \(0.gate.weight"),
     "parameters' norm": (
-        read(lambda m: torch.stack([p.norm() for p in m.parameters()]).norm()), r"parameters of stage 0 \(0.gate.weight"),
-    "one weight": (read(lambda m: m[0].gate.weight.pow(2).sum()), r"parameters of stage 0 \(0.gate.weight\)"),
-    "a weight's number": (read(lambda m: float(m[0].gate.weight.detach().sum())), r"parameters of stage 0 \(0.gate.weight\)"),
-    "a weight times zero": (read(lambda m: 0.0 * m[0].gate.weight.sum()), r"parameters of stage 0 \(0.gate.weight\)"),
+        make_reading(lambda m: torch.stack([p.norm() for p in m.parameters()]).norm()), r"parameters of stage 0 \(0.gate.weight"),
+    "one weight": (make_reading(lambda m: m[0].gate.weight.pow(2).sum()), r"parameters of stage 0 \(0.gate.weight\)"),
+    "a weight's number": (
+        make_reading(lambda m: float(m[0].gate.weight.detach().sum())), r"parameters of stage 0 \(0.gate.weight\)"),
+    "a weight times zero": (make_reading(lambda m: 0.0 * m[0].gate.weight.sum()), r"parameters of stage 0 \(0.gate.weight\)"),
     "another name of a weight": (make_alias, "values of other stages"),
-    "a changing buffer": (read(lambda m: m[0].mean.pow(2).sum()), r"buffers of stage 0 \(0.mean\)"),
-    "a constant buffer": (read(lambda m: m[0].scale.sum()), r"buffers of stage 0 \(0.scale\)"),
+    "a changing buffer": (make_reading(lambda m: m[0].mean.pow(2).sum()), r"buffers of stage 0 \(0.mean\)"),
+    "a constant buffer": (make_reading(lambda m: m[0].scale.sum()), r"buffers of stage 0 \(0.scale\)"),
     "the microbatch before": (make_late, "values of other stages"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", READS)
 def test_a_loss_that_reads_another_stage_is_refused(case: str) -> None:
-    """One line, with the name where a tensor of the model is read; model and random states are left as they were."""
+    """One line names the tensor that is read; model and random states do not change."""
     make, expected = READS[case]
-    model = make_model()
+    model = make_router_model()
     loss = make(model)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    aux, drawn = model[0].aux, torch.get_rng_state()
+    aux, random_state = model[0].aux, torch.get_rng_state()
     with pytest.raises(
         BadInput, match=f"^loss: (reads )?{expected}.*on processes the last stage computes it alone"
-    ) as refused:
-        verify(model, loss)
-    assert len(refused.value.faults) == 1 and "backend: {name: emulator}" in str(refused.value)
-    assert torch.equal(torch.get_rng_state(), drawn) and model[0].aux is aux
+    ) as error:
+        verify_loss(model, loss)
+    assert len(error.value.faults) == 1 and "backend: {name: emulator}" in str(error.value)
+    assert torch.equal(torch.get_rng_state(), random_state) and model[0].aux is aux
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_temperature_in_the_first_stage_is_refused() -> None:
-    """A weight that no module's forward uses belongs to the module around it, here the first stage's."""
-    model = make_model()
+    """A weight that no forward uses belongs to the module around it, here the first stage's."""
+    model = make_router_model()
     model[0].temperature = nn.Parameter(torch.ones(()))
     with pytest.raises(BadInput, match=r"^loss: reads parameters of stage 0 \(0.temperature\)"):
-        verify(model, lambda output, y: F.cross_entropy(output / model[0].temperature, y))
+        verify_loss(model, lambda output, y: F.cross_entropy(output / model[0].temperature, y))
 
 
-def test_what_a_cut_module_keeps_is_refused() -> None:
+def test_a_loss_that_reads_an_attribute_of_a_cut_module_is_refused() -> None:
     """In a module in which a stage begins, Python code runs only while the forward is recorded."""
 
-    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+    def run_parts(m: Any, x: torch.Tensor) -> torch.Tensor:
         h = m.b(m.a(x))
         m.kept = h.detach().mean()
         return m.c(h)  # type: ignore[no-any-return]
 
-    model = Composed(run, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 4), kept=1)
+    model = Composed(run_parts, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 4), kept=1)
     model._buffers.clear()
     with pytest.raises(BadInput, match=r"^loss: reads attributes of modules \(kept\)"):
-        verify(model, lambda output, y: F.cross_entropy(output, y) + model.kept, begins=["b"])
+        verify_loss(model, lambda output, y: F.cross_entropy(output, y) + model.kept, begins=["b"])
 
 
 class Counting(nn.Module):
@@ -251,7 +253,7 @@ def make_counting(model: Any) -> Loss:
     return loss
 
 
-def draw(model: Any) -> Loss:
+def make_random_loss(model: Any) -> Loss:
     """Return a loss that draws from all global generators."""
 
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -260,58 +262,60 @@ def draw(model: Any) -> Loss:
     return loss
 
 
-def draw_from_own_generator(model: Any) -> Loss:
+def make_own_random_loss(model: Any) -> Loss:
     generator = torch.Generator().manual_seed(1)
     return lambda output, y: F.cross_entropy(output + torch.rand(4, generator=generator), y)
 
 
 ALLOWED: Dict[str, Callable[[Any], Loss]] = {
-    "the last stage's attribute": read(lambda m: m[2].aux),
-    "the last stage's weights": read(lambda m: sum(p.abs().sum() for p in m[2:].parameters())),
-    "the last stage's buffer": read(lambda m: m[2].mean.pow(2).sum()),
+    "the last stage's attribute": make_reading(lambda m: m[2].aux),
+    "the last stage's weights": make_reading(
+        lambda m: sum(p.abs().sum() for p in m[2:].parameters())
+    ),
+    "the last stage's buffer": make_reading(lambda m: m[2].mean.pow(2).sum()),
     "the last stage's hook": make_hooked("2", lambda t: t.pow(2).mean()),
     "the last stage's hook's list": make_appended("2"),
-    "other stages' shapes": read(lambda m: sum(p.numel() for p in m.parameters())),
+    "other stages' shapes": make_reading(lambda m: sum(p.numel() for p in m.parameters())),
     "counts": make_counting,
     "counts, in a module": lambda model: Counting(),
-    "draws": draw,
-    "draws from a generator of its own": draw_from_own_generator,
+    "draws": make_random_loss,
+    "draws from a generator of its own": make_own_random_loss,
 }
 
 
 @pytest.mark.parametrize("case", ALLOWED)
 def test_a_loss_of_its_own_stage_is_allowed(case: str) -> None:
-    model = make_model()
-    verify(model, ALLOWED[case](model))
+    model = make_router_model()
+    verify_loss(model, ALLOWED[case](model))
 
 
 def test_the_function_that_passes_an_activation_on_is_allowed() -> None:
-    verify(make_model(BalancedRouter), read(lambda m: 0.0)(None))
+    verify_loss(make_router_model(BalancedRouter), make_reading(lambda m: 0.0)(None))
 
 
 def test_a_weight_of_the_last_stage_that_only_the_loss_reads_is_allowed() -> None:
-    model = make_model()
+    model = make_router_model()
     model[3].temperature = nn.Parameter(torch.ones(()))
-    verify(model, lambda output, y: F.cross_entropy(output / model[3].temperature, y))
+    verify_loss(model, lambda output, y: F.cross_entropy(output / model[3].temperature, y))
 
 
 def test_a_loss_gets_its_own_labels_and_fields() -> None:
     """The labels and fields are the microbatch's own, as the loss may refuse others."""
-    x, y = make_batch()
+    x, y = make_router_batch()
 
     def loss(output: Any, labels: torch.Tensor, *, weights: torch.Tensor) -> torch.Tensor:
         assert torch.equal(labels, y) and weights.eq(2).all()
         return (F.cross_entropy(output, labels, reduction="none") * weights).mean()
 
-    model = make_model()
-    verify(
+    model = make_router_model()
+    verify_loss(
         model,
         LossOfOutput(loss, None, ("weights",)),
         (x, Labels(y, {"weights": torch.full((6,), 2.0)})),
     )
 
 
-def test_which_losses_need_no_trial() -> None:
+def test_known_losses_need_no_trial() -> None:
     known = [F.cross_entropy, nn.MSELoss(), LossOfOutput(F.cross_entropy, TakePart(0))]
     own = [Counting(), make_counting(None), LossOfOutput(F.cross_entropy, lambda output: output)]
     # the weights of classes may be a buffer of the model
@@ -320,7 +324,7 @@ def test_which_losses_need_no_trial() -> None:
     )
 
 
-class Object:
+class CountingObject:
     def __init__(self) -> None:
         self.calls, self.seen = 0, [0]
 
@@ -346,19 +350,26 @@ def add_to_counts() -> None:
     COUNTS["mean"] += 1
 
 
-def test_what_a_loss_keeps_is_restored() -> None:
-    """Story: a trial of a loss that anneals by its calls would make it anneal earlier on processes than on the emulator."""
-    counted, module, made = Object(), Counting(), make_counting(None)
+def test_the_state_of_a_loss_is_restored_after_a_trial() -> None:
+    """Story: a trial of a loss that anneals by its calls would make it anneal earlier on processes
+    than on the emulator."""
+    counting_object, module, counting_loss = CountingObject(), Counting(), make_counting(None)
     x, y = torch.randn(2, 4), torch.zeros(2, dtype=torch.int64)
-    first = made(x, y) / (1 + 1 / 2)
-    for function in (counted, counted.call, partial(counted.call, y=y), count_globally, made):
+    first = counting_loss(x, y) / (1 + 1 / 2)
+    for function in (
+        counting_object,
+        counting_object.call,
+        partial(counting_object.call, y=y),
+        count_globally,
+        counting_loss,
+    ):
         with restore_function(function):
             function(x, **{} if isinstance(function, partial) else {"y": y})
     with restore_function(module):
         module(x, y)
     assert (
-        counted.calls
-        == counted.seen[0]
+        counting_object.calls
+        == counting_object.seen[0]
         == module.calls
         == module.seen[0]
         == COUNT
@@ -366,26 +377,26 @@ def test_what_a_loss_keeps_is_restored() -> None:
         == 0
     )
     assert not module.mean.any() and not COUNTS["mean"].any()
-    assert torch.allclose(made(x, y) / (1 + 1 / 4), first)
+    assert torch.allclose(counting_loss(x, y) / (1 + 1 / 4), first)
 
 
 # ---- blocks, and copies
 
 
 def make_blocks_job(make: Callable[[Any], Loss], method: str = "local_greedy", **keys: Any) -> Any:
-    return build(**make_case(method, make).make_arguments(**keys))
+    return build(**make_loss_case(method, make).make_arguments(**keys))
 
 
 BLOCK_READS: Dict[str, Tuple[Callable[[Any], Loss], List[str]]] = {
-    "weights": (read(lambda m: m[3].weight.pow(2).sum()), ["parameters of stage 1 (3.weight), but block 0 "]),
-    "attributes": (read(lambda m: m[0].aux + m[2].aux), ["(2.aux), but block 0 ", "(0.aux), but block 1 "]),
+    "weights": (make_reading(lambda m: m[3].weight.pow(2).sum()), ["parameters of stage 1 (3.weight), but block 0 "]),
+    "attributes": (make_reading(lambda m: m[0].aux + m[2].aux), ["(2.aux), but block 0 ", "(0.aux), but block 1 "]),
     "hook": (make_hooked("0", lambda t: t.detach().mean()), ["values of other stages (of modules or hooks), but block 1 "]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BLOCK_READS)
 def test_the_loss_of_a_block_reads_this_block_alone(case: str) -> None:
-    """On the emulator too, where the other blocks are there: a block would train another's weights."""
+    """On the emulator other blocks could be read too, but a block would train another's weights."""
     make, expected = BLOCK_READS[case]
     faults = list_faults(make_blocks_job, make)
     assert len(faults) == len(expected)
@@ -396,29 +407,31 @@ def test_the_loss_of_a_block_reads_this_block_alone(case: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["local_greedy", "local_overlapping", "last_layers"])
-@pytest.mark.parametrize("make", [make_counting, draw, lambda model: Counting()])
+@pytest.mark.parametrize("make", [make_counting, make_random_loss, lambda model: Counting()])
 def test_losses_of_blocks_that_read_outputs_are_allowed(method: str, make: Any) -> None:
-    model = make_model(partial(nn.Linear, 8, 8))
+    model = make_router_model(partial(nn.Linear, 8, 8))
     method_args = {"layers": 1} if method == "last_layers" else {}
     job = build(**Case(method, model, make(model)).make_arguments(method_args=method_args))
     assert job.method.structure is not None
 
 
 COPIES: Dict[str, Tuple[Callable[[Any], Loss], str]] = {
-    "weight": (read(lambda m: m[3].weight.pow(2).sum()), r"parameters \(3.weight\)"),
-    "attribute": (read(lambda m: m[2].aux), r"attributes of modules \(2.aux\)"),
+    "weight": (make_reading(lambda m: m[3].weight.pow(2).sum()), r"parameters \(3.weight\)"),
+    "attribute": (make_reading(lambda m: m[2].aux), r"attributes of modules \(2.aux\)"),
     "hook": (make_hooked("0", lambda t: t.pow(2).mean()), ""),
     "counts": (make_counting, ""),
-    "draws": (draw, ""),
+    "draws": (make_random_loss, ""),
 }
 
 
 @pytest.mark.parametrize("case", COPIES)
 def test_poptorch_compiles_a_copy_which_the_loss_does_not_read(case: str, poptorch: Any) -> None:
-    """Hooks belong to the copy too."""
+    """Reading weights or attributes is refused; hooks belong to the copy too and are allowed."""
     make, expected = COPIES[case]
     backend = {"name": "poptorch", "ipu": {}}
-    arguments = make_case("gpipe", make).make_arguments(backend=backend, gradient_accumulation=4)
+    arguments = make_loss_case("gpipe", make).make_arguments(
+        backend=backend, gradient_accumulation=4
+    )
     if not expected:
         build(**arguments)
         return
@@ -426,24 +439,24 @@ def test_poptorch_compiles_a_copy_which_the_loss_does_not_read(case: str, poptor
     assert re.match(f"loss: reads {expected}, but PopTorch compiles a copy", fault)
 
 
-@pytest.mark.parametrize("make", [make_counting, draw, lambda model: Counting()])
+@pytest.mark.parametrize("make", [make_counting, make_random_loss, lambda model: Counting()])
 def test_poptorch_compiles_blocks_of_which_losses_read_outputs(make: Any, poptorch: Any) -> None:
-    model = make_model(partial(nn.Linear, 8, 8))
+    model = make_router_model(partial(nn.Linear, 8, 8))
     keys = {"backend": {"name": "poptorch", "ipu": {}}, "gradient_accumulation": 4}
     build(**Case("local_greedy", model, make(model)).make_arguments(**keys))
 
 
 @pytest.mark.parametrize(
-    "make, times", [(make_counting, 3), (draw, 3), (make_hooked("2", torch.mean), 9)]
+    "make, times", [(make_counting, 3), (make_random_loss, 3), (make_hooked("2", torch.mean), 9)]
 )
 def test_a_trial_is_short(make: Any, times: int) -> None:
-    """Three forwards show that a loss reads outputs alone; only another one is tried stage by stage."""
-    model = make_model(partial(nn.Linear, 8, 8))
+    """Three forwards show that a loss reads outputs alone; others are tried stage by stage."""
+    model = make_router_model(partial(nn.Linear, 8, 8))
     forwards: List[torch.Tensor] = []
     loss = make(model)
-    pieces = cut_model(model, ["2"], make_batch()[0])
+    pieces = cut_model(model, ["2"], make_router_batch()[0])
     keep_output(model, "2", forwards.append)
-    verify_losses(model, pieces, loss, make_batch(), {})
+    verify_losses(model, pieces, loss, make_router_batch(), {})
     assert len(forwards) == times
 
 
@@ -468,8 +481,8 @@ class Case(NamedTuple):
         return {"config": config, "model": self.model, "data": data, "loss": self.loss}
 
 
-def make_case(method: str, make: Callable[[Any], Loss]) -> Case:
-    model = make_model()
+def make_loss_case(method: str, make: Callable[[Any], Loss]) -> Case:
+    model = make_router_model()
     return Case(method, model, make(model))
 
 
@@ -485,19 +498,19 @@ def penalize_and_count(model: Any) -> Loss:
     return loss
 
 
-def make_run(method: str) -> Dict[str, Any]:
-    return make_case(method, penalize_and_count).make_arguments(checkpoint={"every": 2})
+def make_counted_run(method: str) -> Dict[str, Any]:
+    return make_loss_case(method, penalize_and_count).make_arguments(checkpoint={"every": 2})
 
 
 def refuse_on_a_rank(rank: int, folder: Path) -> None:
-    make = read(lambda m: m[0].aux)
+    make = make_reading(lambda m: m[0].aux)
     keys = {"backend": {"name": "distributed", "deadline": 60}}
     for method in ("gpipe", "zb_h1"):
         (fault,) = list_faults(
             ipu_pipe.train,
             out=folder / "run",
             quiet=True,
-            **make_case(method, make).make_arguments(**keys),
+            **make_loss_case(method, make).make_arguments(**keys),
         )
         assert fault.startswith(
             "loss: reads attributes of modules (0.aux), but on processes the last stage"
@@ -507,7 +520,7 @@ def refuse_on_a_rank(rank: int, folder: Path) -> None:
 
 @needs_processes
 def test_every_rank_refuses_a_loss_that_reads_another_stage(tmp_path: Path) -> None:
-    """The ranks say the same line before any of them waits."""
+    """All ranks report the same line before any of them waits."""
     run_in_group(2, refuse_on_a_rank, tmp_path)
 
 
@@ -515,7 +528,7 @@ def test_every_rank_refuses_a_loss_that_reads_another_stage(tmp_path: Path) -> N
 def test_processes_train_with_a_loss_of_the_last_stage(tmp_path: Path) -> None:
     """Two processes and the emulator end in the same weights, with a loss that counts its calls."""
     methods = ("gpipe", "zb_h1", "pipedream")
-    check_two_processes(tmp_path, {method: partial(make_run, method) for method in methods})
+    check_two_processes(tmp_path, {method: partial(make_counted_run, method) for method in methods})
 
 
 def read_all_and_count(model: Any) -> Loss:
@@ -533,7 +546,7 @@ def read_all_and_count(model: Any) -> Loss:
 
 
 def make_without_dropout() -> Case:
-    model = make_model()
+    model = make_router_model()
     model[0].drop.p = model[2].drop.p = 0.0
     return Case("gpipe", model, read_all_and_count(model))
 

@@ -1,4 +1,4 @@
-"""The line at the end of a run whose training loss never fell: said of those runs alone."""
+"""Test the line at the end of a run whose training loss never fell: only such runs print it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ipu_pipe.report.position import LossTrend
 from tests.command_line import run_here
 from tests.support.runs import DIGITS, ROOT
 
-SAID = "the training loss did not fall"
+WARNING = "the training loss did not fall"
 
 
-def describe(losses: List[float], planned: int = 0) -> Any:
+def describe_trend(losses: List[float], planned: int = 0) -> Any:
     trend = LossTrend(planned or len(losses))
     for loss in losses:
         trend.add(loss)
     return trend.describe()
 
 
-def draw(
+def draw_losses(
     seed: int, count: int, deviation: float, start: float = 2.3, end: float = 2.3
 ) -> List[float]:
     generator = random.Random(seed)
@@ -35,59 +35,72 @@ def draw(
 @pytest.mark.parametrize("count", [20, 50, 1000])
 @pytest.mark.parametrize("deviation", [0.0, 0.01, 0.5])
 def test_losses_that_stay_or_rise_are_reported(count: int, deviation: float) -> None:
-    texts = [describe(draw(seed, count, deviation)) for seed in range(20)]
+    texts = [describe_trend(draw_losses(seed, count, deviation)) for seed in range(20)]
     assert sum(text is not None for text in texts) >= 18
     for seed in range(20):
-        assert describe(draw(seed, count, deviation, end=2.3 + 10 * deviation)) is not None
+        assert (
+            describe_trend(draw_losses(seed, count, deviation, end=2.3 + 10 * deviation))
+            is not None
+        )
 
 
 @pytest.mark.parametrize("count", [50, 1000])
 @pytest.mark.parametrize("fall", [0.05, 1.0])
 def test_losses_that_fall_are_not_reported(count: int, fall: float) -> None:
     for seed in range(20):
-        assert describe(draw(seed, count, fall / 10, end=2.3 - fall)) is None
+        assert describe_trend(draw_losses(seed, count, fall / 10, end=2.3 - fall)) is None
 
 
 def test_losses_that_fall_early_or_rise_again_are_not_reported() -> None:
     for seed in range(20):
-        settled = draw(seed, 980, 0.02, 0.1, 0.1)
-        assert describe([2.3 - 0.11 * i for i in range(20)] + settled) is None
-        assert describe(draw(seed, 500, 0.1, end=0.5) + draw(seed, 500, 0.1, 0.5, 3.0)) is None
+        settled = draw_losses(seed, 980, 0.02, 0.1, 0.1)
+        assert describe_trend([2.3 - 0.11 * i for i in range(20)] + settled) is None
+        assert (
+            describe_trend(
+                draw_losses(seed, 500, 0.1, end=0.5) + draw_losses(seed, 500, 0.1, 0.5, 3.0)
+            )
+            is None
+        )
         # learned by its first update
-        assert describe([2.3, *draw(seed, 199, 0.001, 0.01, 0.01)]) is None
+        assert describe_trend([2.3, *draw_losses(seed, 199, 0.001, 0.01, 0.01)]) is None
 
 
-def test_too_few_updates_tell_nothing() -> None:
-    assert describe([2.3] * 19) is None and describe([2.3] * 20) is not None
+def test_too_few_updates_are_not_judged() -> None:
+    assert describe_trend([2.3] * 19) is None and describe_trend([2.3] * 20) is not None
     # stopped early: of 1,000 planned updates only two tenths
     assert (
-        describe([2.3] * 299, planned=1000) is None
-        and describe([2.3] * 300, planned=1000) is not None
+        describe_trend([2.3] * 299, planned=1000) is None
+        and describe_trend([2.3] * 300, planned=1000) is not None
     )
-    assert describe([math.nan] * 100) is None and describe([]) is None
+    assert describe_trend([math.nan] * 100) is None and describe_trend([]) is None
 
 
-def test_losses_that_are_not_finite_are_no_fall() -> None:
-    assert describe([2.3] * 60 + [math.nan] * 40) is not None
+def test_losses_that_are_not_finite_do_not_count_as_a_fall() -> None:
+    assert describe_trend([2.3] * 60 + [math.nan] * 40) is not None
 
 
-def test_a_run_that_learns_nothing_says_so(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Story: a run at ln 10, which learned nothing, ended like a good one. Its line points to the theory of its delays."""
+def test_a_run_that_learns_nothing_is_reported(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The line points to the theory of the run's delays.
+
+    Story: a run at a loss of ln 10, which had learned nothing, ended like a good one.
+    """
     monkeypatch.chdir(ROOT)
     short = ["steps=40", "log.tensorboard=false", "evaluate.every=0"]
 
-    def end(*keys: str, option: str = "--overwrite") -> str:
-        asked = (DIGITS, "--set", *short, *keys, "--out", str(tmp_path / "run"), option)
-        done = run_here(train, *asked, monkeypatch=monkeypatch, capsys=capsys)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def train_and_print(*keys: str, option: str = "--overwrite") -> str:
+        arguments = (DIGITS, "--set", *short, *keys, "--out", str(tmp_path / "run"), option)
+        result = run_here(train, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
 
-    printed = end("optimizer.lr=1e-12")
-    assert SAID in printed and f"stability {tmp_path / 'run' / 'config.yaml'}" in printed
-    assert SAID not in end()
-    assert SAID not in end("optimizer.lr=1e-12", "steps=10")
+    output = train_and_print("optimizer.lr=1e-12")
+    assert WARNING in output and f"stability {tmp_path / 'run' / 'config.yaml'}" in output
+    assert WARNING not in train_and_print()
+    assert WARNING not in train_and_print("optimizer.lr=1e-12", "steps=10")
     # the start of a resumed run is not known
-    end("optimizer.lr=1e-12", "steps=20", "checkpoint.every=20")
-    assert SAID not in end(
+    train_and_print("optimizer.lr=1e-12", "steps=20", "checkpoint.every=20")
+    assert WARNING not in train_and_print(
         "optimizer.lr=1e-12", "steps=60", "checkpoint.every=20", option="--resume"
     )

@@ -47,24 +47,24 @@ Batch = Tuple[torch.Tensor, torch.Tensor]
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
-def make_model() -> nn.Module:
+def make_token_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(13, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 13))
 
 
-def make_batches(counts: Sequence[int]) -> List[Batch]:
-    """Return a batch (2, 10) for each number of tokens of a row that count."""
+def make_token_batches(counts: Sequence[int]) -> List[Batch]:
+    """Return a batch (2, 10) for each count, with labels on the first `count` tokens of a row."""
     generator = torch.Generator().manual_seed(1)
-    made = []
+    batches_of_tokens = []
     for count in counts:
         x = torch.randint(0, 13, (2, 10), generator=generator)
         y = torch.randint(0, 13, (2, 10), generator=generator)
         y[:, count:] = IGNORED
-        made.append((x, y))
-    return made
+        batches_of_tokens.append((x, y))
+    return batches_of_tokens
 
 
-def token_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def compute_token_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return the mean over the tokens of a microbatch, NaN with NaN gradients if there are none."""
     labels = y.flatten()
     counts = labels != IGNORED
@@ -73,7 +73,7 @@ def token_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def count_first_row(y: torch.Tensor) -> int:
-    """Return a weight that is not the number of all tokens."""
+    """Return the number of labels in the first row, which is not that of all tokens."""
     return int((y[0] != IGNORED).sum())
 
 
@@ -81,7 +81,7 @@ def count_first_row(y: torch.Tensor) -> int:
 UNEVEN = [1, 9, 4, 10, 3, 0, 7, 2, 0, 0, 0, 0, 0, 5, 0, 8]
 
 
-def configure(method: str = "gpipe", **keys: Any) -> Any:
+def configure_uneven(method: str = "gpipe", **keys: Any) -> Any:
     settings: Dict[str, Any] = {
         "gradient_accumulation": N, "steps": 4, "stages": ["3"], "evaluate": {"every": 0}, "checkpoint": {"every": 2},
         "log": {"tensorboard": False, "every": 1}, "metrics": [],
@@ -95,13 +95,13 @@ def describe_run(
     """Return the arguments of `ipu_pipe.train` for uneven microbatches."""
     objects = {name: keys.pop(name) for name in ("loss", "model") if name in keys}
     weight = keys.pop("weight", "tokens")
-    config = configure(
+    config = configure_uneven(
         method, **({"loss_weight": weight} if isinstance(weight, str) else {}), **keys
     )
-    data = ipu_pipe.from_loader(make_batches(counts), make_batches(counts[:1]))
+    data = ipu_pipe.from_loader(make_token_batches(counts), make_token_batches(counts[:1]))
     arguments = {
-        "model": make_model(),
-        "loss": token_loss,
+        "model": make_token_model(),
+        "loss": compute_token_loss,
         "data": data,
         "optimizer": SGD,
         "config": config,
@@ -110,11 +110,11 @@ def describe_run(
     return arguments if isinstance(weight, str) else {**arguments, "loss_weight": weight}
 
 
-def train_plainly(
+def train_weighted_plainly(
     data: Sequence[Batch], weigh: Callable[[torch.Tensor], float], replicas: int = 1
 ) -> Tuple[nn.Module, List[Optional[float]]]:
-    """Train as `loss_weight` is defined, by plain PyTorch. Return the model and the loss of each update."""
-    model = make_model()
+    """Train by plain PyTorch as `loss_weight` is defined. Return the model and the losses."""
+    model = make_token_model()
     parameters = list(model.parameters())
     optimizer = SGD(parameters)
     size = N * replicas
@@ -130,10 +130,10 @@ def train_plainly(
                 p.grad = torch.zeros_like(p)
             for (x, y), weight in list(zip(batch, weights))[replica::replicas]:
                 if weight:
-                    (token_loss(model(x), y) * (weight * replicas / total)).backward()
+                    (compute_token_loss(model(x), y) * (weight * replicas / total)).backward()
             by_replica.append([p.grad for p in parameters])
         for (x, y), weight in zip(batch, weights):
-            weighted_loss += token_loss(model(x), y).item() * weight if weight else 0.0
+            weighted_loss += compute_token_loss(model(x), y).item() * weight if weight else 0.0
         for index, p in enumerate(parameters):
             p.grad = average_gradients([gradients[index] for gradients in by_replica])
         optimizer.step()
@@ -141,7 +141,7 @@ def train_plainly(
     return model, losses
 
 
-def count_tokens(y: torch.Tensor) -> int:
+def count_labels(y: torch.Tensor) -> int:
     return int((y != IGNORED).sum())
 
 
@@ -150,10 +150,13 @@ def count_tokens(y: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("method", ["naive", "gpipe", "pipedream_flush", "zb_h1"])
 def test_an_update_is_the_plain_weighted_loop(method: str, tmp_path: Path) -> None:
-    """Story: an update was the mean of its microbatches' means, and a token of a short microbatch counted ten times."""
+    """Story: an update was the mean of its microbatches' means.
+
+    A token of a short microbatch counted ten times.
+    """
     arguments = describe_run(method)
     ipu_pipe.train(out=tmp_path, quiet=True, **arguments)
-    model, losses = train_plainly(make_batches(UNEVEN), count_tokens)
+    model, losses = train_weighted_plainly(make_token_batches(UNEVEN), count_labels)
     assert_same(arguments["model"].state_dict(), model.state_dict())
     assert read_column(tmp_path, "train_loss") == losses and losses[2] is None
 
@@ -161,12 +164,12 @@ def test_an_update_is_the_plain_weighted_loop(method: str, tmp_path: Path) -> No
 def test_the_gradient_is_that_of_all_tokens_at_once(tmp_path: Path) -> None:
     arguments = describe_run(counts=UNEVEN[:8], steps=2)
     ipu_pipe.train(out=tmp_path, quiet=True, **arguments)
-    model = make_model()
-    optimizer, data = SGD(model.parameters()), make_batches(UNEVEN[:8])
+    model = make_token_model()
+    optimizer, data = SGD(model.parameters()), make_token_batches(UNEVEN[:8])
     for start in (0, N):
         x, y = (torch.cat(parts) for parts in zip(*data[start : start + N]))
         optimizer.zero_grad()
-        token_loss(model(x), y).backward()
+        compute_token_loss(model(x), y).backward()
         optimizer.step()
     for p, q in zip(arguments["model"].parameters(), model.parameters()):
         assert torch.allclose(p, q, rtol=0, atol=1e-6)
@@ -179,7 +182,7 @@ def test_replicas_add_up_their_weights(replicas: int, tmp_path: Path) -> None:
     counts[8:16] = [0, 5, 0, 9, 0, 1, 0, 4]
     arguments = describe_run(counts=counts, replicas=replicas)
     ipu_pipe.train(out=tmp_path, quiet=True, **arguments)
-    model, losses = train_plainly(make_batches(counts), count_tokens, replicas)
+    model, losses = train_weighted_plainly(make_token_batches(counts), count_labels, replicas)
     assert_same(arguments["model"].state_dict(), model.state_dict())
     assert read_column(tmp_path, "train_loss") == losses
 
@@ -190,7 +193,7 @@ def test_replicas_add_up_their_weights(replicas: int, tmp_path: Path) -> None:
 def test_a_function_of_the_labels_weighs_them(weight: Any, tmp_path: Path) -> None:
     arguments = describe_run(weight=weight)
     ipu_pipe.train(out=tmp_path, quiet=True, **arguments)
-    model, _ = train_plainly(make_batches(UNEVEN), count_first_row)
+    model, _ = train_weighted_plainly(make_token_batches(UNEVEN), count_first_row)
     assert_same(arguments["model"].state_dict(), model.state_dict())
 
 
@@ -226,8 +229,8 @@ def test_equal_weights_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("method", ["local_sgd", "randomized_pipedream"])
-def test_an_own_update_of_one_microbatch_has_its_whole_loss(method: str, tmp_path: Path) -> None:
-    """Weights change nothing but where there is none: the loss is not read."""
+def test_an_update_of_one_microbatch_has_its_whole_loss(method: str, tmp_path: Path) -> None:
+    """Weights change nothing except where they are 0: then the loss is not read."""
     full = [count or 1 for count in UNEVEN]
     how: Dict[str, Any] = {"gradient_accumulation": 1, "steps": 6, "checkpoint": None}
     weighted, plain = (
@@ -239,7 +242,7 @@ def test_an_own_update_of_one_microbatch_has_its_whole_loss(method: str, tmp_pat
     assert_same(weighted["model"].state_dict(), plain["model"].state_dict())
     empty = describe_run(method, [0] * len(UNEVEN), **how)
     ipu_pipe.train(out=tmp_path / "empty", quiet=True, **empty)
-    assert_same(empty["model"].state_dict(), make_model().state_dict())
+    assert_same(empty["model"].state_dict(), make_token_model().state_dict())
     assert set(read_column(tmp_path / "empty", "train_loss")) == {None}
 
 
@@ -249,27 +252,27 @@ def test_an_own_update_of_one_microbatch_has_its_whole_loss(method: str, tmp_pat
 def test_an_update_without_weight_changes_nothing_and_has_no_loss(tmp_path: Path) -> None:
     arguments = describe_run(counts=[0] * N + UNEVEN[:4], steps=2, checkpoint={"every": 1})
     report = ipu_pipe.train(out=tmp_path, quiet=True, **arguments)
-    assert_same(read_weights(tmp_path, 1), make_model().state_dict())
+    assert_same(read_weights(tmp_path, 1), make_token_model().state_dict())
     first, second = read_column(tmp_path, "train_loss")
     assert first is None and report["final"]["train_loss"] == second > 0
 
 
 class OwnLoss(nn.Module):
-    """A model that computes its loss."""
+    """A model that computes its own loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = make_model()
+        self.body = make_token_model()
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> Dict[str, torch.Tensor]:
         logits = self.body(inputs)
-        return {"loss": token_loss(logits, labels), "logits": logits}
+        return {"loss": compute_token_loss(logits, labels), "logits": logits}
 
 
 def test_a_models_own_loss_is_weighed_too(tmp_path: Path) -> None:
     own = OwnLoss()
-    data = [{"inputs": x, "labels": y} for x, y in make_batches(UNEVEN)]
-    config = configure(loss="model", loss_weight="tokens", stages=["body.3"])
+    data = [{"inputs": x, "labels": y} for x, y in make_token_batches(UNEVEN)]
+    config = configure_uneven(loss="model", loss_weight="tokens", stages=["body.3"])
     ipu_pipe.train(
         config,
         tmp_path,
@@ -278,7 +281,7 @@ def test_a_models_own_loss_is_weighed_too(tmp_path: Path) -> None:
         optimizer=SGD,
         quiet=True,
     )
-    model, losses = train_plainly(make_batches(UNEVEN), count_tokens)
+    model, losses = train_weighted_plainly(make_token_batches(UNEVEN), count_labels)
     assert_same(own.body.state_dict(), model.state_dict())
     assert read_column(tmp_path, "train_loss") == losses
 
@@ -289,17 +292,17 @@ def test_a_resumed_run_reads_the_same_weights(tmp_path: Path) -> None:
     ipu_pipe.train(out=tmp_path / "parts", quiet=True, resume=True, **describe_run("pipedream"))
     assert_same_weights(tmp_path / "whole", tmp_path / "parts")
     assert read_numbers(tmp_path / "whole")[-2:] == read_numbers(tmp_path / "parts")[-2:]
-    unweighted = {**describe_run(), "config": configure("pipedream", steps=6)}
+    unweighted = {**describe_run(), "config": configure_uneven("pipedream", steps=6)}
     faults = list_faults(
         ipu_pipe.train, out=tmp_path / "parts", quiet=True, resume=True, **unweighted
     )
     assert any("loss_weight: tokens -> null" in fault for fault in faults)
 
 
-def test_a_given_function_is_recorded_and_must_be_given_again(tmp_path: Path) -> None:
+def test_a_weight_function_is_recorded_and_required_when_resuming(tmp_path: Path) -> None:
     ipu_pipe.train(out=tmp_path, quiet=True, **describe_run(weight=count_first_row, steps=2))
-    recorded = ipu_pipe.load_config(str(tmp_path / "config.yaml"))
-    assert recorded.given.loss_weight.name.endswith("count_first_row")  # type: ignore[union-attr]
+    saved_config = ipu_pipe.load_config(str(tmp_path / "config.yaml"))
+    assert saved_config.given.loss_weight.name.endswith("count_first_row")  # type: ignore[union-attr]
     arguments = describe_run(weight=count_first_row)
     del arguments["loss_weight"]
     faults = list_faults(ipu_pipe.train, out=tmp_path, quiet=True, resume=True, **arguments)
@@ -326,13 +329,13 @@ def test_two_processes_weigh_as_the_emulator(tmp_path: Path) -> None:
     check_two_processes(tmp_path, runs)
     for name in runs:
         assert read_numbers(tmp_path / "one" / name) == read_numbers(tmp_path / "two" / name), name
-    model, losses = train_plainly(make_batches(UNEVEN), count_tokens)
+    model, losses = train_weighted_plainly(make_token_batches(UNEVEN), count_labels)
     assert_same(read_weights(tmp_path / "two" / "gpipe"), model.state_dict())
     assert read_column(tmp_path / "two" / "gpipe", "train_loss") == losses
 
 
 def describe_blocks() -> Dict[str, Any]:
-    """Return a run of blocks that have losses of their own, with microbatches without weight."""
+    """Return the arguments of a run of blocks, in which some microbatches have no weight."""
     generator = torch.Generator().manual_seed(3)
     data = []
     for count in UNEVEN:
@@ -341,7 +344,7 @@ def describe_blocks() -> Dict[str, Any]:
         data.append((torch.randn(10, 6, generator=generator), y))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    config = configure("local_greedy", stages=["2"], loss_weight="tokens")
+    config = configure_uneven("local_greedy", stages=["2"], loss_weight="tokens")
     return {
         "config": config,
         "model": model,
@@ -363,7 +366,7 @@ def test_each_block_on_a_process_weighs_its_own_loss(tmp_path: Path) -> None:
 
 @needs_processes
 def test_replicas_of_a_pipeline_add_up_their_weights(tmp_path: Path) -> None:
-    """The last stages of both replicas add them up, where one has none too."""
+    """The last stages of both replicas add up their weights, also where one replica has none."""
     counts = [*UNEVEN, 0, 5, 0, 9, 0, 1, 0, 4, *UNEVEN[:8]]
     runs = {"four": functools.partial(describe_run, "pipedream", counts, replicas=2)}
     ipu_pipe.train(out=tmp_path / "one" / "four", quiet=True, **runs["four"]())
@@ -378,15 +381,15 @@ def test_replicas_of_a_pipeline_add_up_their_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value", [-1, float("nan"), float("inf"), "many", None, True, torch.ones(2)]
 )
-def test_a_weight_that_is_none_ends_the_run_in_one_line(value: Any, tmp_path: Path) -> None:
-    """It is of the second update: the first is good."""
+def test_an_invalid_weight_ends_the_run_in_one_line(value: Any, tmp_path: Path) -> None:
+    """The invalid weight belongs to the second update: the first one is valid."""
     later = {5: value}
-    seen: List[int] = []
+    calls: List[int] = []
 
     def weigh(y: torch.Tensor) -> Any:
-        seen.append(0)
+        calls.append(0)
         # the first call looks at microbatch 0 before training
-        return later.get(len(seen) - 2, 1)
+        return later.get(len(calls) - 2, 1)
 
     with pytest.raises(RunFault) as fault:
         ipu_pipe.train(out=tmp_path, quiet=True, **describe_run(weight=weigh))
@@ -406,7 +409,7 @@ def test_tokens_are_the_labels_that_the_loss_does_not_ignore() -> None:
     y = torch.tensor([[1, 0, -100], [2, 3, 0]])
     ignored = {
         F.cross_entropy: 5, nn.CrossEntropyLoss(ignore_index=0): 4, functools.partial(F.cross_entropy, ignore_index=3): 5,
-        token_loss: 5,
+        compute_token_loss: 5,
     }  # fmt: skip
     for loss, count in ignored.items():
         assert make_token_count(loss)(y) == count
@@ -417,7 +420,7 @@ def test_tokens_are_the_labels_that_the_loss_does_not_ignore() -> None:
             CountTokens(-100)(labels)
 
 
-def test_a_rule_that_goes_by_a_microbatchs_own_gradient_is_refused(tmp_path: Path) -> None:
+def test_a_rule_that_uses_the_gradient_of_one_microbatch_is_refused(tmp_path: Path) -> None:
     how: Dict[str, Any] = {"method_args": {"delay_compensation": {"scale": 0.5}}}
     faults = list_faults(
         ipu_pipe.train, out=tmp_path, quiet=True, **describe_run("pipedream", **how)
@@ -431,13 +434,13 @@ def test_a_rule_that_goes_by_a_microbatchs_own_gradient_is_refused(tmp_path: Pat
 
 
 def test_metrics_are_json_where_an_update_has_no_loss(tmp_path: Path) -> None:
-    seen: List[Optional[float]] = []
+    losses: List[Optional[float]] = []
 
     class Watch(ipu_pipe.Callback):
         def on_step(self, now: Any) -> None:
-            seen.append(now.loss)
+            losses.append(now.loss)
 
     ipu_pipe.train(out=tmp_path, quiet=True, callbacks=[Watch()], **describe_run())
-    assert seen[2] is None and None not in seen[:2]
+    assert losses[2] is None and None not in losses[:2]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert all("NaN" not in line and json.loads(line) for line in lines)

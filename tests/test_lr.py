@@ -1,4 +1,4 @@
-"""Learning-rate schedules against PyTorch's own, and what they must not do."""
+"""Test learning-rate schedules against PyTorch's own, and their limits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ipu_pipe.update.rates import compute_rate
 BASE = 0.4
 
 
-def by_torch(make: Callable[[torch.optim.Optimizer], Any], updates: int) -> List[float]:
-    """Return the rates that a torch scheduler, stepped after every update, gives to `updates` updates."""
+def list_torch_rates(make: Callable[[torch.optim.Optimizer], Any], updates: int) -> List[float]:
+    """Return the rates of a torch scheduler that is stepped after every update."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE)
     scheduler = make(optimizer)
     rates = []
@@ -28,13 +28,14 @@ def by_torch(make: Callable[[torch.optim.Optimizer], Any], updates: int) -> List
     return rates
 
 
-def by_us(updates: int, updates_per_epoch: int = 10, **keys: Any) -> List[float]:
+def compute_schedule_rates(updates: int, updates_per_epoch: int = 10, **keys: Any) -> List[float]:
+    """Return the rates of our schedule."""
     settings = LrSchedule(**keys)
     return [compute_rate(settings, BASE, k, updates, updates_per_epoch) for k in range(updates)]
 
 
 def test_constant_is_the_base_rate() -> None:
-    assert by_us(7, name="constant") == [BASE] * 7
+    assert compute_schedule_rates(7, name="constant") == [BASE] * 7
 
 
 @pytest.mark.parametrize(
@@ -49,25 +50,27 @@ def test_constant_is_the_base_rate() -> None:
     ],
 )
 def test_rates_equal_those_of_pytorch(keys: Any, make: Any) -> None:
-    assert by_us(40, 10, **keys) == pytest.approx(by_torch(make, 40), rel=1e-9)
+    assert compute_schedule_rates(40, 10, **keys) == pytest.approx(
+        list_torch_rates(make, 40), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
 def test_warm_up_rises_linearly_to_the_full_rate_and_the_rest_follows(name: str) -> None:
     w, updates = 8, 48
 
-    def warm(optimizer: torch.optim.Optimizer) -> Any:
+    def make_warm_up(optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.LinearLR(
             optimizer, start_factor=1 / w, end_factor=1.0, total_iters=w - 1
         )
 
-    rates = by_us(updates, name=name, warmup_steps=w)
-    assert rates[:w] == pytest.approx(by_torch(warm, w), rel=1e-9)
-    assert rates[w:] == pytest.approx(by_us(updates - w, name=name), rel=1e-12)
+    rates = compute_schedule_rates(updates, name=name, warmup_steps=w)
+    assert rates[:w] == pytest.approx(list_torch_rates(make_warm_up, w), rel=1e-9)
+    assert rates[w:] == pytest.approx(compute_schedule_rates(updates - w, name=name), rel=1e-12)
 
 
 def test_warm_up_does_not_shift_the_milestones() -> None:
-    rates = by_us(40, 10, name="step", milestones=[2], gamma=0.1, warmup_steps=5)
+    rates = compute_schedule_rates(40, 10, name="step", milestones=[2], gamma=0.1, warmup_steps=5)
     assert rates[4:20] == [BASE] * 16 and rates[20:] == pytest.approx([BASE * 0.1] * 20)
 
 

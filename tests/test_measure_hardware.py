@@ -1,4 +1,4 @@
-"""The measured description of this machine: figures from times, and the command that writes it."""
+"""Test the measured description of this machine, and the command that writes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ipu_pipe.run.planning import make_planning_problem
 from tests.support.runs import ROOT, list_faults
 
 
-def test_the_time_of_some_work_is_that_of_one_call() -> None:
+def test_the_measured_time_is_that_of_one_call() -> None:
     calls = []
     assert measuring.time_median(lambda: calls.append(0), 1e-6) > 0 and len(calls) > 1
 
@@ -28,7 +28,7 @@ def test_a_long_message_takes_its_latency_and_its_bytes() -> None:
     assert measuring.split_latency(1.0, 0.5)["bandwidth"] == measuring.LONG_BYTES / 0.5  # disturbed
 
 
-def test_what_two_processes_found_makes_a_description() -> None:
+def test_figures_of_two_processes_make_a_description() -> None:
     pair = [
         {"rates": {"float32": [1e9, 4e9]}, "copied": 2e9},
         {"rates": {"float32": [3e9, 6e9]}, "copied": 4e9},
@@ -48,7 +48,7 @@ def test_what_two_processes_found_makes_a_description() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_description_that_reads(
+def test_the_command_writes_a_readable_description(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "mine.yaml"
@@ -59,12 +59,12 @@ def test_the_command_writes_a_description_that_reads(
         and result.find_rate("bfloat16") > 0
     )
     assert result.links[0].name == "gloo" and result.device.memory_bytes.value > 1e8
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-1] == f"written: {out}" and len(printed) == 1 + len(result.list_figures())
+    output = capsys.readouterr().out.splitlines()
+    assert output[-1] == f"written: {out}" and len(output) == 1 + len(result.list_figures())
 
 
 def test_plans_for_this_machine_time_the_models_parts() -> None:
-    """They counted FLOPs: 24 times the throughput of a small model on a laptop."""
+    """Story: plans by FLOPs predicted 24 times the throughput of a small model on a laptop."""
     figures = {
         "rates": {"float32": [1e9, 4e9]},
         "copied": 2e9,
@@ -96,7 +96,7 @@ def test_plans_for_this_machine_time_the_models_parts() -> None:
     ("--threads", "0"), ("--threads", "2000"), ("--seconds", "nan"), ("--seconds", "0"), ("--out", "x.json"),
     ("--out", "/nowhere/x.yaml"),
 ])  # fmt: skip
-def test_arguments_that_cannot_be_are_refused_by_key(key: str, value: str) -> None:
+def test_impossible_arguments_are_refused_by_key(key: str, value: str) -> None:
     (fault,) = list_faults(main, [key, value])
     assert fault.startswith(f"{key}: {value}")
 

@@ -1,4 +1,4 @@
-"""Traces of processes tell the truth: waits, work, bytes and memory as they are, also of a run that is killed and goes on."""
+"""Test traces of processes: waits, work, bytes and memory, also after a kill and a resume."""
 
 from __future__ import annotations
 
@@ -34,32 +34,33 @@ from tests.support.runs import needs_processes, read_summary
 UPDATES = 30
 
 
-class Started(NamedTuple):
+class RunningRanks(NamedTuple):
     ranks: List[Any]
     folder: Path
 
 
-def start(folder: Path, **keys: Any) -> Started:
-    """Return two processes that train the sleeping model."""
+def start_ranks(folder: Path, **keys: Any) -> RunningRanks:
+    """Start two processes that train the sleeping model."""
     with socket.socket() as free_socket:
         free_socket.bind(("localhost", 0))
         port = free_socket.getsockname()[1]
     context = forked.context()
     ranks = [
-        context.Process(target=_train, args=(rank, str(folder), port, keys)) for rank in range(2)
+        context.Process(target=train_sleeping_rank, args=(rank, str(folder), port, keys))
+        for rank in range(2)
     ]
     for rank in ranks:
         rank.start()
-    return Started(ranks, folder)
+    return RunningRanks(ranks, folder)
 
 
-def finish(started: Started) -> None:
-    for rank in started.ranks:
+def finish_ranks(running: RunningRanks) -> None:
+    for rank in running.ranks:
         rank.join(200)
-    assert [rank.exitcode for rank in started.ranks] == [0, 0]
+    assert [rank.exitcode for rank in running.ranks] == [0, 0]
 
 
-def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
+def train_sleeping_rank(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
@@ -72,15 +73,15 @@ def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
         method="pipedream", stages=["two"], micro_batch_size=BATCH, evaluate={"every": 0},
         backend={"name": "distributed", "threads": 1}, optimizer={"lr": 0.01, "momentum": 0.9}, **keys,
     )  # fmt: skip
-    real = loop.TrainingLoop._write_end
+    write_end = loop.TrainingLoop._write_end
 
-    def seen(*given: Any) -> Any:
-        report = next(argument for argument in given if isinstance(argument, Report))._asdict()
+    def write_report(*arguments: Any) -> Any:
+        report = next(argument for argument in arguments if isinstance(argument, Report))._asdict()
         measured = {key: report[key] for key in ("times", "peak_memory")}
         (Path(folder) / "measured.json").write_text(json.dumps(measured))
-        return real(*given)
+        return write_end(*arguments)
 
-    loop.TrainingLoop._write_end = seen  # type: ignore[method-assign]
+    loop.TrainingLoop._write_end = write_report  # type: ignore[method-assign]
     train.train(
         config,
         Path(folder) / "run",
@@ -93,38 +94,44 @@ def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
     end_process(0)
 
 
-def of_rank(folder: Path, rank: int) -> Trace:
+def read_rank_trace(folder: Path, rank: int) -> Trace:
     return read_store(folder / "run" / "trace" / f"rank-{rank}.trace")
 
 
 @pytest.fixture(scope="module")
-def slept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sleeping_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of the sleeping model on two processes."""
     folder = tmp_path_factory.mktemp("slept")
-    finish(start(folder, steps=UPDATES, log={"tensorboard": False}))
+    finish_ranks(start_ranks(folder, steps=UPDATES, log={"tensorboard": False}))
     return folder
 
 
-def during(intervals: Any, begin: int, end: int) -> int:
-    """Return nanoseconds of the intervals (begin, end) that lie within."""
+def sum_overlap(intervals: Any, begin: int, end: int) -> int:
+    """Return the nanoseconds that the intervals (begin, end) have in common with one interval."""
     return sum(max(0, min(b, end) - max(a, begin)) for a, b in intervals)
 
 
 @pytest.mark.slow
 @needs_processes
-def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
-    """Story: the first device seemed busy 99.5 % of the time, since a backward held its wait for the gradients."""
-    times = json.loads((slept / "measured.json").read_text())["times"]
-    events = of_rank(slept, 0).events
+def test_busy_time_equals_timers_inside_the_model(sleeping_run: Path) -> None:
+    """Story: device 0 seemed busy 99.5 % of the time; a backward included its wait."""
+    times = json.loads((sleeping_run / "measured.json").read_text())["times"]
+    events = read_rank_trace(sleeping_run, 0).events
     updates = events.select(events.is_kind("update"))
     begin, end = int(updates.end[0]), int(updates.end[-1])
     intervals = [
-        (a, b) for stage, a, b in json.loads((slept / "slept-0.json").read_text()) if stage == 0
+        (a, b)
+        for stage, a, b in json.loads((sleeping_run / "slept-0.json").read_text())
+        if stage == 0
     ]
-    truth = during(intervals, begin, end) / (end - begin)
+    truth = sum_overlap(intervals, begin, end) / (end - begin)
     assert 0.05 < truth < 0.3
     work = events.select(events.is_kind("forward", "backward"))
     assert (
-        abs(during(zip(work.start.tolist(), work.end.tolist()), begin, end) / (end - begin) - truth)
+        abs(
+            sum_overlap(zip(work.start.tolist(), work.end.tolist()), begin, end) / (end - begin)
+            - truth
+        )
         < 0.03
     )
     busy, wait, communication, span = times[0]
@@ -134,33 +141,35 @@ def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
     assert abs(busy / span - own_updates - truth) < 0.03
     assert wait / span > 0.6 and all(sum(device[:3]) <= device[3] for device in times)
     assert times[1][0] / times[1][3] > 0.7  # the bottleneck
-    waits = of_rank(slept, 0).events
+    waits = read_rank_trace(sleeping_run, 0).events
     waits = waits.select(waits.is_kind("wait") & (waits.carries == PAYLOADS.index("gradients")))
     assert len(waits.start) == UPDATES and set(waits.peer.tolist()) == {1}
 
 
 @needs_processes
-def test_no_two_events_of_a_rank_overlap(slept: Path) -> None:
+def test_no_two_events_of_a_rank_overlap(sleeping_run: Path) -> None:
     for device in (0, 1):
-        events = of_rank(slept, device).events
+        events = read_rank_trace(sleeping_run, device).events
         assert (events.start[1:] >= events.end[:-1]).all() and (events.end >= events.start).all()
         assert set(events.device.tolist()) == set(events.stage.tolist()) == {device}
 
 
 @needs_processes
-def test_communication_is_the_size_of_what_crosses_to_the_byte(slept: Path) -> None:
+def test_communicated_bytes_are_the_size_of_activations_and_gradients(sleeping_run: Path) -> None:
     size = BATCH * WIDTH * 4
     for device, carried, peer in ((0, "activations", 1), (1, "gradients", 0)):
-        events = of_rank(slept, device).events
+        events = read_rank_trace(sleeping_run, device).events
         sent = events.select(events.is_kind("send") & (events.carries == PAYLOADS.index(carried)))
         assert sent.bytes.tolist() == [size] * UPDATES and set(sent.peer.tolist()) == {peer}
         assert sent.microbatch.tolist() == list(range(UPDATES))
-        other = of_rank(slept, peer).events
-        came = other.select(other.is_kind("recv") & (other.carries == PAYLOADS.index(carried)))
-        assert came.bytes.tolist() == [size] * UPDATES and set(came.peer.tolist()) == {device}
-        # what is sent is there after it was sent, by one clock
-        assert (came.end - sent.start > -1_000_000).all()
-    links = read_summary(slept / "run")["links"]
+        other = read_rank_trace(sleeping_run, peer).events
+        received = other.select(other.is_kind("recv") & (other.carries == PAYLOADS.index(carried)))
+        assert received.bytes.tolist() == [size] * UPDATES and set(received.peer.tolist()) == {
+            device
+        }
+        # by one clock, a message arrives after it was sent
+        assert (received.end - sent.start > -1_000_000).all()
+    links = read_summary(sleeping_run / "run")["links"]
     assert [(link["src"], link["dst"], link["bytes_per_microbatch"]) for link in links] == [
         (0, 1, size),
         (1, 0, size),
@@ -168,8 +177,8 @@ def test_communication_is_the_size_of_what_crosses_to_the_byte(slept: Path) -> N
 
 
 @needs_processes
-def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
-    peaks = json.loads((slept / "measured.json").read_text())["peak_memory"]
+def test_memory_equals_the_bytes_of_the_tensors(sleeping_run: Path) -> None:
+    peaks = json.loads((sleeping_run / "measured.json").read_text())["peak_memory"]
     first, last = 4 * (WIDTH * WIDTH + WIDTH), 4 * (WIDTH * CLASSES + CLASSES)
     across, labels = 4 * BATCH * WIDTH, 8 * BATCH
     for peak, weights in zip(peaks, (first, last)):
@@ -179,20 +188,20 @@ def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
         first,
         0,
     ]  # the copy that the first stage's backward reads
-    # two microbatches in flight: inputs, and what is sent on; on the last stage inputs, labels, the log of the softmax, the loss
+    # two microbatches in flight: inputs and outputs; on the last stage inputs, labels, the log of the softmax, the loss
     # and the sum of the labels' weights
     assert peaks[0]["activations"] == 2 * (across + across)
     assert peaks[1]["activations"] == across + labels + 4 * BATCH * CLASSES + 4 + 4
     for device in (0, 1):
-        counters = of_rank(slept, device).counters
+        counters = read_rank_trace(sleeping_run, device).counters
         for name, counter in MEMORY.items():
             values = counters.value[counters.name == counter]
             assert values.max() == peaks[device][name]
 
 
 @needs_processes
-def test_the_metadata_tell_the_run_and_its_units(slept: Path) -> None:
-    metadata = of_rank(slept, 1).metadata
+def test_the_metadata_describe_the_run_and_its_units(sleeping_run: Path) -> None:
+    metadata = read_rank_trace(sleeping_run, 1).metadata
     assert (
         metadata["schema"] == 1
         and metadata["method"] == "pipedream"
@@ -211,33 +220,36 @@ def test_the_metadata_tell_the_run_and_its_units(slept: Path) -> None:
 
 @pytest.mark.slow
 @needs_processes
-def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_its_trace_and_a_resumed_run_continues_it(tmp_path: Path) -> None:
     keys = {
         "log": {"tensorboard": False, "trace": {"begin": 2, "end": 400}}, "checkpoint": {"every": 20},
         "clip": {"norm": 1.0, "scope": "delayed_global"},
     }  # fmt: skip
-    started = start(tmp_path, steps=90, **keys)
+    running = start_ranks(tmp_path, steps=90, **keys)
     traces = [tmp_path / "run" / "trace" / f"rank-{rank}.trace" for rank in range(2)]
-    until = time.monotonic() + 120
-    while time.monotonic() < until and not (tmp_path / "run" / "checkpoints" / "step-60").exists():
+    deadline = time.monotonic() + 120
+    while (
+        time.monotonic() < deadline and not (tmp_path / "run" / "checkpoints" / "step-60").exists()
+    ):
         time.sleep(0.01)
-    for rank in started.ranks:
+    for rank in running.ranks:
         os.kill(rank.pid, signal.SIGKILL)
         rank.join()
-    left = [read_store(path) for path in traces]
+    killed_traces = [read_store(path) for path in traces]
     # clipping by norms of others divides an update into parts
-    done = [
+    recorded_updates = [
         sorted(set(trace.events.microbatch[trace.events.is_kind("update")].tolist()))
-        for trace in left
+        for trace in killed_traces
     ]
     assert all(
-        updates == list(range(2, len(updates) + 2)) and len(updates) > 40 for updates in done
+        updates == list(range(2, len(updates) + 2)) and len(updates) > 40
+        for updates in recorded_updates
     )
     steps = sorted(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     newest_step = steps[-1]
-    finish(start(tmp_path, steps=90, resume=True, **keys))
-    for rank, before in enumerate(left):
-        trace = of_rank(tmp_path, rank)
+    finish_ranks(start_ranks(tmp_path, steps=90, resume=True, **keys))
+    for rank, before in enumerate(killed_traces):
+        trace = read_rank_trace(tmp_path, rank)
         events = trace.events
         updates = events.microbatch[events.is_kind("update") & (events.version >= 0)]
         assert sorted(set(updates.tolist())) == list(range(2, 90))  # nothing lost, nothing twice
@@ -249,14 +261,14 @@ def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path
         assert (same.end - same.start == (before.events.end - before.events.start)[old]).all()
         norms = events.is_kind("wait") & (events.carries == PAYLOADS.index("norms"))
         assert norms.any() and set(events.peer[norms].tolist()) == {1 - rank}
-        # also what changed before the window
+        # also counters that changed before the window
         assert set(trace.counters.name.tolist()) == set(MEMORY.values())
 
 
-# ---- what is recorded, without processes
+# ---- recording without processes
 
 
-def test_updates_in_the_window_are_recorded_and_what_lies_between_is_a_pause() -> None:
+def test_updates_in_the_window_are_recorded_and_gaps_are_pauses() -> None:
     recorder = TraceRecorder(0, 0, range(2, 8, 3))
     for update in range(9):
         recorder.begin_update(update)
@@ -269,8 +281,8 @@ def test_updates_in_the_window_are_recorded_and_what_lies_between_is_a_pause() -
     assert (events.start[1:] >= events.end[:-1]).all()
 
 
-def test_totals_are_of_the_steps_that_are_timed_whatever_is_recorded() -> None:
-    recorder, took = TraceRecorder(0, 0, range(0)), {"wait": 5, "recv": 70, "send": 7}
+def test_totals_cover_the_timed_steps_whatever_is_recorded() -> None:
+    recorder, durations = TraceRecorder(0, 0, range(0)), {"wait": 5, "recv": 70, "send": 7}
     now = [1000]
     recorder.mark = lambda: now[0]
     recorder.begin_update(0)
@@ -278,7 +290,7 @@ def test_totals_are_of_the_steps_that_are_timed_whatever_is_recorded() -> None:
         recorder.begin_step(is_timed)
         for kind in ("wait", "recv", "forward", "send", "update", "evaluate"):
             start = recorder.mark()
-            now[0] += took.get(kind, 100)
+            now[0] += durations.get(kind, 100)
             recorder.add(kind, 0, start)
         recorder.end_step()
     assert recorder.times == (200, 5, 77, 382)
@@ -286,20 +298,20 @@ def test_totals_are_of_the_steps_that_are_timed_whatever_is_recorded() -> None:
 
 
 class Stream:
-    """A GPU's stream: work takes its time there, the host goes on; events are passed in order."""
+    """A GPU's stream: work takes its time there while the host continues."""
 
     def __init__(self) -> None:
-        self.free = 0.0  # ms at which the stream has done all that it was asked
+        self.free = 0.0  # ms at which the stream has finished all work
         self.host = 0.0
 
     def work(self, ms: float) -> None:
         self.free = max(self.free, self.host) + ms
 
-    def event(self) -> "Passed":
-        return Passed(self)
+    def event(self) -> "StreamEvent":
+        return StreamEvent(self)
 
 
-class Passed:
+class StreamEvent:
     def __init__(self, stream: Stream) -> None:
         self.stream, self.at = stream, -1.0
 
@@ -309,35 +321,36 @@ class Passed:
     def query(self) -> bool:
         return self.at <= self.stream.host
 
-    def elapsed_time(self, other: "Passed") -> float:
+    def elapsed_time(self, other: "StreamEvent") -> float:
         return other.at - self.at
 
 
-def test_on_a_gpu_events_take_the_time_that_they_take_there() -> None:
-    """The host asks for a forward of 30 ms within 1 ms, then waits 50 ms for a message: the GPU waits 21 of these."""
+def test_events_of_a_gpu_have_the_times_of_its_stream() -> None:
+    """The host issues a forward of 30 ms within 1 ms, then waits 50 ms for a message.
+
+    The GPU waits 21 ms of these.
+    """
     stream = Stream()
 
-    def finish() -> None:
+    def synchronize() -> None:
         stream.host = max(stream.host, stream.free)
 
-    recorder = TraceRecorder(0, 0, range(9), StreamClock(stream.event, finish))
+    recorder = TraceRecorder(0, 0, range(9), StreamClock(stream.event, synchronize))
     recorder.begin_update(0)
     recorder.begin_step(True)
-    begun = recorder.mark()
+    begin = recorder.mark()
     stream.work(30)
     stream.host += 1
-    waits = recorder.add("forward", 0, begun, version=0)
+    waits = recorder.add("forward", 0, begin, version=0)
     stream.host += 50
     recorder.add("wait", 0, waits, peer=1, carries="gradients")
-    begun = recorder.mark()
+    begin = recorder.mark()
     stream.work(60)
-    recorder.add("backward", 0, begun, version=0)
+    recorder.add("backward", 0, begin, version=0)
     recorder.count("weights (bytes)", 5, recorder.mark())
     recorder.end_step()
     recorder.flush()
-    assert (
-        stream.host == 51 and len(recorder._pending) == 3
-    )  # a backward that goes on is not waited for
+    assert stream.host == 51 and len(recorder._pending) == 3  # a running backward is not waited for
     events = recorder.read_events()
     assert [(KINDS[k], e) for k, e in zip(events.kind, (events.end - events.start) // 10**6)] == [
         ("forward", 30), ("wait", 21), ("backward", 60)
@@ -352,13 +365,13 @@ def test_marks_of_a_gpu() -> None:
     recorder = TraceRecorder(0, 0, range(9), clock)
     recorder.begin_update(0)
     a = torch.randn(4096, 4096, device="cuda")
-    begun, host = recorder.mark(), time.perf_counter_ns()
+    begin, host = recorder.mark(), time.perf_counter_ns()
     for _ in range(50):
         a @ a
-    recorder.add("forward", 0, begun)
-    asked = time.perf_counter_ns() - host
+    recorder.add("forward", 0, begin)
+    issue_ns = time.perf_counter_ns() - host
     events = recorder.read_events()
-    assert int(events.end[0] - events.start[0]) > asked
+    assert int(events.end[0] - events.start[0]) > issue_ns
 
 
 def test_updates_of_events() -> None:

@@ -1,4 +1,4 @@
-"""What experiments measure of runs: gradient angles of blocks, the fit of training samples, filters; random labels."""
+"""Test the measures of experiments: angles of block gradients, fit, filters, random labels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STRUCTURES = {
 
 
 class Drift(nn.Module):
-    """Every training forward reads and changes a buffer."""
+    """Read and change a buffer in every training forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,9 +54,11 @@ class Drift(nn.Module):
         return x * self.factor
 
 
-def layers(structure: Structure) -> List[nn.Module]:
-    """Return four blocks in a row, with running statistics, dropout and, where each runs once, a
-    buffer that moves and is read."""
+def make_measured_layers(structure: Structure) -> List[nn.Module]:
+    """Return four blocks in a row, with running statistics and dropout.
+
+    Where each block runs once, one has a buffer that changes and is read.
+    """
     torch.manual_seed(3)
     result = [
         nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Tanh()),
@@ -72,13 +74,18 @@ def layers(structure: Structure) -> List[nn.Module]:
     return [layer.double() for layer in result]
 
 
-def batch(size: int = 6) -> Tuple[torch.Tensor, torch.Tensor]:
+def make_measured_batch(size: int = 6) -> Tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(4)
     return torch.randn(size, 12, generator=generator, dtype=torch.float64), torch.arange(size) % 4
 
 
-def blocked(structure: Structure, stages: Sequence[nn.Module] = ()) -> BlockedModel:
-    return make_blocks(whole(list(stages or layers(structure))), batch()[0], structure, None)[0]
+def make_measured_model(structure: Structure, stages: Sequence[nn.Module] = ()) -> BlockedModel:
+    return make_blocks(
+        whole(list(stages or make_measured_layers(structure))),
+        make_measured_batch()[0],
+        structure,
+        None,
+    )[0]
 
 
 # ---- angles
@@ -90,17 +97,17 @@ def measure_angles(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> List[O
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_last_blocks_local_gradient_is_the_true_one_and_others_are_not(name: str) -> None:
-    angles = measure_angles(blocked(STRUCTURES[name]), *batch())
+    angles = measure_angles(make_measured_model(STRUCTURES[name]), *make_measured_batch())
     assert angles[-1] == 0.0
     for angle in angles[:-1]:
         assert angle is not None and angle > 1
 
 
 def test_one_block_has_no_angle_to_the_whole_model() -> None:
-    assert measure_angles(blocked(Structure(blocks=1)), *batch()) == [0.0]
+    assert measure_angles(make_measured_model(Structure(blocks=1)), *make_measured_batch()) == [0.0]
 
 
-def plain() -> List[nn.Module]:
+def make_tanh_layers() -> List[nn.Module]:
     torch.manual_seed(3)
     return [
         nn.Sequential(nn.Linear(a, b), nn.Tanh()).double()
@@ -110,11 +117,11 @@ def plain() -> List[nn.Module]:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
-    stages, (x, y) = plain(), batch()
-    model = blocked(Structure(overlap=overlap), stages)
+    stages, (x, y) = make_tanh_layers(), make_measured_batch()
+    model = make_measured_model(Structure(overlap=overlap), stages)
     blocks = get_blocks(model)
     assert blocks is not None
-    # of each layer's weights and biases, by the blocks that hold it
+    # of each layer's weights and biases, by the blocks that contain it
     local: List[List[torch.Tensor]] = [[] for _ in stages]
     entered = [x]
     for stage in stages:
@@ -141,7 +148,7 @@ def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
-    model, (x, y) = blocked(STRUCTURES[name]), batch()
+    model, (x, y) = make_measured_model(STRUCTURES[name]), make_measured_batch()
     model.train()
     torch.autograd.backward([cross_entropy(output, y) for output in model(x)])
     blocks = get_blocks(model)
@@ -168,25 +175,28 @@ def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
 
 
 def test_frozen_blocks_have_no_angle() -> None:
-    assert measure_angles(blocked(Structure(layers=1)), *batch()) == [None, 0.0]
+    assert measure_angles(make_measured_model(Structure(layers=1)), *make_measured_batch()) == [
+        None,
+        0.0,
+    ]
 
 
 def test_angles_are_judged_by_the_second_half_of_the_updates() -> None:
-    def run(seed: int, *later: Optional[float]) -> Dict[str, Any]:
+    def make_row(seed: int, *later: Optional[float]) -> Dict[str, Any]:
         curve = [[0, 170.0, 170.0, 170.0, 0.0], *([update, *later, 0.0] for update in (50, 100))]
         return {"label": "greedy", "seed": seed, "step": 100, "curve": curve}
 
     descent, growth = measures.judge_angles(
-        [run(seed, 60.0 + seed, 50.0, 40.0) for seed in range(3)]
+        [make_row(seed, 60.0 + seed, 50.0, 40.0) for seed in range(3)]
     )
     assert (descent.verdict, descent.difference) == ("shown", pytest.approx(29))
     assert (growth.verdict, growth.difference) == ("shown", pytest.approx(10.5))
-    verdicts = measures.judge_angles([run(seed, 91.0, 95.0, 99.0) for seed in range(3)])
+    verdicts = measures.judge_angles([make_row(seed, 91.0, 95.0, 99.0) for seed in range(3)])
     assert [verdict.verdict for verdict in verdicts] == ["contradicted", "contradicted"]
-    assert [verdict.verdict for verdict in measures.judge_angles([run(0, None, 50.0, 40.0)])] == [
-        "cannot be told"
-    ] * 2
-    runs = [run(seed, 120.0) for seed in range(3)]
+    assert [
+        verdict.verdict for verdict in measures.judge_angles([make_row(0, None, 50.0, 40.0)])
+    ] == ["cannot be told"] * 2
+    runs = [make_row(seed, 120.0) for seed in range(3)]
     assert [verdict.verdict for verdict in measures.judge_angles(runs)] == [
         "contradicted",
         "cannot be told",
@@ -194,19 +204,22 @@ def test_angles_are_judged_by_the_second_half_of_the_updates() -> None:
 
 
 def test_angles_of_vectors() -> None:
-    def degrees(a: List[float], b: List[float]) -> Any:
+    def compute_degrees(a: List[float], b: List[float]) -> Any:
         return compute_angle(torch.tensor(a).double(), torch.tensor(b).double())
 
-    assert degrees([3.0, 0.0], [0.0, 2.0]) == pytest.approx(90)
-    assert degrees([1.0, 0.0], [-5.0, 0.0]) == 180
-    assert degrees([1.0, 0.0], [1.0, 3**0.5]) == pytest.approx(60)
-    assert degrees([1.0, 0.0], [1.0, 1e-9]) == pytest.approx(np.degrees(1e-9))  # whose cosine is 1
+    assert compute_degrees([3.0, 0.0], [0.0, 2.0]) == pytest.approx(90)
+    assert compute_degrees([1.0, 0.0], [-5.0, 0.0]) == 180
+    assert compute_degrees([1.0, 0.0], [1.0, 3**0.5]) == pytest.approx(60)
+    assert compute_degrees([1.0, 0.0], [1.0, 1e-9]) == pytest.approx(
+        np.degrees(1e-9)
+    )  # whose cosine is 1
     assert (
-        degrees([0.0, 0.0], [1.0, 0.0]) is None and degrees([float("nan"), 0.0], [1.0, 0.0]) is None
+        compute_degrees([0.0, 0.0], [1.0, 0.0]) is None
+        and compute_degrees([float("nan"), 0.0], [1.0, 0.0]) is None
     )
 
 
-def digits(*changes: str) -> Config:
+def load_measured_config(*changes: str) -> Config:
     short = [
         "steps=6",
         "stages=4",
@@ -222,7 +235,9 @@ def digits(*changes: str) -> Config:
 def test_training_is_the_same_with_and_without_the_probe(method: str, tmp_path: Path) -> None:
     options = [MeasureOptions(name="angles", every=every, samples=32) for every in (1, 4)]
     often, seldom = (
-        measures.measure_angles(digits(f"method={method}"), tmp_path, one, False)["curve"]
+        measures.measure_angles(load_measured_config(f"method={method}"), tmp_path, one, False)[
+            "curve"
+        ]
         for one in options
     )
     assert [point[0] for point in often] == [0, 1, 2, 3, 4, 5, 6] and [
@@ -238,7 +253,7 @@ def test_training_is_the_same_with_and_without_the_probe(method: str, tmp_path: 
 def test_training_samples_are_evaluated_without_augmentation_by_the_final_output(
     tmp_path: Path,
 ) -> None:
-    """The curve has means over updates; the final weights are those of the same run without a measure."""
+    """The curve has means over updates; the final weights are those without a measure."""
     changes = (
         "data.augment=true",
         "data.subset=32",
@@ -248,14 +263,17 @@ def test_training_samples_are_evaluated_without_augmentation_by_the_final_output
         "checkpoint.keep=1",
     )
     options = [MeasureOptions(name="fit", every=every) for every in (1, 20)]
-    fine, coarse = (measures.measure_fit(digits(*changes), tmp_path, one, False) for one in options)
+    fine, coarse = (
+        measures.measure_fit(load_measured_config(*changes), tmp_path, one, False)
+        for one in options
+    )
     losses = [loss for _, loss, _ in fine["curve"]]
     assert [point[0] for point in coarse["curve"]] == [20, 40]
     assert coarse["curve"][1][1] == pytest.approx(sum(losses[20:]) / 20) and losses[-1] < losses[0]
     assert coarse["values"] == fine["values"] and fine["values"]["blocks"] == 4
-    train(digits(*changes), tmp_path / "run", quiet=True)
+    train(load_measured_config(*changes), tmp_path / "run", quiet=True)
     plain = ["data.augment=false", f"init_from={tmp_path / 'run'}"]
-    job = build(digits(*changes, *plain))
+    job = build(load_measured_config(*changes, *plain))
     assert isinstance(job.data, TensorData)
     job.data.test = job.data.train
     expected = evaluate(job)[-1]
@@ -271,9 +289,9 @@ def test_filters_are_the_first_layers_each_between_its_own_extremes(tmp_path: Pa
     image = measures.make_filters_image(filters)
     assert image.shape == (2 * 3 + 1, 3 * 5 + 1, 3)
     for i, one in enumerate(filters):
-        shown = image[i // 3 * 3 + 1 :, i % 3 * 5 + 1 :][:2, :4].transpose(2, 0, 1)
+        tile = image[i // 3 * 3 + 1 :, i % 3 * 5 + 1 :][:2, :4].transpose(2, 0, 1)
         expected = 0.5 if i == 2 else (one - one.min()) / (one.max() - one.min())
-        assert shown == pytest.approx(np.broadcast_to(expected, shown.shape))
+        assert tile == pytest.approx(np.broadcast_to(expected, tile.shape))
     assert (image[4:, 11:] == 1).all()
 
 
@@ -319,7 +337,7 @@ def test_each_measure_writes_its_results(measure: str, pictures: List[str], tmp_
 
 @pytest.mark.slow
 def test_a_window_of_microbatches_counts_those_of_every_replica(tmp_path: Path) -> None:
-    """LocalSGD's windows were of its updates, longer than the run, and its rows were called diverged."""
+    """Story: LocalSGD's windows were longer than the run, and its rows were called diverged."""
     file = tmp_path / "one.yaml"
     changed = EXPERIMENT.replace(
         "rows: {", "rows: {sgd: {method: local_sgd, method_args: {replicas: 2}}, "
@@ -352,38 +370,42 @@ def test_bad_measures_are_refused(measure: str, fault: str, tmp_path: Path) -> N
 # ---- random labels
 
 
-def data_of(**options: Any) -> TensorData:
+def load_digits_data(**options: Any) -> TensorData:
     data = load_data("digits", **options)
     assert isinstance(data, TensorData)
     return data
 
 
 def test_random_labels_are_drawn_by_the_seed_alone() -> None:
-    plain_data, drawn, again = data_of(), data_of(random_labels=True), data_of(random_labels=True)
-    assert torch.equal(plain_data.train[0], drawn.train[0]) and torch.equal(
-        plain_data.test[0], drawn.test[0]
+    plain_data, random_data, same_seed = (
+        load_digits_data(),
+        load_digits_data(random_labels=True),
+        load_digits_data(random_labels=True),
+    )
+    assert torch.equal(plain_data.train[0], random_data.train[0]) and torch.equal(
+        plain_data.test[0], random_data.test[0]
     )
     for part in ("train", "test"):
-        real, labels = getattr(plain_data, part)[1], getattr(drawn, part)[1]
+        real, labels = getattr(plain_data, part)[1], getattr(random_data, part)[1]
         assert (
-            torch.equal(labels, getattr(again, part)[1])
+            torch.equal(labels, getattr(same_seed, part)[1])
             and labels.dtype == real.dtype == torch.int64
         )
         assert sorted(set(labels.tolist())) == list(range(10))
         assert (
             0.05 < float((labels == real).float().mean()) < 0.15
         )  # chance: of 1437 and 360, 0.1 +- 0.008 and 0.016
-    other = data_of(random_labels=True, seed=1)
-    assert 0.05 < float((other.train[1] == drawn.train[1]).float().mean()) < 0.15
-    assert 0.05 < float((drawn.train[1][:360] == drawn.test[1]).float().mean()) < 0.15
-    few = data_of(random_labels=True, subset=50, test_subset=20)
-    assert torch.equal(few.train[1], drawn.train[1][:50]) and torch.equal(
-        few.test[1], drawn.test[1][:20]
+    other_seed = load_digits_data(random_labels=True, seed=1)
+    assert 0.05 < float((other_seed.train[1] == random_data.train[1]).float().mean()) < 0.15
+    assert 0.05 < float((random_data.train[1][:360] == random_data.test[1]).float().mean()) < 0.15
+    few = load_digits_data(random_labels=True, subset=50, test_subset=20)
+    assert torch.equal(few.train[1], random_data.train[1][:50]) and torch.equal(
+        few.test[1], random_data.test[1][:20]
     )
-    assert torch.equal(data_of(random_labels=False).train[1], plain_data.train[1])
+    assert torch.equal(load_digits_data(random_labels=False).train[1], plain_data.train[1])
     # neither images nor labels matter
     x, y = plain_data.train
-    assert torch.equal(sets._draw_labels((x.flip(0), y * 0), 0, "train")[1], drawn.train[1])
+    assert torch.equal(sets._draw_labels((x.flip(0), y * 0), 0, "train")[1], random_data.train[1])
 
 
 @pytest.mark.parametrize("name, value, message", [

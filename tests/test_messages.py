@@ -1,4 +1,7 @@
-"""Misspelled names, and the words of other libraries: each fault names the right word. The prose around it is free."""
+"""Test faults of misspelled names and of words of other libraries: each names the right word.
+
+The rest of a message may change freely.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ DIGITS = "configs/mlp_digits.yaml"
 
 def read_suggestion(line: str) -> List[str]:
     """Return the names that a fault suggests."""
-    found = re.search(r"(?:did you mean|nearest (?:is|are)) (.*?)(?:\?| \(|, allowed|$)", line)
-    return [] if found is None else re.split(r" or |, ", found.group(1))
+    match = re.search(r"(?:did you mean|nearest (?:is|are)) (.*?)(?:\?| \(|, allowed|$)", line)
+    return [] if match is None else re.split(r" or |, ", match.group(1))
 
 
 # ---- values of keys
 
 TORCH_OPTIMIZER, TORCH_SCHEDULER = "torch.optim.", "torch.optim.lr_scheduler."
-# key -> what a user writes -> the names suggested, in order; none: nothing is near
+# key -> what a user writes -> the names suggested, in order; an empty list where nothing is near
 VALUES: Dict[str, Dict[str, Sequence[str]]] = {
     "method": {
         "1f1b": ["pipedream_flush", "pipedream"], "1F1B": ["pipedream_flush", "pipedream"], "GPipe": ["gpipe"],
@@ -117,8 +120,8 @@ def test_a_data_set_names_the_nearest(written: str, meant: str, tmp_path: Path) 
         assert len(faults) == 1 and read_suggestion(faults[0]) == [meant]
 
 
-def test_words_of_other_libraries_are_written_as_they_are_sought() -> None:
-    """A key in capitals or with a hyphen would never be found, and a name that no table has would never be suggested."""
+def test_words_of_other_libraries_are_written_as_they_are_looked_up() -> None:
+    """A key in capitals or with a hyphen would never match."""
     assert all(word == word.lower().replace("-", "_") for word in ALSO_CALLED)
     for name in OPTIMIZER_CLASSES:
         assert hasattr(torch.optim, name)
@@ -132,7 +135,9 @@ def test_words_of_other_libraries_are_written_as_they_are_sought() -> None:
 # ---- command lines
 
 
-def run_line(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run_command_line(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
     command, *arguments = line.split()
     place = "ipu_pipe.cli" if command in COMMANDS else "tools.experiments"
     module = importlib.import_module(f"{place}.{command}")
@@ -184,11 +189,12 @@ LINES = {
 def test_a_command_line_names_the_right_spelling(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run_line(line, monkeypatch, capsys)
+    result = run_command_line(line, monkeypatch, capsys)
     place, meant = LINES[line]
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert (
-        done.stderr.startswith(f"error: {place}") and read_suggestion(done.stderr.strip()) == meant
+        result.stderr.startswith(f"error: {place}")
+        and read_suggestion(result.stderr.strip()) == meant
     )
 
 
@@ -199,11 +205,11 @@ def test_a_command_names_the_nearest(
     written: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["ipu-pipe", written, "x"])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_error:
         cli.run()
-    printed = capsys.readouterr()
-    assert (left.value.code, printed.out) == (2, "") and meant.replace("-", "_") in COMMANDS
-    assert read_suggestion(printed.err.strip()) == [meant]
+    output = capsys.readouterr()
+    assert (exit_error.value.code, output.out) == (2, "") and meant.replace("-", "_") in COMMANDS
+    assert read_suggestion(output.err.strip()) == [meant]
 
 
 def test_every_example_is_found_by_its_listed_name() -> None:
@@ -241,21 +247,21 @@ def write_base(folder: Path, text: str = BASE) -> str:
 def test_inherited_settings_of_another_optimizer_are_left_out_with_one_warning(
     override: str, tmp_path: Path
 ) -> None:
-    """The momentum of a shipped file was a fault of the user who chose adamw."""
+    """Story: the momentum of a shipped file was a fault of the user who chose adamw."""
     path = write_base(tmp_path)
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning) as records:
         config = load_config(path, [override])
     assert config.optimizer.settings() == {"lr": 0.1, "weight_decay": 0.01}
-    assert len(warned) == 1
+    assert len(records) == 1
     assert all(
-        f"{path}: optimizer.{key}: " in str(warned[0].message) for key in ("momentum", "nesterov")
+        f"{path}: optimizer.{key}: " in str(records[0].message) for key in ("momentum", "nesterov")
     )
 
 
 def test_an_extending_file_and_a_schedule_of_rates_leave_out_alike(tmp_path: Path) -> None:
     write_base(tmp_path)
     (tmp_path / "run.yaml").write_text("extends: base.yaml\noptimizer: {name: adam, eps: 1.0e-6}\n")
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning) as records:
         config = load_config(tmp_path / "run.yaml", ["lr_schedule.name=cosine"])
     assert config.optimizer.settings() == {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-6}
     assert (
@@ -263,7 +269,7 @@ def test_an_extending_file_and_a_schedule_of_rates_leave_out_alike(tmp_path: Pat
         config.lr_schedule.warmup_steps,
         config.lr_schedule.gamma,
     ) == ([], 3, 0.5)
-    assert len(warned) == 2 and "lr_schedule.milestones: " in str(warned[1].message)
+    assert len(records) == 2 and "lr_schedule.milestones: " in str(records[1].message)
 
 
 @pytest.mark.parametrize("overrides, key", [
@@ -306,12 +312,12 @@ def test_a_warning_of_a_command_is_one_line(
             load_config(path, ["optimizer.name=adam"])
 
     monkeypatch.setattr("warnings.showwarning", warnings.showwarning)
-    with warnings.catch_warnings(), pytest.raises(SystemExit) as left:
+    with warnings.catch_warnings(), pytest.raises(SystemExit) as exit_error:
         warnings.simplefilter("always")
         run_command(load_twice)
-    printed = capsys.readouterr()
-    assert (left.value.code, printed.out) == (0, "")
-    lines = [line for line in printed.err.splitlines() if "optimizer.momentum" in line]
+    output = capsys.readouterr()
+    assert (exit_error.value.code, output.out) == (0, "")
+    lines = [line for line in output.err.splitlines() if "optimizer.momentum" in line]
     assert len(lines) == 1 and lines[0].startswith("warning: ")
 
 

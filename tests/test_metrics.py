@@ -1,4 +1,4 @@
-"""Metrics by name and of the user's own: batches add up exactly, and files and words say what was asked for."""
+"""Test named metrics and the user's own: batches add up exactly, and files record the metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.runs import read_metrics
 from tests.test_callbacks import go
 
 
-def measured(
+def evaluate_metrics(
     chosen: Any, loss: Any, output: torch.Tensor, y: torch.Tensor, sizes: List[int]
 ) -> Any:
     metrics = make_metrics(chosen)
@@ -33,41 +33,43 @@ def measured(
 def test_batches_of_any_size_add_up() -> None:
     torch.manual_seed(0)
     output, y = torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
-    apart = (output - y).flatten()
+    differences = (output - y).flatten()
     expected = {
-        "mse": float(apart.square().mean()),
-        "rmse": math.sqrt(float(apart.square().mean())),
-        "mae": float(apart.abs().mean()),
-        "r2": 1 - float(apart.square().sum() / (y - y.mean()).square().sum()),
+        "mse": float(differences.square().mean()),
+        "rmse": math.sqrt(float(differences.square().mean())),
+        "mae": float(differences.abs().mean()),
+        "r2": 1 - float(differences.square().sum() / (y - y.mean()).square().sum()),
     }
     for sizes in ([12], [5, 4, 3], [1] * 12):
-        result = measured(list(expected), nn.functional.mse_loss, output, y, sizes)
+        result = evaluate_metrics(list(expected), nn.functional.mse_loss, output, y, sizes)
         assert result.accuracy is None
         assert result.metrics == pytest.approx(expected, rel=1e-12)
     classes, labels = torch.randn(12, 9), torch.arange(12) % 9
     labels[2] = -100
     best = classes.topk(5, dim=1).indices
-    right = sum(int(labels[i]) in best[i].tolist() for i in range(12) if i != 2)
+    correct = sum(int(labels[i]) in best[i].tolist() for i in range(12) if i != 2)
     for sizes in ([12], [7, 5]):
-        result = measured(
+        result = evaluate_metrics(
             ["accuracy", "top5", "top1"], nn.functional.cross_entropy, classes, labels, sizes
         )
-        assert result.metrics["top5"] == right / 11
+        assert result.metrics["top5"] == correct / 11
         assert result.metrics["top1"] == result.accuracy
 
 
-def test_ones_own_function_is_averaged_by_samples_and_an_object_keeps_its_sums() -> None:
+def test_a_users_function_is_averaged_by_samples_and_an_object_keeps_its_sums() -> None:
     output, y = torch.randn(10, 4), torch.zeros(10, dtype=torch.int64)
-    result = measured([confidence, Spread()], nn.functional.cross_entropy, output, y, [7, 3])
+    result = evaluate_metrics(
+        [confidence, Spread()], nn.functional.cross_entropy, output, y, [7, 3]
+    )
     average = (7 * float(confidence(output[:7], y)) + 3 * float(confidence(output[7:], y))) / 10
     assert result.metrics == pytest.approx(
         {"confidence": average, "Spread": float(output.max() - output.min())}
     )
-    named = measured({"how_sure": confidence}, nn.functional.cross_entropy, output, y, [10])
+    named = evaluate_metrics({"how_sure": confidence}, nn.functional.cross_entropy, output, y, [10])
     assert list(named.metrics) == ["how_sure"]
 
 
-def test_a_regression_says_its_own_metrics_and_no_accuracy(tmp_path: Path, capsys: Any) -> None:
+def test_a_regression_reports_its_own_metrics_and_no_accuracy(tmp_path: Path, capsys: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 5)
     pair = x, x @ torch.randn(5, 1)
@@ -80,9 +82,9 @@ def test_a_regression_says_its_own_metrics_and_no_accuracy(tmp_path: Path, capsy
     report = ipu_pipe.train(
         config, tmp_path / "run", model=model, data=data, loss=nn.functional.mse_loss
     )
-    printed = capsys.readouterr()
-    assert "accuracy" not in printed.out + printed.err
-    assert "test r2 " in printed.out and "test mae " in printed.out and "test loss " in printed.out
+    output = capsys.readouterr()
+    assert "accuracy" not in output.out + output.err
+    assert "test r2 " in output.out and "test mae " in output.out and "test loss " in output.out
     last = read_metrics(tmp_path / "run")[-1]
     assert (
         report["final"]["test_r2"] == last["test_r2"] and report["final"]["test_accuracy"] is None
@@ -101,10 +103,12 @@ def test_a_regression_says_its_own_metrics_and_no_accuracy(tmp_path: Path, capsy
     ({"a b": confidence}, "metrics: .*a b.*: must be letters"),
     (["tests.callbacks_of_runs:nothing"], "metrics: .*has no nothing"),
 ])  # fmt: skip
-def test_what_is_no_metric_is_refused_in_a_line(chosen: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=message) as refused:
+def test_an_invalid_metric_is_refused_in_one_line(
+    chosen: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=message) as error:
         go(tmp_path / "run", "steps=2", metrics=chosen)
-    assert len(refused.value.faults) == 1 and not (tmp_path / "run").exists()
+    assert len(error.value.faults) == 1 and not (tmp_path / "run").exists()
 
 
 def test_a_metric_that_does_not_fit_the_outputs_is_reported(tmp_path: Path) -> None:
@@ -115,12 +119,14 @@ def test_a_metric_that_does_not_fit_the_outputs_is_reported(tmp_path: Path) -> N
         go(tmp_path / "run", "steps=2", "metrics=[mse]")
 
 
-def test_metrics_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
+def test_metrics_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
     sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=2"]
     whole = go(tmp_path / "run", *sets)
-    again = go(tmp_path / "run", *sets, metrics=["accuracy", "top3", confidence], resume_from=2)
-    assert (
-        again["final"]["test_loss"] == whole["final"]["test_loss"]
-        and again["initial"] == whole["initial"]
+    resumed_report = go(
+        tmp_path / "run", *sets, metrics=["accuracy", "top3", confidence], resume_from=2
     )
-    assert again["final"]["test_top3"] > again["final"]["test_accuracy"]
+    assert (
+        resumed_report["final"]["test_loss"] == whole["final"]["test_loss"]
+        and resumed_report["initial"] == whole["initial"]
+    )
+    assert resumed_report["final"]["test_top3"] > resumed_report["final"]["test_accuracy"]

@@ -1,4 +1,8 @@
-"""Where no device has a clock: each stage's passes measured, laid over the schedule by the clock; the training is as without."""
+"""Test modelled traces, where no device has a clock: measured passes of stages are placed by the
+clock of the schedule.
+
+The training is the same as without.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +46,12 @@ SHORT = [
 ]  # fmt: skip
 
 
-def config(*pairs: str) -> Any:
+def load_modelled_config(*pairs: str) -> Any:
     return load_config(DIGITS, [*SHORT, *pairs])
 
 
-def make_slow(seconds: float) -> nn.Module:
-    """Return a layer that takes so many seconds forward, and again backward."""
+def make_slow_layer(seconds: float) -> nn.Module:
+    """Return a layer that sleeps `seconds` in the forward, and again in the backward."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         time.sleep(seconds)
@@ -59,8 +63,8 @@ def make_slow(seconds: float) -> nn.Module:
     return Composed(forward, inner=nn.Linear(16, 16))
 
 
-def model(*parts: nn.Module) -> nn.Module:
-    """Return a stage a part; with running statistics and dropout."""
+def make_model_of_parts(*parts: nn.Module) -> nn.Module:
+    """Return a model with one stage per part, with running statistics and dropout."""
     torch.manual_seed(0)
     first = [nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)]
     return nn.Sequential(
@@ -71,7 +75,7 @@ def model(*parts: nn.Module) -> nn.Module:
     )
 
 
-def events_of(
+def build_events(
     method: str, costs: Costs, stages: int, microbatches: int, accumulate: int, **more: Any
 ) -> List[Event]:
     schedule = make_schedule(METHODS[method], stages, microbatches, accumulate)
@@ -91,11 +95,13 @@ def events_of(
 # ---- events
 
 
-def test_a_gap_is_a_wait_for_the_device_of_what_came_last() -> None:
-    """GPipe, forwards of 10 and 30, backwards of 20 and 60:
+def test_a_gap_is_a_wait_for_the_device_of_the_last_input() -> None:
+    """Check GPipe with forwards of 10 and 30 and backwards of 20 and 60.
+
     device 0   F0 F1 wait for B0 ........... B0  wait B1      0-10 10-20 20-130 130-150 150-190 190-210
-    device 1      F0 ... F1 ... B0 ... B1                     10-40 40-70 70-130 130-190"""
-    events = events_of("gpipe", Costs([10, 30], [20, 60], [0, 0]), 2, 2, 2)
+    device 1      F0 ... F1 ... B0 ... B1                     10-40 40-70 70-130 130-190
+    """
+    events = build_events("gpipe", Costs([10, 30], [20, 60], [0, 0]), 2, 2, 2)
     waits = [e for e in events if e.kind == "wait"]
     assert waits == [
         Event(0, 0, "wait", 0, 20, 130, -1, None, 1, "gradients"),
@@ -112,11 +118,11 @@ def test_a_gap_is_a_wait_for_the_device_of_what_came_last() -> None:
 @pytest.mark.parametrize(
     "name", ["gpipe", "pipedream", "pipemare", "pipelined_backprop", "naive", "local_greedy"]
 )
-def test_what_a_device_does_and_waits_for_fills_its_time(name: str) -> None:
+def test_passes_and_waits_fill_the_time_of_a_device(name: str) -> None:
     accumulate = 1 if name == "naive" else 4
     local = METHODS[name].structure is not None
     costs = Costs([3, 11, 5], [7, 2, 13], [1, 2, 3])
-    events = events_of(name, costs, 3, 12, accumulate, gradients_cross=not local)
+    events = build_events(name, costs, 3, 12, accumulate, gradients_cross=not local)
     for device in range(3):
         of_device = [e for e in events if e.device == device and e.kind != "send"]
         assert of_device[0].start_ns == 0 and all(
@@ -125,12 +131,12 @@ def test_what_a_device_does_and_waits_for_fills_its_time(name: str) -> None:
         for wait, following in zip(of_device, of_device[1:]):
             if wait.kind == "wait":  # ends when the peer's pass does
                 kind = {"activations": "forward", "gradients": "backward"}[wait.carries]
-                need = [
+                awaited = [
                     e
                     for e in events
                     if (e.kind, e.device, e.microbatch) == (kind, wait.peer, wait.microbatch)
                 ]
-                assert [e.end_ns for e in need] == [wait.end_ns] and following.kind == kind
+                assert [e.end_ns for e in awaited] == [wait.end_ns] and following.kind == kind
         busy = sum(e.end_ns - e.start_ns for e in of_device if e.kind != "wait")
         assert (
             busy
@@ -142,7 +148,7 @@ def test_what_a_device_does_and_waits_for_fills_its_time(name: str) -> None:
 
 
 def test_neighbours_on_one_device_send_nothing() -> None:
-    events = events_of(
+    events = build_events(
         "gpipe", Costs([1] * 3, [1] * 3, [0] * 3), 3, 4, 4, device_of_stage=[0, 0, 1]
     )
     assert {(e.device, e.peer) for e in events if e.kind == "send"} == {(0, 1), (1, 0)}
@@ -187,8 +193,10 @@ def test_halves_of_backwards_are_events_and_whole_ones_are_backwards(name: str) 
 
 
 def test_only_the_window_is_recorded_with_pauses_between() -> None:
-    whole = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
-    window = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2, updates=range(2, 9, 3))
+    whole = build_events("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
+    window = build_events(
+        "pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2, updates=range(2, 9, 3)
+    )
     updates = {2, 5, 8}
     expected = [
         e for e in whole if (e.microbatch if e.kind == "update" else e.microbatch // 2) in updates
@@ -201,15 +209,16 @@ def test_only_the_window_is_recorded_with_pauses_between() -> None:
         assert sum(e.kind == "pause" for e in of_device) >= 2
 
 
-# ---- what the stages take
+# ---- times of stages
 
 
-def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
-    """A stage that sleeps 10 ms a pass beside one that sleeps 1: the trace says so, and for whom the others wait."""
+def test_a_slow_stage_is_visible_in_the_trace(tmp_path: Path) -> None:
+    """One stage sleeps 10 ms a pass, another 1 ms: the trace has both times, and shows for which
+    device the others wait."""
     report = train(
-        config("method=pipedream", "steps=2"),
+        load_modelled_config("method=pipedream", "steps=2"),
         tmp_path / "run",
-        model=model(make_slow(0.001), make_slow(0.01)),
+        model=make_model_of_parts(make_slow_layer(0.001), make_slow_layer(0.01)),
         quiet=True,
     )
     trace = read_store(tmp_path / "run" / "trace" / "modelled.trace")
@@ -217,11 +226,11 @@ def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
     assert trace.metadata["modelled"] is other_data["modelled"] is True
     assert "measured on this machine" in other_data["why_modelled"]
     rows = list(trace.events.rows())
-    took = {(e.kind, e.stage): e.end_ns - e.start_ns for e in rows if e.microbatch == 1}
-    tells_backwards = hasattr(torch._C._autograd, "_get_sequence_nr")  # torch 2.0 does not
-    for kind in ("forward", "backward") if tells_backwards else ("forward",):
-        assert took[kind, 1] >= 1e6 and took[kind, 2] >= 10e6
-        assert max(took[kind, 0], took[kind, 1]) < took[kind, 2]
+    durations = {(e.kind, e.stage): e.end_ns - e.start_ns for e in rows if e.microbatch == 1}
+    has_backward_times = hasattr(torch._C._autograd, "_get_sequence_nr")  # torch 2.0 does not
+    for kind in ("forward", "backward") if has_backward_times else ("forward",):
+        assert durations[kind, 1] >= 1e6 and durations[kind, 2] >= 10e6
+        assert max(durations[kind, 0], durations[kind, 1]) < durations[kind, 2]
     late = [e for e in rows if e.kind == "wait" and e.device == 3 and e.microbatch > 0]
     assert {e.peer for e in late} == {2}
     assert (
@@ -235,8 +244,8 @@ def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
     "pairs", [(), ("method=local_greedy", "gradient_accumulation=1"), ("optimizer.momentum=0.9",)]
 )
 def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
-    """Weights, running statistics, gradients, modes, the optimizer and the random state are as before, to the bit."""
-    job = build(config(*pairs), model=model(nn.Linear(16, 16)))
+    """Weights, statistics, gradients, modes, optimizer and random state are bitwise the same."""
+    job = build(load_modelled_config(*pairs), model=make_model_of_parts(nn.Linear(16, 16)))
     for p in job.model.parameters():
         p.grad = torch.ones_like(p)
     job.optimizer.step()
@@ -267,15 +276,15 @@ def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
 def test_the_numbers_of_a_run_are_those_without_a_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def weights(name: str) -> Dict[str, torch.Tensor]:
+    def train_weights(name: str) -> Dict[str, torch.Tensor]:
         torch.manual_seed(1)
-        net = model(nn.Linear(16, 16))
-        train(config("method=pipemare"), tmp_path / name, model=net, quiet=True)
+        net = make_model_of_parts(nn.Linear(16, 16))
+        train(load_modelled_config("method=pipemare"), tmp_path / name, model=net, quiet=True)
         return dict(net.state_dict())
 
-    with_profile = weights("a")
+    with_profile = train_weights("a")
     monkeypatch.setattr(engine, "time_passes", lambda *_, **__: 1 / 0)
-    without = weights("b")
+    without = train_weights("b")
     assert all(torch.equal(with_profile[key], without[key]) for key in without)
     summary = read_summary(tmp_path / "b")
     assert summary["modelled_utilization"] is None and summary["planned_utilization"] > 0
@@ -285,7 +294,7 @@ def test_the_numbers_of_a_run_are_those_without_a_profile(
     )
 
 
-def test_an_optimizer_of_the_users_own_makes_no_step_more(tmp_path: Path) -> None:
+def test_profiling_makes_no_extra_step_of_a_users_optimizer(tmp_path: Path) -> None:
     steps: List[int] = []
 
     class Counting(torch.optim.SGD):
@@ -294,13 +303,16 @@ def test_an_optimizer_of_the_users_own_makes_no_step_more(tmp_path: Path) -> Non
             return super().step(closure)
 
     train(
-        config(), tmp_path / "run", optimizer=lambda groups: Counting(groups, lr=0.01), quiet=True
+        load_modelled_config(),
+        tmp_path / "run",
+        optimizer=lambda groups: Counting(groups, lr=0.01),
+        quiet=True,
     )
     assert len(steps) == 6
 
 
 def test_costs_by_flops_take_as_long_as_a_microbatch_took() -> None:
-    job = build(config("method=gpipe"))
+    job = build(load_modelled_config("method=gpipe"))
     position = Position(seconds=10.0, timed_updates=5)
     stage_costs = choose_stage_costs(job, StageSeconds((), (), (), "why"), position)
     assert not stage_costs.are_measured and "since why" in stage_costs.origin
@@ -317,14 +329,15 @@ def test_costs_by_flops_take_as_long_as_a_microbatch_took() -> None:
 
 
 def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
-    """Where a slot holds two passes, the clock need not wait for its end: no less is busy then."""
+    """Where a slot has two passes, the clock need not wait for the end of the slot, so the modelled
+    share may be greater."""
     ones = Costs([1.0] * 4, [1.0] * 4, [0.0] * 4)
     for method, *more in (
         ("gpipe",),
         ("pipedream",),
         ("pipemare", "method_args={warmup: {epochs: 0.05}}"),
     ):
-        job = build(config(f"method={method}", "stages=4", "steps=9", *more))
+        job = build(load_modelled_config(f"method={method}", "stages=4", "steps=9", *more))
         share, planned = (
             compute_modelled_rates(job, ones).utilization,
             job.compute_planned_utilization(),
@@ -333,7 +346,9 @@ def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
         assert share < 1 if method == "pipemare" else share <= planned * (1 + 1e-9)
 
 
-def test_a_long_run_takes_what_it_takes_played_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimated_time_of_a_long_run_equals_the_simulated_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from ipu_pipe.schedule import clock as module
 
     costs = Costs([3, 11, 5], [7, 2, 13], [1, 2, 3])

@@ -1,4 +1,4 @@
-"""Models: the literature's sizes and names, the papers' stage counts, what each stage holds, and what is refused."""
+"""Test models: the literature's sizes and names, the papers' stages, refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ipu_pipe.model.stages import partition
 from models import mlp as mlps
 from models import resnet as resnets
 from models.losses import smoothed_cross_entropy
-from tests.support.models import count_weights, find_unreached_weights, on_meta
+from tests.support.models import build_on_meta, count_weights, find_unreached_weights
 from tests.support.runs import list_faults
 from tests.support.slow import mark_slow
 
@@ -28,13 +28,13 @@ RESNETS = {
 }
 
 
-def preact(depth: int) -> Callable[..., Any]:
+def get_preact_resnet(depth: int) -> Callable[..., Any]:
     make: Callable[..., Any] = getattr(resnets, f"preact_resnet{depth}")
     return make
 
 
-def owners(model: nn.Module, example: torch.Tensor) -> List[List[str]]:
-    """Return per stage the modules that own its parameters."""
+def list_stage_owners(model: nn.Module, example: torch.Tensor) -> List[List[str]]:
+    """Return for each stage the modules that own its parameters."""
     stages = partition(model, example).stages
     return [list(dict.fromkeys(n.rpartition(".")[0] for n in s.parameters)) for s in stages]
 
@@ -45,7 +45,7 @@ def owners(model: nn.Module, example: torch.Tensor) -> List[List[str]]:
 @pytest.mark.parametrize("name", RESNETS)
 def test_resnets_have_torchvisions_sizes_and_a_stage_a_block(name: str) -> None:
     parameters, blocks, convolutions = RESNETS[name]
-    model = on_meta(getattr(resnets, name))
+    model = build_on_meta(getattr(resnets, name))
     assert count_weights(model) == parameters
     assert len(partition(model, torch.empty(2, 3, 64, 64, device="meta"))) == blocks + 1
     assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == convolutions
@@ -59,7 +59,7 @@ def test_resnets_have_torchvisions_sizes_and_a_stage_a_block(name: str) -> None:
 
 
 def test_resnet50_for_cifar_has_the_size_and_the_107_weights_of_pipemare() -> None:
-    model = on_meta(resnets.resnet50, classes=10, small_images=True)
+    model = build_on_meta(resnets.resnet50, classes=10, small_images=True)
     assert count_weights(model) == 23_520_842
     kinds = [type(m) for m in model.modules()]
     assert [kinds.count(k) for k in (nn.Conv2d, nn.BatchNorm2d, nn.Linear)] == [53, 53, 1]
@@ -67,45 +67,48 @@ def test_resnet50_for_cifar_has_the_size_and_the_107_weights_of_pipemare() -> No
     assert len(partition(model, images, "finest")) == 107
     before_layer1 = nn.Sequential(
         *list(model.children())[:-7]
-    )  # what is left: four layers, pool, flatten, linear
+    )  # the last seven: four layers, pool, flatten, linear
     assert before_layer1(images).shape == (2, 64, 32, 32)
     assert model(images).shape == (2, 10)
 
 
-def literal_resnet(
-    held: Dict[str, torch.Tensor], depths: List[int], x: torch.Tensor
+def compute_resnet(
+    state: Dict[str, torch.Tensor], depths: List[int], x: torch.Tensor
 ) -> torch.Tensor:
-    """Return the network in evaluation mode, written out from torchvision's names; v1.5: the stride is in the 3x3."""
+    """Compute the network in evaluation mode, written out with torchvision's names; v1.5: the
+    stride is in the 3x3."""
 
-    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        mean, variance = held[f"{name}.running_mean"], held[f"{name}.running_var"]
-        return F.batch_norm(x, mean, variance, held[f"{name}.weight"], held[f"{name}.bias"])
+    def apply_norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        mean, variance = state[f"{name}.running_mean"], state[f"{name}.running_var"]
+        return F.batch_norm(x, mean, variance, state[f"{name}.weight"], state[f"{name}.bias"])
 
-    def conv(name: str, x: torch.Tensor, stride: int) -> torch.Tensor:
-        weight = held[f"{name}.weight"]
+    def apply_conv(name: str, x: torch.Tensor, stride: int) -> torch.Tensor:
+        weight = state[f"{name}.weight"]
         return F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
 
-    x = F.max_pool2d(F.relu(norm("bn1", conv("conv1", x, 2))), 3, 2, 1)
+    x = F.max_pool2d(F.relu(apply_norm("bn1", apply_conv("conv1", x, 2))), 3, 2, 1)
     for layer, depth in enumerate(depths, 1):
         for index in range(depth):
             at, stride = f"layer{layer}.{index}", 2 if layer > 1 and index == 0 else 1
-            convolutions = [n for n in (1, 2, 3) if f"{at}.conv{n}.weight" in held]
+            convolutions = [n for n in (1, 2, 3) if f"{at}.conv{n}.weight" in state]
             strided = 2 if len(convolutions) == 3 else 1
             out = x
             for n in convolutions:
-                out = norm(f"{at}.bn{n}", conv(f"{at}.conv{n}", out, stride if n == strided else 1))
+                out = apply_norm(
+                    f"{at}.bn{n}", apply_conv(f"{at}.conv{n}", out, stride if n == strided else 1)
+                )
                 out = F.relu(out) if n < len(convolutions) else out
-            if f"{at}.downsample.0.weight" in held:
-                x = norm(f"{at}.downsample.1", conv(f"{at}.downsample.0", x, stride))
+            if f"{at}.downsample.0.weight" in state:
+                x = apply_norm(f"{at}.downsample.1", apply_conv(f"{at}.downsample.0", x, stride))
             x = F.relu(out + x)
-    return F.linear(x.mean((2, 3)), held["fc.weight"], held["fc.bias"])
+    return F.linear(x.mean((2, 3)), state["fc.weight"], state["fc.bias"])
 
 
 @pytest.mark.parametrize("name, depths", [("resnet18", [2, 2, 2, 2]), ("resnet50", [3, 4, 6, 3])])
-def test_resnets_compute_what_torchvisions_do(name: str, depths: List[int]) -> None:
+def test_resnets_equal_torchvisions(name: str, depths: List[int]) -> None:
     torch.manual_seed(0)
     model = getattr(resnets, name)(classes=7).double()
-    for module in model.modules():  # statistics and gains that tell the norms apart
+    for module in model.modules():  # statistics and gains that distinguish the norms
         if isinstance(module, nn.BatchNorm2d):
             for name in ("running_mean", "bias"):
                 getattr(module, name).data.normal_(0, 0.1)
@@ -113,17 +116,19 @@ def test_resnets_compute_what_torchvisions_do(name: str, depths: List[int]) -> N
                 getattr(module, name).data.uniform_(0.5, 1.5)
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     with torch.no_grad():
-        torch.testing.assert_close(model.eval()(x), literal_resnet(model.state_dict(), depths, x))
+        torch.testing.assert_close(model.eval()(x), compute_resnet(model.state_dict(), depths, x))
 
 
-def test_stem_and_head_lie_in_the_first_and_last_blocks_stages() -> None:
-    layers = owners(on_meta(resnets.resnet18), torch.empty(1, 3, 64, 64, device="meta"))
+def test_stem_and_head_belong_to_the_first_and_last_blocks_stages() -> None:
+    layers = list_stage_owners(
+        build_on_meta(resnets.resnet18), torch.empty(1, 3, 64, 64, device="meta")
+    )
     assert layers[0] == ["conv1", "bn1"]
     assert layers[1] == [f"layer1.0.{name}" for name in ("conv1", "bn1", "conv2", "bn2")]
     assert layers[-1] == [*(f"layer4.1.{name}" for name in ("conv1", "bn1", "conv2", "bn2")), "fc"]
 
 
-def test_a_resnet_of_bytes_holds_no_other_weights_and_refuses_normalized_images() -> None:
+def test_a_resnet_of_bytes_has_the_same_weights_and_refuses_normalized_images() -> None:
     result = {flag: resnets.resnet18(classes=3, norm="group", bytes=flag) for flag in (False, True)}
     result[True].load_state_dict(result[False].state_dict())
     raw = torch.arange(2 * 3 * 32 * 32).view(2, 3, 32, 32).remainder(256).to(torch.uint8)
@@ -132,7 +137,7 @@ def test_a_resnet_of_bytes_holds_no_other_weights_and_refuses_normalized_images(
     )
     x = (raw / 255 - mean) / std
     torch.testing.assert_close(result[True](raw), result[False](x))
-    assert resnets.FromBytes().half()(raw).dtype == torch.float16  # what an IPU computes in
+    assert resnets.FromBytes().half()(raw).dtype == torch.float16  # the precision of an IPU
     assert partition(result[True], raw).begin_names() == partition(result[False], x).begin_names()
     with pytest.raises(ValueError, match="data.bytes: true"):
         result[True](raw.float())
@@ -140,11 +145,11 @@ def test_a_resnet_of_bytes_holds_no_other_weights_and_refuses_normalized_images(
 
 def test_smoothed_labels_are_nine_tenths_of_the_label_and_one_spread() -> None:
     outputs = torch.tensor([[1.0, 2.0, 4.0, 0.0], [0.0, 3.0, 1.0, 1.0]])
-    wanted = torch.full((2, 4), 0.1 / 4)
-    wanted[0, 2] += 0.9
-    wanted[1, 0] += 0.9
+    expected = torch.full((2, 4), 0.1 / 4)
+    expected[0, 2] += 0.9
+    expected[1, 0] += 0.9
     cross_entropy = smoothed_cross_entropy(outputs, torch.tensor([2, 0]))
-    torch.testing.assert_close(cross_entropy, -(wanted * outputs.log_softmax(1)).sum(1).mean())
+    torch.testing.assert_close(cross_entropy, -(expected * outputs.log_softmax(1)).sum(1).mean())
 
 
 # ---- pre-activation
@@ -153,7 +158,7 @@ def test_smoothed_labels_are_nine_tenths_of_the_label_and_one_spread() -> None:
 @pytest.mark.parametrize("norm", mark_slow(["batch", "group"], lambda norm: norm == "group"))
 @pytest.mark.parametrize("depth", PREACT)
 def test_preactivation_resnets_have_the_papers_stages(depth: int, norm: str) -> None:
-    model = on_meta(preact(depth), norm=norm)
+    model = build_on_meta(get_preact_resnet(depth), norm=norm)
     images = torch.empty(2, 3, 32, 32, device="meta")
     blocks = (depth - 2) // 2
     assert len(partition(model, images)) == PREACT[depth] == 1 + 3 * blocks + 2 + 4
@@ -163,8 +168,10 @@ def test_preactivation_resnets_have_the_papers_stages(depth: int, norm: str) -> 
     assert not any(m.inplace for m in model.modules() if isinstance(m, nn.ReLU))
 
 
-def test_what_the_stages_of_a_preactivation_resnet_hold() -> None:
-    modules = owners(on_meta(preact(20)), torch.empty(1, 3, 32, 32, device="meta"))
+def test_stages_of_a_preactivation_resnet_own_the_papers_modules() -> None:
+    modules = list_stage_owners(
+        build_on_meta(get_preact_resnet(20)), torch.empty(1, 3, 32, 32, device="meta")
+    )
     ordinary = lambda at: [[f"{at}.norm1", f"{at}.conv1"], [f"{at}.norm2", f"{at}.conv2"], []]  # noqa: E731
     strided = lambda at: [[f"{at}.norm1", f"{at}.shortcut"], [f"{at}.conv1"], *ordinary(at)[1:]]  # noqa: E731
     want = [["conv1"]]
@@ -177,7 +184,7 @@ def test_what_the_stages_of_a_preactivation_resnet_hold() -> None:
 def test_a_strided_block_projects_the_shared_preactivation_and_an_ordinary_one_adds_its_input() -> (
     None
 ):
-    model = preact(20)()
+    model = get_preact_resnet(20)()
     block, x = model.layer2[0], torch.randn(2, 16, 8, 8)
     shared = F.relu(F.group_norm(x, 8, block.norm1.weight, block.norm1.bias))
     inner = F.relu(block.norm2(F.conv2d(shared, block.conv1.weight, stride=2, padding=1)))
@@ -190,16 +197,18 @@ def test_a_strided_block_projects_the_shared_preactivation_and_an_ordinary_one_a
     assert torch.equal(block(x), x)
 
 
-def test_the_number_of_groups_is_fixed_and_the_first_groups_hold_two_channels() -> None:
-    norms = [m for m in preact(20)().modules() if isinstance(m, nn.GroupNorm)]
+def test_the_number_of_groups_is_fixed_and_the_first_groups_have_two_channels() -> None:
+    norms = [m for m in get_preact_resnet(20)().modules() if isinstance(m, nn.GroupNorm)]
     assert {m.num_groups for m in norms} == {8} and norms[0].num_channels == 16
     assert (
-        sum(isinstance(m, nn.BatchNorm2d) for m in preact(20)(norm="batch").modules())
+        sum(isinstance(m, nn.BatchNorm2d) for m in get_preact_resnet(20)(norm="batch").modules())
         == len(norms)
         == 19
     )
     norms = [
-        m for m in on_meta(resnets.resnet50, norm="group").modules() if isinstance(m, nn.GroupNorm)
+        m
+        for m in build_on_meta(resnets.resnet50, norm="group").modules()
+        if isinstance(m, nn.GroupNorm)
     ]
     assert (
         {m.num_groups for m in norms} == {32} and norms[0].num_channels == 64 and len(norms) == 53
@@ -215,7 +224,7 @@ def test_mlp_is_a_stage_a_linear_layer() -> None:
     assert [name for name, _ in model.named_children()] == [
         "flatten", "fc1", "relu1", "fc2", "relu2", "fc3", "relu3", "head",
     ]  # fmt: skip
-    assert owners(model, x) == [["fc1"], ["fc2"], ["fc3"], ["head"]]
+    assert list_stage_owners(model, x) == [["fc1"], ["fc2"], ["fc3"], ["head"]]
     assert model(x).shape == (4, 5)
     assert count_weights(model) == (12 * 8 + 8) + 2 * (8 * 8 + 8) + (8 * 5 + 5)
     assert len(partition(mlps.mlp(), torch.randn(2, 64))) == 5

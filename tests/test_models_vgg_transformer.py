@@ -1,4 +1,4 @@
-"""VGG, the pre-activation ResNet-50 and Transformers: stages, sizes, what they compute, what leaks, what is refused."""
+"""Test VGG, the pre-activation ResNet-50 and Transformers: stages, sizes, outputs, refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ipu_pipe.model.observation import observe_effects, observe_training
 from ipu_pipe.model.stages import partition
 from models import resnet as resnets
 from models import transformer, vgg
-from tests.support.models import count_weights, find_unreached_weights, on_meta
+from tests.support.models import build_on_meta, count_weights, find_unreached_weights
 from tests.support.runs import list_faults
 
 VGGS = {
@@ -32,17 +32,17 @@ TRANSLATION: Dict[str, Any] = {
 TRANSLATION.update(feedforward=24, dropout=0.0)
 
 
-def names(model: nn.Module, x: torch.Tensor) -> List[str]:
+def list_stage_names(model: nn.Module, x: torch.Tensor) -> List[str]:
     """Return the modules at which stages begin."""
     return [stage.name for stage in partition(model, x).stages]
 
 
-def linear(inputs: int, outputs: int) -> int:
+def count_linear_weights(inputs: int, outputs: int) -> int:
     return inputs * outputs + outputs
 
 
-def seeded(make: Callable[..., nn.Module], **args: Any) -> Any:
-    """Return the model from a fixed seed, its weights moved from special points such as biases at zero."""
+def make_seeded(make: Callable[..., nn.Module], **args: Any) -> Any:
+    """Return a model from a fixed seed, with weights moved from special points such as zero."""
     torch.manual_seed(5)
     model = make(**args)
     with torch.no_grad():
@@ -51,8 +51,8 @@ def seeded(make: Callable[..., nn.Module], **args: Any) -> Any:
     return model
 
 
-def pairs(batch: int, tokens: int, padded: int = 0) -> torch.Tensor:
-    """Return source and target tokens (batch, 2, tokens), the last `padded` of them padding."""
+def make_token_pairs(batch: int, tokens: int, padded: int = 0) -> torch.Tensor:
+    """Return source and target tokens (batch, 2, tokens), the last `padded` being padding."""
     x = torch.randint(1, 11, (batch, 2, tokens), generator=torch.Generator().manual_seed(0))
     return F.pad(x[..., : tokens - padded], (0, padded))
 
@@ -64,13 +64,16 @@ def pairs(batch: int, tokens: int, padded: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("name", VGGS)
 def test_vggs_have_the_papers_stages_each_at_a_top_level_child(name: str, norm: str) -> None:
     depths, stages = VGGS[name]
-    model, images = on_meta(getattr(vgg, name), norm=norm), torch.empty(2, 3, 32, 32, device="meta")
-    begun = names(model, images)
-    assert len(begun) == stages == 2 * sum(depths) + 5 + 7 + 1
+    model, images = (
+        build_on_meta(getattr(vgg, name), norm=norm),
+        torch.empty(2, 3, 32, 32, device="meta"),
+    )
+    begins = list_stage_names(model, images)
+    assert len(begins) == stages == 2 * sum(depths) + 5 + 7 + 1
     children = [n for n, _ in model.named_children() if not n.startswith(("norm", "flatten"))]
     assert (
-        begun == children
-    )  # a norm lies in its convolution's stage, the flattening in the last pool's
+        begins == children
+    )  # a norm belongs to its convolution's stage, the flattening to the last pool's
     assert model(images).shape == (2, 10)
 
 
@@ -79,16 +82,20 @@ def test_vggs_have_the_papers_stages_each_at_a_top_level_child(name: str, norm: 
 def test_vggs_have_the_parameters_that_their_convolutions_add_up_to(name: str, width: int) -> None:
     widths = [w for w, depth in zip((1, 2, 4, 8, 8), VGGS[name][0]) for _ in range(depth)]
     channels = [3, *(width * w for w in widths)]
-    convolutions = sum(linear(9 * a, b) for a, b in zip(channels, channels[1:]))
-    want = convolutions + 2 * linear(8 * width, 8 * width) + linear(8 * width, 7)
-    assert count_weights(on_meta(getattr(vgg, name), width=width, classes=7)) == want
-    grouped = on_meta(getattr(vgg, name), width=width, classes=7, norm="group")
+    convolutions = sum(count_linear_weights(9 * a, b) for a, b in zip(channels, channels[1:]))
+    want = (
+        convolutions
+        + 2 * count_linear_weights(8 * width, 8 * width)
+        + count_linear_weights(8 * width, 7)
+    )
+    assert count_weights(build_on_meta(getattr(vgg, name), width=width, classes=7)) == want
+    grouped = build_on_meta(getattr(vgg, name), width=width, classes=7, norm="group")
     assert count_weights(grouped) == want + 2 * sum(channels[1:])
     assert {m.num_groups for m in grouped.modules() if isinstance(m, nn.GroupNorm)} == {width // 2}
 
 
 def test_vgg11_computes_convolutions_pools_and_a_classifier() -> None:
-    model = seeded(vgg.vgg11, width=2, dropout=0.4).eval()
+    model = make_seeded(vgg.vgg11, width=2, dropout=0.4).eval()
     weights, x = model.state_dict(), torch.randn(2, 3, 32, 32)
     want = x
     for block, depth in enumerate(VGGS["vgg11"][0], 1):
@@ -124,12 +131,12 @@ def test_vggs_start_with_he_initialization_by_fan_out_and_without_bias() -> None
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_preact_resnet50_has_the_papers_stages_at_any_image_size(norm: str) -> None:
-    model = on_meta(resnets.preact_resnet50, norm=norm)
+    model = build_on_meta(resnets.preact_resnet50, norm=norm)
     for side in (32, 224):
         images = torch.empty(2, 3, side, side, device="meta")
         assert len(partition(model, images)) == 78 == 1 + 1 + 16 * (3 + 1) + 4 * 2 + 1 + 1 + 1 + 1
         assert model(images).shape == (2, 1000)
-        begins = names(model, images)
+        begins = list_stage_names(model, images)
         first_block = [
             f"layer1.0.{name}" for name in ("norm1", "shortcut", "conv1", "norm2", "norm3", "add")
         ]
@@ -155,11 +162,14 @@ def test_preact_resnet50_has_the_parameters_that_its_blocks_add_up_to() -> None:
             )
             want += inputs * 4 * width if index == 0 else 0
             inputs = 4 * width
-    want += 2 * 2048 + linear(2048, 1000)
+    want += 2 * 2048 + count_linear_weights(2048, 1000)
     assert {
-        count_weights(on_meta(resnets.preact_resnet50, norm=norm)) for norm in ("batch", "group")
+        count_weights(build_on_meta(resnets.preact_resnet50, norm=norm))
+        for norm in ("batch", "group")
     } == {want}
-    norms = [m for m in on_meta(resnets.preact_resnet50).modules() if isinstance(m, nn.GroupNorm)]
+    norms = [
+        m for m in build_on_meta(resnets.preact_resnet50).modules() if isinstance(m, nn.GroupNorm)
+    ]
     assert (
         {m.num_groups for m in norms} == {32}
         and norms[0].num_channels == 64
@@ -170,7 +180,9 @@ def test_preact_resnet50_has_the_parameters_that_its_blocks_add_up_to() -> None:
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_preactivation_bottleneck_projects_the_shared_preactivation(stride: int) -> None:
     norm = lambda channels: nn.GroupNorm(2, channels)  # noqa: E731
-    block = seeded(resnets.PreActivationBottleneck, inputs=4, width=2, stride=stride, norm=norm)
+    block = make_seeded(
+        resnets.PreActivationBottleneck, inputs=4, width=2, stride=stride, norm=norm
+    )
     x = torch.randn(2, 4, 8, 8)
     pre = lambda x, n: F.group_norm(x, 2, getattr(block, n).weight, getattr(block, n).bias).relu()  # noqa: E731
     shared = pre(x, "norm1")
@@ -190,11 +202,11 @@ def test_a_preactivation_bottleneck_projects_the_shared_preactivation(stride: in
 
 def test_the_language_model_is_a_stage_a_block() -> None:
     model, x = (
-        on_meta(transformer.transformer_lm),
+        build_on_meta(transformer.transformer_lm),
         torch.zeros(2, 64, dtype=torch.int64, device="meta"),
     )
-    begun = ["embedding.tokens", *(f"block{n}.norm1" for n in (1, 2, 3, 4)), "norm"]
-    assert names(model, x) == begun and len(begun) == 4 + 2
+    begins = ["embedding.tokens", *(f"block{n}.norm1" for n in (1, 2, 3, 4)), "norm"]
+    assert list_stage_names(model, x) == begins and len(begins) == 4 + 2
     assert model(x).shape == (2, 256, 64)
     assert isinstance(model, nn.Sequential)
     assert set(partition(model, x).begins) == {"block1", "block2", "block3", "block4", "norm"}
@@ -202,7 +214,7 @@ def test_the_language_model_is_a_stage_a_block() -> None:
 
 def test_the_translating_model_has_15_stages_and_93_weights() -> None:
     model, x = (
-        on_meta(transformer.transformer_translation),
+        build_on_meta(transformer.transformer_translation),
         torch.zeros(2, 2, 9, dtype=torch.int64, device="meta"),
     )
     numbers = range(1, 7)
@@ -224,24 +236,26 @@ def test_the_translating_model_has_15_stages_and_93_weights() -> None:
 
 def test_transformers_have_the_parameters_that_their_layers_add_up_to() -> None:
     w, f, v = 128, 512, 256
-    attention, norm = linear(w, 3 * w) + linear(w, w), 2 * w
-    block = attention + linear(w, f) + linear(f, w) + 2 * norm
+    attention, norm = count_linear_weights(w, 3 * w) + count_linear_weights(w, w), 2 * w
+    block = attention + count_linear_weights(w, f) + count_linear_weights(f, w) + 2 * norm
     untied = v * w + 64 * w + 4 * block + norm + v * w
-    assert count_weights(on_meta(transformer.transformer_lm)) == untied == 867_072
-    assert count_weights(on_meta(transformer.transformer_lm, tied=True)) == untied - v * w
+    assert count_weights(build_on_meta(transformer.transformer_lm)) == untied == 867_072
+    assert count_weights(build_on_meta(transformer.transformer_lm, tied=True)) == untied - v * w
     w, f, s, t = 512, 1024, 9000, 7000
-    attention, norm = linear(w, 3 * w) + linear(w, w), 2 * w
-    encoder = attention + norm + linear(w, f) + linear(f, w) + norm
+    attention, norm = count_linear_weights(w, 3 * w) + count_linear_weights(w, w), 2 * w
+    encoder = attention + norm + count_linear_weights(w, f) + count_linear_weights(f, w) + norm
     want = s * w + t * w + 6 * encoder + 6 * (encoder + attention + norm) + t * w
     assert (
         count_weights(
-            on_meta(transformer.transformer_translation, source_vocabulary=s, target_vocabulary=t)
+            build_on_meta(
+                transformer.transformer_translation, source_vocabulary=s, target_vocabulary=t
+            )
         )
         == want
     )
 
 
-def test_a_tied_head_is_the_embeddings_weight_and_must_lie_in_its_stage() -> None:
+def test_a_tied_head_is_the_embeddings_weight_and_must_be_in_its_stage() -> None:
     model, x = transformer.transformer_lm(**LM, tied=True), torch.randint(11, (2, 8))
     assert model.head.weight is model.embedding.tokens.weight
     for one in (1, {"count": 1, "by": "parameters"}, {"finest": 1}):
@@ -254,7 +268,7 @@ def test_a_tied_head_is_the_embeddings_weight_and_must_lie_in_its_stage() -> Non
         ]
 
 
-# ---- Transformers: what they compute
+# ---- Transformers: outputs
 
 
 def copy_attention(mine: Any, torchs: nn.MultiheadAttention) -> None:
@@ -266,7 +280,7 @@ def copy_attention(mine: Any, torchs: nn.MultiheadAttention) -> None:
 
 
 def copy_layer(mine: Any, torchs: Any) -> None:
-    """torch's layer into the same layer of ours, whose names differ."""
+    """Copy torch's layer into the same layer of ours, whose parts have other names."""
     copy_attention(mine.attention, torchs.self_attn)
     names = {
         "fc1": "linear1",
@@ -280,25 +294,25 @@ def copy_layer(mine: Any, torchs: Any) -> None:
             getattr(mine, ours).load_state_dict(getattr(torchs, theirs).state_dict())
 
 
-def test_layers_compute_what_torchs_do() -> None:
+def test_layers_equal_torchs() -> None:
     x, memory = torch.randn(3, 5, 16), torch.randn(3, 5, 16)
     padded = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]).bool()
     keep, future = ~padded[:, None, None], ~torch.ones(5, 5).tril().bool()
     args: Dict[str, Any] = {"dim_feedforward": 64, "dropout": 0.0, "batch_first": True}
 
-    theirs: Any = seeded(nn.TransformerEncoderLayer, d_model=16, nhead=2, **args)
+    theirs: Any = make_seeded(nn.TransformerEncoderLayer, d_model=16, nhead=2, **args)
     encoder = transformer.EncoderLayer(16, 2, 64, 0.0)
     copy_layer(encoder, theirs)
     torch.testing.assert_close(encoder(x, keep), theirs(x, src_key_padding_mask=padded))
 
-    theirs = seeded(nn.TransformerDecoderLayer, d_model=16, nhead=2, **args)
+    theirs = make_seeded(nn.TransformerDecoderLayer, d_model=16, nhead=2, **args)
     decoder = transformer.DecoderLayer(16, 2, 64, 0.0)
     copy_layer(decoder, theirs)
     copy_attention(decoder.cross, theirs.multihead_attn)
     want = theirs(x, memory, tgt_mask=future, memory_key_padding_mask=padded)
     torch.testing.assert_close(decoder(x, memory, keep), want)
 
-    theirs = seeded(
+    theirs = make_seeded(
         nn.TransformerEncoderLayer, d_model=16, nhead=2, norm_first=True, activation="gelu", **args
     )
     block = transformer.Block(16, 2, 0.0)
@@ -318,7 +332,10 @@ def test_embeddings_add_positions() -> None:
 
 
 def test_the_translating_model_looks_at_all_of_the_source_and_the_target_so_far() -> None:
-    model, x = seeded(transformer.transformer_translation, **TRANSLATION), pairs(2, 6)
+    model, x = (
+        make_seeded(transformer.transformer_translation, **TRANSLATION),
+        make_token_pairs(2, 6),
+    )
     before = model(x)
     for t in range(6):
         changed = x.clone()
@@ -332,8 +349,8 @@ def test_the_translating_model_looks_at_all_of_the_source_and_the_target_so_far(
 
 
 def test_padding_does_not_leak_into_a_translation() -> None:
-    model = seeded(transformer.transformer_translation, **TRANSLATION)
-    x = pairs(2, 9, padded=3)
+    model = make_seeded(transformer.transformer_translation, **TRANSLATION)
+    x = make_token_pairs(2, 9, padded=3)
     longer = model(x)
     torch.testing.assert_close(longer[..., :6], model(x[..., :6]))
     with torch.no_grad():
@@ -347,7 +364,10 @@ def test_padding_does_not_leak_into_a_translation() -> None:
 
 
 def test_a_source_that_is_all_padding_gives_numbers_and_gradients() -> None:
-    model, x = seeded(transformer.transformer_translation, **TRANSLATION), pairs(3, 5)
+    model, x = (
+        make_seeded(transformer.transformer_translation, **TRANSLATION),
+        make_token_pairs(3, 5),
+    )
     x[1, 0] = transformer.PADDING
     x[2] = transformer.PADDING
     labels = torch.randint(1, 11, (3, 5))
@@ -374,24 +394,27 @@ SMALL: Dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def example(name: str) -> List[torch.Tensor]:
-    """Return one microbatch, x and y, of the model in SMALL."""
+def make_small_example(name: str) -> List[torch.Tensor]:
+    """Return one microbatch, x and y, for a model of `SMALL`."""
     torch.manual_seed(0)
     if name.startswith("transformer_lm"):
         return [torch.randint(11, (2, 8)), torch.randint(11, (2, 8))]
     if name == "transformer_translation":
-        return [pairs(2, 6, padded=1), F.pad(torch.randint(1, 11, (2, 5)), (0, 1), value=-100)]
+        return [
+            make_token_pairs(2, 6, padded=1),
+            F.pad(torch.randint(1, 11, (2, 5)), (0, 1), value=-100),
+        ]
     return [torch.randn(2, 3, 32, 32), torch.tensor([1, 7])]
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_gradients_reach_every_weight_and_the_seed_decides_the_weights(name: str) -> None:
-    assert find_unreached_weights(SMALL[name], *example(name)) == []
+    assert find_unreached_weights(SMALL[name], *make_small_example(name)) == []
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if "preact" not in name])
 def test_no_weight_is_derived_and_saved(name: str) -> None:
-    model, (x, y) = SMALL[name](), example(name)
+    model, (x, y) = SMALL[name](), make_small_example(name)
     assert observe_training(model, x, y, lambda x, y: F.cross_entropy(model(x), y)).derived == []
 
 

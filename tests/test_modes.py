@@ -1,4 +1,4 @@
-"""Modules that come in evaluation mode stay in it on every backend; a model that comes in it is trained in training mode."""
+"""Test modules in evaluation mode, which stay in it, and models in it, which train."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ACCUMULATION = 2
 
 
 class Spy(nn.Module):
-    """Notes the mode of each of its forwards that autograd follows."""
+    """Record the mode of each forward that autograd follows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class Spy(nn.Module):
         return x
 
 
-def make_model() -> nn.Sequential:
-    """Return a model with a frozen BatchNorm, a frozen block with a dropout, and a BatchNorm and a dropout that train."""
+def make_dropout_model() -> nn.Sequential:
+    """Return a model with a BatchNorm and a dropout that are frozen, and two that train."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)))
     model = nn.Sequential(
@@ -81,7 +81,7 @@ FROZEN = (
 )
 
 
-def draw_batches() -> List[Any]:
+def draw_class_batches() -> List[Any]:
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(4, 8, generator=generator), torch.randint(0, 4, (4,), generator=generator))
@@ -89,7 +89,7 @@ def draw_batches() -> List[Any]:
     ]
 
 
-def make_arguments(
+def make_modes_run(
     model: Optional[nn.Module] = None, method: str = "gpipe", **keys: Any
 ) -> Dict[str, Any]:
     """Return the arguments of a run of `STEPS` updates that is evaluated in the middle."""
@@ -97,16 +97,16 @@ def make_arguments(
         "stages": STAGES, "steps": STEPS, "gradient_accumulation": ACCUMULATION,
         "evaluate": {"steps": 2}, "checkpoint": {"every": 2, "keep": 9}, "log": {"tensorboard": False},
     }  # fmt: skip
-    batches = draw_batches()
+    batches = draw_class_batches()
     return {
         "config": ipu_pipe.configure(method=method, **{**settings, **keys}), "optimizer": SGD,
-        "model": make_model() if model is None else model, "data": ipu_pipe.from_loader(batches, batches[:2]),
+        "model": make_dropout_model() if model is None else model, "data": ipu_pipe.from_loader(batches, batches[:2]),
     }  # fmt: skip
 
 
-def train_plain(model: nn.Module) -> nn.Module:
-    """Train in the modes that the model has."""
-    batches = iter(draw_batches())
+def train_in_own_modes(model: nn.Module) -> nn.Module:
+    """Train by plain PyTorch, in the modes that the modules have."""
+    batches = iter(draw_class_batches())
     optimizer = SGD(model.parameters())
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -122,42 +122,42 @@ def read_modes(model: nn.Module) -> Dict[str, bool]:
 
 
 def test_modules_in_evaluation_mode_train_as_in_a_plain_loop(tmp_path: Path) -> None:
-    """`model.train()` at the build and before the timing of stages woke them: their statistics and weights were others."""
-    model = make_model()
+    """Story: `model.train()` at the build and before the timing of stages woke them."""
+    model = make_dropout_model()
     before = read_modes(model)
-    ipu_pipe.train(out=tmp_path / "run", quiet=True, **make_arguments(model))
-    assert_same(model.state_dict(), train_plain(make_model()).state_dict())
+    ipu_pipe.train(out=tmp_path / "run", quiet=True, **make_modes_run(model))
+    assert_same(model.state_dict(), train_in_own_modes(make_dropout_model()).state_dict())
     assert read_modes(model) == before
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_leaves_their_statistics(method: str, tmp_path: Path) -> None:
-    model, before = make_model(), make_model().state_dict()
+def test_every_method_leaves_frozen_statistics(method: str, tmp_path: Path) -> None:
+    model, before = make_dropout_model(), make_dropout_model().state_dict()
     keys = {"gradient_accumulation": 1} if method in ("randomized_pipedream", "local_sgd") else {}
-    ipu_pipe.train(out=tmp_path / "run", quiet=True, **make_arguments(model, method, **keys))
+    ipu_pipe.train(out=tmp_path / "run", quiet=True, **make_modes_run(model, method, **keys))
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in FROZEN)
     assert not torch.equal(before["4.running_mean"], after["4.running_mean"])
     assert not torch.equal(before["1.weight"], after["1.weight"])
-    assert read_modes(model) == read_modes(make_model())
+    assert read_modes(model) == read_modes(make_dropout_model())
 
 
-def test_a_resumed_run_keeps_them(tmp_path: Path) -> None:
-    ipu_pipe.train(out=tmp_path / "whole", quiet=True, **make_arguments())
+def test_a_resumed_run_keeps_frozen_modules(tmp_path: Path) -> None:
+    ipu_pipe.train(out=tmp_path / "whole", quiet=True, **make_modes_run())
     for resume, steps in ((False, 2), (True, STEPS)):
         ipu_pipe.train(
-            out=tmp_path / "parts", quiet=True, resume=resume, **make_arguments(steps=steps)
+            out=tmp_path / "parts", quiet=True, resume=resume, **make_modes_run(steps=steps)
         )
     assert_same(read_weights(tmp_path / "parts"), read_weights(tmp_path / "whole"))
 
 
-def test_all_passes_of_a_run_that_train_see_them_in_evaluation_mode(tmp_path: Path) -> None:
-    """Also the observation before the run, the verification of pieces, and the passes that time the stages."""
+def test_all_training_passes_see_frozen_modules_in_evaluation_mode(tmp_path: Path) -> None:
+    """This holds also for observation, verification of pieces, and the timing of stages."""
     for method in ("gpipe", "local_greedy"):
-        model = make_model()
+        model = make_dropout_model()
         spies = [Spy(), Spy().eval()]
         model[2], model[5] = spies
-        ipu_pipe.train(out=tmp_path / method, quiet=True, **make_arguments(model, method))
+        ipu_pipe.train(out=tmp_path / method, quiet=True, **make_modes_run(model, method))
         assert (
             any(spies[0].modes)
             and not any(spies[1].modes)
@@ -168,45 +168,50 @@ def test_all_passes_of_a_run_that_train_see_them_in_evaluation_mode(tmp_path: Pa
 def test_a_model_in_evaluation_mode_is_trained_in_training_mode(
     tmp_path: Path, capsys: Any
 ) -> None:
-    """As `from_pretrained` returns it."""
-    model = make_model()
+    """A model is in evaluation mode as `from_pretrained` returns it."""
+    model = make_dropout_model()
     model[3][1][1].p = 0.0
-    expected = train_plain(_copy_weights(model).train())
-    ipu_pipe.train(out=tmp_path / "run", **make_arguments(model.eval()))
+    expected = train_in_own_modes(_copy_weights(model).train())
+    ipu_pipe.train(out=tmp_path / "run", **make_modes_run(model.eval()))
     assert_same(model.state_dict(), expected.state_dict())
     assert not any(module.training for module in model.modules())
     assert "model: came in evaluation mode: trained in training mode\n" in capsys.readouterr().out
 
 
 def _copy_weights(model: nn.Module) -> nn.Module:
-    other = make_model()
+    other = make_dropout_model()
     other[3][1][1].p = 0.0
     other.load_state_dict(model.state_dict())
     return other
 
 
-def make_entry(classes: int = 4) -> nn.Module:
-    """Return the model of a config that names it."""
-    return make_model()
+def make_entry_model(classes: int = 4) -> nn.Module:
+    """Return the model of a config that names this function."""
+    return make_dropout_model()
 
 
-def test_a_line_names_them_and_a_configs_own_model_keeps_them_too(
+def test_a_line_names_frozen_modules_and_the_model_of_a_config_keeps_them_too(
     tmp_path: Path, capsys: Any
 ) -> None:
-    arguments = {**make_arguments(), "model": None}
-    entry = arguments["config"].model.model_copy(update={"entry": "tests.test_modes:make_entry"})
+    arguments = {**make_modes_run(), "model": None}
+    entry = arguments["config"].model.model_copy(
+        update={"entry": "tests.test_modes:make_entry_model"}
+    )
     arguments["config"] = arguments["config"].model_copy(update={"model": entry})
     for quiet in (False, True):
         ipu_pipe.train(out=tmp_path / str(quiet), quiet=quiet, **arguments)
-        printed = capsys.readouterr().out
-        assert ("model: 6 modules stay in evaluation mode: 1, 3\n" in printed) is not quiet
-        assert quiet is not bool(printed)
-    saved, before = read_weights(tmp_path / "True"), make_model().state_dict()
+        output = capsys.readouterr().out
+        assert ("model: 6 modules stay in evaluation mode: 1, 3\n" in output) is not quiet
+        assert quiet is not bool(output)
+    saved, before = read_weights(tmp_path / "True"), make_dropout_model().state_dict()
     assert all(torch.equal(before[name], saved[name]) for name in FROZEN)
 
 
 class Freezing(nn.Sequential):
-    """Freezes its first modules whenever its mode is set, as detection models do, and in evaluation all of them."""
+    """Freeze the first modules whenever the mode is set, and in evaluation all of them.
+
+    Detection models do so.
+    """
 
     def train(self, mode: bool = True) -> Freezing:
         super().train(mode)
@@ -217,42 +222,45 @@ class Freezing(nn.Sequential):
 
 
 def test_a_models_own_train_decides_and_an_evaluation_freezes_nothing(tmp_path: Path) -> None:
-    """Evaluations restored modes, but not `requires_grad`: after the first one nothing was trained."""
+    """Story: evaluations did not restore `requires_grad`: after the first nothing was trained."""
     torch.manual_seed(0)
-    model, other = Freezing(*make_model().train()), Freezing(*make_model().train())
-    ipu_pipe.train(out=tmp_path / "run", quiet=True, **make_arguments(model, stages=1))
+    model, other = Freezing(*make_dropout_model().train()), Freezing(*make_dropout_model().train())
+    ipu_pipe.train(out=tmp_path / "run", quiet=True, **make_modes_run(model, stages=1))
     for module in other.modules():
         assert module.training  # `train` was not called yet
     other.train()
     other[3][1][1].eval()
-    model_of_plain = train_plain(other)
+    model_of_plain = train_in_own_modes(other)
     names = ("0.weight", "1.weight", "1.running_mean")
     assert all(
-        torch.equal(model.state_dict()[name], make_model().state_dict()[name]) for name in names
+        torch.equal(model.state_dict()[name], make_dropout_model().state_dict()[name])
+        for name in names
     )
-    assert not torch.equal(model.state_dict()["6.weight"], make_model().state_dict()["6.weight"])
+    assert not torch.equal(
+        model.state_dict()["6.weight"], make_dropout_model().state_dict()["6.weight"]
+    )
     assert model_of_plain[0].weight.grad is None and all(
         p.requires_grad for p in model.parameters()
     )
 
 
-def test_an_evaluation_by_blocks_runs_what_a_model_does_in_evaluation_mode(tmp_path: Path) -> None:
-    """The pieces of a model with local losses stayed in training mode, so evaluations measured another model."""
+def test_an_evaluation_by_blocks_runs_the_model_in_evaluation_mode(tmp_path: Path) -> None:
+    """Story: the pieces of a model with local losses stayed in training mode."""
     torch.manual_seed(0)
 
-    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+    def run_parts(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.b(torch.tanh(m.a(x)) * (3 if m.training else 1))  # type: ignore[no-any-return]
 
-    model = Composed(run, a=nn.Linear(8, 8), b=nn.Linear(8, 4))
-    arguments = make_arguments(model, "local_greedy", stages=["b"])
+    model = Composed(run_parts, a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    arguments = make_modes_run(model, "local_greedy", stages=["b"])
     summary = ipu_pipe.train(out=tmp_path / "run", quiet=True, **arguments)
-    x, y = (torch.cat(parts) for parts in zip(*draw_batches()[:2]))
+    x, y = (torch.cat(parts) for parts in zip(*draw_class_batches()[:2]))
     expected = float(F.cross_entropy(predict(model, x), y))
     assert summary["final"]["test_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 class Waking(ipu_pipe.Callback):
-    """Evaluates as in a plain loop, whose `model.train()` wakes all modules."""
+    """Evaluate as in a plain loop, whose `model.train()` wakes all modules."""
 
     def __init__(self, model: nn.Module, when: str) -> None:
         self._model, self._when = model, when
@@ -268,8 +276,8 @@ class Waking(ipu_pipe.Callback):
 
 def test_a_callback_that_changes_a_mode_is_refused_by_name(tmp_path: Path) -> None:
     for when in ("evaluation", "end"):
-        model = make_model()
-        arguments = make_arguments(model)
+        model = make_dropout_model()
+        arguments = make_modes_run(model)
         arguments["callbacks"] = [Waking(model, when)]
         if when == "end":
             ipu_pipe.train(out=tmp_path / when, quiet=True, **arguments)
@@ -282,7 +290,7 @@ def test_a_callback_that_changes_a_mode_is_refused_by_name(tmp_path: Path) -> No
 
 
 class Recomputed(nn.Module):
-    """Runs its module again in the backward."""
+    """Run a module again in the backward."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -292,7 +300,7 @@ class Recomputed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def make_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
+def make_frozen_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
     """Return a head with a frozen BatchNorm."""
     head = nn.Sequential(
         nn.BatchNorm1d(activation.shape[1]), nn.Linear(activation.shape[1], output.shape[1])
@@ -302,7 +310,7 @@ def make_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
 
 
 def make_recomputed() -> nn.Module:
-    model = make_model()
+    model = make_dropout_model()
     model[1] = Recomputed(model[1])
     model[1].train()
     model[1].inner.eval()
@@ -310,20 +318,20 @@ def make_recomputed() -> nn.Module:
 
 
 def list_runs() -> Runs:
-    heads = {"method_args": {"head": "tests.test_modes:make_head"}}
+    heads = {"method_args": {"head": "tests.test_modes:make_frozen_head"}}
     return {
-        "gpipe": functools.partial(make_arguments),
-        "pipedream": functools.partial(make_arguments, None, "pipedream"),
-        "recompute": functools.partial(make_arguments, None, "gpipe", recompute=True),
-        "checkpoint": lambda: make_arguments(make_recomputed()),
-        "local": functools.partial(make_arguments, None, "local_greedy", **heads),
+        "gpipe": functools.partial(make_modes_run),
+        "pipedream": functools.partial(make_modes_run, None, "pipedream"),
+        "recompute": functools.partial(make_modes_run, None, "gpipe", recompute=True),
+        "checkpoint": lambda: make_modes_run(make_recomputed()),
+        "local": functools.partial(make_modes_run, None, "local_greedy", **heads),
     }  # fmt: skip
 
 
 @needs_processes
-def test_processes_train_them_as_the_emulator_does(tmp_path: Path) -> None:
+def test_processes_train_frozen_modules_as_the_emulator_does(tmp_path: Path) -> None:
     check_two_processes(tmp_path, list_runs())
-    before = make_model().state_dict()
+    before = make_dropout_model().state_dict()
     for name in list_runs():
         for side in ("one", "two"):
             weights = {
@@ -336,8 +344,8 @@ def test_processes_train_them_as_the_emulator_does(tmp_path: Path) -> None:
         assert not head["local_heads.0.0.running_mean"].any()
 
 
-def make_for_ipus(**keys: Any) -> Dict[str, Any]:
-    return make_arguments(
+def make_ipu_run(**keys: Any) -> Dict[str, Any]:
+    return make_modes_run(
         stages=["3"], evaluate={"every": 0}, gradient_accumulation=4, steps=2, **keys
     )
 
@@ -348,15 +356,15 @@ def test_a_dropout_that_is_off_stays_off_on_ipus(tmp_path: Path, poptorch: Any) 
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4))
         model[2].eval()
-        arguments = {**make_for_ipus(backend={"name": backend}), "model": model}
+        arguments = {**make_ipu_run(backend={"name": backend}), "model": model}
         ipu_pipe.train(out=tmp_path / backend, quiet=True, **arguments)
         weights.append(model.state_dict())
     assert_same(*weights)
 
 
 def test_a_frozen_batchnorm_that_a_gradient_passes_is_refused_on_ipus(poptorch: Any) -> None:
-    """PopART has no gradient of it."""
-    arguments = make_for_ipus(backend={"name": "poptorch"})
+    """PopART has no gradient of such a BatchNorm."""
+    arguments = make_ipu_run(backend={"name": "poptorch"})
     (fault,) = list_faults(build, **arguments)
     assert "1, 3.1.0" in fault and "GroupNorm" in fault
     for name, parameter in arguments["model"].named_parameters():

@@ -1,4 +1,4 @@
-"""What callbacks see of weights and gradients: on processes the same bits as on the emulator, and what plain PyTorch computes."""
+"""Test weights and gradients that callbacks get, on the emulator, processes and plain PyTorch."""
 
 from __future__ import annotations
 
@@ -21,30 +21,38 @@ NEW = "tests.callbacks_of_runs"
 CASES = {
     "pipedream": (2, ["gradient_accumulation=1", "stages=2", "clip={norm: 0.1, scope: stage}"]),
     "gpipe": (2, ["gradient_accumulation=2", "stages=2"]),
-    # two replicas: what is seen is their mean
+    # callbacks get the mean of two replicas
     "pipedream_2bw": (4, ["gradient_accumulation=2", "stages=2", "replicas=2"]),
 }
 
 
 @pytest.mark.parametrize("method", mark_slow(CASES, lambda method: method == "pipedream_2bw"))
-def test_processes_show_what_the_emulator_shows(method: str, tmp_path: Path) -> None:
+def test_callbacks_get_the_same_tensors_on_processes_and_the_emulator(
+    method: str, tmp_path: Path
+) -> None:
     ranks, args = CASES[method]
     sets = [f"method={method}", *args, "steps=6", "log.trace=false"]
-    watched = f"callbacks=[{{entry: '{NEW}:Watches', args: {{file: {tmp_path}/ranks.json}}}}]"
-    code, _, error = run(ranks, tmp_path / "ranks", *sets, watched)
+    callbacks = f"callbacks=[{{entry: '{NEW}:Watches', args: {{file: {tmp_path}/ranks.json}}}}]"
+    code, _, error = run(ranks, tmp_path / "ranks", *sets, callbacks)
     assert code == 0, error
-    seen = Watches()
-    emulate(tmp_path / "one", *sets, callbacks=[seen])
-    assert json.loads((tmp_path / "ranks.json").read_text()) == seen.seen
-    moments = [moment for moment, _, _ in seen.seen]
+    watches = Watches()
+    emulate(tmp_path / "one", *sets, callbacks=[watches])
+    assert json.loads((tmp_path / "ranks.json").read_text()) == watches.seen
+    moments = [moment for moment, _, _ in watches.seen]
     assert moments[:2] == ["start", "gradients"] and moments[-3:] == [
         "evaluation",
         "checkpoint",
         "end",
     ]
-    assert [step for moment, step, _ in seen.seen if moment == "gradients"] == [1, 2, 3, 4, 5, 6]
+    assert [step for moment, step, _ in watches.seen if moment == "gradients"] == [1, 2, 3, 4, 5, 6]
     assert (
-        len({tuple(tensors.values()) for moment, _, tensors in seen.seen if moment == "gradients"})
+        len(
+            {
+                tuple(tensors.values())
+                for moment, _, tensors in watches.seen
+                if moment == "gradients"
+            }
+        )
         == 6
     )
 

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as people have them: a class, an instance, a factory, any torch.optim.lr_scheduler."""
+"""Test optimizers as a class, an instance or a factory, and any torch.optim.lr_scheduler."""
 
 from __future__ import annotations
 
@@ -30,29 +30,32 @@ HOW = {
 }
 
 
-def model() -> nn.Sequential:
+def make_tanh_model() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-def data() -> TensorData:
+def make_labelled_data() -> TensorData:
     generator = torch.Generator().manual_seed(1)
     pair = torch.randn(32, 5, generator=generator), torch.randint(0, 2, (32,), generator=generator)
     return TensorData(pair, pair)
 
 
-def trained(out: Path, net: nn.Module, steps: int = 6, **how: Any) -> List[torch.Tensor]:
+def train_with_optimizer(
+    out: Path, net: nn.Module, steps: int = 6, **how: Any
+) -> List[torch.Tensor]:
+    """Train a model with the given optimizer and scheduler. Return a copy of its weights."""
     keys = how.pop("keys", {})
-    arguments = {"data": data(), "model": net, "quiet": True, **how}
+    arguments = {"data": make_labelled_data(), "model": net, "quiet": True, **how}
     ipu_pipe.train(ipu_pipe.configure(steps=steps, **HOW, **keys), out, **arguments)
     return [p.detach().clone() for p in net.parameters()]
 
 
-def plain(
+def train_without_pipeline(
     net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, steps: int = 6
 ) -> List[torch.Tensor]:
-    """Training as one writes it without this library."""
-    source = data()
+    """Train as one does without this library. Return a copy of the weights."""
+    source = make_labelled_data()
     for k in range(steps):
         x, y = source.train_batch(*divmod(k, 8), 4)
         optimizer.zero_grad()
@@ -63,12 +66,12 @@ def plain(
     return [p.detach().clone() for p in net.parameters()]
 
 
-def equal(ours: List[torch.Tensor], theirs: List[torch.Tensor]) -> bool:
+def are_weights_equal(ours: List[torch.Tensor], theirs: List[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
-def groups_of(net: nn.Sequential) -> List[Any]:
-    """With settings of their own, one group over both stages: as for fine-tuning."""
+def make_fine_tuning_groups(net: nn.Sequential) -> List[Any]:
+    """Return groups with settings of their own, one of them over both stages."""
     biases = [net[0].bias, net[2].bias]
     return [
         {"params": [net[0].weight, net[2].weight], "weight_decay": 0.1},
@@ -78,10 +81,15 @@ def groups_of(net: nn.Sequential) -> List[Any]:
 
 @pytest.mark.parametrize("form", ["instance", "groups", "class", "pair", "factory", "yaml"])
 def test_every_form_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> None:
-    net, args = model(), {"lr": 0.01, "alpha": 0.9, "momentum": 0.5}
+    net, args = make_tanh_model(), {"lr": 0.01, "alpha": 0.9, "momentum": 0.5}
     make = functools.partial(torch.optim.RMSprop, **args)
-    theirs = model()
-    expected = plain(theirs, make(groups_of(theirs) if form == "groups" else theirs.parameters()))
+    plain_model = make_tanh_model()
+    expected = train_without_pipeline(
+        plain_model,
+        make(
+            make_fine_tuning_groups(plain_model) if form == "groups" else plain_model.parameters()
+        ),
+    )
     keys = {
         "optimizer": {
             "name": "torch.optim.RMSprop",
@@ -91,24 +99,24 @@ def test_every_form_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> N
     }
     forms = {
         "instance": {"optimizer": make(net.parameters())},
-        "groups": {"optimizer": make(groups_of(net))},
+        "groups": {"optimizer": make(make_fine_tuning_groups(net))},
         "class": {"optimizer": torch.optim.RMSprop, "optimizer_args": args},
         "pair": {"optimizer": (torch.optim.RMSprop, args)},
         "factory": {"optimizer": make},
         "yaml": {"keys": keys},
     }[form]
-    assert equal(trained(tmp_path / "run", net, **forms), expected)
+    assert are_weights_equal(train_with_optimizer(tmp_path / "run", net, **forms), expected)
     report = read_summary(tmp_path / "run")["optimizer"]
     assert report["name"] == "torch.optim.rmsprop.RMSprop" and report["settings"]["alpha"] == 0.9
 
 
-def test_an_optimizer_that_is_none_or_not_of_the_model_is_reported_in_a_line(
+def test_an_invalid_or_foreign_optimizer_is_reported_in_one_line(
     tmp_path: Path,
 ) -> None:
-    net, other = model(), model()
+    net, other = make_tanh_model(), make_tanh_model()
     used = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    plain(net, used, steps=1)
-    wrong = {
+    train_without_pipeline(net, used, steps=1)
+    arguments_by_fault = {
         "optimizer: 3: must be a torch.optim class": {"optimizer": 3},
         "optimizer: the class Linear: must be": {"optimizer": nn.Linear},
         "optimizer: SGD: has stepped already": {"optimizer": used},
@@ -120,20 +128,20 @@ def test_an_optimizer_that_is_none_or_not_of_the_model_is_reported_in_a_line(
         },
         "optimizer_args: need optimizer": {"optimizer_args": {"lr": 0.1}},
     }  # fmt: skip
-    for message, arguments in wrong.items():
-        (fault,) = list_faults(trained, tmp_path / "run", net, **arguments)
+    for message, arguments in arguments_by_fault.items():
+        (fault,) = list_faults(train_with_optimizer, tmp_path / "run", net, **arguments)
         assert re.search(message, fault)
     assert not (tmp_path / "run").exists()
 
 
 def test_groups_with_rates_of_their_own_are_predicted_by_them() -> None:
-    """SpecTrain reads w - lr T v, lr that of the weight's own group."""
-    net = model()
-    optimizer = torch.optim.SGD(groups_of(net), lr=0.5, momentum=0.5)
+    """SpecTrain reads w - lr T v, in which lr is that of the weight's own group."""
+    net = make_tanh_model()
+    optimizer = torch.optim.SGD(make_fine_tuning_groups(net), lr=0.5, momentum=0.5)
     job = build(
         ipu_pipe.configure(**HOW, method="spectrain"),
         net,
-        data(),
+        make_labelled_data(),
         optimizer=make_factory_of(optimizer),
     )
     for p in net.parameters():
@@ -141,8 +149,8 @@ def test_groups_with_rates_of_their_own_are_predicted_by_them() -> None:
     job.rules.step(0, None)
     ((velocities, c),) = job.rules.compute_corrections(0, FORWARD, 1)
     weight, bias = job.rules.stages[0].groups
-    assert [weight["lr"], bias["lr"]] == [0.5, 0.002] and c == -2 * 0.5  # a lag of 2
-    assert torch.allclose(velocities[0], 1 + 0.1 * model()[0].weight, rtol=1e-6)
+    assert [weight["lr"], bias["lr"]] == [0.5, 0.002] and c == -2 * 0.5  # a delay of 2
+    assert torch.allclose(velocities[0], 1 + 0.1 * make_tanh_model()[0].weight, rtol=1e-6)
     assert torch.allclose(velocities[1], torch.full((6,), 0.002 / 0.5))
 
 
@@ -156,16 +164,22 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_any_scheduler_gives_its_own_rates(name: str, tmp_path: Path) -> None:
     make = functools.partial(getattr(lr_scheduler, name), **SCHEDULERS[name])
-    theirs = model()
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
-    expected = plain(theirs, optimizer, make(optimizer))
+    plain_model = make_tanh_model()
+    optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.05, momentum=0.9)
+    expected = train_without_pipeline(plain_model, optimizer, make(optimizer))
     sgd = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
-    assert equal(
-        trained(tmp_path / "a", model(), keys={"optimizer": sgd}, lr_scheduler=make), expected
+    assert are_weights_equal(
+        train_with_optimizer(
+            tmp_path / "a", make_tanh_model(), keys={"optimizer": sgd}, lr_scheduler=make
+        ),
+        expected,
     )
     named = {"name": f"torch.optim.lr_scheduler.{name}", "args": SCHEDULERS[name]}
-    assert equal(
-        trained(tmp_path / "b", model(), keys={"optimizer": sgd, "lr_schedule": named}), expected
+    assert are_weights_equal(
+        train_with_optimizer(
+            tmp_path / "b", make_tanh_model(), keys={"optimizer": sgd, "lr_schedule": named}
+        ),
+        expected,
     )
     rates = [read_column(tmp_path / run, "lr") for run in ("a", "b")]
     assert rates[0] == rates[1] and len(set(rates[0])) > 2
@@ -178,21 +192,21 @@ def test_a_scheduler_may_be_stepped_by_epochs_and_composes_with_rules() -> None:
         "interval": "epoch",
     }
     keys = {**HOW, "lr_schedule": schedule, "optimizer": {"lr": 1.0}, "epochs": 3}
-    job = build(ipu_pipe.configure(**keys), model(), data())
+    job = build(ipu_pipe.configure(**keys), make_tanh_model(), make_labelled_data())
     assert [job.rate(k) for k in (0, 7, 8, 15, 16, 23)] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     t1 = build(
         ipu_pipe.configure(**keys, method="pipemare", method_args={"t1": {"anneal_updates": 4}}),
-        model(),
-        data(),
+        make_tanh_model(),
+        make_labelled_data(),
     )
     assert t1.rules.rates(20)[0] == 0.25 and 0 < t1.rules.rates(1)[0] < 1.0
 
 
-def test_a_scheduler_that_cannot_be_played_is_reported_in_a_line() -> None:
+def test_a_scheduler_that_cannot_be_simulated_is_reported_in_one_line() -> None:
     optimizer = torch.optim.SGD(
         [{"params": [nn.Parameter(torch.zeros(1))], "member": 0}], lr=0.1, momentum=0.9
     )
-    wrong = {
+    maker_by_fault = {
         r"OneCycleLR: changes momentum: .*cycle_momentum=False": lambda o: lr_scheduler.OneCycleLR(
             o, 0.1, total_steps=20
         ),
@@ -208,7 +222,7 @@ def test_a_scheduler_that_cannot_be_played_is_reported_in_a_line() -> None:
             o, lambda k: float("nan")
         ),
     }
-    for message, make in wrong.items():
+    for message, make in maker_by_fault.items():
         (fault,) = list_faults(simulate_scheduler, make, optimizer, 0.1, 20)
         assert re.search(message, fault)
     assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.param_groups[0]["momentum"] == 0.9
@@ -218,39 +232,47 @@ def test_a_scheduler_that_cannot_be_played_is_reported_in_a_line() -> None:
         ipu_pipe.configure(optimizer={"name": "torch.optim.RMSprop", "momentum": 0.5})
 
 
-def test_a_scheduler_is_played_for_optimizers_with_few_defaults() -> None:
-    """Story: torch's Muon and transformers' Adafactor have no `differentiable`, and no scheduler could be played for them."""
-    optimizer = torch.optim.SGD([{"params": list(model().parameters()), "member": 0}], lr=0.1)
+def test_a_scheduler_is_simulated_for_optimizers_with_few_defaults() -> None:
+    """Story: torch's Muon and transformers' Adafactor have no `differentiable`, and no scheduler
+    could be simulated for them."""
+    optimizer = torch.optim.SGD(
+        [{"params": list(make_tanh_model().parameters()), "member": 0}], lr=0.1
+    )
     optimizer.defaults = {"lr": 0.1}
     halving = functools.partial(lr_scheduler.ExponentialLR, gamma=0.5)
     assert simulate_scheduler(halving, optimizer, 0.1, 3) == [[0.1], [0.05], [0.025]]
 
 
-def test_a_run_by_a_given_scheduler_is_recorded_and_goes_on_with_it_alone(tmp_path: Path) -> None:
+def test_a_scheduler_from_python_is_recorded_and_required_when_resuming(tmp_path: Path) -> None:
     make = functools.partial(lr_scheduler.ExponentialLR, gamma=0.9)
-    trained(tmp_path / "run", model(), keys={"checkpoint": {"every": 2}}, lr_scheduler=make)
-    recorded = (tmp_path / "run" / "config.yaml").read_text()
-    assert "ExponentialLR" in recorded and "gamma: 0.9" in recorded
+    train_with_optimizer(
+        tmp_path / "run", make_tanh_model(), keys={"checkpoint": {"every": 2}}, lr_scheduler=make
+    )
+    saved_config = (tmp_path / "run" / "config.yaml").read_text()
+    assert "ExponentialLR" in saved_config and "gamma: 0.9" in saved_config
     with pytest.raises(
         BadInput,
         match="given.lr_scheduler: .*ExponentialLR: the run that wrote this had it from Python",
     ):
-        trained(tmp_path / "run", model(), keys={"checkpoint": {"every": 2}}, resume_from=2)
+        train_with_optimizer(
+            tmp_path / "run", make_tanh_model(), keys={"checkpoint": {"every": 2}}, resume_from=2
+        )
     with pytest.raises(BadInput, match=r"given.lr_scheduler.settings.gamma: 0.9 -> 0.8"):
         other = functools.partial(lr_scheduler.ExponentialLR, gamma=0.8)
-        trained(
+        train_with_optimizer(
             tmp_path / "run",
-            model(),
+            make_tanh_model(),
             keys={"checkpoint": {"every": 2}},
             resume_from=2,
             lr_scheduler=other,
         )
 
 
-def test_checkpoints_of_before_these_keys_are_gone_on_with() -> None:
-    """A key that a manifest does not have counts as null or false: a new one with another default would refuse them.
+def test_checkpoints_without_newer_keys_can_be_resumed() -> None:
+    """A key that a manifest does not have counts as null or false.
 
-    Story: `model.compile: false` was such a key, and no checkpoint written before it could be resumed.
+    A new key with another default would refuse old checkpoints. Story: `model.compile: false` was
+    such a key, and no checkpoint written before it could be resumed.
     """
     keys = select_deciding(ipu_pipe.configure().to_dict())
     names = ("lr_schedule.args", "lr_schedule.interval", "optimizer.args", "model.compile")

@@ -1,4 +1,4 @@
-"""Schedules whose end is not known: nothing before a drain may depend on what follows it."""
+"""Test schedules without a known end: nothing before a drain may depend on what follows it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_versions_before_a_drain_do_not_depend_on_what_follows(name: str, stages
 def test_a_repeated_batch_of_shared_blocks_is_the_batch_laid_out(
     stages: int, accumulate: int, rest: int
 ) -> None:
-    """local_overlapping has a run for each batch; a long stretch repeats one batch in its middle."""
+    """local_overlapping has a run per batch; a long stretch repeats one batch in its middle."""
     microbatches = 60 * accumulate + rest
     schedule = make_schedule(resolve_method("local_overlapping"), stages, microbatches, accumulate)
     slots, runs = _local_shared(stages, microbatches, accumulate)

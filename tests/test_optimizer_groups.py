@@ -1,4 +1,5 @@
-"""Optimizers by parameter group: each parameter in one group, settings by stage, the same numbers as optimizers by hand."""
+"""Test optimizers by parameter group: each parameter in one group, settings by stage, the numbers
+of optimizers by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from tests.staged_models import batches, whole
 from tests.support.runs import read_state, read_summary, read_weights
 from tests.test_emulator_exact import assert_equal, fresh, literal
 from tests.test_emulator_exact import emulate as emulate_by_hand
-from tests.test_open_optimizers import HOW, data, equal
+from tests.test_open_optimizers import HOW, are_weights_equal, make_labelled_data
 from tests.test_processes import compare
 from tests.test_update import staged
 
@@ -50,27 +51,34 @@ GROUPS = [
 ]
 
 
-def model() -> nn.Sequential:
+def make_grouped_model() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2)
     )
 
 
-def configure(groups: Any, **keys: Any) -> Any:
+def configure_groups(groups: Any, **keys: Any) -> Any:
     return ipu_pipe.configure(**{**HOW, "steps": 6, "optimizer": {"groups": groups}, **keys})
 
 
-def trained(out: Path, groups: Any, **keys: Any) -> List[torch.Tensor]:
-    net = model()
+def train_groups(out: Path, groups: Any, **keys: Any) -> List[torch.Tensor]:
+    net = make_grouped_model()
     arguments = {key: keys.pop(key, None) for key in ("resume_from", "lr_scheduler")}
-    ipu_pipe.train(configure(groups, **keys), out, data=data(), model=net, quiet=True, **arguments)
+    ipu_pipe.train(
+        configure_groups(groups, **keys),
+        out,
+        data=make_labelled_data(),
+        model=net,
+        quiet=True,
+        **arguments,
+    )
     return [p.detach().clone() for p in net.parameters()]
 
 
 def train_by_hand(factors: Sequence[Callable[[int], float]]) -> List[torch.Tensor]:
     """Train the model with an optimizer and a LambdaLR for each group."""
-    net, source = model(), data()
+    net, source = make_grouped_model(), make_labelled_data()
     named = dict(net.named_parameters())
     optimizers = [
         torch.optim.AdamW([named["0.weight"], named["0.bias"]], lr=0.01),
@@ -93,14 +101,14 @@ def train_by_hand(factors: Sequence[Callable[[int], float]]) -> List[torch.Tenso
 
 
 def test_a_schedule_may_have_a_function_for_each_group(tmp_path: Path) -> None:
-    """As LambdaLR's list does for an optimizer's groups."""
+    """LambdaLR takes such a list for an optimizer's groups."""
     factors = [lambda k: 0.5**k, lambda k: 1.0 / (1 + k), lambda k: 0.0 if k < 2 else 1.0]
 
-    def make(optimizer: Any) -> Any:
+    def make_scheduler(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
 
     for ours, theirs in zip(
-        trained(tmp_path / "run", GROUPS, lr_scheduler=make), train_by_hand(factors)
+        train_groups(tmp_path / "run", GROUPS, lr_scheduler=make_scheduler), train_by_hand(factors)
     ):
         assert torch.allclose(ours, theirs, rtol=1e-6)
     idle = [
@@ -109,15 +117,17 @@ def test_a_schedule_may_have_a_function_for_each_group(tmp_path: Path) -> None:
         GROUPS[2],
     ]  # a group for which an earlier one leaves nothing
     build(
-        configure(idle),
-        model(),
-        data(),
+        configure_groups(idle),
+        make_grouped_model(),
+        make_labelled_data(),
         lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, [*factors, factors[0]]),
     )
 
 
 def test_groups_train_as_their_optimizers_do_by_hand(tmp_path: Path) -> None:
-    assert equal(trained(tmp_path / "run", GROUPS), train_by_hand([lambda k: 1.0] * 3))
+    assert are_weights_equal(
+        train_groups(tmp_path / "run", GROUPS), train_by_hand([lambda k: 1.0] * 3)
+    )
     report = read_summary(tmp_path / "run")
     assert [group["name"].split(".")[-1] for group in report["optimizer"]["groups"]] == [
         "AdamW",
@@ -127,7 +137,9 @@ def test_groups_train_as_their_optimizers_do_by_hand(tmp_path: Path) -> None:
     # one copy of Muon's and SGD's parameters and two of AdamW's, as planned; and AdamW's two step counts
     planned = [
         row["optimizer_bytes"]
-        for row in build_memory_table(build(configure(GROUPS), model(), data()))
+        for row in build_memory_table(
+            build(configure_groups(GROUPS), make_grouped_model(), make_labelled_data())
+        )
     ]
     counts = [4 * 2, 0]
     assert [stage["optimizer_bytes"] for stage in report["stages"]] == [
@@ -135,11 +147,13 @@ def test_groups_train_as_their_optimizers_do_by_hand(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_goes_on_bitwise_and_names_its_state_as_before(tmp_path: Path) -> None:
+def test_a_run_resumes_bitwise_and_names_its_state_as_before(tmp_path: Path) -> None:
     keys = {"method": "pipemare", "method_args": {"t2": {}}, "checkpoint": {"every": 3, "keep": 9}}
-    straight = trained(tmp_path / "a", GROUPS, **keys)
-    trained(tmp_path / "b", GROUPS, **{**keys, "steps": 3})
-    assert equal(trained(tmp_path / "b", GROUPS, resume_from=3, **keys), straight)
+    uninterrupted = train_groups(tmp_path / "a", GROUPS, **keys)
+    train_groups(tmp_path / "b", GROUPS, **{**keys, "steps": 3})
+    assert are_weights_equal(
+        train_groups(tmp_path / "b", GROUPS, resume_from=3, **keys), uninterrupted
+    )
     state = load_file(tmp_path / "a" / "checkpoints" / "step-6" / "optimizer.safetensors")
     assert {
         "0.weight/exp_avg",
@@ -148,7 +162,7 @@ def test_a_run_goes_on_bitwise_and_names_its_state_as_before(tmp_path: Path) -> 
         "0.weight/t2_delta",
     } <= set(state)
     with pytest.raises(BadInput, match="optimizer.groups: "):
-        trained(tmp_path / "b", GROUPS[:1] + GROUPS[2:], resume_from=3, **keys)
+        train_groups(tmp_path / "b", GROUPS[:1] + GROUPS[2:], resume_from=3, **keys)
 
 
 def test_processes_give_the_emulators_weights_and_state(tmp_path: Path) -> None:
@@ -175,7 +189,7 @@ def test_processes_give_the_emulators_weights_and_state(tmp_path: Path) -> None:
 # ---- which parameter is in which group
 
 
-def test_the_first_member_that_fits_has_a_parameter() -> None:
+def test_a_parameter_belongs_to_the_first_group_that_fits() -> None:
     net, part = staged()
     groups = make_groups(net, part, ["*.bias"], [Member(["2.*"]), Member(None, 2), Member()])
     names = {id(p): name for name, p in net.named_parameters()}
@@ -220,7 +234,7 @@ def test_settings_by_the_stages_delay(values: Any, expected: List[Any]) -> None:
 
 
 def test_a_rate_of_zero_on_the_first_stage_stops_no_other(tmp_path: Path) -> None:
-    """All rates were shares of the first group's."""
+    """Story: all rates were shares of the first group's."""
     rates = {"name": "sgd", "by_stage": {"lr": [0.0, 0.1]}}
     overrides = ["optimizer.momentum=null", f"optimizer={json.dumps(rates)}", "stages=2", "steps=1"]
     job = build(load_config("configs/mlp_digits.yaml", overrides))
@@ -237,8 +251,8 @@ def test_settings_by_stage_are_the_groups_own() -> None:
     }
     job = build(
         ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}),
-        model(),
-        data(),
+        make_grouped_model(),
+        make_labelled_data(),
     )
     assert [(g["momentum"], g["lr"]) for g in job.optimizer.param_groups] == [
         (0.25, 0.1),
@@ -249,7 +263,7 @@ def test_settings_by_stage_are_the_groups_own() -> None:
 
 
 def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
-    """Their groups got the stage's weight_decay."""
+    """Story: their groups got the stage's weight_decay."""
     optimizer = {
         "name": "adamw",
         "lr": 0.1,
@@ -258,14 +272,14 @@ def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
     }
     job = build(
         ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}),
-        model(),
-        data(),
+        make_grouped_model(),
+        make_labelled_data(),
     )
     decays = [(g["stage"], g["weight_decay"]) for g in job.optimizer.param_groups]
     assert decays == [(0, 0.1), (0, 0.0), (1, 0.2), (1, 0.0)]
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize("optimizer, key", [
@@ -287,37 +301,44 @@ def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
     ({"by_stage": {"momentun": [0.9, 0.9]}}, "momentun"),
     ({"reference_batch_size": 8, "by_stage": {"lr": [0.1, 0.1]}}, "optimizer.reference_batch_size: 8: "),
 ])  # fmt: skip
-def test_what_does_not_fit_is_reported_in_a_line(optimizer: Dict[str, Any], key: str) -> None:
-    with pytest.raises(BadInput, match=key) as refused:
+def test_groups_and_settings_that_do_not_fit_are_reported_in_one_line(
+    optimizer: Dict[str, Any], key: str
+) -> None:
+    with pytest.raises(BadInput, match=key) as error:
         build(
             ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}),
-            model(),
-            data(),
+            make_grouped_model(),
+            make_labelled_data(),
         )
-    assert len(refused.value.faults) == 1
+    assert len(error.value.faults) == 1
 
 
 def test_rules_refuse_the_group_for_which_they_are_not_defined() -> None:
     keys = {"method": "pipelined_backprop", "method_args": {"spike_compensation": {}}}
     with pytest.raises(BadInput, match="method_args.spike_compensation: Muon: "):
-        build(configure(GROUPS[1:], **keys), model(), data())
+        build(configure_groups(GROUPS[1:], **keys), make_grouped_model(), make_labelled_data())
     with pytest.raises(BadInput, match="optimizer.groups: "):
-        configure(GROUPS, backend={"name": "poptorch"})
+        configure_groups(GROUPS, backend={"name": "poptorch"})
 
 
 def test_rates_of_all_groups_scale_together() -> None:
-    optimizer = configure(GROUPS).optimizer.scale_rate(2)
+    optimizer = configure_groups(GROUPS).optimizer.scale_rate(2)
     assert [group.lr for group in optimizer.groups] == [0.02, 0.04, 0.2] and optimizer.lr is None
-    config = configure([{"name": "torch.optim.Muon"}]).optimizer
+    config = configure_groups([{"name": "torch.optim.Muon"}]).optimizer
     assert config.scale_rate(2) == config  # a default of PyTorch's stays
-    assert make_factory(configure(GROUPS))([make_placeholder(0)]).param_groups[0]["lr"] == 0.01
+    assert (
+        make_factory(configure_groups(GROUPS))([make_placeholder(0)]).param_groups[0]["lr"] == 0.01
+    )
 
 
 # ---- optimizers of the user's own, and the presets that need groups or settings by stage
 
 
 class Lion(torch.optim.Optimizer):
-    """w <- w - lr (sign(b1 m + (1 - b1) g) + decay w), m <- b2 m + (1 - b2) g (Chen et al. 2023)."""
+    """w <- w - lr (sign(b1 m + (1 - b1) g) + decay w), m <- b2 m + (1 - b2) g.
+
+    Chen et al. 2023.
+    """
 
     def __init__(
         self, params: Any, lr: float, betas: Any = (0.9, 0.99), decay: float = 0.0
@@ -354,20 +375,22 @@ def test_groups_of_users_optimizers_are_named_by_import_strings(tmp_path: Path) 
         "checkpoint": {"every": 2, "keep": 9},
         "steps": 4,
     }
-    straight = trained(tmp_path / "a", groups, **keys)
-    trained(tmp_path / "b", groups, **{**keys, "steps": 2})
-    assert equal(trained(tmp_path / "b", groups, resume_from=2, **keys), straight)
+    uninterrupted = train_groups(tmp_path / "a", groups, **keys)
+    train_groups(tmp_path / "b", groups, **{**keys, "steps": 2})
+    assert are_weights_equal(
+        train_groups(tmp_path / "b", groups, resume_from=2, **keys), uninterrupted
+    )
 
 
-def make_text(**options: Any) -> TextData:
-    """Return a text of as many kinds of characters as Shakespeare's, which need not be fetched."""
+def make_synthetic_text(**options: Any) -> TextData:
+    """Return a text with as many distinct characters as Shakespeare's."""
     kinds = torch.randint(84, (6000,), generator=torch.Generator().manual_seed(0))
     return TextData(bytes((kinds + 33).tolist()), **options)
 
 
 @pytest.mark.parametrize("name", ["nesterov", "pipeoptim", "xpipe", "delayed_muon", "cyclic_v2"])
 def test_presets_train(name: str, tmp_path: Path) -> None:
-    data = "data={name: 'tests.test_optimizer_groups:make_text', context: 8, subset: 512, test_subset: 32}"
+    data = "data={name: 'tests.test_optimizer_groups:make_synthetic_text', context: 8, subset: 512, test_subset: 32}"
     sizes = ["model.args={width: 8, heads: 2, context: 8}", data]
     quick = [
         "steps=3",

@@ -1,4 +1,4 @@
-"""Orders of passes by device: the papers' bubbles and rates, PyTorch's own orders, and files of rows."""
+"""Test orders of passes: the papers' bubbles and rates, PyTorch's orders, files of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.runs import list_faults
 GENERATED = [name for name, method in METHODS.items() if method.order and name != "rows"]
 
 
-def make(
+def make_batch_schedule(
     name: str,
     P: int,
     M: int,
@@ -32,16 +32,16 @@ def make(
     link: float = 0.0,
     **args: Any,
 ) -> Schedule:
-    """Return the schedule of a batch on P devices."""
+    """Return the schedule of one batch of M microbatches on P devices."""
     method = resolve_method(name, {**args, "durations": durations, "link": link})
     stages = P * (1 if method.order is None else method.order.stages_per_device)
     return make_schedule(method, stages, M, M)
 
 
-def time(
+def compute_idle_times(
     schedule: Schedule, durations: Sequence[float] = (1, 1, 1), link: float = 0.0
 ) -> Tuple[float, float]:
-    """Return what makespan and span have beside the work of a device."""
+    """Return makespan and span without the work of a device."""
     bubbles = compute_bubbles(schedule, durations, link)
     work = schedule.microbatches * sum(durations)
     return bubbles.makespan - work, bubbles.span - work
@@ -50,13 +50,13 @@ def time(
 # --- the papers' figures
 
 
-def halve(P: int) -> Tuple[float, float]:
-    """Return V-half's bubble and activations, as the generator of its authors has them for P > 2."""
+def compute_v_half(P: int) -> Tuple[float, float]:
+    """Return V-half's bubble and activations as its authors' generator has them, for P > 2."""
     return ((3 * P - 4) / 2 if P % 2 else (3 * P - 7) / 2), P // 2 + 1
 
 
-def thirds(P: int) -> Tuple[float, float]:
-    """V-min's."""
+def compute_v_min(P: int) -> Tuple[float, float]:
+    """Return V-min's bubble and activations in the same way."""
     return (2 * P - 3.5 if P % 3 == 0 else 2 * P - 2.5), (P + 2 + (P % 3 == 2) * 2) // 3 + (
         P % 3 == 0
     )
@@ -67,7 +67,11 @@ def thirds(P: int) -> Tuple[float, float]:
 def test_bubbles_and_activations_in_unit_times(P: int, rounds: int) -> None:
     M = rounds * P
     if P == 2:  # the V's of controllable memory are for more
-        assert time(make("v_half", P, M))[0] == time(make("v_min", P, M))[0] == 0.5
+        assert (
+            compute_idle_times(make_batch_schedule("v_half", P, M))[0]
+            == compute_idle_times(make_batch_schedule("v_min", P, M))[0]
+            == 0.5
+        )
     expected: Dict[
         Tuple[str, int], Tuple[float, float, float]
     ] = {  # makespan, span, most activations
@@ -83,18 +87,21 @@ def test_bubbles_and_activations_in_unit_times(P: int, rounds: int) -> None:
         ("pipedream_flush", 1): (3 * (P - 1), 3 * (P - 1), P),
         ("zb_h2", 1): (P - 1, 0, 2 * P - 1),
         ("zbv", 2): ((P - 1) / 2, 0, P),
-        ("v_half", 2): (halve(P)[0], halve(P)[0], halve(P)[1]),
-        ("v_min", 2): (thirds(P)[0], thirds(P)[0], thirds(P)[1]),
+        ("v_half", 2): (compute_v_half(P)[0], compute_v_half(P)[0], compute_v_half(P)[1]),
+        ("v_min", 2): (compute_v_min(P)[0], compute_v_min(P)[0], compute_v_min(P)[1]),
         ("dualpipe_v", 2): ((P - 1) / 2, (P - 1) / 2, P + 0.5),
     }
     for (name, v), (makespan, span, peak) in expected.items():
         if P == 2 and name in ("v_half", "v_min"):
             continue
-        schedule = make(name, P, M, stages_per_device=v)
-        assert time(schedule) == pytest.approx((makespan, span), abs=1e-9), name
+        schedule = make_batch_schedule(name, P, M, stages_per_device=v)
+        assert compute_idle_times(schedule) == pytest.approx((makespan, span), abs=1e-9), name
         assert max(schedule.peak_activations()) == pytest.approx(peak), name
-    assert make("interleaved_1f1b", P, M, stages_per_device=2).peak_activations()[-1] == (P + 1) / 2
-    assert set(make("zb_h1", P, M).peak_activations()) == {P}
+    assert (
+        make_batch_schedule("interleaved_1f1b", P, M, stages_per_device=2).peak_activations()[-1]
+        == (P + 1) / 2
+    )
+    assert set(make_batch_schedule("zb_h1", P, M).peak_activations()) == {P}
 
 
 # p, m, F, I, W, c and the rates that the authors print (Qi et al. 2023): 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p
@@ -110,7 +117,7 @@ def test_rates_of_zero_bubble_to_every_printed_digit(row: Tuple[Any, ...]) -> No
     P, M, *times, link, plain, h1, h2, one, two = row
 
     def measure(name: str, **args: Any) -> Bubbles:
-        return compute_bubbles(make(name, P, M, times, link, **args), times, link)
+        return compute_bubbles(make_batch_schedule(name, P, M, times, link, **args), times, link)
 
     assert round(measure("pipedream_flush").bubble_rate, 4) == plain
     assert round(measure("zb_h1").bubble_rate, 4) == h1
@@ -118,7 +125,7 @@ def test_rates_of_zero_bubble_to_every_printed_digit(row: Tuple[Any, ...]) -> No
     for limit, printed in ((1, one), (2, two)):
         method = resolve_method("zb_auto", {"activation_limit": limit})
         assert method.order is not None
-        schedule = make("zb_auto", P, M, times, link, activation_limit=limit)
+        schedule = make_batch_schedule("zb_auto", P, M, times, link, activation_limit=limit)
         assert round(compute_bubbles(schedule, times, link).span_bubble_rate, 4) <= printed
         assert max(schedule.peak_activations(method.order.weight_share)) <= limit * P + 1e-9
 
@@ -131,18 +138,21 @@ def test_rates_of_zbv_to_every_printed_digit(
     P: int, M: int, times: Tuple[int, ...], link: int, rate: float
 ) -> None:
     both = [2 * time for time in times]
-    schedule = make("zbv", P, M, both, link)
+    schedule = make_batch_schedule("zbv", P, M, both, link)
     assert round(compute_bubbles(schedule, both, link).span_bubble_rate, 4) == rate
     assert max(schedule.peak_activations()) <= P
 
 
 @pytest.mark.parametrize(("P", "M"), [(3, 8), (4, 9), (5, 13)])
 def test_zero_bubble_takes_any_number_of_microbatches(P: int, M: int) -> None:
-    assert time(make("zb_h1", P, M)) == (P - 1, P - 1) and time(make("zb_h2", P, M)) == (P - 1, 0)
-    assert max(make("zb_h1", P, M).peak_activations()) == P
+    assert compute_idle_times(make_batch_schedule("zb_h1", P, M)) == (
+        P - 1,
+        P - 1,
+    ) and compute_idle_times(make_batch_schedule("zb_h2", P, M)) == (P - 1, 0)
+    assert max(make_batch_schedule("zb_h1", P, M).peak_activations()) == P
 
 
-# --- what every order is
+# --- laws of every order
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -171,7 +181,10 @@ def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: i
 
 @pytest.mark.parametrize(("P", "M"), [(P, M) for P in (2, 3, 4) for M in range(1, 2 * P)])
 def test_zbv_runs_fewer_microbatches_than_fill_its_v(P: int, M: int) -> None:
-    """A plan of 2 to 2 P - 2 microbatches failed where a device had begun them all before one came back."""
+    """Story: plans failed where a device had begun all microbatches before one came back.
+
+    These have 2 to 2 P - 2 microbatches.
+    """
     test_orders_run_flush_and_take_microbatches_in_order("zbv", P, M)
 
 
@@ -188,13 +201,13 @@ def test_a_whole_backward_among_split_ones_passes_its_gradient_on_at_its_end() -
 
 
 def test_unequal_stages_are_bound_by_the_busiest_device() -> None:
-    schedule = make("zb_h1", 2, 4)
+    schedule = make_batch_schedule("zb_h1", 2, 4)
     bubbles = compute_bubbles(schedule, (1, 1, 1), work=(3, 1))
     assert bubbles.span == bubbles.makespan == 4 * 3 * 1.5 and bubbles.bubble_rate == 0
 
 
 def test_stages_of_one_device_send_no_message() -> None:
-    schedule = make("zbv", 1, 4)
+    schedule = make_batch_schedule("zbv", 1, 4)
     assert compute_bubbles(schedule, (1, 1, 1), 100).makespan == 12
 
 
@@ -219,8 +232,8 @@ def test_a_long_run_repeats_its_middle(args: Dict[str, Any], P: int, M: int) -> 
     for kind in schedule.passes:
         assert (schedule.slots(kind, 0, M) == whole.tables[kind].find_slots(np.arange(M))).all()
     versions = VersionTable(schedule, method)
-    lags = np.arange(M) - versions.forward(0, M)
-    assert lags[:, M // 2 :].max(axis=1).tolist() == versions.greatest_lag().tolist()
+    delays = np.arange(M) - versions.forward(0, M)
+    assert delays[:, M // 2 :].max(axis=1).tolist() == versions.greatest_lag().tolist()
     long = make_schedule(method, stages, 1_000_000, 1)
     assert len(long.stretches[0].runs) < 600
     at = long.slot_count // 2
@@ -234,24 +247,24 @@ def test_a_long_run_repeats_its_middle(args: Dict[str, Any], P: int, M: int) -> 
         assert long.cells(stage, at, at + 40) == [slots.get(slot) for slot in range(at, at + 40)]
 
 
-def test_late_weight_gradients_fill_waits_for_slow_links_at_the_price_of_lag() -> None:
+def test_late_weight_gradients_fill_waits_for_slow_links_at_the_price_of_delay() -> None:
     P, M, link = 4, 60, 0.7
     plain, split = (resolve_method("pipedream", args) for args in ({}, ASYNCHRONOUS[0]))
     schedules = [make_schedule(method, P, M, 1) for method in (plain, split)]
     waits = [compute_bubbles(schedule, (1, 1, 1), link).span_bubble_rate for schedule in schedules]
     assert waits[1] < waits[0]
-    lags = [
+    delays = [
         VersionTable(schedule, method).greatest_lag()
         for schedule, method in zip(schedules, (plain, split))
     ]
-    assert (lags[1] >= lags[0]).all() and lags[1].sum() > lags[0].sum()
+    assert (delays[1] >= delays[0]).all() and delays[1].sum() > delays[0].sum()
     assert max(schedules[1].peak_activations()) <= P
 
 
-# --- PyTorch as judge
+# --- against PyTorch
 
 
-def load_torch() -> Any:
+def import_torch_schedules() -> Any:
     torch = pytest.importorskip("torch")
     if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 13):
         pytest.skip("PyTorch's own orders are those of torch 2.13")
@@ -263,8 +276,8 @@ def load_torch() -> Any:
 @pytest.mark.parametrize("name", [*GENERATED, "gpipe", "pipedream_flush"])
 @pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 8)])
 def test_pytorch_validates_our_csv(name: str, P: int, M: int, tmp_path: Path) -> None:
-    schedules = load_torch()
-    schedule = make(name, P, M)
+    schedules = import_torch_schedules()
+    schedule = make_batch_schedule(name, P, M)
     path = tmp_path / "rows.csv"
     path.write_text("".join(format_csv(schedule)))
     lines = [line.split(",") for line in path.read_text().splitlines()]
@@ -277,8 +290,8 @@ def test_pytorch_validates_our_csv(name: str, P: int, M: int, tmp_path: Path) ->
     assert format_text(back) == format_text(schedule)
 
 
-def order_of(schedules: Any, name: str, P: int, v: int, M: int) -> Dict[int, List[Any]]:
-    """Return the order of one of PyTorch's classes, which needs of a real one only its sizes."""
+def read_torch_order(schedules: Any, name: str, P: int, v: int, M: int) -> Dict[int, List[Any]]:
+    """Return the order of one of PyTorch's classes, whose instance needs only its sizes."""
     theirs = getattr(schedules, name).__new__(getattr(schedules, name))
     theirs.pp_group_size, theirs._n_microbatches, theirs.n_local_stages = P, M, v
     theirs._stages, theirs.num_stages, theirs._num_stages = (
@@ -312,8 +325,8 @@ def order_of(schedules: Any, name: str, P: int, v: int, M: int) -> Dict[int, Lis
 def test_pytorchs_own_orders_are_read(
     theirs: str, v: int, ours: Any, P: int, M: int, tmp_path: Path
 ) -> None:
-    """And equal ours where ours are meant to be theirs."""
-    order = order_of(load_torch(), theirs, P, v, M)
+    """The orders also equal ours where ours are meant to be theirs."""
+    order = read_torch_order(import_torch_schedules(), theirs, P, v, M)
     path = tmp_path / "theirs.csv"
     cells = {
         rank: [str(cell or "") for cell in row if "REDUCE" not in str(cell)]
@@ -324,12 +337,12 @@ def test_pytorchs_own_orders_are_read(
     schedule = make_schedule(resolve_method("rows", {"file": str(path)}), P * v, M, M)
     assert VersionTable(schedule, METHODS["rows"]).backward(0, M).tolist() == [[0] * M] * (P * v)
     if ours is not None:
-        same = make(ours, P, M, stages_per_device=v)
+        same = make_batch_schedule(ours, P, M, stages_per_device=v)
         assert format_text(same) == format_text(schedule) and same.device_of_stage == rows.placement
     if theirs == "ScheduleZBVZeroBubble":
-        assert time(schedule) == pytest.approx(((P - 1) / 2, 0))
+        assert compute_idle_times(schedule) == pytest.approx(((P - 1) / 2, 0))
     if theirs == "ScheduleLoopedBFS":
-        assert not schedule.in_order and time(schedule) == pytest.approx(
+        assert not schedule.in_order and compute_idle_times(schedule) == pytest.approx(
             (1.5 * (P - 1), 1.5 * (P - 1))
         )
 
@@ -342,9 +355,9 @@ def test_pytorchs_own_orders_are_read(
 def test_both_files_that_pytorch_writes_have_the_same_passes(
     theirs: str, v: int, P: int, M: int, tmp_path: Path
 ) -> None:
-    schedules = load_torch()
+    schedules = import_torch_schedules()
     runtime = schedules._PipelineScheduleRuntime.__new__(schedules._PipelineScheduleRuntime)
-    runtime.pipeline_order = order_of(schedules, theirs, P, v, M)
+    runtime.pipeline_order = read_torch_order(schedules, theirs, P, v, M)
     placement = schedules._validate_schedule(runtime.pipeline_order, P, P * v, M)
     with_averages = {
         rank: schedules._add_reduce_grad(schedules._add_unshard_reshard(row), M)
@@ -353,15 +366,15 @@ def test_both_files_that_pytorch_writes_have_the_same_passes(
     runtime.pipeline_order_with_comms = schedules._add_send_recv(
         with_averages, placement.__getitem__, P * v
     )
-    written: Dict[str, List[List[Action]]] = {}
+    rows_by_form: Dict[str, List[List[Action]]] = {}
     for form in ("compute_only", "compute_comms"):
         path = tmp_path / f"{form}.csv"
         runtime._dump_csv(str(path), format=form)
         with pytest.warns(UserWarning) if form == "compute_comms" else contextlib.nullcontext():
             read = read_csv(str(path))
         assert read.placement == tuple(placement[stage] for stage in range(P * v))
-        written[form] = read.rows
-    assert written["compute_only"] == written["compute_comms"]
+        rows_by_form[form] = read.rows
+    assert rows_by_form["compute_only"] == rows_by_form["compute_comms"]
 
 
 # --- bad input
@@ -457,15 +470,15 @@ def test_other_spellings_of_rows_are_read_as_the_same_rows(
 
 
 def test_communication_in_rows_is_skipped_with_one_warning(tmp_path: Path) -> None:
-    """Each cell of a lowered schedule was a fault: 54 lines for a file of two devices."""
+    """Story: each cell of a lowered schedule was a fault: 54 lines for a file of two devices."""
     plain, lowered = tmp_path / "plain.csv", tmp_path / "lowered.csv"
     plain.write_text(SPLIT)
     actions = ",".join(f"0{kind}{'' if kind.endswith('SHARD') else 1}" for kind in COMMUNICATION)
     lowered.write_text(SPLIT.replace("0F1", f"{actions},0F1"))
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning) as records:
         assert read_csv(str(lowered)).rows == read_csv(str(plain)).rows
-    assert len(warned) == 1 and str(lowered) in str(warned[0].message)
-    assert all(f"1 {kind}" in str(warned[0].message) for kind in COMMUNICATION)
+    assert len(records) == 1 and str(lowered) in str(records[0].message)
+    assert all(f"1 {kind}" in str(records[0].message) for kind in COMMUNICATION)
     lowered.write_text(WHOLE + "2UNSHARD,2RESHARD\n")
     assert [fault.split(": ")[1] for fault in list_faults(read_csv, str(lowered))] == ["row 3"]
 
@@ -507,7 +520,7 @@ def test_impossible_sizes_and_arguments_are_refused(
 
 
 def test_stages_of_a_pipeline_take_turns_on_fewer_devices() -> None:
-    """Four stages of 1F1B on two devices: a device's row in the order of slots, as ranks do it."""
+    """Four stages of 1F1B run on two devices, each device's row in the order of slots."""
     P, M, placement = 4, 6, (0, 0, 1, 1)
     schedule = make_schedule(METHODS["pipedream_flush"], P, M, M)
     costs = Costs([1.0] * P, [1.0] * P, [0.0] * P, link=0.25)
@@ -540,8 +553,8 @@ def test_stages_of_a_pipeline_take_turns_on_fewer_devices() -> None:
 
 
 def test_activations_of_a_device_are_the_greatest_sum_over_its_stages() -> None:
-    """Not the sum of each stage's most, which come at different times."""
-    schedule, sizes = make("zbv", 2, 8), [5.0, 1.0, 2.0, 7.0]
+    """The sum of each stage's peak would be too much, since the peaks come at different times."""
+    schedule, sizes = make_batch_schedule("zbv", 2, 8), [5.0, 1.0, 2.0, 7.0]
     slots = {kind: schedule.slots(kind, 0, 8) for kind in schedule.passes}
     moments = range(schedule.slot_count)
     sums = [[sum(sizes[s] * (slots[Kind.FORWARD][s] <= t).sum() - sizes[s] * (slots[Kind.WEIGHT_GRADIENT][s] < t).sum()

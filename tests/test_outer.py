@@ -1,4 +1,4 @@
-"""DiLoCo and Streaming DiLoCo: torchft's recorded numbers, a loop in plain torch, resumed runs, refusals."""
+"""Test DiLoCo and Streaming DiLoCo: torchft's numbers, a plain loop, resumed runs, refusals."""
 
 from __future__ import annotations
 
@@ -64,17 +64,18 @@ TORCHFT = {
 }  # fmt: skip
 
 
-def add_twice() -> nn.Module:
-    """Return x + 2 w, of which the gradient of w is 2."""
+def make_doubling_layer() -> nn.Module:
+    """Return a layer x + 2 w, of which the gradient of w is 2."""
     return Composed(lambda m, x: x + 2 * m.w, w=nn.Parameter(torch.ones(1)))
 
 
 @pytest.mark.parametrize("delay, mix", list(TORCHFT))
 def test_weights_are_those_that_torchft_recorded(delay: int, mix: float) -> None:
-    """The first row has the seventh file, too: there the replica that does not fail goes the same way, six steps further."""
+    """The first row covers the seventh file, too: its replica that does not fail continues in the
+    same way for six steps."""
     by_fragment = TORCHFT[delay, mix]
     steps = max(map(len, by_fragment)) - 1
-    model = nn.Sequential(add_twice(), begin_stage(add_twice()))
+    model = nn.Sequential(make_doubling_layer(), begin_stage(make_doubling_layer()))
     batch = (torch.zeros(1, 1), torch.zeros(1))
     outer = {
         **OUTER,
@@ -114,8 +115,9 @@ ARGUMENTS: List[Dict[str, Any]] = [
 
 @pytest.mark.parametrize("outer", ARGUMENTS, ids=str)
 @pytest.mark.parametrize("drains", [[], [5]])
-def test_it_is_the_loop_of_the_paper(outer: Dict[str, Any], drains: List[int]) -> None:
-    """Replicas with optimizers of their own; a fragment of the shared weights steps by torch.optim.SGD as a round ends."""
+def test_the_weights_are_those_of_the_papers_loop(outer: Dict[str, Any], drains: List[int]) -> None:
+    """Replicas have their own optimizers; torch.optim.SGD steps a fragment of the shared weights
+    when a round ends."""
     R, steps, data = 3, 18, batches(54)
     settings: Dict[str, Any] = {**OUTER, **outer}
     ours, first = fresh("mlp"), fresh("mlp")
@@ -190,8 +192,8 @@ def test_a_resumed_run_ends_with_the_same_numbers(
     )
     complete = train(chosen, tmp_path / "whole", quiet=True)
     train(chosen, tmp_path / "again", quiet=True)
-    again = train(chosen, tmp_path / "again", resume_from=4, quiet=True)
-    assert again["final"] == complete["final"]
+    resumed_report = train(chosen, tmp_path / "again", resume_from=4, quiet=True)
+    assert resumed_report["final"] == complete["final"]
     assert_same_weights(tmp_path / "whole", tmp_path / "again")
     # three replicas' moments, the outer optimizer's weights and velocity; Adam's step counts are not planned
     job = build(chosen)
@@ -204,7 +206,7 @@ def test_a_resumed_run_ends_with_the_same_numbers(
 
 
 def test_an_optimizers_own_entries_stay() -> None:
-    """Story: `outer_velocity` was taken for one of the outer optimizer, and deleted at each checkpoint."""
+    """Story: `outer_velocity` of a user's optimizer was deleted at each checkpoint."""
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight])
     optimizer.state[weight].update({"outer_velocity": torch.ones(1), "replicas": 2})
@@ -229,7 +231,7 @@ def test_an_optimizers_own_entries_stay() -> None:
     ("local_sgd", {"replicas": 2, "local_steps": 12000, "outer": {"fragments": 2}}, {"steps": 12000,
      "checkpoint": None}, "method_args.local_steps: 12000: "),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused(
+def test_impossible_outer_settings_are_refused(
     method: str, args: Any, keys: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

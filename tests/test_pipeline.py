@@ -22,9 +22,9 @@ from tests.support.loops import (
     UPDATES,
     Case,
     Loop,
-    make_batch,
-    make_model,
-    make_pipeline,
+    make_case_pipeline,
+    make_loop_batch,
+    make_perceptron,
     make_sgd,
     train_with_config,
 )
@@ -253,7 +253,7 @@ def test_the_optimizer_stays_the_callers_handle() -> None:
         loop.run(3, 5)
         loop.close()
         # it is an ordinary optimizer again
-        loop.model(make_batch(loop.case, 0)[0]).sum().backward()
+        loop.model(make_loop_batch(loop.case, 0)[0]).sum().backward()
         loop.optimizer.step()
 
 
@@ -273,23 +273,23 @@ def test_each_group_has_its_own_rates_and_momentum() -> None:
             optimizer, max_lr=[0.2, 0.1], total_steps=20
         )
 
-    plain = make_model()
+    plain = make_perceptron()
     optimizer, scheduler = make(plain)
     for k in range(8):
-        x, y = make_batch(case, k)
+        x, y = make_loop_batch(case, k)
         optimizer.zero_grad()
         for part, labels in zip(x.chunk(2), y.chunk(2)):
             (nn.functional.cross_entropy(plain(part), labels) / 2).backward()
         optimizer.step()
         scheduler.step()
-    model = make_model()
+    model = make_perceptron()
     optimizer, scheduler = make(model)
-    with make_pipeline(case, model, optimizer) as pipe:
+    with make_case_pipeline(case, model, optimizer) as pipe:
         for k in range(8):
-            pipe.step(*make_batch(case, k))
+            pipe.step(*make_loop_batch(case, k))
             scheduler.step()
     assert_same(plain.state_dict(), model.state_dict())
-    assert torch.equal(model[0].bias, make_model()[0].bias)
+    assert torch.equal(model[0].bias, make_perceptron()[0].bias)
 
 
 def test_a_late_stage_steps_by_the_settings_of_its_batch() -> None:
@@ -298,10 +298,10 @@ def test_a_late_stage_steps_by_the_settings_of_its_batch() -> None:
     for k in range(6):
         if k == 3:
             loop.optimizer.param_groups[0]["lr"] = 0.0
-        loop.pipe.step(*make_batch(loop.case, k))
+        loop.pipe.step(*make_loop_batch(loop.case, k))
     other = Loop(CASES["pipedream"])
     for k in range(3):
-        other.pipe.step(*make_batch(other.case, k))
+        other.pipe.step(*make_loop_batch(other.case, k))
     weights = [dict(each.close().named_parameters()) for each in (loop, other)]
     for name in weights[0]:
         assert torch.equal(weights[0][name], weights[1][name])
@@ -313,7 +313,7 @@ def test_a_plateau_scheduler_needs_nothing_special() -> None:
         loop.optimizer, patience=0, threshold=1.0
     )
     for k in range(8):
-        for update in loop.pipe.step(*make_batch(loop.case, k)):
+        for update in loop.pipe.step(*make_loop_batch(loop.case, k)):
             scheduler.step(update.loss)
     assert loop.optimizer.param_groups[0]["lr"] < 0.05 * 1e-3
     loop.close()
@@ -322,11 +322,11 @@ def test_a_plateau_scheduler_needs_nothing_special() -> None:
 def test_other_optimizers_and_loaded_states() -> None:
     """AdamW whose state was loaded: gpipe goes on as the plain loop."""
     case = Case("gpipe", 2)
-    plain = make_model()
+    plain = make_perceptron()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
 
     def step_plainly(k: int) -> None:
-        x, y = make_batch(case, k)
+        x, y = make_loop_batch(case, k)
         optimizer.zero_grad()
         for part, labels in zip(x.chunk(2), y.chunk(2)):
             (nn.functional.cross_entropy(plain(part), labels) / 2).backward()
@@ -334,17 +334,17 @@ def test_other_optimizers_and_loaded_states() -> None:
 
     for k in range(3):
         step_plainly(k)
-    model = make_model()
+    model = make_perceptron()
     model.load_state_dict(plain.state_dict())
     loaded = torch.optim.AdamW(model.parameters(), lr=0.01)
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    with make_pipeline(case, model, loaded) as pipe:
+    with make_case_pipeline(case, model, loaded) as pipe:
         for k in range(3, 6):
-            pipe.step(*make_batch(case, k))
+            pipe.step(*make_loop_batch(case, k))
             step_plainly(k)
     assert_same(plain.state_dict(), model.state_dict())
     with pytest.raises(BadInput, match="^optimizer: LBFGS"):
-        make_pipeline(case, model, torch.optim.LBFGS(model.parameters()))
+        make_case_pipeline(case, model, torch.optim.LBFGS(model.parameters()))
 
 
 def test_a_scheduler_may_be_made_in_the_middle() -> None:
@@ -353,41 +353,43 @@ def test_a_scheduler_may_be_made_in_the_middle() -> None:
     optimizer = make_sgd(loop.model.parameters())
     hooks: List[int] = []
     optimizer.register_step_post_hook(lambda *arguments: hooks.append(1))
-    with make_pipeline(Case("gpipe", 2), loop.model, optimizer) as pipe, warnings.catch_warnings():
+    with make_case_pipeline(
+        Case("gpipe", 2), loop.model, optimizer
+    ) as pipe, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        pipe.step(*make_batch(Case("gpipe", 2), 0))
+        pipe.step(*make_loop_batch(Case("gpipe", 2), 0))
         # a hook of the caller's own sees the updates alone
         assert len(hooks) == 1
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        pipe.step(*make_batch(Case("gpipe", 2), 1))
+        pipe.step(*make_loop_batch(Case("gpipe", 2), 1))
         scheduler.step()
 
 
 def test_an_optimizer_belongs_to_one_pipeline_and_its_model() -> None:
     case = CASES["pipedream"]
-    model = make_model()
+    model = make_perceptron()
     optimizer = make_sgd(model.parameters())
-    first = make_pipeline(case, model, optimizer)
-    first.step(*make_batch(case, 0))
+    first = make_case_pipeline(case, model, optimizer)
+    first.step(*make_loop_batch(case, 0))
     with pytest.raises(BadInput, match="^optimizer: another Pipeline steps it"):
-        make_pipeline(case, model, optimizer)
+        make_case_pipeline(case, model, optimizer)
     first.close()
     # one that was refused, or that was never used, does not hold it
-    refused = make_pipeline(case, model, optimizer)
+    refused = make_case_pipeline(case, model, optimizer)
     with pytest.raises(BadInput, match="^model: it fails"):
         refused.step(torch.zeros(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.long))
-    make_pipeline(case, model, optimizer)
-    last = make_pipeline(case, model, optimizer)
-    last.step(*make_batch(case, 0))
+    make_case_pipeline(case, model, optimizer)
+    last = make_case_pipeline(case, model, optimizer)
+    last.step(*make_loop_batch(case, 0))
     last.close()
     for parameters in (
-        make_model().parameters(),
-        [*make_model().parameters(), *model.parameters()],
+        make_perceptron().parameters(),
+        [*make_perceptron().parameters(), *model.parameters()],
     ):
         with pytest.raises(
             BadInput, match="^optimizer: 12 of its (12|24) parameters are not the model's"
         ):
-            make_pipeline(case, model, make_sgd(parameters))
+            make_case_pipeline(case, model, make_sgd(parameters))
 
 
 # ---- evaluation, prediction, the whole model
@@ -396,7 +398,7 @@ def test_an_optimizer_belongs_to_one_pipeline_and_its_model() -> None:
 def test_evaluation_and_prediction_see_the_newest_weights() -> None:
     loop = Loop(CASES["pipedream"])
     loop.run(0, 4, drains=False)
-    x, y = make_batch(Case("gpipe", 3), 50)
+    x, y = make_loop_batch(Case("gpipe", 3), 50)
     batches = [(x[:5], y[:5]), (x[5:], y[5:])]
     measured = loop.pipe.evaluate(
         batches, {"right": lambda output, labels: (output.argmax(1) == labels).double().mean()}
@@ -416,7 +418,7 @@ def test_evaluation_and_prediction_see_the_newest_weights() -> None:
     )
     assert loop.pipe.evaluate(batches) == {"loss": measured["loss"]}
     # the updates of the drain are not lost
-    assert [update.index for update in loop.pipe.step(*make_batch(loop.case, 4))] == [1, 2, 3]
+    assert [update.index for update in loop.pipe.step(*make_loop_batch(loop.case, 4))] == [1, 2, 3]
     loop.close()
 
 
@@ -471,7 +473,7 @@ def test_on_update_sees_replicas_of_their_own_before_and_after_their_average() -
 
 def test_a_batch_must_divide() -> None:
     loop = Loop(Case("pipedream_flush", 4))
-    x, y = make_batch(loop.case, 0)
+    x, y = make_loop_batch(loop.case, 0)
     for arguments in ((x[:14], y[:14]), (x, y[:8]), (x[:0], y[:0])):
         with pytest.raises(ValueError, match="^step: "):
             loop.pipe.step(*arguments)
@@ -487,7 +489,7 @@ def test_a_batch_must_divide() -> None:
 
 def test_steps_outside_of_training_are_refused() -> None:
     loop = Loop(CASES["gpipe"])
-    batch = make_batch(loop.case, 0)
+    batch = make_loop_batch(loop.case, 0)
     with torch.no_grad(), pytest.raises(RuntimeError, match="no_grad"):
         loop.pipe.step(*batch)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
@@ -499,7 +501,7 @@ def test_steps_outside_of_training_are_refused() -> None:
 def test_an_error_breaks_the_object() -> None:
     loop = Loop(CASES["pipedream"])
     loop.run(0, 3, drains=False)
-    x, y = make_batch(loop.case, 3)
+    x, y = make_loop_batch(loop.case, 3)
     with pytest.raises(IndexError):
         loop.pipe.step(x, y + 7)
     for call in (
@@ -528,12 +530,12 @@ def test_leaving_with_an_exception_does_not_drain() -> None:
 def test_a_loss_that_is_not_finite_is_reported_when_it_leaves() -> None:
     loop = Loop(CASES["pipedream"])
     loop.run(0, 1, drains=False)
-    x, y = make_batch(loop.case, 1)
+    x, y = make_loop_batch(loop.case, 1)
     loop.pipe.step(x * float("nan"), y)
-    loop.pipe.step(*make_batch(loop.case, 2))
-    assert [update.index for update in loop.pipe.step(*make_batch(loop.case, 3))] == [0]
+    loop.pipe.step(*make_loop_batch(loop.case, 2))
+    assert [update.index for update in loop.pipe.step(*make_loop_batch(loop.case, 3))] == [0]
     with pytest.raises(Divergence, match="^update 1 "):
-        loop.pipe.step(*make_batch(loop.case, 4))
+        loop.pipe.step(*make_loop_batch(loop.case, 4))
 
 
 ROUNDS = {
@@ -554,7 +556,7 @@ def test_rounds_drain_at_their_end_only(name: str) -> None:
     case, length = ROUNDS[name]
     plain, loop = Loop(case), Loop(case)
     plain.run(0, 8, drains=False)
-    batch = make_batch(Case("gpipe", 3), 50)
+    batch = make_loop_batch(Case("gpipe", 3), 50)
     for k in range(8):
         loop.run(k, k + 1, drains=False)
         assert loop.pipe.can_drain == ((k + 1) % length == 0)
@@ -651,7 +653,7 @@ def test_calls_that_are_refused_change_nothing(name: str) -> None:
             with pytest.raises(
                 (ValueError, RuntimeError), match="^(step|load_state_dict): [^\n]*$"
             ):
-                call(loop.pipe, *make_batch(case, k))
+                call(loop.pipe, *make_loop_batch(case, k))
         assert counts == (loop.pipe.updates, loop.pipe.in_flight, loop.pipe.finished)
         loop.run(k, k + 1, drains=False)
     assert plain.left == loop.left
@@ -684,12 +686,12 @@ def test_calls_that_are_refused_change_nothing(name: str) -> None:
 )
 def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None:
     """By the table of refusals that configs have, in the words of the arguments."""
-    model = make_model()
+    model = make_perceptron()
     keys = {"stages": STAGES, **arguments}
     optimizer = keys.pop("optimizer", make_sgd)(model.parameters())
     with pytest.raises(BadInput) as refused:
         pipe = ipu_pipe.Pipeline(model, nn.functional.cross_entropy, optimizer, **keys)
-        pipe.step(*make_batch(Case("gpipe", 4), 0))
+        pipe.step(*make_loop_batch(Case("gpipe", 4), 0))
     assert any(fault.startswith(line) for fault in refused.value.faults), refused.value.faults
 
 
@@ -698,7 +700,7 @@ def test_modules_keep_the_modes_that_they_come_with() -> None:
     statistics = loop.model[3].eval().running_mean.clone()
     with pytest.warns(UserWarning, match="1 module stays in evaluation mode: 3"):
         loop.run(0, 3)
-    loop.pipe.evaluate([make_batch(loop.case, 0)])
+    loop.pipe.evaluate([make_loop_batch(loop.case, 0)])
     loop.run(3, 5)
     loop.model.eval()
     with pytest.raises(RuntimeError, match="mode"):

@@ -16,7 +16,15 @@ import ipu_pipe
 from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.pipeline.arguments import require_current_gpu
 from ipu_pipe.pipeline.pipeline import Update
-from tests.support.loops import STAGES, Case, Loop, make_batch, make_model, make_sgd, take_share
+from tests.support.loops import (
+    STAGES,
+    Case,
+    Loop,
+    make_loop_batch,
+    make_perceptron,
+    make_sgd,
+    take_share,
+)
 from tests.support.processes import end_rank, run_in_group
 from tests.support.runs import assert_same, needs_processes
 from tests.support.slow import mark_slow
@@ -28,7 +36,7 @@ REPLICAS = Case("pipedream_flush", 4, replicas=2)
 
 
 def make_arguments(**keys: Any) -> ipu_pipe.Pipeline:
-    model = keys.pop("model", None) or make_model()
+    model = keys.pop("model", None) or make_perceptron()
     optimizer = keys.pop("optimizer", None) or make_sgd(model.parameters())
     return ipu_pipe.Pipeline(
         model, nn.functional.cross_entropy, optimizer, **{"stages": STAGES, **keys}
@@ -65,7 +73,7 @@ def run_to_the_end(work: Any, folder: Path) -> None:
     ],
 )
 def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None:
-    model = make_model()
+    model = make_perceptron()
     optimizer = make_sgd(model.parameters())
     with pytest.raises(BadInput) as refused:
         make_arguments(model=model, optimizer=optimizer, **arguments)
@@ -77,7 +85,7 @@ def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(BadInput, match="^device: cuda: this machine has no usable CUDA device"):
-        make_arguments(device="cuda").step(*make_batch(Case("gpipe", 4), 0))
+        make_arguments(device="cuda").step(*make_loop_batch(Case("gpipe", 4), 0))
 
 
 # ---- device and deadline
@@ -101,11 +109,11 @@ def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for right in (None, "cpu", "cuda", "cuda:0"):
-        require_current_gpu(make_model(), right)
+        require_current_gpu(make_perceptron(), right)
     with pytest.raises(
         BadInput, match="^device: cuda:1: the current one is cuda:0: call torch.cuda.set_device.1."
     ):
-        require_current_gpu(make_model(), torch.device("cuda:1"))
+        require_current_gpu(make_perceptron(), torch.device("cuda:1"))
 
 
 def call_late(rank: int, folder: Path) -> None:
@@ -118,7 +126,7 @@ def call_late(rank: int, folder: Path) -> None:
         with pytest.raises(
             RunFault, match="rank 0 has not called step 3 .*this rank waits in step 3"
         ):
-            loop.pipe.step(*make_batch(loop.case, 3))
+            loop.pipe.step(*make_loop_batch(loop.case, 3))
     loop.pipe.abort()
     end_rank(folder, rank)
 
@@ -126,7 +134,7 @@ def call_late(rank: int, folder: Path) -> None:
 def call_another_method(rank: int, folder: Path) -> None:
     loop = Loop(PIPEDREAM, backend="distributed", deadline=2)
     loop.run(0, 3, drains=False)
-    batch = make_batch(loop.case, 3)
+    batch = make_loop_batch(loop.case, 3)
     with pytest.raises(
         RunFault, match="rank 1 is in evaluate" if rank == 0 else "rank 0 is in state_dict"
     ):
@@ -138,7 +146,7 @@ def call_another_method(rank: int, folder: Path) -> None:
 def fail_in_a_call(rank: int, folder: Path) -> None:
     loop = Loop(PIPEDREAM, backend="distributed", deadline=20)
     loop.run(0, 3, drains=False)
-    x, y = make_batch(loop.case, 3)
+    x, y = make_loop_batch(loop.case, 3)
     with pytest.raises(IndexError if rank else RunFault) as fault:
         for _ in range(4):
             loop.pipe.step(x, y + 9 * rank)
@@ -408,7 +416,7 @@ METRICS = {"right": compute_share_right, "margin": MeanMargin()}
 def measure(loop: Loop) -> Dict[str, Any]:
     """Return what evaluations and predictions give after four updates; some modules are in evaluation mode."""
     loop.run(0, 4, drains=False)
-    x, y = make_batch(Case("gpipe", 3), 50)
+    x, y = make_loop_batch(Case("gpipe", 3), 50)
     # the last batch is smaller: a mean over batches would differ
     batches = [(x[:5], y[:5]), (x[5:10], y[5:10]), (x[10:], y[10:])]
     modes = [module.training for module in loop.model.modules()]
@@ -475,7 +483,7 @@ def run_into_nan(loop: Loop, steps: int = 6) -> List[str]:
     """Return what each step gave: the updates that left, or the fault; batch 1 gives a loss that is not finite."""
     given: List[str] = []
     for k in range(steps):
-        x, y = make_batch(loop.case, k)
+        x, y = make_loop_batch(loop.case, k)
         try:
             given.append(str(loop.pipe.step(x * float("nan") if k == 1 else x, y)))
         except Divergence as error:

@@ -14,7 +14,7 @@ from ipu_pipe.backends.processes.mail import REPLICAS, Link
 from ipu_pipe.backends.processes.nccl import list_links
 from ipu_pipe.job.record import Job
 from tests.nccl_double import NcclDouble
-from tests.support.loops import Loop, make_batch
+from tests.support.loops import Loop, make_loop_batch
 from tests.support.processes import run_in_group
 from tests.support.runs import assert_same, needs_processes
 from tests.test_pipeline_processes import ON_PROCESSES, take_share
@@ -62,13 +62,13 @@ def loop_over_channels(rank: int, folder: Path) -> None:
         doubles: List[NcclDouble] = []
         engine.make_channels = make_doubles(doubles)
         # the pipeline is built from a microbatch that is not in the first batch
-        example = tuple(part[:4] for part in make_batch(case, 90))
+        example = tuple(part[:4] for part in make_loop_batch(case, 90))
         loop = Loop(case, share=take_share, example=example, backend="distributed", deadline=60)
-        loop.pipe.evaluate([make_batch(case, 80)])
+        loop.pipe.evaluate([make_loop_batch(case, 80)])
         loop.run(0, 4)
         loop.pipe.drain()
         assert not doubles[0].pending(), "receives are posted while the pipeline is empty"
-        loop.pipe.evaluate([make_batch(case, 80)])
+        loop.pipe.evaluate([make_loop_batch(case, 80)])
         loop.run(4, 8)
         state = loop.close().state_dict()
         doubles[0].__exit__()

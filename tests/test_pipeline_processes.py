@@ -20,9 +20,9 @@ from tests.support.loops import (
     UPDATES,
     Case,
     Loop,
-    make_batch,
-    make_model,
-    make_pipeline,
+    make_case_pipeline,
+    make_loop_batch,
+    make_perceptron,
     make_sgd,
     take_share,
 )
@@ -62,7 +62,7 @@ def compare_loops(rank: int, folder: Path, names: List[str], needed_only: bool) 
         case = ON_PROCESSES[name]
         keys: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
         if needed_only:
-            keys["example"] = tuple(part[:4] for part in make_batch(case, 0))
+            keys["example"] = tuple(part[:4] for part in make_loop_batch(case, 0))
         loop = Loop(case, share=take_needed if needed_only else take_share, **keys)
         loop.run()
         state = loop.close().state_dict()
@@ -109,7 +109,7 @@ def resume_and_measure(rank: int, folder: Path) -> None:
         if rank == 0:
             torch.save(state, folder / f"{name}-processes.pt")
         dist.barrier()
-        x, y = make_batch(Case("gpipe", 3), 50)
+        x, y = make_loop_batch(Case("gpipe", 3), 50)
         batches = [(x[:5], y[:5]), (x[5:], y[5:])]
         expected = torch.load(folder / f"{name}-emulator.pt", weights_only=False)
         right = {"right": lambda output, labels: (output.argmax(1) == labels).double().mean()}
@@ -134,7 +134,7 @@ def resume_and_measure(rank: int, folder: Path) -> None:
 
 def test_states_go_from_backend_to_backend(tmp_path: Path) -> None:
     names = ("pipemare_t1_t2", "local_greedy", "diloco", "gpipe_replicas")
-    x, y = make_batch(Case("gpipe", 3), 50)
+    x, y = make_loop_batch(Case("gpipe", 3), 50)
     for name in names:
         loop = Loop(ON_PROCESSES[name])
         loop.run(0, EPOCH)
@@ -248,7 +248,7 @@ def shuffle_alone(rank: int, folder: Path) -> None:
     loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 20})
     with pytest.raises(RunFault) as fault:
         for k in range(8):
-            loop.pipe.step(*make_batch(loop.case, k + 100 * rank))
+            loop.pipe.step(*make_loop_batch(loop.case, k + 100 * rank))
     assert rank == 1 or "do not shard the loader by rank" in str(fault.value)
     assert loop.pipe.close() == []
     end_rank(folder, rank)
@@ -260,7 +260,7 @@ def fail_on_one_rank(rank: int, folder: Path) -> None:
     # labels that the loss refuses, on the rank that has it
     with pytest.raises(IndexError if rank else RunFault) as fault:
         for k in range(3, 8):
-            x, y = make_batch(loop.case, k)
+            x, y = make_loop_batch(loop.case, k)
             loop.pipe.step(x, y + 9 * rank)
     assert rank == 1 or "rank 1 is lost" in str(fault.value)
     for call in (loop.pipe.drain, loop.pipe.state_dict):
@@ -278,7 +278,7 @@ def call_differently(rank: int, folder: Path) -> None:
         time.sleep(8)
     else:
         with pytest.raises(RunFault, match="rank 0 .* this rank waits in step 3"):
-            loop.pipe.step(*make_batch(loop.case, 3))
+            loop.pipe.step(*make_loop_batch(loop.case, 3))
     loop.pipe.abort()
     end_rank(folder, rank)
 
@@ -293,10 +293,10 @@ def test_an_error_ends_every_rank(work: Any, tmp_path: Path) -> None:
 
 
 def differ_in_arguments(rank: int, folder: Path) -> None:
-    model = make_model()
+    model = make_perceptron()
     case = ON_PROCESSES["pipedream"]._replace(microbatches=1 + rank)
     with pytest.raises(BadInput, match="gradient_accumulation|microbatches"):
-        make_pipeline(
+        make_case_pipeline(
             case,
             model,
             make_sgd(model.parameters()),
@@ -310,7 +310,7 @@ def test_ranks_with_other_arguments_are_refused(tmp_path: Path) -> None:
 
 
 def test_processes_need_a_launcher() -> None:
-    model = make_model()
+    model = make_perceptron()
     with pytest.raises(BadInput, match="^backend: distributed"):
         ipu_pipe.Pipeline(
             model,

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput
-from tests.support.loops import make_model
+from tests.support.loops import make_perceptron
 from tests.support.processes import run_in_group
 from tests.support.runs import needs_processes
 
@@ -39,7 +39,7 @@ class Refused(NamedTuple):
     arguments: Dict[str, Any]
     of_config: str
     of_pipeline: str
-    make_model: Callable[[], nn.Module] = make_model
+    make_model: Callable[[], nn.Module] = make_perceptron
     loss: Any = cross_entropy
     make_optimizer: Callable[..., Any] = SGD
     batch: str = "floats"
@@ -101,7 +101,7 @@ class Fields(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = make_model()
+        self.layers = make_perceptron()
 
     def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:
         return {"logits": self.layers(x), "others": x}
@@ -268,10 +268,10 @@ REFUSED: Dict[str, Refused] = {
     # the model and the loss
     "lazy": Refused({}, "model: 3: is lazy", "model: 3: is lazy", append(nn.LazyLinear(8))),
     "wrapped": Refused(
-        {"stages": 1}, "model: is wrapped", "model: is wrapped", lambda: nn.DataParallel(make_model())
+        {"stages": 1}, "model: is wrapped", "model: is wrapped", lambda: nn.DataParallel(make_perceptron())
     ),
     "sparse": Refused({}, "model: 0: gradients must", "model: 0: gradients must", embed(sparse=True), batch="tokens"),
-    "state": Refused({}, "model: state_dict", "model: state_dict", lambda: ListState(*make_model())),
+    "state": Refused({}, "model: state_dict", "model: state_dict", lambda: ListState(*make_perceptron())),
     "complex weight": Refused(
         {}, "model: 3.added: complex", "model: 3.added: complex",
         append(WithParameter(nn.Parameter(torch.zeros(2, dtype=torch.complex128)))),
@@ -398,7 +398,7 @@ def ask_pipeline(case: Refused, folder: Path, **others: Any) -> List[str]:
         assert pipe.updates == pipe.in_flight == 0
     assert describe(model) == before and not optimizer.state
     # the optimizer may go into another pipeline
-    if case.make_model is make_model:
+    if case.make_model is make_perceptron:
         ipu_pipe.Pipeline(
             model, cross_entropy, optimizer, stages=["2"], microbatches=2, **others
         ).close()

@@ -21,8 +21,8 @@ from ipu_pipe.backends.table import make_engine
 from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.schedule.methods import resolve_method
-from tests.support.ipu_runs import Source, make_config, make_model, run
-from tests.support.runs import assert_close, assert_same, read_column, read_weights
+from tests.support.ipu_runs import Source, make_ipu_config, make_ipu_model, train_small_run
+from tests.support.runs import assert_same, assert_states_close, read_column, read_weights
 from tests.support.slow import mark_slow
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
@@ -86,7 +86,7 @@ class Loop:
 
     def __init__(self, case: Case, backend: str = "poptorch", **keys: Any) -> None:
         self.case, self.is_on_ipus = case, backend == "poptorch"
-        self.model = make_model(case.name)
+        self.model = make_ipu_model(case.name)
         self.optimizer = case.optimizer(self.model.parameters(), **case.settings)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, compute_factor)
         arguments: Dict[str, Any] = {
@@ -131,7 +131,7 @@ class Loop:
 def train_on_double(case: Case, folder: Path) -> Dict[str, torch.Tensor]:
     """Train the case by `train`, and return the weights."""
     clip = None if case.clip is None else {"norm": case.clip[0], "scope": case.clip[1]}
-    settings = make_config(
+    settings = make_ipu_config(
         case.method,
         "poptorch",
         {"device_iterations": case.per_call, **case.ipu},
@@ -141,7 +141,7 @@ def train_on_double(case: Case, folder: Path) -> Dict[str, torch.Tensor]:
         clip=clip,
         **case.others,
     )
-    run(
+    train_small_run(
         settings,
         folder,
         case.name,
@@ -169,12 +169,12 @@ def test_a_loop_gives_the_weights_of_train_and_of_the_emulator(
     weights = loop.close()
     # a checkpoint has the auxiliary heads too
     assert_same(weights, {key: value for key, value in expected.items() if key in weights})
-    assert_close(weights, emulated.close(), 1e-6)
+    assert_states_close(weights, emulated.close(), 1e-6)
     assert loop.losses == read_column(tmp_path, "train_loss")
     assert loop.losses == pytest.approx(emulated.losses, rel=1e-6)
     assert poptorch._device.held == {}
     # else the comparison would show nothing
-    start = make_model(case.name).state_dict()
+    start = make_ipu_model(case.name).state_dict()
     assert any(not torch.equal(start[key], value) for key, value in weights.items())
 
 
@@ -189,7 +189,7 @@ def test_groups_have_rates_of_their_own(poptorch: Any) -> None:
         loop.run(0, 3)
         loop.optimizer.param_groups[0]["lr"] = 0.001
         loop.run(3, 4)
-    assert_close(loops[0].close(), loops[1].close(), 1e-6)
+    assert_states_close(loops[0].close(), loops[1].close(), 1e-6)
 
 
 def test_a_rate_that_stays_is_not_sent_again(poptorch: Any) -> None:
@@ -227,8 +227,8 @@ def test_it_evaluates_and_predicts_on_the_ipus(poptorch: Any) -> None:
             assert loop.pipe.drain() == []
         # an evaluation would have brought the weights, too
         with loops[0].pipe.whole_model() as ours_whole, loops[1].pipe.whole_model() as theirs_whole:
-            assert_close(ours_whole.state_dict(), theirs_whole.state_dict(), 1e-6)
-    assert_close(loops[0].close(), loops[1].close(), 1e-6)
+            assert_states_close(ours_whole.state_dict(), theirs_whole.state_dict(), 1e-6)
+    assert_states_close(loops[0].close(), loops[1].close(), 1e-6)
 
 
 def test_memory_schedule_and_trace_are_those_of_the_ipus(poptorch: Any, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_weights_change_the_backend_and_optimizer_state_does_not(poptorch: Any) 
         for k in range(4, UPDATES):
             other.pipe.step(*make_batch(plain, k))
         ended.append(other.close())
-    assert_close(*ended, 1e-6)
+    assert_states_close(*ended, 1e-6)
     states = {}
     for backend in ("poptorch", "emulator"):
         loop = Loop(Case(), backend)
@@ -375,7 +375,7 @@ def test_what_poptorch_cannot_do_is_refused_as_by_train(
     poptorch: Any, keys: Dict[str, Any], line: str
 ) -> None:
     arguments = {"method": "gpipe", "microbatches": 16, **keys}
-    ipu, model = arguments.pop("ipu", {}), make_model("mlp")
+    ipu, model = arguments.pop("ipu", {}), make_ipu_model("mlp")
     optimizer = arguments.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
     x, y = make_batch(Case(microbatches=arguments["microbatches"]), 0)
     with pytest.raises(BadInput) as refused:
@@ -393,7 +393,7 @@ def test_what_poptorch_cannot_do_is_refused_as_by_train(
 
 
 def test_several_instances_of_poprun_are_refused(poptorch: Any) -> None:
-    settings = make_config(on="poptorch", replicas=2, stages=4)
+    settings = make_ipu_config(on="poptorch", replicas=2, stages=4)
     method = resolve_method("gpipe", {})
     facts = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), None, None)
     assert check_model(settings, method, facts) == []
@@ -472,11 +472,11 @@ def test_an_exception_in_the_loop_releases_the_ipus(poptorch: Any) -> None:
 def test_an_engine_of_a_planned_run_gives_a_call_and_takes_its_updates(
     poptorch: Any, tmp_path: Path, mode: str
 ) -> None:
-    settings = make_config(
+    settings = make_ipu_config(
         on="poptorch", ipu={"device_iterations": 2, "data_loading": {"mode": mode}}
     )
-    run(settings, tmp_path, "mlp")
-    engine = make_engine(build(settings, make_model("mlp"), Source()), 0)
+    train_small_run(settings, tmp_path, "mlp")
+    engine = make_engine(build(settings, make_ipu_model("mlp"), Source()), 0)
     calls_before = poptorch.recorded.names().count("PoplarExecutor.__call__")
     losses, calls = [], []
     for k in range(UPDATES):

@@ -30,7 +30,7 @@ from ipu_pipe.pipeline.build import build
 from models.transformer import transformer_lm, transformer_translation
 from tests.support import ipu_runs
 from tests.support.data import write_pictures
-from tests.support.ipu_runs import PODS, Source, build_small, make_model
+from tests.support.ipu_runs import PODS, Source, build_small_pod_job, make_ipu_model
 from tests.support.runs import assert_same_weights, read_json
 from tests.support.slow import mark_slow
 
@@ -47,7 +47,7 @@ ASYNC = {"data_loading": {"mode": "async"}}
 def test_a_pods_job_starts_with_exactly_its_ipus(
     path: Path, poptorch: Any, monkeypatch: Any
 ) -> None:
-    stated, job = load_config(path), build_small(path)
+    stated, job = load_config(path), build_small_pod_job(path)
     pod = int(re.findall(r"pod(\d+)", path.stem)[0])
     assert stated.data.name == "image_folder" and stated.precision == "16.16"
     if path.stem.startswith("pod"):
@@ -110,13 +110,13 @@ def start_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
 
 def config(ipu: Any = None, **keys: Any) -> Any:
     """Four updates of 4 microbatches on two IPUs."""
-    return ipu_runs.make_config(
+    return ipu_runs.make_ipu_config(
         on="poptorch", ipu=ipu, **{"gradient_accumulation": 4, "steps": 4, "stages": 2, **keys}
     )
 
 
 def run(settings: Any, out: Path, **keys: Any) -> None:
-    ipu_runs.run(settings, out, "two", **keys)
+    ipu_runs.train_small_run(settings, out, "two", **keys)
 
 
 # ---- loading
@@ -271,7 +271,7 @@ def test_all_replicas_evaluate_and_round_to_nearest(poptorch: Any, tmp_path: Pat
 
 def test_the_optimizer_that_is_given_counts_not_the_configs(poptorch: Any) -> None:
     def job(ipu: Any, given: Any, **keys: Any) -> Any:
-        return build(config(ipu, **keys), make_model("two"), Source(), optimizer=given)
+        return build(config(ipu, **keys), make_ipu_model("two"), Source(), optimizer=given)
 
     adam = functools.partial(torch.optim.Adam, lr=0.1)
     sgd = functools.partial(torch.optim.SGD, lr=0.1)

@@ -28,7 +28,7 @@ from ipu_pipe.run.train import train
 from ipu_pipe.store.checkpoint import FILES
 from ipu_pipe.store.folder import lock_folder
 from tests import forked
-from tests.support.processes import hear_interrupts, run_in_group
+from tests.support.processes import enable_interrupts, run_in_group
 from tests.support.runs import (
     DIGITS,
     ROOT,
@@ -70,7 +70,7 @@ def launch(ranks: int, out: Path, *args: str, restarts: int = 0) -> "subprocess.
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=hear_interrupts,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=enable_interrupts,
     )  # fmt: skip
 
 

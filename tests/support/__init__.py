@@ -1,1 +1,1 @@
-"""What several test files share: models, runs, forked processes and data."""
+"""Share models, runs, forked processes and data between test files."""

@@ -1,4 +1,4 @@
-"""What tests of data share: an epoch in one piece, tables of official files, one fault a line."""
+"""Help tests of data: read an epoch at once, write an image folder, assert one fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def epoch_of(source: DataSource, epoch: int, batch_size: int) -> Tuple[torch.Ten
 
 
 def write_pictures(root: Path, classes: int, **counts: int) -> None:
-    """Write so many small pictures, each of another color, of each class into each part of an image folder."""
+    """Write an image folder of small, distinct pictures; `counts` are per part and class."""
     image = pytest.importorskip("PIL.Image")
     # of one color a crop would look like the whole picture
     ramp = image.linear_gradient("L").resize((12, 9))
@@ -34,7 +34,7 @@ def write_pictures(root: Path, classes: int, **counts: int) -> None:
 
 
 def one_line(faults: List[str], *parts: str) -> None:
-    """Check that there is one fault, in one line that has all `parts`."""
+    """Assert that `faults` is one fault, on one line, that contains all `parts`."""
     (fault,) = faults
     assert "\n" not in fault
     for part in parts:

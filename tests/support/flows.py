@@ -1,4 +1,4 @@
-"""Train a job, or run the row of an interpreter, batch by batch."""
+"""Train a job, or run the rows of an interpreter, batch by batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ipu_pipe.schedule.table import Schedule
 
 
 def train_updates(job: Job, updates: int) -> Tuple[Flow, List[StepResult]]:
-    """Make updates on the emulator. Return the flow, whose engine the caller closes, and their results."""
+    """Train updates on the emulator.
+
+    Return the flow, whose engine the caller closes, and the results of the updates.
+    """
     flow = Flow(job, is_planned=True)
     results: List[StepResult] = []
     for _ in range(updates):
@@ -28,9 +31,10 @@ def train_updates(job: Job, updates: int) -> Tuple[Flow, List[StepResult]]:
 def run_batches(
     interpreter: Interpreter, schedule: Schedule, first: int, last: int
 ) -> Iterator[Tuple[int, Dict[int, torch.Tensor]]]:
-    """Run a row from batch to batch of [first, last); yield the updates that are made, with their tables.
+    """Run the batches [first, last) of a row; yield each update with its table when it completes.
 
-    A batch ends where the next one enters stage 0. The schedule is closed: its last batch ends with it.
+    A batch ends where the next one enters stage 0. The schedule is closed: its last batch ends with
+    it.
     """
     for batch in range(first, last):
         cut: float = math.inf

@@ -1,4 +1,4 @@
-"""Small runs for the double of PopTorch: a config, data and models that the emulator can train, too."""
+"""Build small runs for the double of PopTorch that the emulator can train, too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 
 
 class Own(torch.autograd.Function):
-    """A gradient of the user's own."""
+    """Double the gradient in the backward; an autograd function as users write them."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -35,7 +35,7 @@ class Own(torch.autograd.Function):
 
 
 class Source(TensorData):
-    """700 samples; those of microbatch `at` are not to be had."""
+    """A data source of 700 samples that raises `error` when microbatch `at` is read."""
 
     def __init__(self, at: int = -1, error: Any = None) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -52,8 +52,8 @@ class Source(TensorData):
         return super().train_batch(epoch, index, size)
 
 
-def make_model(name: str) -> nn.Module:
-    """Return a model of tests.staged_models, always with the same weights; or two layers, of which each is a stage."""
+def make_ipu_model(name: str) -> nn.Module:
+    """Return a model of tests.staged_models, or two layers in two stages, with fixed weights."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         if name == "two":
@@ -61,7 +61,9 @@ def make_model(name: str) -> nn.Module:
         return Skipping() if name == "skipping" else whole({**MODELS, **TIED}[name]())
 
 
-def make_config(method: str = "gpipe", on: str = "emulator", ipu: Any = None, **keys: Any) -> Any:
+def make_ipu_config(
+    method: str = "gpipe", on: str = "emulator", ipu: Any = None, **keys: Any
+) -> Any:
     """Return a config of six updates of 16 microbatches of 2 samples."""
     section: Dict[str, Any] = {"name": on}
     if on == "poptorch":
@@ -73,10 +75,12 @@ def make_config(method: str = "gpipe", on: str = "emulator", ipu: Any = None, **
     return configure(method=method, backend=section, **{**base, **keys})
 
 
-def run(settings: Any, out: Path, name: str = "residual", **keys: Any) -> Dict[str, Any]:
+def train_small_run(
+    settings: Any, out: Path, name: str = "residual", **keys: Any
+) -> Dict[str, Any]:
     """Train and return the summary."""
     keys = {
-        "model": make_model(name),
+        "model": make_ipu_model(name),
         "data": Source(),
         "overwrite": not keys.get("resume"),
         "quiet": True,
@@ -86,13 +90,17 @@ def run(settings: Any, out: Path, name: str = "residual", **keys: Any) -> Dict[s
 
 
 @functools.lru_cache(maxsize=None)
-def build_once(raw: str) -> Any:
-    """Return the job of a config in JSON, built once for those that differ in batch and replicas alone."""
+def build_cached_job(raw: str) -> Any:
+    """Return the job of a config given as JSON; jobs are cached by the text of the config."""
     return build(configure(**json.loads(raw)))
 
 
-def build_small(path: Path) -> Any:
-    """Return the job of a pod's config: its own options, loader, method, stages, batch and optimizer; ResNet-18 on 8 x 8."""
+def build_small_pod_job(path: Path) -> Any:
+    """Build the job of a pod's config with ResNet-18 on 8 x 8 images.
+
+    Options, loader, method, stages, batch and optimizer are the config's own. Configs that differ
+    only in batch and replicas share one built job.
+    """
     raw = read_yaml(path)
     raw["model"]["entry"] = "models.resnet:resnet18"
     byte_keys = {key: value for key, value in raw["data"].items() if key == "bytes"}
@@ -104,4 +112,4 @@ def build_small(path: Path) -> Any:
     local = raw["backend"]["ipu"].get("local", "fused")
     same = {**raw, "micro_batch_size": 2, "replicas": 1, "gradient_accumulation": 16}
     same["backend"] = {"name": "poptorch", "ipu": {"local": local}}
-    return replace(build_once(json.dumps(same, sort_keys=True)), config=configure(**raw))
+    return replace(build_cached_job(json.dumps(same, sort_keys=True)), config=configure(**raw))

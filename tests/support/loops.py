@@ -1,4 +1,4 @@
-"""What tests of `Pipeline` share: a stream of microbatches, and the same training by a loop of one's own and by `train`."""
+"""Train one case in two ways: by a loop over `Pipeline`, and by `train` from a config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ make_sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_deca
 
 
 class Case(NamedTuple):
-    """A training: arguments of `Pipeline`, which a config has too; `warmup` in updates."""
+    """The arguments of a training by `Pipeline`, which a config has too; `warmup` is in updates."""
 
     method: str
     microbatches: int = 1
@@ -35,8 +35,8 @@ class Case(NamedTuple):
     stages: Any = STAGES
 
 
-def make_model(dropout: float = 0.0) -> nn.Sequential:
-    """Return a perceptron of 5 layers with a BatchNorm, in float64; its stages are at `STAGES`."""
+def make_perceptron(dropout: float = 0.0) -> nn.Sequential:
+    """Return a float64 perceptron of 5 layers with a BatchNorm, whose stages begin at `STAGES`."""
     torch.manual_seed(0)
     layers: List[nn.Module] = [nn.Linear(6, 8), nn.Tanh()]
     layers += [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()]
@@ -46,7 +46,7 @@ def make_model(dropout: float = 0.0) -> nn.Sequential:
 
 
 class Stream:
-    """Microbatch i of a stream, drawn from its number: a data source with epochs of `per_epoch` microbatches."""
+    """A data source whose microbatch i is drawn from seed i; an epoch has `per_epoch`."""
 
     def __init__(self, per_epoch: int = 10**9) -> None:
         self.per_epoch = per_epoch
@@ -77,8 +77,8 @@ def count_stages(case: Case) -> int:
     return case.stages if isinstance(case.stages, int) else len(case.stages) + 1
 
 
-def make_batch(case: Case, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return batch k: of each replica the microbatches that `train` reads, one replica after another."""
+def make_loop_batch(case: Case, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return batch k: the microbatches that `train` reads, one replica after another."""
     method, count = resolve_method(case.method, case.args), count_microbatches(case)
     numbers: Any = range(k * count, (k + 1) * count)
     if method.history is not None:
@@ -93,7 +93,7 @@ def make_batch(case: Case, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
-def compute_factor(k: int) -> float:
+def compute_rate_share(k: int) -> float:
     """Return the share of the learning rate in update k."""
     return 1.0 / (1 + k / 10)
 
@@ -101,8 +101,9 @@ def compute_factor(k: int) -> float:
 def train_with_config(
     case: Case, folder: Path, dropout: float = 0.0, **objects: Any
 ) -> Tuple[nn.Module, List[float]]:
-    """Train by `ipu_pipe.train` on the emulator, with a drain after each epoch. Return the model and the updates' losses."""
-    model, losses = make_model(dropout), []
+    """Train by `ipu_pipe.train` on the emulator, with a drain after each epoch. Return the model
+    and the updates' losses."""
+    model, losses = make_perceptron(dropout), []
     args = dict(case.args)
     if case.warmup:
         args["warmup"] = {"epochs": case.warmup / EPOCH}
@@ -135,7 +136,9 @@ def train_with_config(
         data=Stream(EPOCH * count_microbatches(case)),  # type: ignore[arg-type]
         loss=nn.functional.cross_entropy,
         optimizer=make_sgd,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, compute_factor),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, compute_rate_share
+        ),
         callbacks=[Record()],
         **objects,
         quiet=True,
@@ -144,7 +147,9 @@ def train_with_config(
     return model, losses
 
 
-def make_pipeline(case: Case, model: nn.Module, optimizer: Any, **keys: Any) -> ipu_pipe.Pipeline:
+def make_case_pipeline(
+    case: Case, model: nn.Module, optimizer: Any, **keys: Any
+) -> ipu_pipe.Pipeline:
     """Return the pipeline of a case."""
     method = resolve_method(case.method, case.args)
     alone = method.rounds is not None or method.history is not None
@@ -164,9 +169,9 @@ def make_pipeline(case: Case, model: nn.Module, optimizer: Any, **keys: Any) -> 
 
 
 class Loop:
-    """A loop of one's own over a case: `run(first, last)` makes these updates, with the drains of `train_with_config`.
+    """Run a user's loop over a case, with the drains of `train_with_config`.
 
-    `share` turns a batch of all replicas into this process's.
+    `run(first, last)` trains these updates; `share` takes this process's part of a batch.
     """
 
     def __init__(
@@ -177,16 +182,16 @@ class Loop:
         **keys: Any,
     ):
         self.case, self._share = case, share
-        self.model = make_model(dropout)
+        self.model = make_perceptron(dropout)
         self.optimizer = make_sgd(self.model.parameters())
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, compute_factor)
-        self.pipe = make_pipeline(case, self.model, self.optimizer, **keys)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, compute_rate_share)
+        self.pipe = make_case_pipeline(case, self.model, self.optimizer, **keys)
         self.losses: List[float] = []
         self.left: List[List[int]] = []
 
     def run(self, first: int = 0, last: int = UPDATES, drains: bool = True) -> None:
         for k in range(first, last):
-            updates = self.pipe.step(*self._share(self.pipe, *make_batch(self.case, k)))
+            updates = self.pipe.step(*self._share(self.pipe, *make_loop_batch(self.case, k)))
             self.scheduler.step()
             self.left.append([update.index for update in updates])
             if drains and (k + 1) % EPOCH == 0:

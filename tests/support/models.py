@@ -1,4 +1,4 @@
-"""What tests of models share: models without memory, sizes, gradients."""
+"""Help tests of models: modules from functions, meta models, counts of weights, gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 
 class Composed(nn.Module):
-    """Parts, and a forward that is `function(module, *inputs)`. A tensor among the parts becomes a buffer."""
+    """A module of named parts whose forward is `function(module, *inputs)`; a tensor among the
+    parts becomes a buffer."""
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -26,12 +27,12 @@ class Composed(nn.Module):
 
 
 def take_output(inner: nn.Module) -> nn.Module:
-    """Return a recurrent layer that gives its outputs without its state."""
+    """Wrap a recurrent layer so that it returns its outputs without its state."""
     return Composed(lambda m, x: m.inner(x)[0], inner=inner)
 
 
 class Versioned(nn.Sequential):
-    """Loads no state dict that does not carry its version, as torchvision's MNASNet."""
+    """A Sequential whose state dict must carry its version, as torchvision's MNASNet's must."""
 
     _version = 2
 
@@ -43,21 +44,24 @@ class Versioned(nn.Sequential):
         super()._load_from_state_dict(state, prefix, local_metadata, *others)
 
 
-def on_meta(make: Callable[..., nn.Module], **args: Any) -> Any:
-    """Return the model without memory for its weights: sizes, names and the order of execution are the same."""
+def build_on_meta(make: Callable[..., nn.Module], **args: Any) -> Any:
+    """Build a model on the meta device, with sizes and names but without memory."""
     with torch.device("meta"):
         return make(**args)
 
 
 def count_weights(model: nn.Module) -> int:
-    """Return the numbers in all weights."""
+    """Return the number of scalars in all parameters."""
     return sum(p.numel() for p in model.parameters())
 
 
 def find_unreached_weights(
     make: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor
 ) -> List[str]:
-    """Return the weights that a gradient of cross-entropy does not reach. The seed alone decides a model's first weights."""
+    """Return the names of weights that a gradient of cross-entropy does not reach.
+
+    Assert before that the seed alone decides the first weights.
+    """
     models = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)

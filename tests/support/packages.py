@@ -1,4 +1,4 @@
-"""Packages that tests put before the installed ones."""
+"""Write packages that tests put before the installed ones on the import path."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_broken_torchvision(folder: Path) -> None:
-    """Write a torchvision 0.1.2 that fails to import as one does that was built for another torch."""
+    """Write a torchvision 0.1.2 that fails to import, as one built for another torch does."""
     info = "torchvision-0.1.2.dist-info"
     files = {
         "torchvision/__init__.py": 'raise RuntimeError("operator torchvision::nms does not exist")\n',

@@ -1,4 +1,4 @@
-"""What tests of process groups share: ranks forked from this process, and runs on two of them that must equal the emulator's."""
+"""Run forked ranks, and compare runs on two of them with the emulator."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ Runs = Mapping[
 def run_in_group(
     ranks: int, work: Callable[..., None], folder: Path, *arguments: Any, seconds: float = 120
 ) -> None:
-    """Call `work(rank, folder, *arguments)` in forks of this process that are the ranks of a group; all must end well."""
+    """Call `work(rank, folder, *arguments)` in forked ranks of a group; all must exit with 0."""
     in_ranks(ranks, _work_in_group, ranks, work, folder, arguments, seconds=seconds)
 
 
 def end_rank(folder: Path, rank: int) -> None:
-    """Note that a rank has come to its end, and end it at once, as a script that raises does."""
+    """Record that a rank has finished, then end its process as a script that raises does."""
     (folder / f"{rank}.ended").touch()
     end_process(0)
 
 
-def hear_interrupts() -> None:
-    """Undo that a shell which runs the tests in the background has interrupts ignored, as children inherit."""
+def enable_interrupts() -> None:
+    """Restore the default handler of SIGINT.
+
+    A shell that runs the tests in the background has interrupts ignored, and children inherit that.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -57,7 +60,7 @@ def _work_in_group(
 
 
 def check_two_processes(folder: Path, runs: Runs) -> None:
-    """Check that runs on two processes end in the weights and the results of the emulator, bit for bit."""
+    """Assert that two processes and the emulator end with bitwise equal weights and results."""
     for name, make in runs.items():
         ipu_pipe.train(out=folder / "one" / name, quiet=True, **make())
     run_in_group(2, train_on_processes, folder, runs)
@@ -68,7 +71,7 @@ def check_two_processes(folder: Path, runs: Runs) -> None:
 
 
 def train_on_processes(rank: int, folder: Path, runs: Runs) -> None:
-    """Train as a rank of a group of two."""
+    """Train each run as one rank of a group of two."""
     for name, make in runs.items():
         arguments = make()
         backend = BackendConfig(name="distributed", deadline=60)

@@ -1,4 +1,4 @@
-"""What tests of whole runs share: the smallest config, a run's files as Python values, comparisons of weights, faults."""
+"""Help tests of whole runs: a small config, a run's files, comparisons of weights, faults."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ needs_processes = pytest.mark.skipif(
 
 
 def list_faults(call: Callable[..., Any], *arguments: Any, **keys: Any) -> List[str]:
-    """Return the lines with which a call is refused."""
-    with pytest.raises(BadInput) as refused:
+    """Return the faults of the `BadInput` that `call` raises, one line each."""
+    with pytest.raises(BadInput) as error:
         call(*arguments, **keys)
-    return refused.value.faults
+    return error.value.faults
 
 
 def read_json(path: Path) -> Any:
-    """Return a JSON file's value."""
+    """Return the value in a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -66,7 +66,7 @@ def read_column(run: Path, key: str) -> List[Any]:
 
 
 def find_checkpoint(run: Path, step: Optional[int] = None) -> Path:
-    """Return the folder of the checkpoint after `step` updates, by default of the newest."""
+    """Return the folder of the checkpoint after `step` updates, or of the newest checkpoint."""
     folder = run / "checkpoints"
     newest = max(folder.iterdir(), key=lambda path: int(path.name.split("-")[1]))
     return newest if step is None else folder / f"step-{step}"
@@ -89,29 +89,31 @@ def read_state(run: Path, step: Optional[int] = None) -> Dict[str, torch.Tensor]
 
 
 def assert_same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
-    """Compare two state dicts to the bit."""
+    """Assert that two state dicts are bitwise equal."""
     assert a.keys() == b.keys()
     for name in a:
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
-def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], atol: float) -> None:
-    """Compare two state dicts within `atol`."""
+def assert_states_close(
+    a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], atol: float
+) -> None:
+    """Assert that two state dicts are equal within `atol`."""
     assert a.keys() == b.keys()
     for name in a:
         assert torch.allclose(a[name], b[name], rtol=0, atol=atol), name
 
 
 def assert_same_weights(a: Path, b: Path) -> None:
-    """Compare the newest checkpoints of two runs to the bit."""
+    """Assert that the newest checkpoints of two runs have bitwise equal weights."""
     assert_same(read_weights(a), read_weights(b))
 
 
 def assert_same_state(a: Path, b: Path, step: Optional[int] = None) -> None:
-    """Compare weights and optimizer state of two runs' checkpoints to the bit."""
+    """Assert that two runs' checkpoints have bitwise equal weights and optimizer state."""
     assert_same(read_state(a, step), read_state(b, step))
 
 
 def assert_close_losses(a: Path, b: Path, rel: float) -> None:
-    """Compare the training losses of two runs."""
+    """Assert that the training losses of two runs are equal within `rel`."""
     assert read_column(a, "train_loss") == pytest.approx(read_column(b, "train_loss"), rel=rel)

@@ -1,4 +1,4 @@
-"""What tests of costs share: units of a model as one."""
+"""Join the units of a model into one, for tests of costs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ipu_pipe.hardware.unit_costs import MeasuredPasses, Unit
 
 
 def join_units(units: Sequence[Unit]) -> Unit:
-    """Return consecutive units as one, such as a stage: sums, the name of the first, the output of the last.
+    """Return consecutive units as one: their sums, the name of the first, the output of the last.
 
-    It is measured for the sizes of microbatch for which all are.
+    Measured passes are kept for the sizes of microbatch that all units have.
     """
     by_size = [{passes.samples: passes for passes in unit.measured} for unit in units]
     sizes = sorted(set.intersection(*(set(passes) for passes in by_size)))

@@ -1,4 +1,4 @@
-"""The objectives of tools.experiments.vector_runs as ordinary modules, and randomized PipeDream as one would first write it."""
+"""Write the objectives of tools.experiments.vector_runs as modules, and plain replays of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tools.experiments.vector_runs import Floats, Quadratic
 
 
 class VectorBlock(nn.Module):
-    """A contiguous part of the vector: adds its share of the product and of the penalty to those of the previous blocks."""
+    """A contiguous part of the vector: it adds its share of the product and of the penalty to those
+    of the previous blocks."""
 
     def __init__(self, first: int, last: int, l2: float) -> None:
         super().__init__()
@@ -30,7 +31,8 @@ class VectorBlock(nn.Module):
 
 
 class Vector(nn.Module):
-    """A parameter vector of `dimension` coordinates, 0 at first, in `blocks` equal contiguous parts, each a stage."""
+    """A parameter vector of `dimension` coordinates, 0 at first, in `blocks` equal contiguous
+    parts, each a stage."""
 
     def __init__(self, dimension: int, blocks: int, l2: float = 0.0) -> None:
         super().__init__()
@@ -46,12 +48,12 @@ class Vector(nn.Module):
         return total
 
 
-def half_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def compute_half_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return half the mean square error plus the penalty."""
     return (output[:, 0] - target).square().mean() / 2 + output[0, 1]
 
 
-def logistic(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def compute_logistic_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the binary cross-entropy plus the penalty."""
     return F.binary_cross_entropy_with_logits(output[:, 0], target) + output[0, 1]
 
@@ -102,7 +104,7 @@ def _replay(
 def replay_in_an_array(
     objective: Quadratic, source: RandomizedReplays, bound: int, rate: float, count: int
 ) -> Floats:
-    """Return the iterate (d,) after `count` block updates from 0, by Algorithm 1 with the batch's own rows."""
+    """Return the iterate (d,) after `count` block updates of Algorithm 1 from 0."""
     return _replay(
         _append_to_array, np.zeros((1, objective.dimension)), objective, source, bound, rate, count
     )
@@ -111,7 +113,7 @@ def replay_in_an_array(
 def replay_in_a_list(
     objective: Quadratic, source: RandomizedReplays, bound: int, rate: float, count: int
 ) -> Floats:
-    """Return the same with the history in a list."""
+    """Return the same iterate, with the history kept in a list."""
     return _replay(
         _append_to_list, [np.zeros(objective.dimension)], objective, source, bound, rate, count
     )
