@@ -24,7 +24,7 @@ from ipu_pipe.cli import fetch_data
 from ipu_pipe.data import fetch as fetch_set
 from ipu_pipe.data import load_data, sets
 from ipu_pipe.errors import BadInput, RunFault
-from tests.command_line import Done, run_here
+from tests.command_line import CommandResult, run_here
 from tests.support.processes import hear_interrupts
 from tests.support.runs import ROOT
 
@@ -366,7 +366,7 @@ def test_root_that_cannot_be_made(tmp_path: Path, mnist: Dict[str, bytes]) -> No
 # ---- the command line
 
 
-Run = Callable[..., Done]
+Run = Callable[..., CommandResult]
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def train(
 
 
 def run_rank(rank: int, folder: Path, port: int) -> None:
-    os.environ.update(forked.of_rank(rank, 2, port))
+    os.environ.update(forked.make_rank_environment(rank, 2, port))
     for number, (method, where) in enumerate(RUNS):
         model = make_model(where)
         train(model, method, folder / str(number), "distributed")
@@ -83,7 +83,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the runs on two processes."""
     folder = tmp_path_factory.mktemp("processes")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.in_ranks(2, run_rank, folder, store.port)
+    forked.fork_ranks(2, run_rank, folder, store.port)
     return folder
 
 

@@ -173,7 +173,7 @@ def everything(model: nn.Module) -> Dict[str, torch.Tensor]:
 
 def process(rank: int, port: int, folder: Path) -> None:
     """Let each run go on from update 4; then train the caller's own model."""
-    os.environ.update(forked.of_rank(rank, RANKS, port))
+    os.environ.update(forked.make_rank_environment(rank, RANKS, port))
     torch.set_num_threads(1)
     for name, how in ELSEWHERE.items():
         went(folder / name, *how, *PROCESSES, "steps=12", resume=True)
@@ -204,7 +204,7 @@ def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_
         went(tmp_path / name, *how, "stages=4", "steps=4")
         shutil.copytree(tmp_path / name, tmp_path / f"{name}-emulator")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.in_ranks(RANKS, process, store.port, tmp_path)
+    forked.fork_ranks(RANKS, process, store.port, tmp_path)
     for name, how in ELSEWHERE.items():
         went(tmp_path / f"{name}-emulator", *how, f"stages={RANKS}", "steps=12", resume=True)
         assert_same_state(tmp_path / name, tmp_path / f"{name}-emulator")

@@ -132,8 +132,8 @@ def test_early_stopping_of_wrong_kinds_tells_each() -> None:
 
 def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
     """Story: only the run told it."""
-    ends = "tests.callbacks_of_runs:Ends"
-    entries = f"[{{entry: '{ends}', args: {{afte: 3}}}}, 'tests.callbacks_of_runs:Fails', 'tests.nothing:X']"
+    ends = "tests.callbacks_of_runs:StoppingCallback"
+    entries = f"[{{entry: '{ends}', args: {{afte: 3}}}}, 'tests.callbacks_of_runs:FailingCallback', 'tests.nothing:X']"
     faults = list_faults(build_for_planning, config(f"callbacks={entries}"))
     keys = [fault.partition(": ")[0] for fault in faults]
     (fault,) = list_faults(

@@ -19,7 +19,7 @@ from ipu_pipe.job.factories import make_data, make_model
 from ipu_pipe.report.provenance import find_commit
 from ipu_pipe.store.checkpoint import load_weights, read_weights
 from tests.support.runs import DIGITS, list_faults, read_json
-from tests.test_callbacks import SHORT, go
+from tests.test_callbacks import SHORT, train_short_digits
 
 OFTEN = [
     "steps=24",
@@ -33,7 +33,7 @@ OFTEN = [
 def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path) -> None:
     """At a rate of 0 no evaluation after the first is better: of 4 updates each, the third after it ends the run."""
     stops = ["optimizer.lr=0", "early_stopping={patience: 2, min_delta: 0.001}"]
-    report = go(tmp_path / "run", *OFTEN, *stops)
+    report = train_short_digits(tmp_path / "run", *OFTEN, *stops)
     assert (report["steps"], report["planned_steps"]) == (12, 24)
     assert (
         "test_loss is not better than" in report["stopped"]
@@ -41,7 +41,9 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
     )
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert checkpoints == ["step-12", "step-4"] and report["best"]["step"] == 4
-    again = go(tmp_path / "run", *OFTEN, *stops, resume_from=4)  # with what had been waited for
+    again = train_short_digits(
+        tmp_path / "run", *OFTEN, *stops, resume_from=4
+    )  # with what had been waited for
     assert again["steps"] == 12 and again["stopped"] == report["stopped"]
 
 
@@ -68,10 +70,10 @@ def test_what_is_not_measured_cannot_stop_a_run(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput, match="^early_stopping.metric: r2: "
     ):  # before anything is trained or written
-        go(tmp_path / "run", "steps=3", callbacks=[ipu_pipe.EarlyStopping("r2")])
+        train_short_digits(tmp_path / "run", "steps=3", callbacks=[ipu_pipe.EarlyStopping("r2")])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     with pytest.raises(BadInput, match="^early_stopping.metric: r2: "):
-        go(tmp_path / "run", "steps=3", "early_stopping={metric: r2}")
+        train_short_digits(tmp_path / "run", "steps=3", "early_stopping={metric: r2}")
     with pytest.raises(
         BadInput, match="early_stopping.metric: accuracy: no evaluation computes it"
     ):
@@ -80,7 +82,7 @@ def test_what_is_not_measured_cannot_stop_a_run(tmp_path: Path) -> None:
 
 def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
     sets = ["steps=3", "gradient_accumulation=2"]
-    go(tmp_path / "run", *sets)
+    train_short_digits(tmp_path / "run", *sets)
     config = load_config(DIGITS, [*SHORT, *sets])
     model, data = make_model(config), make_data(config)
     load_weights(model, read_weights(tmp_path / "run" / "checkpoints" / "step-3"), "here")
@@ -135,8 +137,8 @@ def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_records_what_it_was_made_with(tmp_path: Path) -> None:
     sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=1"]
-    go(tmp_path / "run", *sets)
-    go(tmp_path / "run", *sets, resume_from=2)
+    train_short_digits(tmp_path / "run", *sets)
+    train_short_digits(tmp_path / "run", *sets, resume_from=2)
     first, again = read_json(tmp_path / "run" / "record.json")
     assert [start["first_update"] for start in (first, again)] == [0, 2]
     assert first["begun"] <= first["ended"] <= again["begun"]
@@ -150,7 +152,7 @@ def test_a_run_records_what_it_was_made_with(tmp_path: Path) -> None:
         and first["command"]
     )
     assert first["data"] == again["data"] and first["data"]["first_microbatch"][1] == "int64 [16]"
-    go(tmp_path / "other", *sets, "data.subset=255")
+    train_short_digits(tmp_path / "other", *sets, "data.subset=255")
     (other,) = read_json(tmp_path / "other" / "record.json")
     assert other["data"]["sha256"] != first["data"]["sha256"]
 
@@ -178,8 +180,8 @@ def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("schema", [1, 3, "x"])
 def test_a_summary_of_another_version_is_refused(schema: Any, tmp_path: Path) -> None:
-    go(tmp_path / "run", "steps=2")
+    train_short_digits(tmp_path / "run", "steps=2")
     summary = tmp_path / "run" / "summary.json"
     summary.write_text(json.dumps({**read_json(summary), "schema": schema}))
     with pytest.raises(BadInput, match=f"summary.json: schema: {schema}"):
-        go(tmp_path / "run", "steps=2", resume=True)
+        train_short_digits(tmp_path / "run", "steps=2", resume=True)

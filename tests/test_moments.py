@@ -12,7 +12,7 @@ import torch
 import ipu_pipe
 from ipu_pipe.config.load import load_config
 from ipu_pipe.run.train import check, train
-from tests.callbacks_of_runs import Watches
+from tests.callbacks_of_runs import ChecksumRecorder
 from tests.support.runs import list_faults
 from tests.support.slow import mark_slow
 from tests.test_processes import DIGITS, emulate, run
@@ -30,21 +30,36 @@ CASES = {
 def test_processes_show_what_the_emulator_shows(method: str, tmp_path: Path) -> None:
     ranks, args = CASES[method]
     sets = [f"method={method}", *args, "steps=6", "log.trace=false"]
-    watched = f"callbacks=[{{entry: '{NEW}:Watches', args: {{file: {tmp_path}/ranks.json}}}}]"
+    watched = (
+        f"callbacks=[{{entry: '{NEW}:ChecksumRecorder', args: {{file: {tmp_path}/ranks.json}}}}]"
+    )
     code, _, error = run(ranks, tmp_path / "ranks", *sets, watched)
     assert code == 0, error
-    seen = Watches()
+    seen = ChecksumRecorder()
     emulate(tmp_path / "one", *sets, callbacks=[seen])
-    assert json.loads((tmp_path / "ranks.json").read_text()) == seen.seen
-    moments = [moment for moment, _, _ in seen.seen]
+    assert json.loads((tmp_path / "ranks.json").read_text()) == seen.checksums
+    moments = [moment for moment, _, _ in seen.checksums]
     assert moments[:2] == ["start", "gradients"] and moments[-3:] == [
         "evaluation",
         "checkpoint",
         "end",
     ]
-    assert [step for moment, step, _ in seen.seen if moment == "gradients"] == [1, 2, 3, 4, 5, 6]
+    assert [step for moment, step, _ in seen.checksums if moment == "gradients"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert (
-        len({tuple(tensors.values()) for moment, _, tensors in seen.seen if moment == "gradients"})
+        len(
+            {
+                tuple(tensors.values())
+                for moment, _, tensors in seen.checksums
+                if moment == "gradients"
+            }
+        )
         == 6
     )
 
@@ -94,7 +109,7 @@ def test_where_replicas_or_stages_step_one_by_one_gradients_are_refused(
         "gradient_accumulation=1",
         "stages=2",
         "steps=4",
-        f"callbacks=['{NEW}:Watches']",
+        f"callbacks=['{NEW}:ChecksumRecorder']",
     ]
     (fault,) = list_faults(check, load_config(DIGITS, sets), tmp_path / "run")
     assert fault.startswith("callbacks: Watches.on_gradients: ") and method in fault
