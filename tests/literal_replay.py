@@ -263,7 +263,7 @@ class LiteralStage:
                 p.grad = gradient.clone() if p.grad is None else p.grad + gradient
 
     def _compensate(self, name: str, gradient: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-        """Compensate a gradient h by DC-ASGD: h + lambda N h h (w_now - w_read), since the microbatch's gradient is g = N h."""
+        """Return a gradient h compensated by DC-ASGD: h + lambda N h h (w_now - w_read); the microbatch's is g = N h."""
         rules = self.rules
         rule = (
             rules.args.get("delay_compensation")
@@ -364,13 +364,13 @@ def replay(
         return loss(output, batches[m][1]) * shares[m] if shares[m] else output.sum() * 0
 
     count = schedule.microbatches
-    forwards = _by_slot(schedule.slots(Kind.FORWARD, 0, count))
+    forwards = _index_by_slot(schedule.slots(Kind.FORWARD, 0, count))
     # of a split backward the input gradient, and the weight gradient
     backwards, completions = (
-        _by_slot(schedule.slots(kind, 0, count))
+        _index_by_slot(schedule.slots(kind, 0, count))
         for kind in (schedule.passes[1], schedule.passes[-1])
     )
-    again = _recomputations(schedule, method) if method.segments is not None else {}
+    again = _plan_recomputations(schedule, method) if method.segments is not None else {}
     activations: Dict[Tuple[int, int], Sequence[torch.Tensor]] = {
         (0, m): (x,) for m, (x, _) in enumerate(batches)
     }
@@ -431,7 +431,9 @@ def replay(
             box[key] = tensors
 
 
-def _recomputations(schedule: Schedule, method: Method) -> Dict[Tuple[int, int], Tuple[int, bool]]:
+def _plan_recomputations(
+    schedule: Schedule, method: Method
+) -> Dict[Tuple[int, int], Tuple[int, bool]]:
     """Return (slot, stage) -> (microbatch, whether the stage begins a segment).
 
     Recomputation is a wave through each segment, one stage a slot, that ends `turn` slots before the
@@ -454,5 +456,5 @@ def _recomputations(schedule: Schedule, method: Method) -> Dict[Tuple[int, int],
     return runs
 
 
-def _by_slot(slots: Any) -> Dict[Tuple[int, int], int]:
+def _index_by_slot(slots: Any) -> Dict[Tuple[int, int], int]:
     return {(int(slot), s): m for s, row in enumerate(slots.tolist()) for m, slot in enumerate(row)}

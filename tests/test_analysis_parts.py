@@ -112,7 +112,7 @@ event_lists = st.lists(
 def count_nanoseconds(
     fields: Sequence[EventFields], device: int, span: Tuple[int, int]
 ) -> Dict[str, Any]:
-    """Classify every nanosecond of a device separately; return the counts."""
+    """Count the nanoseconds of a device by its state in each of them."""
     of_device = [e for e in fields if e[0] == device]
     computes = [e for e in of_device if e[1] in COMPUTE]
     begin = min((e[2] for e in computes), default=span[0])

@@ -441,7 +441,7 @@ def test_a_whole_batch_goes_to_a_model_with_a_loss_of_its_own() -> None:
 # ---- loaders without a length
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
+class RandomStream(IterableDataset):  # type: ignore[type-arg]
     """A stream of `count` samples a pass, drawn from the global random state."""
 
     def __init__(self, count: int) -> None:
@@ -459,7 +459,7 @@ def make_linear_layers() -> nn.Module:
 
 
 def make_streaming_data(count: int = 22) -> Any:
-    return ipu_pipe.from_loader(DataLoader(Stream(count), batch_size=4), PAIRS[:1])
+    return ipu_pipe.from_loader(DataLoader(RandomStream(count), batch_size=4), PAIRS[:1])
 
 
 def test_a_loader_without_a_length_begins_anew_where_it_ends() -> None:
@@ -586,7 +586,7 @@ def test_loaders_that_give_no_batch_are_refused() -> None:
         once.train_batch(0, 3, 4)
     assert "gives no batch of 4 samples" in find_refusal(TwoInputs(), iter([]))
     assert "gives no batch of 4 samples" in find_refusal(
-        TwoInputs(), DataLoader(Stream(3), batch_size=4)
+        TwoInputs(), DataLoader(RandomStream(3), batch_size=4)
     )
     assert "batches of 3, micro_batch_size is 4" in find_refusal(
         TwoInputs(), ((a[:3], y[:3]) for _ in range(3))

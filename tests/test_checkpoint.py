@@ -41,7 +41,10 @@ def test_round_trip_keeps_names_values_and_state(tmp_path: Path) -> None:
 def test_a_checkpoint_can_be_written_on_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Story: on Windows every checkpoint failed with "Bad file descriptor": a file open for reading was flushed."""
+    """Story: on Windows every checkpoint failed with "Bad file descriptor".
+
+    A file open for reading was flushed, and a folder was opened.
+    """
     open_here, flush_here = os.open, os.fsync
     writable, flushed = set(), []
 

@@ -50,7 +50,7 @@ def make_translator() -> nn.Module:
     return Composed(forward, **parts, transformer=nn.Transformer(16, 2, 2, 2, 32, batch_first=True))
 
 
-class Blocks(nn.Module):
+class CutBlocks(nn.Module):
     """Blocks that are cut inside no_grad and autocast, with a weight, a counter and a later write in place."""
 
     class Block(nn.Module):
@@ -91,7 +91,7 @@ OWN: List[Tuple[Callable[[], nn.Module], List[str], torch.Tensor]] = [
         ["transformer.encoder.layers.1.linear1", "transformer.decoder.layers.1"],
         WORDS,
     ),
-    (Blocks, ["rows.0.frozen", "rows.0.low", "rows.0.b", "rows.1.b"], torch.randn(3, 6)),
+    (CutBlocks, ["rows.0.frozen", "rows.0.low", "rows.0.b", "rows.1.b"], torch.randn(3, 6)),
 ]
 
 
@@ -268,7 +268,7 @@ def draw_dropout(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.inner.b(nn.functional.dropout(self.inner.a(x), training=self.training))  # type: ignore[no-any-return]
 
 
-def keep_output(self: Any, x: torch.Tensor) -> torch.Tensor:
+def store_output(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.inner.stored = self.inner.a(x)
     return self.reader(self.inner.b(x))  # type: ignore[no-any-return]
 
@@ -319,7 +319,7 @@ def overwrite_view(self: Any, x: torch.Tensor) -> torch.Tensor:
             r"the output of inner.b",
         ),
         (
-            keep_output,
+            store_output,
             r"stage 1: reader in the model's own forward: "
             r"its add reads a tensor that an earlier stage made and kept aside",
         ),

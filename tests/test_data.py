@@ -592,7 +592,7 @@ def test_loader_counts_the_batches_of_its_sampler() -> None:
     )
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
+class CountedStream(IterableDataset):  # type: ignore[type-arg]
     """A stream of eleven samples with a length."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -603,7 +603,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
 
 def test_loader_of_a_stream_counts_full_batches() -> None:
-    data = from_loader(DataLoader(Stream(), batch_size=4))
+    data = from_loader(DataLoader(CountedStream(), batch_size=4))
     assert data.train_batches_per_epoch(4) == 2 and epoch_of(data, 0, 4)[1].tolist() == list(
         range(8)
     )

@@ -18,7 +18,7 @@ from ipu_pipe.store import checkpoint  # noqa: E402
 from tests.hostile import configs  # noqa: E402
 from tests.hostile.cases import Bases, Case, damage_bytes  # noqa: E402
 from tests.hostile.checkpoints import LAST, find_difference  # noqa: E402
-from tests.hostile.running import KINDS, judge_case, list_cases, make_case  # noqa: E402
+from tests.hostile.running import KINDS, judge_case, list_cases, make_numbered_case  # noqa: E402
 
 if sys.platform != "linux":
     pytest.skip("forks, pipes and limits of Linux", allow_module_level=True)
@@ -91,7 +91,7 @@ def test_a_case_is_made_the_same_again_by_its_name_alone(tmp_path: Path) -> None
             folders = [tmp_path / f"{kind}{number}{again}" for again in "ab"]
             for folder in folders:
                 folder.mkdir()
-            one, two = (make_case(kind, number, 7, folder, bases) for folder in folders)
+            one, two = (make_numbered_case(kind, number, 7, folder, bases) for folder in folders)
             assert one == two and [
                 [(path.name, path.read_bytes()) for path in folder.iterdir()]
                 for folder in folders[:1]

@@ -112,4 +112,4 @@ def test_where_replicas_or_stages_step_one_by_one_gradients_are_refused(
         f"callbacks=['{NEW}:ChecksumRecorder']",
     ]
     (fault,) = list_faults(check, load_config(DIGITS, sets), tmp_path / "run")
-    assert fault.startswith("callbacks: Watches.on_gradients: ") and method in fault
+    assert fault.startswith("callbacks: ChecksumRecorder.on_gradients: ") and method in fault

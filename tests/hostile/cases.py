@@ -123,7 +123,7 @@ def damage_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def damage_file(path: Path, rng: random.Random) -> str:
-    """Damage a file, or replace it by something else. Return a description."""
+    """Change the bytes of a file, or replace it by something else. Return a description."""
     how = rng.choice(
         ["bytes"] * 6
         + ["gone", "renamed", "folder", "pipe", "link to itself", "dead link", "device", "empty"]

@@ -110,7 +110,7 @@ HOW: Dict[str, Callable[[], Any]] = {
 RAISING = list(HOW)[: list(HOW).index("stdout")]
 
 
-def wrong_signature() -> None:
+def take_no_argument() -> None:
     """Take no argument, so that every call with one fails."""
 
 
@@ -124,14 +124,14 @@ class _LateFault:
         self._after -= 1
         if self._after >= 0:
             return self._real(*args, **kwargs)
-        return wrong_signature(*args, **kwargs) if self._how == "signature" else HOW[self._how]()
+        return take_no_argument(*args, **kwargs) if self._how == "signature" else HOW[self._how]()
 
 
 def make_callback(where: str, how: str, after: int = 0) -> ipu_pipe.Callback:
     """Return a callback whose method `where` misbehaves after `after` calls."""
     callback = ipu_pipe.Callback()
     method = (
-        wrong_signature if how == "signature" else _LateFault(how, after, getattr(callback, where))
+        take_no_argument if how == "signature" else _LateFault(how, after, getattr(callback, where))
     )
     kind = type("Faulty", (ipu_pipe.Callback,), {where: staticmethod(method)})
     faulty: ipu_pipe.Callback = kind()
@@ -150,7 +150,7 @@ def _wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     where, how, after = CHOSEN
     if where != name:
         return real
-    return wrong_signature if how == "signature" else _LateFault(how, after, real)
+    return take_no_argument if how == "signature" else _LateFault(how, after, real)
 
 
 class Model(nn.Module):

@@ -236,7 +236,7 @@ def list_cases(count: int) -> List[Tuple[str, int]]:
     return chosen
 
 
-def make_case(kind: str, number: int, seed: int, folder: Path, bases: Bases) -> Case:
+def make_numbered_case(kind: str, number: int, seed: int, folder: Path, bases: Bases) -> Case:
     """Make case `number` of `kind`, with its files in `folder`."""
     return KINDS[kind](random.Random(f"{seed}/{kind}/{number}"), folder, bases)
 
@@ -282,7 +282,7 @@ def run_cases(
             kind, number = waiting.pop()
             folder = scratch / f"{kind}-{number}"
             folder.mkdir()
-            case = make_case(kind, number, seed, folder, bases)
+            case = make_numbered_case(kind, number, seed, folder, bases)
             running.append((kind, number, case, folder, _start_child(case, folder, "case")))
         first = min(entry[4].started for entry in running)
         ready, _, _ = select.select(
