@@ -1,4 +1,4 @@
-"""Callbacks and metrics that runs of the tests name by import strings."""
+"""Callbacks and metrics that configs of the tests name by import strings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import ipu_pipe
 from ipu_pipe.data.sources import compute_checksum
 
 
-class Ends(ipu_pipe.Callback):
-    """Ends a run after update `after`, and writes down what it saw into `file`."""
+class StoppingCallback(ipu_pipe.Callback):
+    """Stop a run after update `after`; at its end write every call with its figures into `file`."""
 
     def __init__(self, after: int, file: Optional[str] = None) -> None:
         self.after, self.file, self.calls = after, file, []  # type: ignore[var-annotated]
@@ -41,16 +41,16 @@ class Ends(ipu_pipe.Callback):
         return {"seen": len(self.calls)}
 
 
-class Fails(ipu_pipe.Callback):
-    """Raises after update 2."""
+class FailingCallback(ipu_pipe.Callback):
+    """Raise a KeyError after update 2."""
 
     def on_step(self, now: ipu_pipe.Moment) -> None:
         if now.step == 2:
             raise KeyError("no such thing")
 
 
-class Exits(ipu_pipe.Callback):
-    """Calls exit() after update 2."""
+class ExitingCallback(ipu_pipe.Callback):
+    """Call exit() after update 2."""
 
     def __init__(self, code: Optional[int] = None) -> None:
         self.code = code
@@ -61,19 +61,19 @@ class Exits(ipu_pipe.Callback):
 
 
 class Spread:
-    """A metric with sums of its own, as torchmetrics' have: the greatest output less the smallest."""
+    """A metric with a state, as torchmetrics' metrics: the greatest output minus the smallest."""
 
     def __init__(self, scale: float = 1.0) -> None:
-        self.scale, self.seen = scale, []  # type: ignore[var-annotated]
+        self.scale, self.outputs = scale, []  # type: ignore[var-annotated]
 
     def reset(self) -> None:
-        self.seen: List[torch.Tensor] = []
+        self.outputs: List[torch.Tensor] = []
 
     def update(self, output: torch.Tensor, y: torch.Tensor) -> None:
-        self.seen.append(output.detach().flatten())
+        self.outputs.append(output.detach().flatten())
 
     def compute(self) -> torch.Tensor:
-        every = torch.cat(self.seen)
+        every = torch.cat(self.outputs)
         return self.scale * (every.max() - every.min())
 
 
@@ -82,16 +82,16 @@ def confidence(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return output.softmax(dim=1).amax(dim=1).mean()
 
 
-class Watches(ipu_pipe.Callback):
-    """Writes a checksum of every tensor that it sees into `file`: gradients at each update, weights where they are whole."""
+class ChecksumRecorder(ipu_pipe.Callback):
+    """Write checksums of the gradients of each update and of all weights at the other calls into `file`."""
 
     wants_model = True
 
     def __init__(self, file: Optional[str] = None) -> None:
-        self.file, self.seen = file, []  # type: ignore[var-annotated]
+        self.file, self.checksums = file, []  # type: ignore[var-annotated]
 
     def _note(self, moment: str, now: ipu_pipe.Moment, tensors: Any) -> None:
-        self.seen.append(
+        self.checksums.append(
             [moment, now.step, {name: compute_checksum(value) for name, value in tensors.items()}]
         )
 
@@ -117,11 +117,11 @@ class Watches(ipu_pipe.Callback):
     def on_end(self, now: ipu_pipe.Moment) -> None:
         self._note_model("end", now)
         if self.file is not None:
-            Path(self.file).write_text(json.dumps(self.seen))
+            Path(self.file).write_text(json.dumps(self.checksums))
 
 
-class Wraps(ipu_pipe.Callback):
-    """Passes every attribute that it lacks on to another callback, which its constructor makes."""
+class DelegatingCallback(ipu_pipe.Callback):
+    """Delegate every missing attribute to another callback, which the constructor makes."""
 
     def __init__(self) -> None:
         self.inner = ipu_pipe.Callback()

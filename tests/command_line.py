@@ -1,4 +1,4 @@
-"""A command run in this process, which is faster than starting Python for each test."""
+"""Run a command in this process, which is faster than to start Python for each test."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from ipu_pipe.errors import run_command
 
 
-class Done(NamedTuple):
-    """How a command ended."""
+class CommandResult(NamedTuple):
+    """Exit code and output of a command."""
 
     returncode: int
     stdout: str
@@ -24,11 +24,11 @@ def run_here(
     *arguments: object,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> Done:
-    """`command.main` on a command line of these arguments."""
+) -> CommandResult:
+    """Call `command.main` with these arguments on its command line."""
     monkeypatch.setattr(sys, "argv", [command.__name__, *map(str, arguments)])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as raised:
         run_command(command.main)
-    printed = capsys.readouterr()
-    assert isinstance(left.value.code, int)
-    return Done(left.value.code, printed.out, printed.err)
+    output = capsys.readouterr()
+    assert isinstance(raised.value.code, int)
+    return CommandResult(raised.value.code, output.out, output.err)

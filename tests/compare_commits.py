@@ -1,10 +1,10 @@
-"""Two commits side by side: what must not change when the code is moved about. No stored results: both run now, here.
+"""Compare the results of two commits: a change that only moves code must not change them. Both run here; nothing is stored.
 
     python tests/compare_commits.py COMMIT [--only TEXT] [--jobs 2]
 
 runs every scene below by the command lines of COMMIT and of this checkout, in one environment with one thread, and prints each
 difference: weights and optimizer state by tensor, configs, metrics and summaries without times, traces without times,
-schedules, printed plans, fault lines and exit codes; and whether this checkout goes on from COMMIT's checkpoints to the same end.
+schedules, printed plans, fault lines and exit codes. It also resumes COMMIT's checkpoints by this checkout and compares the ends.
 Exit code 1 if anything differs. The command lines are a contract; modules and functions are not, so nothing else is called.
 """
 
@@ -35,7 +35,10 @@ LIMIT = 300  # seconds of one scene
 
 
 class Scene(NamedTuple):
-    """`argv` of tools/`tool`.py; {run} stands for a folder of its own. `before`: scenes that run first in the same folder."""
+    """A command line `argv` of tools/`tool`.py, where {run} is the scene's folder.
+
+    `before`: command lines that run first in the same folder.
+    """
 
     name: str
     tool: str
@@ -105,8 +108,8 @@ BAD = [
 ]  # fmt: skip
 
 
-def scenes() -> Iterator[Scene]:
-    """All scenes."""
+def iterate_scenes() -> Iterator[Scene]:
+    """Yield all scenes."""
     for method in METHODS:
         for P, M, N in ((1, 6, 2), (3, 8, 1), (4, 24, 4), (7, 21, 7)):
             argv = [method, "--stages", str(P), "--microbatches", str(M), "--accumulate", str(N)]
@@ -127,10 +130,10 @@ def scenes() -> Iterator[Scene]:
         "schedule",
         ["pipemare", "--stages", "3", "--microbatches", "4", "--format", "csv"],
     )
-    yield from _training()
-    yield from _refusals()
-    yield from _processes()
-    yield from _ipus()
+    yield from _iterate_training_scenes()
+    yield from _iterate_refused_scenes()
+    yield from _iterate_process_scenes()
+    yield from _iterate_ipu_scenes()
     for tool in ("train", "schedule", "collect", "reproduce", "fetch_data"):
         yield Scene(f"help/{tool}", tool, ["--help"])
     yield Scene("reproduce/list", "reproduce", [])
@@ -141,47 +144,51 @@ def scenes() -> Iterator[Scene]:
     )
 
 
-def _train(name: str, *settings: str, config: str = DIGITS, **more: Any) -> Scene:
+def _make_training_scene(name: str, *settings: str, config: str = DIGITS, **more: Any) -> Scene:
     return Scene(
         f"train/{name}", "train", [config, "--out", "{run}/out", "--set", *SMALL, *settings], **more
     )
 
 
-def _train_resnet(name: str, *settings: str) -> Scene:
-    return _train(name, *settings, config="{run}/resnet.yaml", files=(("resnet.yaml", RESNET),))
+def _make_resnet_scene(name: str, *settings: str) -> Scene:
+    return _make_training_scene(
+        name, *settings, config="{run}/resnet.yaml", files=(("resnet.yaml", RESNET),)
+    )
 
 
 ADAMW = "optimizer={name: adamw, lr: 0.003, momentum: null}"
 
 
-def _training() -> Iterator[Scene]:
+def _iterate_training_scenes() -> Iterator[Scene]:
     for method in METHODS:
-        yield _train(method, f"method={method}")
-        yield _train(
+        yield _make_training_scene(method, f"method={method}")
+        yield _make_training_scene(
             f"{method}-adamw", f"method={method}", ADAMW, "gradient_accumulation=5", "steps=4"
         )
         if method != "local_overlapping":
-            yield _train_resnet(f"{method}-resnet", f"method={method}")
+            yield _make_resnet_scene(f"{method}-resnet", f"method={method}")
     for name, (method, args) in RULES.items():
-        yield _train(
+        yield _make_training_scene(
             f"rule-{name}",
             f"method={method}",
             f"method_args={args}",
             "optimizer.lr=0.02",
             "gradient_accumulation=1",
         )
-    yield _train_resnet("resnet-finest", "stages=finest", "method=pipemare", "method_args={t2: {}}")
-    yield _train_resnet("resnet-counted", "stages={count: 3, by: parameters}", "replicas=2")
-    yield _train("clip-stage", "clip={norm: 0.1, scope: stage}")
-    yield _train("clip-delayed", "clip={norm: 0.1, scope: delayed_global}")
-    yield _train("clip-global", "method=gpipe", "clip={norm: 0.1}")
-    yield _train(
+    yield _make_resnet_scene(
+        "resnet-finest", "stages=finest", "method=pipemare", "method_args={t2: {}}"
+    )
+    yield _make_resnet_scene("resnet-counted", "stages={count: 3, by: parameters}", "replicas=2")
+    yield _make_training_scene("clip-stage", "clip={norm: 0.1, scope: stage}")
+    yield _make_training_scene("clip-delayed", "clip={norm: 0.1, scope: delayed_global}")
+    yield _make_training_scene("clip-global", "method=gpipe", "clip={norm: 0.1}")
+    yield _make_training_scene(
         "schedule-of-rates", "lr_schedule={name: cosine, warmup_steps: 2}", "precision=float64"
     )
     by_block = "method_args={blocks: 3, block_rates: [1, 2, 3], block_accumulation: [1, 3, 1]}"
-    yield _train("blocks", "method=local_chunked", by_block)
+    yield _make_training_scene("blocks", "method=local_chunked", by_block)
     scaled = "optimizer={name: sgd, lr: 0.1, momentum: 0.9, reference_batch_size: 32, no_decay: norms_and_biases}"
-    yield _train("reference", scaled)
+    yield _make_training_scene("reference", scaled)
     for method in ("pipedream", "pipemare", "gpipe", "local_greedy"):
         half = [
             DIGITS,
@@ -195,7 +202,7 @@ def _training() -> Iterator[Scene]:
         yield Scene(f"resume/{method}", "train", [*half, "--resume"], before=([*half, "CUT"],))
 
 
-def _refusals() -> Iterator[Scene]:
+def _iterate_refused_scenes() -> Iterator[Scene]:
     for argv in BAD:
         yield Scene("bad/" + " ".join(argv), "train", [DIGITS, "--dry-run", *argv])
     texts = {
@@ -214,13 +221,15 @@ def _refusals() -> Iterator[Scene]:
         yield Scene("bad/schedule " + " ".join(argv), "schedule", argv)
 
 
-def _processes() -> Iterator[Scene]:
+def _iterate_process_scenes() -> Iterator[Scene]:
     two = ["backend.name=distributed", "stages=2"]
     for method in ("pipedream_flush", "pipedream", "pipedream_2bw", "pipemare", "local_chunked"):
-        yield _train(f"processes-{method}", f"method={method}", *two, processes=2)
+        yield _make_training_scene(f"processes-{method}", f"method={method}", *two, processes=2)
     clip = "clip={norm: 0.1, scope: delayed_global}"
-    yield _train("processes-t2", "method=pipemare", "method_args={t2: {}}", clip, *two, processes=2)
-    yield _train(
+    yield _make_training_scene(
+        "processes-t2", "method=pipemare", "method_args={t2: {}}", clip, *two, processes=2
+    )
+    yield _make_training_scene(
         "processes-replicas",
         "method=gpipe",
         "backend.name=distributed",
@@ -228,12 +237,12 @@ def _processes() -> Iterator[Scene]:
         "replicas=2",
         processes=2,
     )
-    yield _train(
+    yield _make_training_scene(
         "processes-refused", "method_args={constant_delay: {updates: 1}}", *two, processes=2
     )
 
 
-def _ipus() -> Iterator[Scene]:
+def _iterate_ipu_scenes() -> Iterator[Scene]:
     on = [
         "backend={name: poptorch}",
         "stages=4",
@@ -242,12 +251,12 @@ def _ipus() -> Iterator[Scene]:
         "checkpoint={every: 2}",
     ]
     for method in ("naive", "gpipe", "pipedream_flush", "local_greedy", "local_chunked"):
-        yield _train(f"ipu-{method}", f"method={method}", *on, double=True)
-    yield _train(
+        yield _make_training_scene(f"ipu-{method}", f"method={method}", *on, double=True)
+    yield _make_training_scene(
         "ipu-decoupled", "method=local_greedy", *on, "backend.ipu={local: decoupled}", double=True
     )
-    yield _train("ipu-refused", "method=pipedream", *on, double=True)
-    yield _train(
+    yield _make_training_scene("ipu-refused", "method=pipedream", *on, double=True)
+    yield _make_training_scene(
         "ipu-options",
         "method=gpipe",
         *on,
@@ -259,7 +268,7 @@ def _ipus() -> Iterator[Scene]:
 # ---- running a scene
 
 
-def _tensors(path: Path) -> Dict[str, str]:
+def _hash_tensors(path: Path) -> Dict[str, str]:
     from safetensors.numpy import load_file
 
     tensors = load_file(path)
@@ -269,56 +278,60 @@ def _tensors(path: Path) -> Dict[str, str]:
     }
 
 
-def _timeless(value: Any) -> Any:
+def _drop_times(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _timeless(v) for k, v in value.items() if not TIMES.search(str(k))}
-    return [_timeless(item) for item in value] if isinstance(value, list) else value
+        return {k: _drop_times(v) for k, v in value.items() if not TIMES.search(str(k))}
+    return [_drop_times(item) for item in value] if isinstance(value, list) else value
 
 
-def _trace(path: Path) -> List[Any]:
+def _read_trace(path: Path) -> List[Any]:
     """Return the events of a trace without their times."""
     with gzip.open(path, "rt") as file:
         records = json.load(file)["traceEvents"]
     work = [r for r in records if r["ph"] == "X"]
     return sorted(
-        ([r["pid"], r["tid"], r["name"], r["cat"], _timeless(r["args"])] for r in work),
+        ([r["pid"], r["tid"], r["name"], r["cat"], _drop_times(r["args"])] for r in work),
         key=json.dumps,
     )
 
 
-def _found(run: Path, text: Any) -> Dict[str, Any]:
-    """Return what a run left in its folder."""
+def _read_results(run: Path, text: Any) -> Dict[str, Any]:
+    """Read the files that a run wrote into its folder, without times."""
     content: Dict[str, Any] = {}
     for path in sorted(p for p in run.rglob("*") if p.is_file() and "tensorboard" not in p.parts):
         name = str(path.relative_to(run))
         if path.suffix == ".safetensors":
-            content[name] = _tensors(path)
+            content[name] = _hash_tensors(path)
         elif path.name.endswith(".json.gz"):
-            content[name] = _trace(path)
+            content[name] = _read_trace(path)
         elif path.name in ("throughput.json", "record.json"):
             content[name] = "there"
-        elif path.name == "manifest.json":  # hashes of what holds times
-            manifest = _timeless(json.loads(text(path.read_text())))
+        elif path.name == "manifest.json":  # it has hashes of files that contain times
+            manifest = _drop_times(json.loads(text(path.read_text())))
             content[name] = {
                 key: value
                 for key, value in manifest.items()
                 if key not in ("sha256", "files", "schema")
             }
         elif path.suffix == ".json":
-            content[name] = _timeless(json.loads(text(path.read_text())))
+            content[name] = _drop_times(json.loads(text(path.read_text())))
         elif path.suffix == ".jsonl":
-            content[name] = [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
+            content[name] = [
+                _drop_times(json.loads(line)) for line in path.read_text().splitlines()
+            ]
         else:
             content[name] = text(path.read_text(errors="replace")).splitlines()
     return content
 
 
-def _said(text: str) -> List[str]:
-    """Return the printed lines without times, progress and the launcher's own."""
+def _select_output_lines(text: str) -> List[str]:
+    """Select the printed lines without times, progress and lines of the launcher."""
     lines = [line.rstrip() for line in text.splitlines()]
     noise = re.compile(r"^(W|E|\[W|Root Cause|Failures|=+|-+|throughput)|elastic|%\|")
-    told_lines = [line for line in lines if line and not noise.search(line)]
-    return [re.sub(r"[0-9.]+ (samples/sec|s\b|ms\b|seconds)", r"# \1", line) for line in told_lines]
+    output_lines = [line for line in lines if line and not noise.search(line)]
+    return [
+        re.sub(r"[0-9.]+ (samples/sec|s\b|ms\b|seconds)", r"# \1", line) for line in output_lines
+    ]
 
 
 def make_environment(path: str) -> Dict[str, str]:
@@ -335,7 +348,7 @@ def make_environment(path: str) -> Dict[str, str]:
 def run_scene(
     tree: Path, scene: Scene, folder: Path, checkpoints: Optional[Path] = None
 ) -> Dict[str, Any]:
-    """Exit code, what was said and what was left. `checkpoints`: run folder that takes the place of the scenes before."""
+    """Run a scene; return exit code, output and files. `checkpoints`: a run folder that replaces the runs of `before`."""
     folder.mkdir(parents=True)
     for name, text in scene.files:
         (folder / name).write_text(text)
@@ -347,31 +360,35 @@ def run_scene(
     if checkpoints is not None:
         shutil.copytree(checkpoints, folder / "out")
     for argv in scene.before if checkpoints is None else ():
-        _call(tree, scene, [part for part in fill(argv) if part != "CUT"], env)
+        _run_tool(tree, scene, [part for part in fill(argv) if part != "CUT"], env)
         for late in ("step-6", "step-3/none"):
             shutil.rmtree(folder / "out" / "checkpoints" / late, ignore_errors=True)
         (folder / "out" / "summary.json").unlink()
     if scene.before:
         (folder.parent / f"{folder.name}.cut").mkdir(exist_ok=True)
         shutil.copytree(folder / "out", folder.parent / f"{folder.name}.cut" / "out")
-    done = _call(tree, scene, fill(scene.argv), env)
+    process = _run_tool(tree, scene, fill(scene.argv), env)
 
-    def neutral(text: str) -> str:
+    def replace_paths(text: str) -> str:
         return (
             text.replace(str(folder), "RUN").replace(str(tree), "TREE").replace(str(ROOT), "TREE")
         )
 
     return {
-        "exit code": done.returncode,
-        "standard output": _said(neutral(done.stdout)),
-        "errors": [line for line in neutral(done.stderr).splitlines() if line.startswith("error: ")]
+        "exit code": process.returncode,
+        "standard output": _select_output_lines(replace_paths(process.stdout)),
+        "errors": [
+            line
+            for line in replace_paths(process.stderr).splitlines()
+            if line.startswith("error: ")
+        ]
         or [],
-        "traceback": "Traceback" in done.stderr and scene.processes == 0,
-        "files": _found(folder, neutral),
+        "traceback": "Traceback" in process.stderr and scene.processes == 0,
+        "files": _read_results(folder, replace_paths),
     }
 
 
-def _call(
+def _run_tool(
     tree: Path, scene: Scene, argv: List[str], env: Dict[str, str]
 ) -> "subprocess.CompletedProcess[str]":
     tool = str(Path("tools") / f"{scene.tool}.py")
@@ -385,11 +402,11 @@ def _call(
         ]
         command = [sys.executable, *launcher, tool, *argv]
     elif not scene.double:
-        return _forked(tree, tool, argv)
+        return _run_in_server(tree, tool, argv)
     return subprocess.run(command, cwd=tree, env=env, text=True, capture_output=True, timeout=LIMIT)
 
 
-# ---- a server a tree: it has imported torch and ipu_pipe once and forks for each scene
+# ---- one server for each tree: it imports torch and ipu_pipe once and forks for each scene
 
 
 class _Server:
@@ -413,7 +430,7 @@ class _Server:
 _servers: Dict[Tuple[str, int], _Server] = {}
 
 
-def _forked(tree: Path, tool: str, argv: List[str]) -> "subprocess.CompletedProcess[str]":
+def _run_in_server(tree: Path, tool: str, argv: List[str]) -> "subprocess.CompletedProcess[str]":
     import threading
 
     key = (str(tree), threading.get_ident())
@@ -430,7 +447,7 @@ def serve() -> None:
     torch.set_num_threads(1)
     import ipu_pipe
 
-    ipu_pipe.train  # noqa: B018  - the package imports its parts when they are asked for
+    ipu_pipe.train  # noqa: B018  - the package imports its parts on first access
     for line in sys.stdin:
         tool, argv = json.loads(line)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -466,33 +483,33 @@ def serve() -> None:
 # ---- comparing
 
 
-def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
-    """Places at which two results differ."""
+def iterate_differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
+    """Yield the places at which two results differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted({*old, *new}, key=str):
             if key not in old or key not in new:
                 yield f"{place}/{key}: {'only now' if key not in old else 'no longer there'}"
             else:
-                yield from differences(old[key], new[key], f"{place}/{key}")
+                yield from iterate_differences(old[key], new[key], f"{place}/{key}")
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, (a, b) in enumerate(zip(old, new)):
-            yield from differences(a, b, f"{place}[{i}]")
+            yield from iterate_differences(a, b, f"{place}[{i}]")
     elif old != new:
         yield f"{place}: {str(old)[:300]} -> {str(new)[:300]}"
 
 
-def compare(base: Path, scene: Scene, work: Path) -> Tuple[int, List[str]]:
-    """Exit code of a scene, and what differs between the two trees in it."""
+def compare_scene(base: Path, scene: Scene, work: Path) -> Tuple[int, List[str]]:
+    """Run a scene in both trees; return its exit code and the differences."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", scene.name)[:120]
     old = run_scene(base, scene, work / "old" / name)
     new = run_scene(ROOT, scene, work / "new" / name)
-    changes = list(differences(old, new))
+    changes = list(iterate_differences(old, new))
     if scene.before:
         checkpoints = work / "old" / f"{name}.cut" / "out"
         resumed = run_scene(ROOT, scene, work / "from_old" / name, checkpoints=checkpoints)
         changes += [
             f"resumed from the old commit's checkpoint: {d}"
-            for d in differences(old["files"], resumed["files"])
+            for d in iterate_differences(old["files"], resumed["files"])
         ]
     return old["exit code"], changes
 
@@ -503,7 +520,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("commit", nargs="?")
-    parser.add_argument("--only", default="", help="scenes whose names hold this text")
+    parser.add_argument("--only", default="", help="run only scenes whose names contain this text")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument(
         "--codes", action="store_true", help="print every scene's exit code, that of COMMIT"
@@ -513,7 +530,7 @@ def main() -> None:
     if args.serve:
         serve()
         return
-    chosen = [scene for scene in scenes() if args.only in scene.name]
+    chosen = [scene for scene in iterate_scenes() if args.only in scene.name]
     with tempfile.TemporaryDirectory() as folder:
         work, base = Path(folder), Path(folder) / "base"
         subprocess.run(
@@ -524,7 +541,7 @@ def main() -> None:
             differing, codes = 0, collections.Counter()  # type: ignore[var-annotated]
             with ThreadPoolExecutor(args.jobs) as pool:
                 for scene, (code, changes) in zip(
-                    chosen, pool.map(lambda scene: compare(base, scene, work), chosen)
+                    chosen, pool.map(lambda scene: compare_scene(base, scene, work), chosen)
                 ):
                     differing += bool(changes)
                     codes[scene.name.partition("/")[0], code] += 1

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, so that results do not hang on the number of cores, and the same examples each time."""
+"""Settings of all tests: one thread, so that results do not depend on the number of cores, and the same examples in each run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ settings.load_profile("ipu_pipe")
 
 
 def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none."""
+    """Skip tests marked `gpu` on a machine without a GPU."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -1,4 +1,4 @@
-"""What the processes of test_distributed.py run: cases one after another, in one process group."""
+"""Worker processes of test_distributed.py: each runs all cases one after another, in one process group."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
 
 
-def updates_of(case: Case) -> int:
-    """Fewer microbatches than ranks where the case's name asks for it."""
+def count_updates(case: Case) -> int:
+    """Return the updates of a case: 2, fewer than ranks, if its name begins with "short"."""
     return 2 if case[0].startswith("short") else BATCHES
 
 
-def drains_of(case: Case) -> List[int]:
-    """Return where the pipeline empties in between."""
-    return [case[3] * 5] if updates_of(case) > 5 else []
+def list_drains(case: Case) -> List[int]:
+    """Return the microbatches at which the pipeline drains before the end."""
+    return [case[3] * 5] if count_updates(case) > 5 else []
 
 
-def begins(model: nn.Module, ranks: int) -> List[str]:
-    """Return the model's stages on so many ranks: the first ones merged."""
+def list_stage_begins(model: nn.Module, ranks: int) -> List[str]:
+    """Return the names of the modules that begin stages on `ranks` ranks: the first modules are merged."""
     if isinstance(model, Skipping):
         return ["b", "c", "d"][-(ranks - 1) :]
     if len(list(model.children())) < len(model):  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def begins(model: nn.Module, ranks: int) -> List[str]:
     return [str(index) for index in range(count - ranks + 1, count)]
 
 
-def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+def make_seeded_model(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(3)
     if name.startswith("skipping"):
         return Skipping(trains_scale=name == "skipping").to(dtype)
@@ -85,8 +85,8 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     )
 
 
-def numbers_of(case: Case, model: nn.Module) -> ModelPrecision:
-    """Return those that a fresh model computes in from here on: mixed ones where the case's name asks for it."""
+def make_model_precision(case: Case, model: nn.Module) -> ModelPrecision:
+    """Make the precision of a model: mixed if the case's name begins with "mixed", else float64."""
     row = (
         resolve_precision(MIXED, resolve_method(case[1], case[2]))
         if case[0].startswith("mixed")
@@ -95,19 +95,19 @@ def numbers_of(case: Case, model: nn.Module) -> ModelPrecision:
     return ModelPrecision(model, row, DTYPES[row], torch.device("cpu"), is_given=False)
 
 
-def data_of(case: Case, numbers: ModelPrecision) -> List[Any]:
-    """Return its microbatches."""
-    return [(x.to(numbers.inputs), y) for x, y in batches(case[3] * updates_of(case))]
+def make_case_batches(case: Case, numbers: ModelPrecision) -> List[Any]:
+    """Return the microbatches of a case."""
+    return [(x.to(numbers.inputs), y) for x, y in batches(case[3] * count_updates(case))]
 
 
-def clip_of(case: Case) -> Any:
-    """Return (norm, scope) that the case's name asks for."""
+def get_clip(case: Case) -> Any:
+    """Return the (norm, scope) of clipping that the case's name requests, or None."""
     scopes = {"clip-stage": "stage", "clip-global": "global", "clip-delayed": "delayed_global"}
     return next(((0.3, scope) for word, scope in scopes.items() if case[0].startswith(word)), None)
 
 
-def channels_of(case: Case, placement: Sequence[int], tied: Any) -> Any:
-    """Groups in the place of tags, which behave as those of nccl, where the case's name asks for it."""
+def make_channels(case: Case, placement: Sequence[int], tied: Any) -> Any:
+    """Make process groups for links, as nccl needs them, if the case's name begins with "channels"."""
     if not case[0].startswith("channels"):
         return None
     order = list_links(len(placement), resolve_method(case[1], case[2]), tied)
@@ -125,14 +125,14 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
 
     _, name, args, accumulate, model_name, switch = case
     method = resolve_method(name, args)
-    model = fresh(model_name)
-    numbers = numbers_of(case, model)
-    data = data_of(case, numbers)
+    model = make_seeded_model(model_name)
+    numbers = make_model_precision(case, model)
+    data = make_case_batches(case, numbers)
     stages = len(placement)
-    names = begins(model, stages)
+    names = list_stage_begins(model, stages)
     part = partition(model, data[0][0], names, one_stage=method.one_stage_reason)
     schedule = make_schedule(
-        method, stages, len(data), accumulate, drains_of(case), switch * accumulate
+        method, stages, len(data), accumulate, list_drains(case), switch * accumulate
     )
     table = VersionTable(schedule, method)
     layout = RankLayout(rank, tuple(placement))
@@ -154,12 +154,12 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     )
     keyed = KeyedRandomness(model, observe_effects(model, data[0][0]).draws, 0, torch.device("cpu"))
     ties = {s: find_ties(model, cut, s, placement) for s in layout.stages_of_rank}
-    channels = channels_of(case, placement, ties[layout.stages_of_rank[0]].links)
+    channels = make_channels(case, placement, ties[layout.stages_of_rank[0]].links)
     double = NcclDouble(list((channels or {}).values()))
     for s in layout.stages_of_rank:
         double.watch(cut[s], optimizer)
     cpu = torch.device("cpu")
-    work = Work(numbers.convert_loss(nn.functional.cross_entropy), table, rules, clip_of(case))
+    work = Work(numbers.convert_loss(nn.functional.cross_entropy), table, rules, get_clip(case))
     recorder = TraceRecorder(rank, layout.stages_of_rank[0], range(512))
     mail = Mail(layout, cpu, recorder, 300.0, channels=channels)
     models = [
@@ -176,8 +176,8 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
     engine = Interpreter(work, stages_here, mail, recorder, channels=channels)
     with double:
         losses = []
-        for k in range(updates_of(case)):
-            if k * accumulate in drains_of(case):  # here is an evaluation, with kernels of its own
+        for k in range(count_updates(case)):
+            if k * accumulate in list_drains(case):  # an evaluation runs here, with its own kernels
                 assert not double.pending(), "receives are posted while the pipeline is empty"
             losses += [tables for _, tables in run_batches(engine, schedule, k, k + 1)]
         engine.close()
@@ -200,7 +200,7 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
 def main(rank: int, placement: Sequence[int], folder: str, cases: List[Case]) -> None:
     from ipu_pipe.backends.processes import interpreter
 
-    interpreter.CHUNK = 8  # so that rows of several chunks are seen
+    interpreter.CHUNK = 8  # so that rows have several chunks
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=max(placement) + 1

@@ -1,4 +1,4 @@
-"""Processes without the seconds that starting Python and importing torch take: forks of a server that has done so once."""
+"""Start processes as forks of a server that has imported torch once, which saves seconds for each process."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ PATIENCE = (
 )
 
 
-class Ended(NamedTuple):
-    """How a command ended: its exit code, for several ranks the first that is not 0; what they printed."""
+class CommandOutput(NamedTuple):
+    """Exit code and output of a command. Of several ranks: the first code that is not 0, and all output joined."""
 
     code: int
     printed: str
     error: str
 
 
-def context() -> ForkServerContext:
-    """Return where processes come from. The server is started with the first of them."""
+def get_fork_server() -> ForkServerContext:
+    """Return the context that forks processes from the server. The first process starts the server."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOADED)
     return server
 
 
-def of_rank(rank: int, ranks: int, port: int) -> Dict[str, str]:
-    """Return the variables with which a launcher starts a rank."""
+def make_rank_environment(rank: int, ranks: int, port: int) -> Dict[str, str]:
+    """Return the environment variables with which a launcher starts a rank."""
     return {
         "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
@@ -50,14 +50,14 @@ def of_rank(rank: int, ranks: int, port: int) -> Dict[str, str]:
     }  # fmt: skip
 
 
-def in_ranks(
+def fork_ranks(
     ranks: int,
     work: Callable[..., None],
     *arguments: Any,
     seconds: float = 120,
     of: Any = multiprocessing.get_context("fork"),  # noqa: B008
 ) -> None:
-    """Run `work(rank, *arguments)` in a fork of this process, or of the server `of`, for each rank; all must end well."""
+    """Run `work(rank, *arguments)` for each rank in a fork of this process, or of the server `of`; assert exit codes 0."""
     processes = [of.Process(target=work, args=(r, *arguments)) for r in range(ranks)]
     try:
         for process in processes:
@@ -72,22 +72,22 @@ def in_ranks(
 
 def run_ranks(
     ranks: int, command: str, arguments: Sequence[str], seconds: float = 240, **variables: str
-) -> Ended:
-    """`tools/COMMAND.py` on so many ranks; as under torchrun, one that fails ends the others. `variables`: of the environment."""
+) -> CommandOutput:
+    """Run `tools/COMMAND.py` on `ranks` ranks; as under torchrun, a failure of one ends the others. `variables`: environment."""
     store = TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False
-    )  # which outlives its ranks, as torchrun's does
+    )  # it outlives its ranks, as torchrun's store does
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            start(
+            start_command(
                 command,
                 arguments,
                 Path(folder) / str(rank),
-                {**of_rank(rank, ranks, store.port), **variables},
+                {**make_rank_environment(rank, ranks, store.port), **variables},
             )
             for rank in range(ranks)
         ]
-        _wait(processes, seconds)
+        _wait_for_processes(processes, seconds)
         codes = [process.exitcode for process in processes if process.exitcode is not None]
         assert len(codes) == ranks
         outputs = [
@@ -96,16 +96,18 @@ def run_ranks(
             )
             for end in ENDS
         ]
-    return Ended(next((code for code in codes if code), 0), *outputs)
+    return CommandOutput(next((code for code in codes if code), 0), *outputs)
 
 
-def run_command(command: str, *arguments: str, seconds: float = 240, **variables: str) -> Ended:
-    """`tools/COMMAND.py` in a process of its own."""
+def run_command(
+    command: str, *arguments: str, seconds: float = 240, **variables: str
+) -> CommandOutput:
+    """Run `tools/COMMAND.py` in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
-        process = start(command, arguments, Path(folder) / "command", variables)
-        _wait([process], seconds)
+        process = start_command(command, arguments, Path(folder) / "command", variables)
+        _wait_for_processes([process], seconds)
         assert process.exitcode is not None
-        return Ended(
+        return CommandOutput(
             process.exitcode,
             *((Path(folder) / "command").with_suffix(end).read_text() for end in ENDS),
         )
@@ -114,18 +116,18 @@ def run_command(command: str, *arguments: str, seconds: float = 240, **variables
 ENDS = (".out", ".err")
 
 
-def start(
-    command: str, arguments: Sequence[str], told: Path, variables: Optional[Dict[str, str]] = None
+def start_command(
+    command: str, arguments: Sequence[str], output: Path, variables: Optional[Dict[str, str]] = None
 ) -> BaseProcess:
-    """`tools/COMMAND.py` in a process of its own, which prints into `told`.out and .err."""
-    process = context().Process(
-        target=_run, args=(command, list(arguments), str(told), variables or {})
+    """Start `tools/COMMAND.py` in a separate process, which prints into `output`.out and `output`.err."""
+    process = get_fork_server().Process(
+        target=run_forked_command, args=(command, list(arguments), str(output), variables or {})
     )
     process.start()
     return process
 
 
-def _wait(processes: List[BaseProcess], seconds: float) -> None:
+def _wait_for_processes(processes: List[BaseProcess], seconds: float) -> None:
     until = time.monotonic() + seconds
     while any(process.is_alive() for process in processes) and time.monotonic() < until:
         if any(process.exitcode for process in processes):
@@ -137,10 +139,12 @@ def _wait(processes: List[BaseProcess], seconds: float) -> None:
         process.join()
 
 
-def _run(command: str, arguments: List[str], told: str, variables: Dict[str, str]) -> None:
-    """In the fork: the command as a fresh Python would run it."""
+def run_forked_command(
+    command: str, arguments: List[str], output: str, variables: Dict[str, str]
+) -> None:
+    """Run the command in this fork as a new Python process would. It prints into `output`.out and .err."""
     for number, end in zip((1, 2), ENDS):
-        os.dup2(os.open(told + end, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+        os.dup2(os.open(output + end, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.update(variables, OMP_NUM_THREADS="1")
     sys.path[:0] = (
@@ -156,4 +160,4 @@ def _run(command: str, arguments: List[str], told: str, variables: Dict[str, str
     try:
         cli.run(command)
     finally:
-        atexit._run_exitfuncs()  # which a fork leaves out
+        atexit._run_exitfuncs()  # a fork skips them

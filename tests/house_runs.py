@@ -1,4 +1,4 @@
-"""Small runs in which tests/house.py counts the files and functions of the library that one update passes through.
+"""Count the files and functions of the library that one update passes through, in small runs; tests/house.py calls this.
 
     python -m tests.house_runs emulator|processes     prints one line of JSON
 
@@ -28,7 +28,7 @@ from models.mlp import mlp
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = str(ROOT / "ipu_pipe") + os.sep
-LOOP = LIBRARY + "run" + os.sep  # the loop around an update is not counted,
+LOOP = LIBRARY + "run" + os.sep  # the loop around an update is not counted
 SETTINGS = [
     "steps=20", "method=pipedream", "gradient_accumulation=1", "log={every: 1000, tensorboard: false}",
     "checkpoint={every: 1000}", "evaluate={every: 1000, subset: 128}", "data.subset=768",
@@ -48,7 +48,7 @@ class Tally:
         sys.setprofile(self._enter)
 
     def stop(self) -> None:
-        """End counting."""
+        """Stop counting."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
 
@@ -66,17 +66,17 @@ class Tally:
             self.functions.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
 
 
-class CountsForwards(nn.Sequential):
-    """A model that counts its forwards."""
+class ForwardCounter(nn.Sequential):
+    """A sequential model that counts its forwards."""
 
     forwards = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        CountsForwards.forwards += 1
+        ForwardCounter.forwards += 1
         return super().forward(x)
 
 
-class OneUpdate(ipu_pipe.Callback):
+class UpdateTally(ipu_pipe.Callback):
     """Tally one update, and read the count of forwards at the first one."""
 
     def __init__(self) -> None:
@@ -86,30 +86,30 @@ class OneUpdate(ipu_pipe.Callback):
         """Start or stop the tally where its update begins or ends."""
         self.tally.stop()
         if now.step == 1:
-            self.forwards = CountsForwards.forwards - 1  # all but the update's own
+            self.forwards = ForwardCounter.forwards - 1  # without the forward of the update itself
         if now.step == COUNTED:
             self.tally.start()
 
 
-def count_update(folder: str, *settings: str) -> OneUpdate:
-    """Train and return what the callback counted."""
+def count_update(folder: str, *settings: str) -> UpdateTally:
+    """Train and return the callback with its counts."""
     torch.set_num_threads(1)
     config = ipu_pipe.load_config(ROOT / "configs" / "mlp_digits.yaml", [*SETTINGS, *settings])
-    counted = OneUpdate()
+    tally = UpdateTally()
     # ranks must have the same model
     torch.manual_seed(0)
     ipu_pipe.train(
         config,
         folder,
-        model=CountsForwards(OrderedDict(mlp().named_children())),
-        callbacks=[counted],
+        model=ForwardCounter(OrderedDict(mlp().named_children())),
+        callbacks=[tally],
         quiet=True,
     )
-    return counted
+    return tally
 
 
 def count_building() -> Tally:
-    """Build the job of a run and return what that passes through."""
+    """Build the job of a run and return the tally of it."""
     from ipu_pipe.pipeline.build import build
 
     config, tally = ipu_pipe.load_config(ROOT / "configs" / "mlp_digits.yaml", SETTINGS), Tally()
@@ -119,7 +119,7 @@ def count_building() -> Tally:
     return tally
 
 
-def run_rank(rank: int, folder: str, port: int, queue: Any) -> None:
+def train_counted_rank(rank: int, folder: str, port: int, queue: Any) -> None:
     """Train as one of two ranks; rank 0 puts its counts into `queue`."""
     os.environ.update(
         RANK=str(rank),
@@ -129,20 +129,20 @@ def run_rank(rank: int, folder: str, port: int, queue: Any) -> None:
         MASTER_ADDR="localhost",
         MASTER_PORT=str(port),
     )
-    counted = count_update(folder, "backend={name: distributed}", "stages=2")
+    update = count_update(folder, "backend={name: distributed}", "stages=2")
     if rank == 0:
-        queue.put((len(counted.tally.files), len(counted.tally.functions)))
+        queue.put((len(update.tally.files), len(update.tally.functions)))
 
 
 def measure_emulator() -> Dict[str, int]:
     """Return the measures of building a job and of an update on the emulator."""
     building = count_building()
     with tempfile.TemporaryDirectory() as folder:
-        counted = count_update(folder)
+        update = count_update(folder)
     return {
         "files in building a job": len(building.files),
-        "files in one update, emulator": len(counted.tally.files),
-        "forwards before the first update": counted.forwards,
+        "files in one update, emulator": len(update.tally.files),
+        "forwards before the first update": update.forwards,
     }
 
 
@@ -156,7 +156,8 @@ def measure_processes() -> Dict[str, int]:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         ranks = [
-            context.Process(target=run_rank, args=(rank, folder, port, queue)) for rank in range(2)
+            context.Process(target=train_counted_rank, args=(rank, folder, port, queue))
+            for rank in range(2)
         ]
         for process in ranks:
             process.start()

@@ -1,4 +1,4 @@
-"""Runs that are interrupted at an update of their own."""
+"""Interrupt a run at a chosen update."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ipu_pipe.backends.emulator.replay import Emulator
 
 
 @contextlib.contextmanager
-def interrupted_at(update: int) -> Iterator[None]:
-    """Ctrl-C comes in this update of the emulator, and must end what is done here."""
+def interrupt_at(update: int) -> Iterator[None]:
+    """Interrupt the emulator in this update, as Ctrl-C does; assert that the block ends with KeyboardInterrupt."""
     step = Emulator.step
 
-    def interrupted(self: Any, microbatches: Any) -> Any:
+    def step_or_interrupt(self: Any, microbatches: Any) -> Any:
         if self.update == update:
             raise KeyboardInterrupt
         return step(self, microbatches)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Emulator, "step", interrupted)
+        patch.setattr(Emulator, "step", step_or_interrupt)
         yield

@@ -1,10 +1,10 @@
-"""Runs on processes that are killed again and again: what torchrun restarts must end in the numbers of a run never killed.
+"""Kill the ranks of a run again and again: after all restarts it must end with the numbers of a run that was never killed.
 
-    attempt 0   rank 1 dies at its moment 37     a moment: an action, or a file that is put in its place or gets a line
-    attempt 1   rank 0 dies at its moment 12     the others are asked to end, and all are started anew, as torchrun does
+    attempt 0   rank 1 dies at its moment 37     a moment: an action, a file that is renamed into place, or a line of metrics
+    attempt 1   rank 0 dies at its moment 12     the others get SIGTERM, and all are restarted, as torchrun does
     attempt 2   ends                             weights, optimizer state and metrics are, bit for bit, the emulator's
 
-`python -m tests.kills --kills 200 --seed 0` prints each run; one that fails is repeated with `--kills 1 --seed` its seed.
+`python -m tests.kills --kills 200 --seed 0` prints each run; repeat a failed one with `--kills 1 --seed SEED`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ METHODS = ("pipedream", "pipedream_flush", "pipedream_2bw", "gpipe", "pipemare",
 
 
 class Kill(NamedTuple):
-    """A rank's death, at its moment number `moment` after it has started."""
+    """The rank to kill, and at which moment after its start."""
 
     rank: int
     moment: int
 
 
 def draw_settings(draw: random.Random) -> Dict[str, Any]:
-    """Return the keys of a short run."""
+    """Draw the keys of a short run."""
     optimizer = draw.choice(({"name": "sgd"}, {"name": "adamw", "momentum": "null"}))
     return {
         **{f"optimizer.{key}": value for key, value in optimizer.items()},
@@ -51,7 +51,7 @@ def draw_settings(draw: random.Random) -> Dict[str, Any]:
 
 
 def run_seed(seed: int, out: Path) -> int:
-    """Train a run that is killed up to `KILLS` times, and return how often it was. Raise `AssertionError` unless it ends as one
+    """Train a run that is killed up to `KILLS` times; return the number of kills. Raise `AssertionError` unless it ends as a run
     that was never killed."""
     from ipu_pipe.config.load import load_config
     from ipu_pipe.run.train import train
@@ -65,18 +65,18 @@ def run_seed(seed: int, out: Path) -> int:
     arguments = [str(DIGITS), "--out", str(out / "killed"), "--set", *sets]
     store = TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False
-    )  # which outlives its ranks, as torchrun's does
+    )  # it outlives its ranks, as torchrun's store does
     kills = 0
     for attempt in range(100):
         kill = Kill(draw.randrange(2), draw.randint(1, 30)) if kills < KILLS else None
-        codes, printed = run_attempt(
+        codes, output = run_attempt(
             attempt, kill, arguments, f"kills-{seed}", store.port, out / f"attempt-{attempt}"
         )
         kills += -signal.SIGKILL in codes
         if not any(codes):
             break
         assert -signal.SIGKILL in codes, (
-            f"attempt {attempt}, {kill}: nobody was killed, the ranks ended with {codes}:\n{printed}"
+            f"attempt {attempt}, {kill}: no rank was killed, the exit codes are {codes}:\n{output}"
         )
     last = f"checkpoints/step-{summary['steps']}"
     for name in ("model", "optimizer"):
@@ -96,19 +96,24 @@ def run_seed(seed: int, out: Path) -> int:
 
 
 def run_attempt(
-    attempt: int, kill: Optional[Kill], arguments: Sequence[str], job: str, port: int, told: Path
+    attempt: int,
+    kill: Optional[Kill],
+    arguments: Sequence[str],
+    job: str,
+    port: int,
+    output_folder: Path,
 ) -> Any:
-    """Start two ranks, of which one dies, and end the other then. Return their exit codes and what they printed."""
-    told.mkdir()
+    """Start two ranks; when one dies, end the other. Return their exit codes and output."""
+    output_folder.mkdir()
     variables = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": job}
     ranks = [
-        forked.context().Process(
-            target=_run,
+        forked.get_fork_server().Process(
+            target=_run_rank,
             args=(
                 kill,
                 list(arguments),
-                str(told / str(rank)),
-                {**forked.of_rank(rank, 2, port), **variables},
+                str(output_folder / str(rank)),
+                {**forked.make_rank_environment(rank, 2, port), **variables},
             ),
         )
         for rank in range(2)
@@ -118,7 +123,7 @@ def run_attempt(
     end = time.monotonic() + PATIENCE
     while any(process.is_alive() for process in ranks) and time.monotonic() < end:
         if any(process.exitcode for process in ranks):
-            time.sleep(0.1)  # torchrun's pause between two looks
+            time.sleep(0.1)  # torchrun's interval of polling
             for process in ranks:
                 process.terminate()
             break
@@ -130,36 +135,38 @@ def run_attempt(
             hung.append(rank)
             process.kill()
             process.join()
-    printed = "".join(path.read_text() for path in sorted(told.iterdir()))
-    # by its exit code, a rank that is killed here is one of those that were to die
+    output = "".join(path.read_text() for path in sorted(output_folder.iterdir()))
+    # a hung rank that is killed here has the exit code of a rank that was to die
     assert not hung, (
-        f"attempt {attempt}, {kill}: ranks {hung} did not end within {PATIENCE:g} s:\n{printed}"
+        f"attempt {attempt}, {kill}: ranks {hung} did not end within {PATIENCE:g} s:\n{output}"
     )
-    return [process.exitcode for process in ranks], printed
+    return [process.exitcode for process in ranks], output
 
 
-def _run(kill: Optional[Kill], arguments: List[str], told: str, variables: Dict[str, str]) -> None:
+def _run_rank(
+    kill: Optional[Kill], arguments: List[str], output: str, variables: Dict[str, str]
+) -> None:
     if kill is not None and kill.rank == int(variables["RANK"]):
         _die_at(kill.moment)
-    forked._run("train", arguments, told, variables)
+    forked.run_forked_command("train", arguments, output, variables)
 
 
 def _die_at(moment: int) -> None:
-    """Let this process be killed at its moment number `moment`."""
+    """Arrange that this process kills itself at moment number `moment`."""
     from ipu_pipe.backends.processes.memory import MemoryCounters
     from ipu_pipe.store.folder import RunFolder
 
     left = moment
 
     def count(function: Any) -> Any:
-        def counted(*arguments: Any, **keywords: Any) -> Any:
+        def count_and_call(*arguments: Any, **keywords: Any) -> Any:
             nonlocal left
             left -= 1
             if not left:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*arguments, **keywords)
 
-        return counted
+        return count_and_call
 
     os.replace = count(os.replace)
     RunFolder.write_metrics = count(RunFolder.write_metrics)  # type: ignore[method-assign]
@@ -167,20 +174,20 @@ def _die_at(moment: int) -> None:
 
 
 def main() -> int:
-    """Run seeds until so many ranks were killed."""
+    """Run seeds until `--kills` ranks were killed."""
     parser = argparse.ArgumentParser(prog="python -m tests.kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first run; each later run has the next one"
     )
-    asked = parser.parse_args()
-    begin, kills, failed, seed = time.monotonic(), 0, 0, asked.seed
-    while kills < asked.kills:
+    arguments = parser.parse_args()
+    begin, kills, failed, seed = time.monotonic(), 0, 0, arguments.seed
+    while kills < arguments.kills:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 kills += run_seed(seed, Path(folder))
                 print(
-                    f"seed {seed}: {kills} of {asked.kills} kills, {time.monotonic() - begin:.0f} s",
+                    f"seed {seed}: {kills} of {arguments.kills} kills, {time.monotonic() - begin:.0f} s",
                     flush=True,
                 )
             except Exception as error:
@@ -190,7 +197,9 @@ def main() -> int:
                     flush=True,
                 )
         seed += 1
-    print(f"{seed - asked.seed - failed} of {seed - asked.seed} runs ended as if never killed")
+    print(
+        f"{seed - arguments.seed - failed} of {seed - arguments.seed} runs ended as if never killed"
+    )
     return int(failed > 0)
 
 

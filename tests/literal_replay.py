@@ -1,8 +1,8 @@
-"""The definition that the emulator is held against: the schedule carried out slot by slot, stage by stage, slowly.
+"""The definition that the emulator must agree with: execute the schedule slot by slot and stage by stage, slowly.
 
-Every stage is a module of its own with its own parameters, optimizer and inbox. Nothing here knows of versions by number
-beyond counting a stage's updates: a stage has weights *now*, it stashes what its method says, the slots alone decide what is
-newest when, and the update rules are written out from their papers' equations, without a line of ipu_pipe.update.rules.
+Every stage is a separate module with its own parameters, optimizer and inbox. Weight versions are only the counts of a stage's
+updates: a stage has its current weights, it stashes what its method requires, and the slots alone decide which weights are the
+newest. The update rules are written from their papers' equations, without ipu_pipe.update.rules.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Batch = Tuple[torch.Tensor, torch.Tensor]
 Weights = Dict[str, torch.Tensor]
 
 
-def lag_formula(method: Method, stages: int, stage: int, accumulate: int) -> float:
-    """Return D of a stage, counted from 0, by the papers' closed forms."""
+def compute_delay(method: Method, stages: int, stage: int, accumulate: int) -> float:
+    """Return the delay D, in updates, of a stage (counted from 0) by the papers' closed forms."""
     if method.delay is not None and not method.delay.drawn:
         return (
             method.delay.greatest if method.delay.table is None else max(method.delay.table[stage])
@@ -42,7 +42,7 @@ def lag_formula(method: Method, stages: int, stage: int, accumulate: int) -> flo
 
 
 class LiteralRules:
-    """The update rules of one stage. `args` as in a config; lr of update k is `rate(k)`; rules act from update `switch` on."""
+    """The update rules of one stage, which act from update `switch` on. `args` are those of a config."""
 
     def __init__(
         self,
@@ -61,34 +61,34 @@ class LiteralRules:
             switch,
             accumulate,
         )
-        self.lag = lag_formula(method, stages, stage, accumulate)
-        self.ahead = 0.0
+        self.delay = compute_delay(method, stages, stage, accumulate)
+        self.backward_horizon = 0.0
         if method.name == "spectrain" and stages > 1:
-            self.ahead = math.ceil(
+            self.backward_horizon = math.ceil(
                 stage / (1 if method.pipeline is Timeline.DATAFLOW else 2) / accumulate
             )
 
-    def rate(self, k: int) -> float:
-        """T1: lr / tau^p."""
+    def compute_rate(self, k: int) -> float:
+        """Return the learning rate of update k by PipeMare's T1: lr / tau^p."""
         if "t1" not in self.args or k < self.switch:
             return self.lr
         power = 1 - min((k - self.switch) / self.args["t1"]["anneal_updates"], 1)
-        return self.lr / max(self.lag, 1) ** power
+        return self.lr / max(self.delay, 1) ** power
 
     def forward(self, weights: Weights, state: "State", k: int) -> Weights:
-        """Return what a forward reads instead of the version `weights`, whose state is `state`, after k updates."""
+        """Return the weights that a forward reads in place of version k, which is `weights` with the state `state`."""
         if k < self.switch:
             return weights
         if self.method.name == "spectrain":
-            return self._ahead(weights, state, k, self.lag + self.ahead)
+            return self._predict(weights, state, k, self.delay + self.backward_horizon)
         rule = self.args.get("weight_prediction")
-        if rule and self.lag:
-            horizon = rule["scale"] * self.lag
+        if rule and self.delay:
+            horizon = rule["scale"] * self.delay
             if rule["form"] == "velocity":
-                return self._ahead(weights, state, k, horizon)
+                return self._predict(weights, state, k, horizon)
             if rule["form"] == "optimizer":
                 return {
-                    name: w.add(state.direction[name], alpha=-self.rate(k) * horizon)
+                    name: w.add(state.direction[name], alpha=-self.compute_rate(k) * horizon)
                     for name, w in weights.items()
                 }
             return {
@@ -96,27 +96,28 @@ class LiteralRules:
             }
         return weights
 
-    def _ahead(self, weights: Weights, state: "State", k: int, horizon: float) -> Weights:
+    def _predict(self, weights: Weights, state: "State", k: int, horizon: float) -> Weights:
         return {
-            name: w.add(state.velocity[name], alpha=-self.rate(k) * horizon)
+            name: w.add(state.velocity[name], alpha=-self.compute_rate(k) * horizon)
             for name, w in weights.items()
         }
 
-    def backward(self, weights: Weights, state: "State", k: int, lag: int) -> Weights:
-        """Return what a backward or a recomputation reads instead of the newest `weights`, `lag` updates after the forward's."""
+    def backward(self, weights: Weights, state: "State", k: int, delay: int) -> Weights:
+        """Return the weights that a backward or a recomputation reads in place of the newest `weights`, `delay` updates after the
+        forward's."""
         if k < self.switch:
             return weights
-        if self.method.name == "spectrain" and self.ahead:
-            return self._ahead(weights, state, k, self.ahead)
-        if "t2" in self.args and lag:
+        if self.method.name == "spectrain" and self.backward_horizon:
+            return self._predict(weights, state, k, self.backward_horizon)
+        if "t2" in self.args and delay:
             return {
-                name: w.add(state.delta[name], alpha=-float(lag)) for name, w in weights.items()
+                name: w.add(state.delta[name], alpha=-float(delay)) for name, w in weights.items()
             }
         return weights
 
 
 class State:
-    """What a stage keeps beside its weights."""
+    """Tensors that a stage keeps for each weight version besides the weights."""
 
     def __init__(self, weights: Weights) -> None:
         self.velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
@@ -127,12 +128,12 @@ class State:
 
 
 class LiteralStage:
-    """One stage: weights in memory, one graph a microbatch in flight, an optimizer of its own.
+    """One stage: weights in memory, one graph for each microbatch in flight, an optimizer of its own.
 
-    `ties`: its weights that are an earlier stage's, by that stage and the weight's name there. Such a stage has no optimizer for
-    them: it reads what has come of them, and the gradient of each backward goes there. `reads`: dtypes of the weights that passes
-    read, where these are roundings of those that the stage keeps, in float32; the module computes in them. `around`: what every
-    forward runs in (autocast).
+    `ties`: the weights that it shares with an earlier stage, as (stage, name there). It has no optimizer for them: it reads the
+    version that has been sent, and sends the gradient of each backward there. `reads`: dtypes of the weights that passes read,
+    where these are rounded from the float32 weights of the stage; the module computes in them. `around`: a context for every
+    forward (autocast).
     """
 
     def __init__(
@@ -147,19 +148,19 @@ class LiteralStage:
         self.module, self.rules, self.ties, self.around = module, rules, ties, around
         self.parameters = {name: p for name, p in module.named_parameters() if name not in ties}
         self.reads = reads or {name: p.dtype for name, p in module.named_parameters()}
-        self.came: Dict[
+        self.received_gradients: Dict[
             Tuple[int, str], torch.Tensor
         ] = {}  # gradients of a microbatch from a later stage
-        self.known = 0  # the version that later stages have got
+        self.sent_version = 0  # the newest version that later stages have
         self.optimizer = make_optimizer(list(self.parameters.values())) if self.parameters else None
-        self.history = [self._now()]  # weights after 0, 1, 2, ... updates of this stage
+        self.history = [self._copy_weights()]  # weights after 0, 1, 2, ... updates of this stage
         self.states = [State(self.history[0])]
         self.in_flight: Dict[int, Any] = {}
         self.forward_version: Dict[int, int] = {}
         self.computed: Dict[int, Weights] = {}
         self.mean_square: Weights = {}  # of microbatches' gradients (DC-ASGD)
 
-    def _now(self) -> Weights:
+    def _copy_weights(self) -> Weights:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     @property
@@ -169,33 +170,36 @@ class LiteralStage:
     def forward(
         self, m: int, inputs: Sequence[torch.Tensor], version: Optional[int] = None
     ) -> Tuple[torch.Tensor, ...]:
-        """`version` None: the newest of its own weights, and of others' what has come."""
+        """Run the forward of microbatch m. `version` None: read its newest weights, and the newest that others have sent."""
         read_version = self.version if version is None else version
         weights = self.history[read_version]
         if self.rules:
             weights = self.rules.forward(weights, self.states[read_version], read_version)
         self.forward_version[m] = read_version
-        return self._run(m, inputs, {**weights, **self._tied(version)})
+        return self._run_forward(m, inputs, {**weights, **self._get_tied_weights(version)})
 
-    def _tied(self, version: Optional[int] = None) -> Weights:
-        return {name: stage.told(there, version) for name, (stage, there) in self.ties.items()}
+    def _get_tied_weights(self, version: Optional[int] = None) -> Weights:
+        return {
+            name: stage.get_known_weight(there, version)
+            for name, (stage, there) in self.ties.items()
+        }
 
-    def told(self, name: str, version: Optional[int]) -> torch.Tensor:
-        """Return a weight as a later stage has it, in its newest version if None."""
+    def get_known_weight(self, name: str, version: Optional[int]) -> torch.Tensor:
+        """Return a weight in a version that later stages have, by default the newest."""
         if name in self.ties:
             stage, there = self.ties[name]
-            return stage.told(there, version)
-        assert version is None or version <= self.known, "it has not come yet"
-        return self.history[self.known if version is None else version][name]
+            return stage.get_known_weight(there, version)
+        assert version is None or version <= self.sent_version, "this version has not been sent yet"
+        return self.history[self.sent_version if version is None else version][name]
 
     def recompute(
         self, m: int, inputs: Optional[Sequence[torch.Tensor]]
     ) -> Tuple[torch.Tensor, ...]:
-        """Run the forward again with what is in memory now; `inputs` None: those of the
-        forward, which a segment's head kept."""
+        """Run the forward again with the current weights; `inputs` None: those of the
+        forward, which the first stage of a segment keeps."""
         buffers = [b.clone() for b in self.module.buffers()]
-        input_kept = self.in_flight[m][1] if inputs is None else inputs
-        outputs = self._run(m, input_kept, self._read_now(m))
+        stashed_inputs = self.in_flight[m][1] if inputs is None else inputs
+        outputs = self._run_forward(m, stashed_inputs, self._read_now(m))
         for b, value in zip(self.module.buffers(), buffers):
             b.data.copy_(value)
         return outputs
@@ -208,7 +212,7 @@ class LiteralStage:
             )
         return weights
 
-    def _run(
+    def _run_forward(
         self, m: int, inputs: Sequence[torch.Tensor], weights: Weights
     ) -> Tuple[torch.Tensor, ...]:
         read = {
@@ -231,18 +235,19 @@ class LiteralStage:
         newest: bool,
         split: bool = False,
     ) -> List[Any]:
-        """`split`: the weight gradients are gathered later."""
+        """Run the backward of microbatch m. `split`: the weight gradients are added later, by `gather`."""
         read, received, _ = self.in_flight.pop(m)
-        if newest:  # the backward finds in memory what the stage holds now
-            for name, w in {**self._read_now(m), **self._tied()}.items():
+        if newest:  # the backward reads the current weights
+            for name, w in {**self._read_now(m), **self._get_tied_weights()}.items():
                 read[name].data.copy_(w)
         pairs = [(o, g) for o, g in zip(outputs, gradients) if o.requires_grad]
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         for name, w in read.items():
-            if (m, name) in self.came:
-                w.grad = self.came.pop((m, name)) + w.grad
-        self.gives = [
-            (stage.came, (m, there), read[name].grad) for name, (stage, there) in self.ties.items()
+            if (m, name) in self.received_gradients:
+                w.grad = self.received_gradients.pop((m, name)) + w.grad
+        self.outgoing_gradients = [
+            (stage.received_gradients, (m, there), read[name].grad)
+            for name, (stage, there) in self.ties.items()
         ]
         self.computed[m] = read
         if not split:
@@ -250,7 +255,7 @@ class LiteralStage:
         return [x.grad for x in received]
 
     def gather(self, m: int) -> None:
-        """Add the weight gradients of a microbatch, which a split backward has only now."""
+        """Add the weight gradients of a microbatch to those of the update."""
         read = self.computed.pop(m)
         for name, p in self.parameters.items():
             if read[name].grad is not None:
@@ -258,11 +263,11 @@ class LiteralStage:
                 p.grad = gradient.clone() if p.grad is None else p.grad + gradient
 
     def _compensate(self, name: str, gradient: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-        """DC-ASGD: of the microbatch's own gradient g = N h, h + lambda N h h (w_now - w_read)."""
+        """Return a gradient h compensated by DC-ASGD: h + lambda N h h (w_now - w_read); the microbatch's is g = N h."""
         rules = self.rules
         rule = (
             rules.args.get("delay_compensation")
-            if rules and rules.lag and self.version >= rules.switch
+            if rules and rules.delay and self.version >= rules.switch
             else None
         )
         if rules is None or rule is None:
@@ -281,13 +286,13 @@ class LiteralStage:
         k, rules = self.version, self.rules
         if self.optimizer:
             args: Mapping[str, Any] = rules.args if rules and k >= rules.switch else {}
-            lag = rules.lag if rules else 0
+            delay = rules.delay if rules else 0
             group = self.optimizer.param_groups[0]
             for one in self.optimizer.param_groups if rules else ():
-                one["lr"] = rules.rate(k)  # type: ignore[union-attr]
+                one["lr"] = rules.compute_rate(k)  # type: ignore[union-attr]
             for p in self.parameters.values():
                 if "gradient_shrinking" in args:
-                    p.grad *= args["gradient_shrinking"]["factor"] ** lag
+                    p.grad *= args["gradient_shrinking"]["factor"] ** delay
             gradients = {name: p.grad.clone() for name, p in self.parameters.items()}
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -306,33 +311,33 @@ class LiteralStage:
                     state.direction[name] = m_hat / (v_hat.sqrt() + group["eps"])
                 rule = args.get("spike_compensation")
                 if (
-                    rule and lag
+                    rule and delay
                 ):  # the step from the old weights by the paper's equation; the velocity is the optimizer's
                     m, g = group["momentum"], gradients[name] + group["weight_decay"] * old
-                    a = rule["a"] if rule.get("a") is not None else m ** (rule["scale"] * lag)
+                    a = rule["a"] if rule.get("a") is not None else m ** (rule["scale"] * delay)
                     b = (
                         rule["b"]
                         if rule.get("b") is not None
-                        else (1 - m ** (rule["scale"] * lag)) / (1 - m)
+                        else (1 - m ** (rule["scale"] * delay)) / (1 - m)
                     )
                     p.data.copy_(old - group["lr"] * (a * state.velocity[name] + b * g))
                 if (
-                    "error_feedback" in args and lag
-                ):  # the error of the step before: what it should have been, now known
-                    share, step = args["error_feedback"]["scale"] * lag, p.data - old
+                    "error_feedback" in args and delay
+                ):  # the error of the previous step, whose right value is known now
+                    share, step = args["error_feedback"]["scale"] * delay, p.data - old
                     before = self.states[-1].delayed.get(name, step)
                     state.delayed[name] = step
                     p.data.copy_(p.data.add(step, alpha=share).add(before, alpha=-share))
                 state.difference[name] = p.data - old
-                if "t2" in args and lag:
+                if "t2" in args and delay:
                     decay = args["t2"]["decay"]
-                    gamma = 1 - 2 / (lag + 1) if decay == "optimal" else decay ** (1 / lag)
+                    gamma = 1 - 2 / (delay + 1) if decay == "optimal" else decay ** (1 / delay)
                     before = self.states[-1].delta[name]
                     state.delta[name] = (gamma * before).add(p.data - old, alpha=1 - gamma)
             self.states.append(state)
         else:
             self.states.append(self.states[-1])
-        self.history.append(self._now())
+        self.history.append(self._copy_weights())
 
 
 def replay(
@@ -345,11 +350,11 @@ def replay(
     delays: Any = None,
     shares: Optional[Sequence[float]] = None,
 ) -> None:
-    """Carry out `schedule` on `stages`: in each slot every stage does its forward, then its backward, then its update.
+    """Execute `schedule` on `stages`: in each slot every stage does its forward, then its backward, then its update.
 
-    2BW reads one version behind its batch's; at the start and after each of the `drains` (microbatches) there is but one.
-    `delays[s][m]`: where the method states them, the updates by which the forward's weights are older than the gradient's use.
-    `shares[m]`: by which a microbatch's loss is multiplied, instead of 1 / N; 0: its loss is not read.
+    2BW reads the version before its batch's; at the start and after each of the `drains` (microbatches) there is only one.
+    `delays[s][m]`: if the method states delays, the updates between the forward's weights and the use of the gradient.
+    `shares[m]`: the factor of a microbatch's loss, instead of 1 / N; 0: its loss is not computed.
     """
     last, accumulate = len(stages) - 1, schedule.accumulate
 
@@ -359,13 +364,13 @@ def replay(
         return loss(output, batches[m][1]) * shares[m] if shares[m] else output.sum() * 0
 
     count = schedule.microbatches
-    forwards = _by_slot(schedule.slots(Kind.FORWARD, 0, count))
+    forwards = _index_by_slot(schedule.slots(Kind.FORWARD, 0, count))
     # of a split backward the input gradient, and the weight gradient
     backwards, completions = (
-        _by_slot(schedule.slots(kind, 0, count))
+        _index_by_slot(schedule.slots(kind, 0, count))
         for kind in (schedule.passes[1], schedule.passes[-1])
     )
-    again = _recomputations(schedule, method) if method.segments is not None else {}
+    again = _plan_recomputations(schedule, method) if method.segments is not None else {}
     activations: Dict[Tuple[int, int], Sequence[torch.Tensor]] = {
         (0, m): (x,) for m, (x, _) in enumerate(batches)
     }
@@ -391,7 +396,7 @@ def replay(
     for slot in range(schedule.slot_count):
         sent: List[Any] = []  # arrives when the slot is over
         for stage in stages:
-            stage.known = stage.version
+            stage.sent_version = stage.version
         for s, stage in enumerate(stages):
             m = forwards.get((slot, s))
             if m is not None:
@@ -415,7 +420,7 @@ def replay(
                     grads = gradients.pop((s, m))
                 newest = method.backward_reads is Reads.NEWEST
                 back = stage.backward(m, outputs, grads, newest, split=len(schedule.passes) > 2)
-                sent += [(gradients, (s - 1, m), back), *stage.gives]
+                sent += [(gradients, (s - 1, m), back), *stage.outgoing_gradients]
             m = completions.get((slot, s))
             if m is not None:
                 if m in stage.computed:
@@ -426,10 +431,14 @@ def replay(
             box[key] = tensors
 
 
-def _recomputations(schedule: Schedule, method: Method) -> Dict[Tuple[int, int], Tuple[int, bool]]:
-    """Return (slot, stage) -> (microbatch, whether the stage begins a segment): a wave through
-    each segment, one stage a slot, that
-    ends `turn` slots before its last stage's backward."""
+def _plan_recomputations(
+    schedule: Schedule, method: Method
+) -> Dict[Tuple[int, int], Tuple[int, bool]]:
+    """Return (slot, stage) -> (microbatch, whether the stage begins a segment).
+
+    Recomputation is a wave through each segment, one stage a slot, that ends `turn` slots before the
+    backward of its last stage.
+    """
     P = schedule.stages
     segments = method.segments or max(round(P**0.5), 1)
     lengths = [P // segments + (i < P % segments) for i in range(segments)]
@@ -447,5 +456,5 @@ def _recomputations(schedule: Schedule, method: Method) -> Dict[Tuple[int, int],
     return runs
 
 
-def _by_slot(slots: Any) -> Dict[Tuple[int, int], int]:
+def _index_by_slot(slots: Any) -> Dict[Tuple[int, int], int]:
     return {(int(slot), s): m for s, row in enumerate(slots.tolist()) for m, slot in enumerate(row)}

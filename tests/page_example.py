@@ -1,4 +1,4 @@
-"""A trace as of four processes, stage 1 twice as slow, and what an analysis says of it: for the page's tests."""
+"""Traces with their analyses for the tests of the page: four processes, whose stage 1 is twice as slow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SIZE = 1 << 19  # bytes of a boundary tensor
 HOSTILE = '<script>window.hostile = true</script><img src="x" onerror="window.hostile = true">'
 
 
-def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
-    """PipeDream-Flush with waits, sends and memory; a run and a stage's module called `name`."""
+def make_example_trace(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
+    """Make a trace of PipeDream-Flush with waits, sends and memory; the run and one module are called `name`."""
     schedule = make_schedule(METHODS["pipedream_flush"], STAGES, MICROBATCHES, ACCUMULATE)
     table = VersionTable(schedule, METHODS["pipedream_flush"])
     costs = Costs([1.0, 2.1, 1.0, 0.9], [1.9, 4.0, 2.0, 1.8], [0.2] * STAGES, link=0.1)
@@ -79,8 +79,8 @@ def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
     return trace, analyze(trace, "runs/example")
 
 
-def split_example() -> Tuple[Trace, Dict[str, Any]]:
-    """DualPipeV by the clock: halves of backwards among whole ones, two stages on each of two devices."""
+def make_split_example_trace() -> Tuple[Trace, Dict[str, Any]]:
+    """Make a modelled trace of DualPipeV: split and whole backwards, two stages on each of two devices."""
     method = resolve_method("dualpipe_v")
     schedule = make_schedule(method, STAGES, 2 * ACCUMULATE, ACCUMULATE)
     table = VersionTable(schedule, method)

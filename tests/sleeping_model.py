@@ -1,4 +1,4 @@
-"""A model whose stages sleep, with timers of its own inside its forward and backward."""
+"""A model whose stages sleep, and record the times of their forwards and backwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = (0.004, 0.04)  # of a pass of stage 0 and of stage 1
 passes: List[List[int]] = []  # stage, begin and end (perf_counter_ns) of each forward and backward
 
 
-class _Slow(torch.autograd.Function):
+class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, stage: int) -> torch.Tensor:
         ctx.stage = stage
@@ -25,13 +25,13 @@ class _Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        begun = time.perf_counter_ns()
+        begin_ns = time.perf_counter_ns()
         time.sleep(SECONDS[ctx.stage])
-        passes.append([ctx.stage, begun, time.perf_counter_ns()])
+        passes.append([ctx.stage, begin_ns, time.perf_counter_ns()])
         return gradient, None
 
 
-def _gradient_is_there(parameter: torch.Tensor) -> None:
+def _record_gradient_time(parameter: torch.Tensor) -> None:
     passes[-1][2] = time.perf_counter_ns()
 
 
@@ -40,21 +40,21 @@ class Stage(nn.Module):
         super().__init__()
         self.stage, self.fc = stage, nn.Linear(WIDTH, width)
         for parameter in self.fc.parameters():
-            parameter.register_post_accumulate_grad_hook(_gradient_is_there)
+            parameter.register_post_accumulate_grad_hook(_record_gradient_time)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        begun = time.perf_counter_ns()
-        output: torch.Tensor = _Slow.apply(self.fc(x), self.stage)  # type: ignore[no-untyped-call]
-        passes.append([self.stage, begun, time.perf_counter_ns()])
+        begin_ns = time.perf_counter_ns()
+        output: torch.Tensor = _Sleep.apply(self.fc(x), self.stage)  # type: ignore[no-untyped-call]
+        passes.append([self.stage, begin_ns, time.perf_counter_ns()])
         return output
 
 
-def model() -> nn.Module:
+def make_sleeping_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(OrderedDict(one=Stage(0, WIDTH), two=Stage(1, CLASSES)))
 
 
-def data() -> TensorData:
+def make_sleeping_data() -> TensorData:
     generator = torch.Generator().manual_seed(0)
     x, y = (
         torch.randn(600, WIDTH, generator=generator),

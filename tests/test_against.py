@@ -1,4 +1,4 @@
-"""train --against METHOD: with as many samples and with as much time, by the schedule."""
+"""train --against METHOD compares with a run of as many samples and with one of as much time, by the schedule."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SHORT = [
 ]  # fmt: skip
 
 
-def config(*pairs: str) -> Any:
+def load_short_config(*pairs: str) -> Any:
     return load_config(DIGITS, [*SHORT, *pairs])
 
 
-def summary(method: str, steps: int, accumulate: int, **more: Any) -> Dict[str, Any]:
-    """Of a run on four stages."""
+def make_summary(method: str, steps: int, accumulate: int, **more: Any) -> Dict[str, Any]:
+    """Make the summary of a run on four stages."""
     schedule = make_schedule(METHODS[method], 4, steps * accumulate, accumulate)
     return {
         "method": method, "steps": steps, "batch": {"gradient_accumulation": accumulate}, "model": {"stages": 4},
@@ -48,16 +48,16 @@ def summary(method: str, steps: int, accumulate: int, **more: Any) -> Dict[str, 
 
 @pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipedream_flush"])
 def test_slots_of_a_run_are_its_schedules(method: str) -> None:
-    slots = count_slots(summary(method, 9, 4))
+    slots = count_slots(make_summary(method, 9, 4))
     assert slots == pytest.approx(make_schedule(METHODS[method], 4, 36, 4).slot_count)
 
 
 @pytest.mark.parametrize("accumulate, steps", [(2, 150), (4, 107), (8, 68), (16, 39), (500, None)])
 def test_as_much_time_is_the_most_updates_that_fit(accumulate: int, steps: Any) -> None:
-    """GPipe on 4 stages: 2 (K + 3) slots an update; 375 updates of 2 microbatches by 1F1B: 1,506 slots."""
-    first = summary("pipedream", 375, 2)
+    """GPipe on 4 stages needs 2 (K + 3) slots for an update; 1F1B needs 1,506 for 375 updates of 2 microbatches."""
+    first = make_summary("pipedream", 375, 2)
     assert count_slots(first) == pytest.approx(1506)
-    chosen = fit_into_time(config("method=gpipe", "steps=375"), accumulate, first)
+    chosen = fit_into_time(load_short_config("method=gpipe", "steps=375"), accumulate, first)
     if steps is None:
         assert chosen is None
         return
@@ -73,7 +73,7 @@ def test_as_much_time_is_the_most_updates_that_fit(accumulate: int, steps: Any) 
 def test_the_experiment_at_equal_time_has_these_settings(accumulate: int) -> None:
     path = Path(DIGITS).parent / "experiments" / "equal_time.yaml"
     grid = yaml.safe_load(path.read_text(encoding="utf-8"))
-    first = summary(
+    first = make_summary(
         "pipedream", 400, 2, planned_utilization=1600 / 1624
     )  # it drains for three evaluations before the last
     fitted = fit_into_time(configure(**{**grid["base"], "method": "gpipe"}), accumulate, first)
@@ -84,22 +84,25 @@ def test_the_experiment_at_equal_time_has_these_settings(accumulate: int) -> Non
 
 
 def test_milestones_come_at_the_same_share_of_the_run() -> None:
-    gpipe = config("method=gpipe", "lr_schedule={name: step, milestones: [2, 3]}")
-    chosen = fit_into_time(gpipe, 4, summary("pipedream", 24, 2))
+    gpipe = load_short_config("method=gpipe", "lr_schedule={name: step, milestones: [2, 3]}")
+    chosen = fit_into_time(gpipe, 4, make_summary("pipedream", 24, 2))
     assert chosen is not None and chosen.steps is not None
     share = chosen.steps * 4 / 48
     assert chosen.lr_schedule.milestones == pytest.approx([2 * share, 3 * share])
 
 
 def test_a_method_that_does_not_drain_keeps_its_batch() -> None:
-    assert choose_accumulations(config("method=gpipe")) == [2, 4, 8, 16]
-    assert choose_accumulations(config("method=gpipe"), [4, 4]) == [4]
-    assert choose_accumulations(config("method=pipemare")) == [2]
+    assert choose_accumulations(load_short_config("method=gpipe")) == [2, 4, 8, 16]
+    assert choose_accumulations(load_short_config("method=gpipe"), [4, 4]) == [4]
+    assert choose_accumulations(load_short_config("method=pipemare")) == [2]
 
 
 def test_both_comparisons_are_printed_and_drawn(tmp_path: Path) -> None:
     printed = train_against(
-        config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8]
+        load_short_config("method=pipedream"),
+        load_short_config("method=gpipe"),
+        tmp_path / "run",
+        [4, 8],
     )
     results = read_json(tmp_path / "run" / "against.json")
     assert results["run"]["method"] == "pipedream"
@@ -126,7 +129,9 @@ def test_both_comparisons_are_printed_and_drawn(tmp_path: Path) -> None:
 
 
 def test_a_method_that_takes_no_longer_is_not_run_again(tmp_path: Path) -> None:
-    printed = train_against(config("method=gpipe"), config("method=pipedream"), tmp_path / "run")
+    printed = train_against(
+        load_short_config("method=gpipe"), load_short_config("method=pipedream"), tmp_path / "run"
+    )
     assert "the same time: pipedream takes no longer" in printed
     assert read_json(tmp_path / "run" / "against.json")["same_time"] == []
 
@@ -146,7 +151,10 @@ def test_a_rate_that_is_too_high_is_reported_and_the_others_count(
 
     monkeypatch.setattr(equal_time, "train", train)
     printed = train_against(
-        config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8]
+        load_short_config("method=pipedream"),
+        load_short_config("method=gpipe"),
+        tmp_path / "run",
+        [4, 8],
     )
     assert (
         "8 microbatches per update" in printed
@@ -158,13 +166,13 @@ def test_a_rate_that_is_too_high_is_reported_and_the_others_count(
 def test_a_restart_goes_on_with_its_own_runs_and_overwrites_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """The second run of an earlier comparison was taken for the new one's."""
+    """Story: the second run of an earlier comparison was taken for the new one's."""
     command = [
         DIGITS,
         "--out",
         tmp_path,
         "--overwrite",
-        *(f"--set={one}" for one in (*SHORT, "steps=2", "method=gpipe")),
+        *(f"--set={pair}" for pair in (*SHORT, "steps=2", "method=gpipe")),
     ]
     against_other = ["--against", "pipedream"]
     for attempt, job, options in (
@@ -174,9 +182,9 @@ def test_a_restart_goes_on_with_its_own_runs_and_overwrites_the_others(
     ):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
-        done = run_here(train_command, *command, *options, monkeypatch=monkeypatch, capsys=capsys)
-        assert done.returncode == 0, done.stderr
-    assert "restart 1 by the launcher" in done.stdout  # of the first run alone
+        result = run_here(train_command, *command, *options, monkeypatch=monkeypatch, capsys=capsys)
+        assert result.returncode == 0, result.stderr
+    assert "restart 1 by the launcher" in result.stdout  # of the first run alone
     jobs = [
         [start["job"] for start in read_starts(folder)]
         for folder in (tmp_path, tmp_path / "pipedream")
@@ -185,15 +193,15 @@ def test_a_restart_goes_on_with_its_own_runs_and_overwrites_the_others(
 
 
 def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
-    def run(method: str, loss: float, slots: float, accumulate: int = 2) -> ComparedRun:
+    def make_run(method: str, loss: float, slots: float, accumulate: int = 2) -> ComparedRun:
         return ComparedRun(
             method, accumulate, 0.1, 10, 320, slots, {"test_loss": loss, "test_accuracy": None}, []
         )
 
-    both = run("pipedream", 1.5, 100.0), run("gpipe", 1.25, 250.0)
-    first, second = summary("pipedream", 10, 2), summary("gpipe", 10, 2)
+    both = make_run("pipedream", 1.5, 100.0), make_run("gpipe", 1.25, 250.0)
+    first, second = make_summary("pipedream", 10, 2), make_summary("gpipe", 10, 2)
     printed = describe(
-        first, second, *both, [run("gpipe", 2.0, 99.0, 4), run("gpipe", 1.75, 98.0, 8)]
+        first, second, *both, [make_run("gpipe", 2.0, 99.0, 4), make_run("gpipe", 1.75, 98.0, 8)]
     )
     assert "test loss 1.500 by pipedream, 1.250 by gpipe: +0.250" in printed
     assert "test loss 1.500 by pipedream, 1.750 by gpipe at its best: -0.250" in printed
@@ -202,7 +210,8 @@ def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
 def test_slots_of_several_stages_a_device_are_not_compared(tmp_path: Path) -> None:
     for first, second in (("zbv", "gpipe"), ("gpipe", "zbv")):
         one, other = (
-            config(f"method={method}", "gradient_accumulation=4") for method in (first, second)
+            load_short_config(f"method={method}", "gradient_accumulation=4")
+            for method in (first, second)
         )
         with pytest.raises(BadInput, match="^--against: zbv: "):
             train_against(one, other, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Ranks whose models differ are refused before a tensor is sent, by the first difference; they never train a mixture."""
+"""Ranks with different models are refused before any tensor is sent, with the first difference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 class Net(nn.Module):
-    """Three layers; the name of the second and the width between the first two are the caller's."""
+    """Three layers; the caller chooses the name of the second and the width between the first two."""
 
     def __init__(self, name: str = "b", width: int = 6) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Net(nn.Module):
         return c(torch.tanh(b(torch.tanh(a(x) * self.scale))))
 
 
-def draw_batches() -> Any:
+def draw_net_batches() -> Any:
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator))
@@ -44,11 +44,11 @@ def draw_batches() -> Any:
     ]
 
 
-def make_arguments(model: nn.Module, **keys: Any) -> Dict[str, Any]:
+def make_net_arguments(model: nn.Module, **keys: Any) -> Dict[str, Any]:
     settings: Dict[str, Any] = {
         "method": "gpipe", "steps": 2, "gradient_accumulation": 2, "stages": ["c"], "log": {"tensorboard": False},
     }  # fmt: skip
-    batches = draw_batches()
+    batches = draw_net_batches()
     config = ipu_pipe.configure(**{**settings, **keys})
     config = config.model_copy(update={"backend": BackendConfig(name="distributed", deadline=30)})
     return {
@@ -56,16 +56,16 @@ def make_arguments(model: nn.Module, **keys: Any) -> Dict[str, Any]:
     }  # fmt: skip
 
 
-def change_values(model: nn.Module) -> None:
+def change_one_value(model: nn.Module) -> None:
     with torch.no_grad():
         model.c.bias[0] += 1e-6  # type: ignore[index, operator]
 
 
-def freeze(model: nn.Module) -> None:
+def freeze_first_weight(model: nn.Module) -> None:
     model.a.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
 
 
-# difference -> (changes a rank's model, or makes another one; the begin of the line; what each rank has)
+# difference -> (function that changes a model or returns another; beginning of the line; value on each rank)
 DIFFERENCES: Dict[str, Any] = {
     "shape": (lambda model: Net(width=5), "model: a.weight: shape: ", ("(6, 6)", "(5, 6)")),
     "dtype": (
@@ -73,16 +73,18 @@ DIFFERENCES: Dict[str, Any] = {
         "model: a.weight: dtype: ",
         ("torch.float32", "torch.float64"),
     ),
-    "requires_grad": (freeze, "model: a.weight: requires_grad: ", ("True", "False")),
+    "requires_grad": (freeze_first_weight, "model: a.weight: requires_grad: ", ("True", "False")),
     "name": (lambda model: Net("d"), "model: b.weight: shape: ", ("(6, 6)", "nothing")),
     "mode": (lambda model: model.a.eval() and None, "model: a: training: ", ("True", "False")),
-    "weight": (change_values, "model: c.bias: values", ()),
+    "weight": (change_one_value, "model: c.bias: values", ()),
     "buffer": (lambda model: model.scale.mul_(2) and None, "model: scale: values", ()),
 }
 
 
-def make_differing(rank: int, change: Callable[[nn.Module], Optional[nn.Module]]) -> nn.Module:
-    """Return the model of a rank, of which the last is another one."""
+def make_differing_model(
+    rank: int, change: Callable[[nn.Module], Optional[nn.Module]]
+) -> nn.Module:
+    """Make the model of a rank; that of the last rank is changed."""
     torch.manual_seed(0)
     model = Net()
     if rank == torch.distributed.get_world_size() - 1:
@@ -91,15 +93,18 @@ def make_differing(rank: int, change: Callable[[nn.Module], Optional[nn.Module]]
 
 
 def check_refusals(rank: int, folder: Path, keys: Dict[str, Any]) -> None:
+    """Check as one rank that every difference is refused with the right line."""
     last = torch.distributed.get_world_size() - 1
     for name, (change, begin, values) in DIFFERENCES.items():
-        model = make_differing(rank, change)
-        (fault,) = list_faults(ipu_pipe.train, out=folder / name, **make_arguments(model, **keys))
+        model = make_differing_model(rank, change)
+        (fault,) = list_faults(
+            ipu_pipe.train, out=folder / name, **make_net_arguments(model, **keys)
+        )
         assert fault.startswith(begin) and f"rank {last} has " in fault, fault
         assert all(value in fault for value in values), fault
     loss = nn.CrossEntropyLoss(torch.ones(3) * (rank + 1))
     (fault,) = list_faults(
-        ipu_pipe.train, out=folder / "loss", loss=loss, **make_arguments(Net(), **keys)
+        ipu_pipe.train, out=folder / "loss", loss=loss, **make_net_arguments(Net(), **keys)
     )
     assert fault.startswith("loss: weight: values")
 
@@ -108,7 +113,7 @@ def check_refusals(rank: int, folder: Path, keys: Dict[str, Any]) -> None:
 def test_ranks_with_other_models_are_refused_by_the_first_difference(
     ranks: int, keys: Dict[str, Any], tmp_path: Path
 ) -> None:
-    """Other shapes ended in gloo's abort ("rank 1 is lost"); other values were mixed: each stage had its rank's."""
+    """Story: other shapes ended in gloo's abort ("rank 1 is lost"), and with other values each stage trained its rank's."""
     run_in_group(ranks, check_refusals, tmp_path, keys)
 
 
@@ -117,11 +122,11 @@ def train_again(rank: int, folder: Path) -> None:
     torch.manual_seed(0)
     model = Net()
     for name in ("first", "second"):
-        ipu_pipe.train(out=folder / name, **make_arguments(model))
+        ipu_pipe.train(out=folder / name, **make_net_arguments(model))
     torch.manual_seed(rank)
     resumed = Net()
-    ipu_pipe.train(out=folder / "second", resume=True, **make_arguments(resumed, steps=4))
-    ipu_pipe.train(out=folder / "second", resume=True, **make_arguments(model, steps=6))
+    ipu_pipe.train(out=folder / "second", resume=True, **make_net_arguments(resumed, steps=4))
+    ipu_pipe.train(out=folder / "second", resume=True, **make_net_arguments(model, steps=6))
     torch.save(model.state_dict(), folder / f"{rank}.pt")
 
 
@@ -130,15 +135,15 @@ def test_a_trained_model_and_values_that_a_checkpoint_replaces_agree(tmp_path: P
     assert_same(*(torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)))
 
 
-def make_entry() -> nn.Module:
-    """Return a model of digits with another width on rank 1."""
+def make_model_by_rank() -> nn.Module:
+    """Make a model for digits, which is wider on rank 1."""
     width = 9 if os.environ["RANK"] == "1" else 8
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
 
 def test_the_command_ends_with_2_and_one_line(tmp_path: Path) -> None:
     sets = [
-        "model.entry=tests.test_agreement:make_entry",
+        "model.entry=tests.test_agreement:make_model_by_rank",
         "model.args={}",
         "backend.name=distributed",
         "stages=2",

@@ -1,4 +1,4 @@
-"""What the analysis says of a run, checked against clock-made traces, version tables and traces written by hand."""
+"""Check the analysis of a run against modelled traces, version tables and traces written by hand."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ UNITS = [
     2.0,
     2.0,
     4.0,
-]  # what each takes forward, in microseconds; backward twice that
+]  # forward times in microseconds; a backward takes twice as long
 
 
-def modelled(name: str, begins: Sequence[int], accumulate: int, batches: int, **more: Any) -> Trace:
-    """Return a trace by the clock of a model of UNITS whose stages begin so; zbv splits backwards of three forwards."""
+def make_modelled_trace(
+    name: str, begins: Sequence[int], accumulate: int, batches: int, **more: Any
+) -> Trace:
+    """Make the modelled trace of UNITS with stages at `begins`. A backward takes two forwards; with zbv three, and is split."""
     method, backward = resolve_method(name, {}), 3 if name == "zbv" else 2
     edges = [*begins, len(UNITS)]
     forward = [sum(UNITS[a:b]) for a, b in zip(edges, edges[1:])]
@@ -62,7 +64,7 @@ def modelled(name: str, begins: Sequence[int], accumulate: int, batches: int, **
 def list_units(
     begins: Sequence[int], flops: Sequence[float], backward: float = 2
 ) -> List[Dict[str, Any]]:
-    """Return the layers of UNITS with the FLOPs of each forward, of which a backward has `backward` times as many."""
+    """Return metadata of the layers of UNITS, with the FLOPs of each forward; a backward has `backward` times as many."""
     return [
         {"name": f"layer{i}", "stage": sum(i >= begin for begin in begins) - 1, "forward_flops": count,
          "backward_flops": backward * count, "crossing_bytes": 100}
@@ -71,14 +73,14 @@ def list_units(
 
 
 def list_begins(bottleneck: Dict[str, Any]) -> List[int]:
-    """Return where stages begin after the move that is advised."""
+    """Return the layers at which stages begin after the advised move."""
     return [int(unit[len("layer") :]) for unit in bottleneck["move"]["begins_then"]]
 
 
-def by_hand(
+def analyze_events(
     events: Sequence[Event], counters: Sequence[Counter] = (), **metadata: Any
 ) -> Dict[str, Any]:
-    """Return the analysis of a trace of these events."""
+    """Analyze a trace of these events, and check that the analysis is valid JSON."""
     analysis = analyze(
         Trace(Events.from_rows(events), Counters.from_rows(counters), metadata), "a trace"
     )
@@ -86,30 +88,32 @@ def by_hand(
     return analysis
 
 
-def event(device: int, kind: str, start: int, end: int, microbatch: int = 0, **more: Any) -> Event:
+def make_event(
+    device: int, kind: str, start: int, end: int, microbatch: int = 0, **more: Any
+) -> Event:
     fields: Dict[str, Any] = {"stage": device, "version": 0, "bytes": None, **more}
     return Event(
         device=device, kind=kind, microbatch=microbatch, start_ns=start, end_ns=end, **fields
     )
 
 
-# ---- the bottleneck, and what moving a boundary gains
+# ---- the bottleneck, and the gain from moving a boundary
 
 
 @pytest.mark.parametrize(
     "name, accumulate, batches", [("gpipe", 6, 2), ("pipedream_flush", 6, 2), ("pipedream", 1, 400)]
 )
-def test_what_a_move_gains_is_what_moving_it_gives(
+def test_the_stated_gain_of_a_move_is_that_of_the_moved_stages(
     name: str, accumulate: int, batches: int
 ) -> None:
-    """The gain that is stated of one cut is found by cutting so and looking at the clock's trace of that."""
-    before = analyze(modelled(name, [0, 1, 2], accumulate, batches), "before")
+    """Check the stated gain of a move against the modelled trace of the moved stages."""
+    before = analyze(make_modelled_trace(name, [0, 1, 2], accumulate, batches), "before")
     result = before["bottleneck"]
     assert (result["what"], result["stage"], result["device"]) == ("stage", 2, 2)
     begins = list_begins(result)
     assert begins != [0, 1, 2] and result["gain"] > 0.3
     assert result["move"]["busy_now_ns"] == [12000.0, 3000.0, 33000.0]
-    after = analyze(modelled(name, begins, accumulate, batches), "after")
+    after = analyze(make_modelled_trace(name, begins, accumulate, batches), "after")
     assert result["move"]["busy_then_ns"] == [
         stage["forward_ns"] + stage["backward_ns"] for stage in after["stages"]
     ]
@@ -118,26 +122,26 @@ def test_what_a_move_gains_is_what_moving_it_gives(
     assert result["gain"] == pytest.approx(measured, rel=0.02 if name == "pipedream" else 1e-6)
     assert after["bottleneck"]["gain"] == 0.0
     assert f"stage 1 at layer{begins[1]} instead of layer1" in result["do"]
-    # the layers take as long as their FLOPs say
+    # the layers' times are proportional to their FLOPs
     assert result["time_per_flop_ratio"] == pytest.approx(1) and result[
         "gain_range"
     ] == pytest.approx([result["gain"]] * 2)
 
 
 @pytest.mark.parametrize("begins", [[0, 1, 2], [0, 5, 7], [0, 3, 6], [0, 6, 7]])
-def test_where_flops_do_not_tell_times_the_gain_lies_in_the_range(begins: List[int]) -> None:
+def test_the_gain_is_within_its_range_if_flops_do_not_predict_times(begins: List[int]) -> None:
     units = list_units(begins, [1e9] * len(UNITS))
-    before = analyze(modelled("pipedream_flush", begins, 6, 2, units=units), "before")
+    before = analyze(make_modelled_trace("pipedream_flush", begins, 6, 2, units=units), "before")
     result = before["bottleneck"]
-    after = analyze(modelled("pipedream_flush", list_begins(result), 6, 2), "after")
+    after = analyze(make_modelled_trace("pipedream_flush", list_begins(result), 6, 2), "after")
     low, high = result["gain_range"]
     assert low <= result["gain"] <= high and result["time_per_flop_ratio"] > 1
     assert low - 1e-9 <= before["span_ns"] / after["span_ns"] - 1 <= high + 1e-9
 
 
 def test_even_stages_are_reported_as_the_schedules_own_bubble() -> None:
-    result = analyze(modelled("gpipe", [0, 5], 2, 3), "even")
-    # (P - 1) / (N + P - 1), Huang et al. 2019; a little else for the updates, which are compute
+    result = analyze(make_modelled_trace("gpipe", [0, 5], 2, 3), "even")
+    # (P - 1) / (N + P - 1), Huang et al. 2019; slightly different, since updates count as compute
     assert result["planned_bubble_fraction"] == pytest.approx(1 / 3)
     assert result["bubble_fraction"] == pytest.approx(1 / 3, abs=0.01)
     assert (
@@ -149,8 +153,8 @@ def test_even_stages_are_reported_as_the_schedules_own_bubble() -> None:
     assert "more microbatches per update" in result["bottleneck"]["do"]
 
 
-def test_why_there_is_no_gain() -> None:
-    trace = modelled("gpipe", [0, 1, 2], 3, 2)
+def test_a_missing_gain_has_a_reason() -> None:
+    trace = make_modelled_trace("gpipe", [0, 1, 2], 3, 2)
     for key, reason in {"units": "units", "method": "does not name its method"}.items():
         metadata = {other: value for other, value in trace.metadata.items() if other != key}
         result = analyze(trace._replace(metadata=metadata), "x")["bottleneck"]
@@ -162,28 +166,31 @@ def test_why_there_is_no_gain() -> None:
     assert "cannot be rebuilt" in other["bottleneck"]["why_no_gain"]
 
 
-def test_a_link_or_evaluations_may_hold_a_run_up() -> None:
+def test_a_link_or_evaluations_may_be_the_bottleneck() -> None:
     passes = [
-        event(d, "forward", 1000 * m + 100 * d, 1000 * m + 100 * d + 100, m)
+        make_event(d, "forward", 1000 * m + 100 * d, 1000 * m + 100 * d + 100, m)
         for m in range(4)
         for d in (0, 1)
     ]
     message: Dict[str, Any] = {"peer": 1, "carries": "activations", "bytes": 8}
-    sends = [event(0, "send", 1000 * m + 100, 1000 * m + 900, m, **message) for m in range(4)]
-    result = by_hand([*passes, *sends])["bottleneck"]
+    sends = [make_event(0, "send", 1000 * m + 100, 1000 * m + 900, m, **message) for m in range(4)]
+    result = analyze_events([*passes, *sends])["bottleneck"]
     assert (result["what"], result["device"]) == ("link", 0) and "800 ns" in result["why"]
-    result = by_hand([*passes, event(1, "evaluate", 4000, 40000)])["bottleneck"]
+    result = analyze_events([*passes, make_event(1, "evaluate", 4000, 40000)])["bottleneck"]
     assert result["what"] == "outside" and "evaluat" in result["why"]
 
 
 def test_a_waiting_device_names_whom_it_waits_for() -> None:
-    """Stage 0 takes 2 ms, stage 1 20 ms: device 0 waits."""
+    """Device 0 waits, since stage 0 takes 2 ms and stage 1 takes 20 ms."""
     events: List[Event] = []
     for m in range(5):
         at = m * 20_000_000
-        events += [event(0, "forward", at, at + 2_000_000, m), event(0, WAIT, at + 2_000_000, at + 20_000_000, m, peer=1),
-                   event(1, "forward", at, at + 20_000_000, m)]  # fmt: skip
-    result = by_hand(events)
+        events += [
+            make_event(0, "forward", at, at + 2_000_000, m),
+            make_event(0, WAIT, at + 2_000_000, at + 20_000_000, m, peer=1),
+            make_event(1, "forward", at, at + 20_000_000, m),
+        ]
+    result = analyze_events(events)
     assert [device["busy_ns"] for device in result["devices"]] == [10_000_000, 100_000_000]
     assert result["span_ns"] == 100_000_000
     assert (
@@ -200,11 +207,11 @@ def test_a_waiting_device_names_whom_it_waits_for() -> None:
     assert "stage 1 on device 1" in format_analysis(result)
 
 
-def test_what_a_move_gains_where_devices_have_several_stages() -> None:
-    """By the clock, with the halves of backwards as the trace has them."""
-    before = analyze(modelled("zbv", [0, 1, 2, 3], 6, 1), "before")
+def test_the_gain_of_a_move_with_several_stages_on_a_device() -> None:
+    """The gain of zbv is computed with split backwards, as the trace has them."""
+    before = analyze(make_modelled_trace("zbv", [0, 1, 2, 3], 6, 1), "before")
     result = before["bottleneck"]
-    after = analyze(modelled("zbv", list_begins(result), 6, 1), "after")
+    after = analyze(make_modelled_trace("zbv", list_begins(result), 6, 1), "after")
     assert result["gain"] > 0.3 and result["gain"] == pytest.approx(
         before["span_ns"] / after["span_ns"] - 1, rel=1e-6
     )
@@ -215,9 +222,10 @@ def test_what_a_move_gains_where_devices_have_several_stages() -> None:
 
 def test_stragglers_and_flops() -> None:
     events = [
-        event(0, "forward", 1000 * m, 1000 * m + (500 if m == 7 else 100), m) for m in range(10)
+        make_event(0, "forward", 1000 * m, 1000 * m + (500 if m == 7 else 100), m)
+        for m in range(10)
     ]
-    events += [event(0, "backward", 1000 * m + 600, 1000 * m + 700, m) for m in range(10)]
+    events += [make_event(0, "backward", 1000 * m + 600, 1000 * m + 700, m) for m in range(10)]
     unit = {
         "name": "a",
         "stage": 0,
@@ -225,7 +233,7 @@ def test_stragglers_and_flops() -> None:
         "backward_flops": 60.0,
         "crossing_bytes": 0,
     }
-    result = by_hand(events, units=[unit])
+    result = analyze_events(events, units=[unit])
     assert result["stragglers"] == [
         {"stage": 0, "kind": "forward", "count": 1, "lost_ns": 400, "median_ns": 100.0,
          "longest": [{"microbatch": 7, "at_ns": 7000, "duration_ns": 500}]}
@@ -240,12 +248,15 @@ def test_stragglers_and_flops() -> None:
 
 
 def test_halves_of_backwards_and_several_stages_of_a_device() -> None:
-    """A stage that does whole and split backwards takes for one the mean of both; the device is busy for each of its stages."""
-    events = [event(0, "forward", 100 * m, 100 * m + 10, m) for m in range(4)]
-    events += [event(0, "backward", 100 * m + 20, 100 * m + 50, m) for m in (0, 1, 2)]
-    events += [event(0, "input gradient", 320, 332, 3), event(0, "weight gradient", 340, 346, 3)]
-    events += [event(0, "forward", 100 * m + 60, 100 * m + 65, m, stage=3) for m in range(2)]
-    result = by_hand(events)
+    """The time of a backward is the mean over whole and split ones; a device reports its busy time for each of its stages."""
+    events = [make_event(0, "forward", 100 * m, 100 * m + 10, m) for m in range(4)]
+    events += [make_event(0, "backward", 100 * m + 20, 100 * m + 50, m) for m in (0, 1, 2)]
+    events += [
+        make_event(0, "input gradient", 320, 332, 3),
+        make_event(0, "weight gradient", 340, 346, 3),
+    ]
+    events += [make_event(0, "forward", 100 * m + 60, 100 * m + 65, m, stage=3) for m in range(2)]
+    result = analyze_events(events)
     assert result["devices"][0]["stages"] == [0, 3]
     assert result["devices"][0]["busy_ns_by_stage"] == {"0": 40 + 90 + 18, "3": 10}
     assert sum(result["devices"][0]["busy_ns_by_stage"].values()) == result["devices"][0]["busy_ns"]
@@ -254,7 +265,9 @@ def test_halves_of_backwards_and_several_stages_of_a_device() -> None:
     assert [result["stages"][1][key] for key in keys] == [None] * 3
     text = format_analysis(result)
     assert "weight gradient" in text and "busy in stage" in text
-    plain = format_analysis(by_hand([event(0, "forward", 0, 10), event(0, "backward", 10, 20)]))
+    plain = format_analysis(
+        analyze_events([make_event(0, "forward", 0, 10), make_event(0, "backward", 10, 20)])
+    )
     assert "weight gradient" not in plain and "busy in stage" not in plain
 
 
@@ -266,7 +279,7 @@ def test_halves_of_backwards_and_several_stages_of_a_device() -> None:
 )
 def test_staleness_is_the_version_tables(name: str) -> None:
     accumulate, batches = 4, 6
-    trace = modelled(name, [0, 2, 5], accumulate, batches)
+    trace = make_modelled_trace(name, [0, 2, 5], accumulate, batches)
     method = METHODS[name]
     table = VersionTable(make_schedule(method, 3, accumulate * batches, accumulate), method)
     update = np.arange(accumulate * batches) // accumulate
@@ -284,12 +297,12 @@ def test_staleness_is_the_version_tables(name: str) -> None:
 
 
 def test_staleness_in_time() -> None:
-    events = [event(0, "forward", 10 * m, 10 * m + 5, m) for m in range(4)]
+    events = [make_event(0, "forward", 10 * m, 10 * m + 5, m) for m in range(4)]
     events += [
-        event(0, "update", 100, 120, 0, version=1),
-        event(0, "update", 200, 220, 1, version=2),
+        make_event(0, "update", 100, 120, 0, version=1),
+        make_event(0, "update", 200, 220, 1, version=2),
     ]
-    result = by_hand(events, accumulate=2)["staleness"]
+    result = analyze_events(events, accumulate=2)["staleness"]
     assert result[0]["time_ns"] == {"median": (110 + 120 + 190 + 200) / 4, "greatest": 200}
     assert (
         result[0]["forward_versions"] == {"mean": 0.5, "greatest": 1}
@@ -301,17 +314,17 @@ def test_staleness_in_time() -> None:
 
 
 def test_links_by_messages_and_their_latency() -> None:
-    events = [event(0, "forward", 0, 10)]
+    events = [make_event(0, "forward", 0, 10)]
     events += [
-        event(0, "send", 100 * m, 100 * m + 5, m, peer=1, carries="activations", bytes=64)
+        make_event(0, "send", 100 * m, 100 * m + 5, m, peer=1, carries="activations", bytes=64)
         for m in range(3)
     ]
-    # the last wait's message may have been there
+    # the message of the last wait may have arrived before it
     for start, end, m in ((0, 12, 0), (190, 216, 2), (0, 1, 9), (101, 190, 1)):
-        events.append(event(1, WAIT, start, end, m, peer=0, carries="activations"))
-    events.append(event(1, WAIT, 0, 1, 0, peer=0, carries="gradients"))
-    events.append(event(1, "send", 300, 330, 0, peer=0, carries="gradients", bytes=None))
-    result = by_hand(events)["links"]
+        events.append(make_event(1, WAIT, start, end, m, peer=0, carries="activations"))
+    events.append(make_event(1, WAIT, 0, 1, 0, peer=0, carries="gradients"))
+    events.append(make_event(1, "send", 300, 330, 0, peer=0, carries="gradients", bytes=None))
+    result = analyze_events(events)["links"]
     assert result == [
         {"src": 0, "dst": 1, "carries": "activations", "messages": 3, "bytes": 192, "bytes_per_microbatch": 64.0, "busy_ns": 15,
          "busy_ns_per_microbatch": 5.0,
@@ -339,7 +352,7 @@ def test_memory_at_its_peak() -> None:
         ("backward", 26, 29, 3),
         ("forward", 50, 60, 5),
     ]
-    (result,) = by_hand([event(0, *row) for row in passes], counters)["memory"]
+    (result,) = analyze_events([make_event(0, *row) for row in passes], counters)["memory"]
     assert (result["device"], result["peak_bytes"], result["at_ns"]) == (0, 190, 30)
     assert result["categories"] == {"weights": 100, "gradients": 30, "activations": 60}
     assert result["microbatches"] == [4]
@@ -348,21 +361,21 @@ def test_memory_at_its_peak() -> None:
 
 def test_memory_over_time_is_thinned_but_keeps_its_peak() -> None:
     counters = [Counter(0, "weights (bytes)", t, 1.0 + (t == 1234) * 98) for t in range(5000)]
-    (result,) = by_hand([event(0, "forward", 0, 5000)], counters)["memory"]
+    (result,) = analyze_events([make_event(0, "forward", 0, 5000)], counters)["memory"]
     assert len(result["over_time"]) == MOST_POINTS
     assert max(size for _, size in result["over_time"]) == result["peak_bytes"] == 99
 
 
-# ---- the whole
+# ---- the whole analysis
 
 
 def test_replicas_devices_are_distinguished() -> None:
     events = [
-        event(0, "forward", 0, 10),
-        event(2, "forward", 0, 30, stage=0),
-        event(1, "forward", 10, 20, stage=1),
+        make_event(0, "forward", 0, 10),
+        make_event(2, "forward", 0, 30, stage=0),
+        make_event(1, "forward", 10, 20, stage=1),
     ]
-    result = by_hand(
+    result = analyze_events(
         events,
         method="gpipe",
         stages=2,
@@ -378,8 +391,8 @@ def test_replicas_devices_are_distinguished() -> None:
 
 
 def test_a_modelled_trace_plays_one_replica() -> None:
-    """Story: the devices of the other replicas, of which nothing was played, were reported as idle, 100 %."""
-    trace = modelled("gpipe", [0, 5], 2, 3)
+    """Story: the devices of other replicas, which a modelled trace does not have, were reported as 100 % idle."""
+    trace = make_modelled_trace("gpipe", [0, 5], 2, 3)
     alone, one_of_two = (
         analyze(trace._replace(metadata={**trace.metadata, "replicas": count}), "x")
         for count in (1, 2)
@@ -391,7 +404,7 @@ def test_a_modelled_trace_plays_one_replica() -> None:
     assert any("2 replicas" in note for note in one_of_two["notes"])
 
 
-def test_metadata_that_no_run_writes() -> None:
+def test_metadata_that_no_run_writes_are_refused() -> None:
     wrong = {
         "stages": "x",
         "accumulate": 0,
@@ -400,13 +413,13 @@ def test_metadata_that_no_run_writes() -> None:
         "device_of_stage": [-1],
         "method": 5,
     }
-    faults = list_faults(by_hand, [event(0, "forward", 0, 1)], **wrong)
+    faults = list_faults(analyze_events, [make_event(0, "forward", 0, 1)], **wrong)
     assert len(faults) == 6 and all("a trace: metadata: " in fault for fault in faults)
 
 
-def test_metadata_of_which_no_schedule_can_be_made() -> None:
+def test_metadata_of_an_impossible_schedule_give_no_gain() -> None:
     passes = [
-        event(d, kind, d + late, d + late + 1)
+        make_event(d, kind, d + late, d + late + 1)
         for d in (0, 1)
         for late, kind in enumerate(("forward", "backward"))
     ]
@@ -415,15 +428,16 @@ def test_metadata_of_which_no_schedule_can_be_made() -> None:
         {"method": "pipedream_2bw", "accumulate": 1},
         {"accumulate": 1 << 30},
     ):
-        result = by_hand(
+        result = analyze_events(
             passes, **{"method": "gpipe", "stages": 2, "accumulate": 1, "microbatches": 4, **odd}
         )
         assert result["span_ns"] == 3 and result["bottleneck"]["gain"] is None
 
 
-def test_two_side_by_side() -> None:
+def test_two_analyses_are_compared_side_by_side() -> None:
     one, two = (
-        by_hand([event(0, "forward", 0, end), event(1, "forward", 5, 20)]) for end in (10, 16)
+        analyze_events([make_event(0, "forward", 0, end), make_event(1, "forward", 5, 20)])
+        for end in (10, 16)
     )
     rows = {row["name"]: row for row in compute_differences(one, two)}
     assert rows["devices[0].busy_ns"] == {
@@ -432,7 +446,7 @@ def test_two_side_by_side() -> None:
         "other": 16,
         "difference": -6,
     }
-    three = by_hand([event(0, "forward", 0, 10)])
+    three = analyze_events([make_event(0, "forward", 0, 10)])
     rows = {row["name"]: row for row in compute_differences(one, three)}
     assert rows["devices[1].busy_ns"] == {
         "name": "devices[1].busy_ns",

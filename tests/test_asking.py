@@ -1,4 +1,4 @@
-"""Losses that take fields of the batch, or all of it."""
+"""Losses may take fields of the batch, or the whole batch."""
 
 from __future__ import annotations
 
@@ -18,103 +18,125 @@ from ipu_pipe.pipeline.build import build
 from tests.support.flows import train_updates
 from tests.support.processes import check_two_processes
 from tests.support.runs import needs_processes
-from tests.test_batches import NAMED_PAIRS, PARTS, Two, refusal, settings, train_alike
+from tests.test_batches import (
+    NAMED_PAIRS,
+    PARTS,
+    TwoInputs,
+    assert_trains_alike,
+    configure_short_run,
+    find_refusal,
+)
 
 WEIGHTS = [torch.rand(4, generator=torch.Generator().manual_seed(i)) for i in range(len(PARTS))]
 NAMED = [{"a": a, "b": b, "labels": y, "weights": w} for (a, b, y), w in zip(PARTS, WEIGHTS)]
 INSIDE = [({"a": a, "b": b, "weights": w}, y) for (a, b, y), w in zip(PARTS, WEIGHTS)]
 
 
-def weighted(output: Any, y: Any, *, weights: Any) -> torch.Tensor:
-    """Of samples with weights of their own, which are no input of the model."""
+def compute_weighted_loss(output: Any, y: Any, *, weights: Any) -> torch.Tensor:
+    """Return the mean of weighted sample losses; the weights are a field of the batch, not an input of the model."""
     return (F.cross_entropy(output, y, reduction="none") * weights).mean()
 
 
-def smooth(output: Any, y: Any, *, batch: Any, strength: float = 0.1) -> torch.Tensor:
-    """Outputs are near a function of the inputs, too."""
+def compute_smooth_loss(output: Any, y: Any, *, batch: Any, strength: float = 0.1) -> torch.Tensor:
+    """Return the cross-entropy plus a penalty that reads the inputs."""
     a = batch["a"] if isinstance(batch, dict) else batch[0]
     return (
         F.cross_entropy(output, y) + strength * (output.sum(dim=1) - a.sum(dim=1)).square().mean()
     )
 
 
-class Weighted(nn.Module):
+class WeightedLoss(nn.Module):
     def forward(self, output: Any, y: Any, *, weights: Any) -> torch.Tensor:
-        return weighted(output, y, weights=weights)
+        return compute_weighted_loss(output, y, weights=weights)
 
 
 CASES: Dict[str, Callable[[], Dict[str, Any]]] = {
-    "a field": lambda: {"batches": NAMED, "loss": weighted},
-    "a field of the inputs": lambda: {"batches": INSIDE, "loss": weighted},
-    "a module": lambda: {"batches": NAMED, "loss": Weighted()},
-    "the whole batch": lambda: {"batches": PARTS, "loss": smooth},
-    "of what is taken": lambda: {
+    "a field": lambda: {"batches": NAMED, "loss": compute_weighted_loss},
+    "a field of the inputs": lambda: {"batches": INSIDE, "loss": compute_weighted_loss},
+    "a module": lambda: {"batches": NAMED, "loss": WeightedLoss()},
+    "the whole batch": lambda: {"batches": PARTS, "loss": compute_smooth_loss},
+    "a changed output": lambda: {
         "batches": NAMED,
-        "loss": weighted,
+        "loss": compute_weighted_loss,
         "output": lambda scores: 2 * scores,
     },
 }
 
 
-def by_hand(case: str, model: nn.Module, batch: Any) -> torch.Tensor:
+def compute_loss_by_hand(case: str, model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the loss of a case as a plain loop computes it."""
     if case == "the whole batch":
-        return smooth(model(*batch[:2]), batch[2], batch=batch)
+        return compute_smooth_loss(model(*batch[:2]), batch[2], batch=batch)
     fields = {**batch[0], "labels": batch[1]} if isinstance(batch, (tuple, list)) else batch
-    output = model(fields["a"], fields["b"]) * (2 if case == "of what is taken" else 1)
-    return weighted(output, fields["labels"], weights=fields["weights"])
+    output = model(fields["a"], fields["b"]) * (2 if case == "a changed output" else 1)
+    return compute_weighted_loss(output, fields["labels"], weights=fields["weights"])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_loss_that_takes_of_the_batch_trains_as_in_plain_pytorch(case: str) -> None:
-    train_alike(Two(), value=lambda model, batch: by_hand(case, model, batch), **CASES[case]())
+def test_a_loss_that_takes_fields_trains_as_in_plain_pytorch(case: str) -> None:
+    assert_trains_alike(
+        TwoInputs(),
+        compute_loss=lambda model, batch: compute_loss_by_hand(case, model, batch),
+        **CASES[case](),
+    )
 
 
-def test_metrics_are_of_the_labels(tmp_path: Path) -> None:
+def test_metrics_read_the_labels_alone(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model, data = Two(), ipu_pipe.from_loader(NAMED, NAMED)
-    config = settings(metrics=["accuracy", "top2"], evaluate={"subset": 6})
+    model, data = TwoInputs(), ipu_pipe.from_loader(NAMED, NAMED)
+    config = configure_short_run(metrics=["accuracy", "top2"], evaluate={"subset": 6})
     final = ipu_pipe.train(
-        config, tmp_path / "run", model=model, data=data, loss=weighted, quiet=True
+        config, tmp_path / "run", model=model, data=data, loss=compute_weighted_loss, quiet=True
     )["final"]
     with torch.no_grad():
-        right = [model(one["a"], one["b"]).argmax(dim=1) == one["labels"] for one in NAMED]
+        right = [model(batch["a"], batch["b"]).argmax(dim=1) == batch["labels"] for batch in NAMED]
     assert final["test_accuracy"] == pytest.approx(torch.cat(right)[:6].double().mean().item())
     assert final["test_top2"] >= final["test_accuracy"] and final["train_loss"] > 0
 
 
-def test_blocks_and_mixed_precision_give_it_too() -> None:
-    """To the losses of auxiliary heads; and under autocast, where the loss is a float32 number."""
+def test_blocks_and_mixed_precision_pass_the_batch_too() -> None:
+    """The losses of auxiliary heads get the batch; and so do losses under autocast, which are float32."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
     pairs = [(a, y) for a, _, y in PARTS]
     for keys in ({"method": "local_greedy", "stages": ["1"]}, {"precision": "bfloat16_mixed"}):
         flow, (result,) = train_updates(
-            build(settings(**keys), model, ipu_pipe.from_loader(pairs), smooth), 1
+            build(
+                configure_short_run(**keys), model, ipu_pipe.from_loader(pairs), compute_smooth_loss
+            ),
+            1,
         )
         assert result.loss > 0
         flow.engine.close()
 
 
-def test_what_cannot_be_taken_is_reported() -> None:
+def test_a_field_that_the_batch_lacks_is_reported() -> None:
     assert all(
         list_requested_fields(loss) == ()
         for loss in (F.cross_entropy, torch.nn.MSELoss(), torch.dot)
     )
-    assert refusal(Two(), PARTS, loss=weighted).startswith(
+    assert find_refusal(TwoInputs(), PARTS, loss=compute_weighted_loss).startswith(
         "loss: takes weights of the batch, which besides labels has no fields"
     )
-    assert "besides labels has a, b: must be" in refusal(Two(), NAMED_PAIRS, loss=weighted)
-    uneven = [{**one, "weights": torch.ones(3)} for one in NAMED]
-    line = refusal(Two(), uneven, loss=lambda f, y, *, weights, batch: f.sum())
+    assert "besides labels has a, b: must be" in find_refusal(
+        TwoInputs(), NAMED_PAIRS, loss=compute_weighted_loss
+    )
+    uneven = [{**batch, "weights": torch.ones(3)} for batch in NAMED]
+    line = find_refusal(TwoInputs(), uneven, loss=lambda f, y, *, weights, batch: f.sum())
     assert line.startswith("data: batch.a has the shape (4, 3), weights (3,): the first dimension")
-    line = refusal(Two(), PARTS, loss=lambda output, y, mask: output.sum())
+    line = find_refusal(TwoInputs(), PARTS, loss=lambda output, y, mask: output.sum())
     assert (
         line.startswith("loss: takes mask besides outputs and labels: ")
         and "loss(output, y, *, mask)" in line
     )
 
 
-def test_ipus_give_a_loss_outputs_and_labels_alone() -> None:
-    job = build(settings(), Two(), ipu_pipe.from_loader([(a, y) for a, _, y in PARTS]), smooth)
+def test_ipus_refuse_a_loss_that_takes_the_batch() -> None:
+    job = build(
+        configure_short_run(),
+        TwoInputs(),
+        ipu_pipe.from_loader([(a, y) for a, _, y in PARTS]),
+        compute_smooth_loss,
+    )
     (fault,) = list_faults(job)
     assert fault.startswith("loss: takes batch of the batch: ")
 
@@ -122,22 +144,22 @@ def test_ipus_give_a_loss_outputs_and_labels_alone() -> None:
 # ---- on two processes
 
 
-def make_arguments(case: str, method: str) -> Dict[str, Any]:
-    """Return the arguments of `train`, the same each time."""
+def make_loss_arguments(case: str, method: str) -> Dict[str, Any]:
+    """Make the arguments of `train` for a case, the same in each call."""
     torch.manual_seed(3)
     arguments = CASES[case]()
     data = ipu_pipe.from_loader(arguments["batches"], arguments.pop("batches")[:2])
-    config = settings(stages=["out"], checkpoint={"every": 3}, method=method)
-    return {"config": config, "model": Two(), "data": data, **arguments}
+    config = configure_short_run(stages=["out"], checkpoint={"every": 3}, method=method)
+    return {"config": config, "model": TwoInputs(), "data": data, **arguments}
 
 
 @needs_processes
-def test_two_processes_give_it_to_the_last_stage(tmp_path: Path) -> None:
+def test_two_processes_pass_the_batch_to_the_last_stage(tmp_path: Path) -> None:
     runs = [
         ("a field", "gpipe"),
         ("the whole batch", "pipedream"),
-        ("of what is taken", "pipemare"),
+        ("a changed output", "pipemare"),
     ]
     check_two_processes(
-        tmp_path, {method: partial(make_arguments, case, method) for case, method in runs}
+        tmp_path, {method: partial(make_loss_arguments, case, method) for case, method in runs}
     )

@@ -1,4 +1,4 @@
-"""Counts of stages: exactly as many, the best cut of all places, and FLOPs as PyTorch counts them."""
+"""A count of stages gives exactly that many, with the best of all cuts; FLOPs are counted as PyTorch counts them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from ipu_pipe.model.stages import Partition, make_footprint, partition
 from tests.support.models import Composed, take_output
 
 IMAGES = torch.randn(2, 3, 8, 8)
-counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")
+needs_flop_counter = pytest.mark.skipif(
+    flops.FlopCounterMode is None, reason="torch 2.0 has no counter"
+)
 
 
-def make_block(width: int) -> nn.Module:
-    """Return attention and two linear layers, each beside a skip connection."""
+def make_attention_block(width: int) -> nn.Module:
+    """Make a block of attention and two linear layers, each with a skip connection."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         h = m.ln_1(x)
@@ -40,15 +42,17 @@ def make_block(width: int) -> nn.Module:
     return Composed(forward, ln_1=norms[0], ln_2=norms[1], attention=attention, mlp=mlp)
 
 
-def make_vision(layers: int = 6, width: int = 8) -> nn.Module:
-    """Return a vision transformer: the model itself owns a weight, and all its layers lie inside one child, which has a weight
-    of its own."""
+def make_vision_transformer(layers: int = 6, width: int = 8) -> nn.Module:
+    """Make a vision transformer. The model itself has a weight, and all its layers are inside one child, which also has a
+    weight."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         x = m.patches(x).flatten(2).transpose(1, 2)  # (b, 4, width)
         return m.heads(m.encoder(torch.cat([m.token.expand(len(x), -1, -1), x], dim=1))[:, 0])
 
-    blocks = nn.Sequential(OrderedDict((f"layer_{i}", make_block(width)) for i in range(layers)))
+    blocks = nn.Sequential(
+        OrderedDict((f"layer_{i}", make_attention_block(width)) for i in range(layers))
+    )
     encoder = Composed(
         lambda m, x: m.norm(m.layers(m.dropout(x + m.position))), position=nn.Parameter(torch.zeros(1, 5, width)),
         dropout=nn.Dropout(0.0), layers=blocks, norm=nn.LayerNorm(width),
@@ -63,16 +67,17 @@ def make_vision(layers: int = 6, width: int = 8) -> nn.Module:
     )
 
 
-def sizes(part: Partition, model: nn.Module) -> List[int]:
+def count_stage_weights(part: Partition, model: nn.Module) -> List[int]:
+    """Return the number of weights of each stage."""
     return [
         sum(model.get_parameter(name).numel() for name in stage.parameters) for stage in part.stages
     ]
 
 
 @pytest.mark.parametrize("by", ["flops", "parameters"])
-def test_a_model_with_a_weight_of_its_own_gets_as_many_stages_as_asked_for(by: str) -> None:
-    """Story: its weight made a stage of nothing else before the first one, so that four became five."""
-    model = make_vision()
+def test_a_model_with_a_weight_of_its_own_gets_as_many_stages_as_requested(by: str) -> None:
+    """Story: its weight became a separate stage before the first one, so that four stages became five."""
+    model = make_vision_transformer()
     for count in range(1, 16):
         part = partition(model, IMAGES, {"count": count, "by": by})
         assert len(part) == count
@@ -82,25 +87,28 @@ def test_a_model_with_a_weight_of_its_own_gets_as_many_stages_as_asked_for(by: s
         )
 
 
-def test_a_small_count_goes_into_the_child_that_holds_everything() -> None:
+def test_a_small_count_divides_the_child_that_contains_everything() -> None:
     """Story: two stages had 1 % and 99 % of the weights, since a small count cut between the model's children alone."""
-    model = make_vision()
+    model = make_vision_transformer()
     for count, begins in ((2, [3]), (3, [2, 4])):
         part = partition(model, IMAGES, count)
         assert part.begin_names() == [f"encoder.layers.layer_{i}" for i in begins]
-        assert max(sizes(part, model)) < 1.25 * sum(sizes(part, model)) / count
+        assert (
+            max(count_stage_weights(part, model))
+            < 1.25 * sum(count_stage_weights(part, model)) / count
+        )
     best = [
-        max(sizes(partition(model, IMAGES, {"count": n, "by": "parameters"}), model))
+        max(count_stage_weights(partition(model, IMAGES, {"count": n, "by": "parameters"}), model))
         for n in range(1, 12)
     ]
     assert best == sorted(best, reverse=True)  # more stages never make the greatest greater
     assert partition(model, IMAGES, 5) == partition(model, IMAGES, 5)
 
 
-def test_devices_that_hand_on_are_cut_between_children_where_these_are_enough() -> None:
-    """Two children of which the second is three times the first, and can be divided."""
+def test_cuts_between_top_children_are_enough_where_the_count_allows() -> None:
+    """Check with two children, of which the second is three times as large and can be divided."""
     uneven = Composed(
-        lambda m, x: m.large(m.small(x)), small=nn.Linear(16, 16), large=make_block(16)
+        lambda m, x: m.large(m.small(x)), small=nn.Linear(16, 16), large=make_attention_block(16)
     )
     model, x, two = uneven, torch.randn(1, 3, 16), {"count": 2, "by": "parameters"}
     assert partition(model, x, two).begin_names() == ["large.mlp.0"]
@@ -109,15 +117,15 @@ def test_devices_that_hand_on_are_cut_between_children_where_these_are_enough() 
 
 
 def test_a_cut_that_every_backend_can_make_is_preferred_unless_it_is_far_worse() -> None:
-    """Three blocks on two stages: 2 to 1 instead of 1.5 to 1.5."""
-    model = nn.Sequential(make_block(8), make_block(8), make_block(8))
+    """Three blocks on two stages are divided 2 to 1 instead of 1.5 to 1.5."""
+    model = nn.Sequential(make_attention_block(8), make_attention_block(8), make_attention_block(8))
     assert partition(
         model, torch.randn(1, 3, 8), {"count": 2, "by": "parameters"}
     ).begin_names() in (["1"], ["2"])
 
 
-def make_tied(last: int = 2) -> nn.Module:
-    """Return layers of which the first and another share a weight, and all lie inside one child."""
+def make_tied_layers(last: int = 2) -> nn.Module:
+    """Make layers inside one child; the first and the layer `last` share a weight."""
     layers = [nn.Linear(8, 8, bias=False) for _ in range(5)]
     layers[last].weight = layers[0].weight
     return Composed(
@@ -130,9 +138,9 @@ def test_a_count_does_not_divide_a_shared_weight() -> None:
     """Story: the balanced cut went between two uses of one weight, and was refused where another was possible."""
     x = torch.randn(2, 8)
     for count, begins in ((2, ["inner.3"]), (3, ["inner.3", "inner.4"])):
-        assert partition(make_tied(), x, count).begin_names() == begins
+        assert partition(make_tied_layers(), x, count).begin_names() == begins
     with pytest.raises(BadInput, match="are one shared weight"):
-        partition(make_tied(4), x, 2)
+        partition(make_tied_layers(4), x, 2)
 
 
 @given(
@@ -176,7 +184,7 @@ def forward(model: nn.Module, part: Partition, x: torch.Tensor) -> List[float]:
     )
 
 
-@counted
+@needs_flop_counter
 def test_layers_with_fast_paths_in_evaluation_are_counted() -> None:
     b, n, w = 2, 5, 8
     layer = nn.TransformerEncoderLayer(w, 2, dim_feedforward=16, batch_first=True)
@@ -192,7 +200,7 @@ def test_layers_with_fast_paths_in_evaluation_are_counted() -> None:
 def test_linear_and_convolution_layers_have_the_same_count_by_formula(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What torch 2.0 takes; it says that attention is left out."""
+    """torch 2.0 counts by these formulas; flops.HOW states that they leave out attention."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
     part = partition(model, IMAGES, ["2"])
     expected = [2 * 2 * 4 * 36 * 27, 2 * 2 * 144 * 5]
@@ -204,7 +212,7 @@ def test_linear_and_convolution_layers_have_the_same_count_by_formula(
 
 
 def make_conv1d(inputs: int, outputs: int) -> nn.Module:
-    """Return Hugging Face's Conv1D: a linear layer with its weight the other way round, taken by a function."""
+    """Make Hugging Face's Conv1D: a linear layer with a transposed weight, computed by a function."""
 
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(m.bias, x.flatten(0, -2), m.weight).unflatten(0, x.shape[:-1])
@@ -214,7 +222,7 @@ def make_conv1d(inputs: int, outputs: int) -> nn.Module:
 
 
 def make_gpt2_block(width: int) -> nn.Module:
-    """Return a block as Hugging Face writes it."""
+    """Make a block of GPT-2 as Hugging Face writes it."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         q, k, v = (
@@ -224,36 +232,37 @@ def make_gpt2_block(width: int) -> nn.Module:
         x = x + m.c_proj(mixed.transpose(1, 2).flatten(2))
         return x + m.c_out(nn.functional.gelu(m.c_fc(m.ln_2(x))))
 
-    sizes = {"c_attn": (1, 3), "c_proj": (1, 1), "c_fc": (1, 4), "c_out": (4, 1)}
-    products = {name: make_conv1d(a * width, b * width) for name, (a, b) in sizes.items()}
+    factors = {"c_attn": (1, 3), "c_proj": (1, 1), "c_fc": (1, 4), "c_out": (4, 1)}
+    products = {name: make_conv1d(a * width, b * width) for name, (a, b) in factors.items()}
     return Composed(forward, ln_1=nn.LayerNorm(width), ln_2=nn.LayerNorm(width), **products)
 
 
-def imbalance(model: nn.Module, count: int, x: torch.Tensor) -> float:
-    seen = observe_costs(model, x, lambda: model(x))
-    footprint = make_footprint(model, partition(model, x, count), seen)
+def compute_imbalance(model: nn.Module, count: int, x: torch.Tensor) -> float:
+    """Return the FLOPs of the most expensive of `count` stages, divided by their mean."""
+    observation = observe_costs(model, x, lambda: model(x))
+    footprint = make_footprint(model, partition(model, x, count), observation)
     assert footprint.backward_flops is not None
     costs = [f + b for f, b in zip(footprint.forward_flops, footprint.backward_flops)]
     return max(costs) * count / sum(costs)
 
 
-@counted
+@needs_flop_counter
 def test_layers_that_compute_by_functions_are_balanced() -> None:
-    """Story: two stages of GPT-2 held 78 and 22 of its work, since a layer by a function counted 2 an output."""
+    """Story: two stages of GPT-2 had 78 and 22 % of its work, since a layer that is a function call counted 2 FLOPs an output."""
     model = nn.Sequential(
         nn.Embedding(200, 32),
         *[make_gpt2_block(32) for _ in range(8)],
         nn.Linear(32, 200, bias=False),
     )
-    assert imbalance(model, 2, torch.randint(0, 200, (2, 16))) < 1.06
+    assert compute_imbalance(model, 2, torch.randint(0, 200, (2, 16))) < 1.06
 
 
-@counted
+@needs_flop_counter
 def test_encoder_layers_before_a_head_are_divided() -> None:
-    """Story: four of them landed in stage 0, the head alone in stage 1."""
+    """Story: all four layers came to stage 0, and the head alone to stage 1."""
     layers = [
         nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, batch_first=True) for _ in range(4)
     ]
     model, x = nn.Sequential(*layers, nn.Linear(16, 10)), torch.randn(2, 6, 16)
     assert partition(model, x, 2).begin_names() == ["2"]
-    assert imbalance(model, 2, x) < 1.06
+    assert compute_imbalance(model, 2, x) < 1.06

@@ -1,4 +1,4 @@
-"""Batches as people have them: mappings, tuples, loaders without a length; models that give objects, or their own loss."""
+"""Batches may be mappings, tuples, or from loaders without a length; models may return objects, or their own loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.support.runs import assert_same, list_faults, needs_processes, read_c
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 
 
-def settings(**keys: Any) -> Config:
+def configure_short_run(**keys: Any) -> Config:
     usual = {
         "stages": 2,
         "micro_batch_size": 4,
@@ -53,29 +53,29 @@ def settings(**keys: Any) -> Config:
     return ipu_pipe.configure(**{**usual, "log": {"tensorboard": False, "trace": False}, **keys})
 
 
-def refusal(model: nn.Module, batches: Any, keys: Dict[str, Any] = {}, **others: Any) -> str:
-    """Return the one line that refuses it."""
+def find_refusal(model: nn.Module, batches: Any, keys: Dict[str, Any] = {}, **others: Any) -> str:
+    """Return the one line with which a model or its batches are refused."""
     data = batches if hasattr(batches, "train_batch") else ipu_pipe.from_loader(batches)
-    (line,) = list_faults(build, settings(**keys), model, data, **others)
+    (line,) = list_faults(build, configure_short_run(**keys), model, data, **others)
     return line
 
 
-def train_alike(
+def assert_trains_alike(
     model: nn.Module,
     batches: List[Any],
-    value: Callable[[nn.Module, Any], torch.Tensor],
+    compute_loss: Callable[[nn.Module, Any], torch.Tensor],
     **others: Any,
 ) -> None:
-    """Check that three updates on the emulator are a plain loop's, to the last bit. `value`: the loss of a batch there."""
+    """Check that three updates on the emulator equal those of a plain loop, bit for bit. `compute_loss` is that of the loop."""
     plain = copy.deepcopy(model)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for k in range(3):
         optimizer.zero_grad()
         for batch in (clone_tensors(batches[m % len(batches)]) for m in (2 * k, 2 * k + 1)):
-            (value(plain, batch) / 2).backward()
+            (compute_loss(plain, batch) / 2).backward()
         optimizer.step()
     flow, _ = train_updates(
-        build(settings(), model, ipu_pipe.from_loader(batches, batches[:1]), **others), 3
+        build(configure_short_run(), model, ipu_pipe.from_loader(batches, batches[:1]), **others), 3
     )
     assert flow.engine.evaluate()[0].loss is not None
     flow.engine.close()
@@ -85,16 +85,16 @@ def train_alike(
 # ---- other libraries' models
 
 
-def hugging(kind: str) -> nn.Module:
-    """Return a small model, where Hugging Face's library is installed."""
+def make_hugging_model(kind: str) -> nn.Module:
+    """Make a small model of Hugging Face's library, or skip the test if that is not installed."""
     pytest.importorskip("transformers")
     import third_party
 
     return getattr(third_party, f"hugging_{kind}")()  # type: ignore[no-any-return]
 
 
-def sentences() -> List[Dict[str, torch.Tensor]]:
-    """Return four batches of four sentences, padded after their ends."""
+def draw_sentences() -> List[Dict[str, torch.Tensor]]:
+    """Draw four batches of four sentences, padded after their ends."""
     draw = torch.Generator().manual_seed(1)
     ends = torch.tensor([4, 6, 2, 6])
     return [
@@ -107,14 +107,14 @@ def sentences() -> List[Dict[str, torch.Tensor]]:
     ]
 
 
-def texts() -> List[Dict[str, torch.Tensor]]:
+def draw_texts() -> List[Dict[str, torch.Tensor]]:
     return [
-        {**one, "labels": one["input_ids"].masked_fill(one["attention_mask"] == 0, -100)}
-        for one in sentences()
+        {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+        for batch in draw_sentences()
     ]
 
 
-def images() -> List[Dict[str, torch.Tensor]]:
+def draw_images() -> List[Dict[str, torch.Tensor]]:
     draw = torch.Generator().manual_seed(1)
     return [
         {
@@ -126,33 +126,43 @@ def images() -> List[Dict[str, torch.Tensor]]:
 
 
 def test_masked_sentences_train_as_in_plain_pytorch() -> None:
-    def value(model: nn.Module, batch: Any) -> torch.Tensor:
+    def compute_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         output = model(batch["input_ids"], attention_mask=batch["attention_mask"])
         return F.cross_entropy(output.logits, batch["labels"])
 
-    train_alike(hugging("bert"), sentences(), value, output="logits")
+    assert_trains_alike(make_hugging_model("bert"), draw_sentences(), compute_loss, output="logits")
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_a_models_own_loss_trains_as_in_plain_pytorch(kind: str) -> None:
-    model, batches = hugging(kind), sentences() if kind == "bert" else texts()
-    train_alike(model, batches, lambda model, batch: model(**batch).loss, loss="model")
+    model, batches = make_hugging_model(kind), draw_sentences() if kind == "bert" else draw_texts()
+    assert_trains_alike(model, batches, lambda model, batch: model(**batch).loss, loss="model")
 
 
 def test_images_by_name_train_as_in_plain_pytorch() -> None:
-    def value(model: nn.Module, batch: Any) -> torch.Tensor:
+    def compute_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch["pixel_values"]).logits.double(), batch["label"])
 
-    train_alike(hugging("vit"), images(), value, output=lambda output: output[0].double())
+    assert_trains_alike(
+        make_hugging_model("vit"),
+        draw_images(),
+        compute_loss,
+        output=lambda output: output[0].double(),
+    )
 
 
 @pytest.mark.parametrize(
     "method, args", [("pipedream", {}), ("pipemare", {"recompute": {"segments": 2}})]
 )
 def test_methods_that_read_old_weights_take_mappings(method: str, args: Dict[str, Any]) -> None:
-    """Their checks shuffle the inputs and look what is saved."""
+    """The checks of such methods shuffle the inputs and inspect the saved tensors."""
     keys = {"method": method, "gradient_accumulation": 1, "method_args": args}
-    job = build(settings(**keys), hugging("bert"), ipu_pipe.from_loader(sentences()), "model")
+    job = build(
+        configure_short_run(**keys),
+        make_hugging_model("bert"),
+        ipu_pipe.from_loader(draw_sentences()),
+        "model",
+    )
     flow, results = train_updates(job, 3)
     assert all(result.loss > 0 for result in results)
     flow.engine.close()
@@ -161,8 +171,8 @@ def test_methods_that_read_old_weights_take_mappings(method: str, args: Dict[str
 # ---- batches of every form
 
 
-class Two(nn.Module):
-    """Of two inputs in the ways that people write it."""
+class TwoInputs(nn.Module):
+    """A model of two inputs, which takes them in any form of FORMS."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,17 +188,17 @@ class Two(nn.Module):
         return scores if labels is None else (scores, F.cross_entropy(scores, labels))
 
 
-class Named(NamedTuple):
+class InputPair(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
 
 
-DRAWN = torch.Generator().manual_seed(2)
+GENERATOR = torch.Generator().manual_seed(2)
 PARTS = [
     (
-        torch.randn(4, 3, generator=DRAWN),
-        torch.randn(4, 2, generator=DRAWN),
-        torch.randint(0, 4, (4,), generator=DRAWN),
+        torch.randn(4, 3, generator=GENERATOR),
+        torch.randn(4, 2, generator=GENERATOR),
+        torch.randint(0, 4, (4,), generator=GENERATOR),
     )
     for _ in range(4)
 ]
@@ -196,8 +206,8 @@ PAIRS = [(a, y) for a, _, y in PARTS]
 NAMED_PAIRS = [{"a": a, "b": b, "labels": y} for a, b, y in PARTS]
 
 
-class Packed(dict):  # type: ignore[type-arg]
-    """A mapping of a library's own."""
+class PackedBatch(dict):  # type: ignore[type-arg]
+    """A mapping type of another library."""
 
 
 FORMS: Dict[str, Callable[[Any, Any, Any], Any]] = {
@@ -206,10 +216,10 @@ FORMS: Dict[str, Callable[[Any, Any, Any], Any]] = {
     "pair with a tuple": lambda a, b, y: ((a, b), y),
     "nested deeper": lambda a, b, y: (((a, b),), y),
     "mapping in a tuple": lambda a, b, y: (a, {"b": b}, y),
-    "named tuple": lambda a, b, y: (Named(a, b), y),
-    "mapping": lambda a, b, y: Packed(a=a, b=b, target=y),
+    "named tuple": lambda a, b, y: (InputPair(a, b), y),
+    "mapping": lambda a, b, y: PackedBatch(a=a, b=b, target=y),
     "pair with a mapping": lambda a, b, y: ({"b": b, "a": a}, y),
-    "None for what is not given": lambda a, b, y: {"a": a, "b": b, "scale": None, "label": y},
+    "None for a missing input": lambda a, b, y: {"a": a, "b": b, "scale": None, "label": y},
 }
 
 
@@ -217,20 +227,26 @@ FORMS: Dict[str, Callable[[Any, Any, Any], Any]] = {
 def test_every_form_of_a_batch_trains_as_in_plain_pytorch(form: str) -> None:
     batches = [FORMS[form](*parts) for parts in PARTS]
 
-    def value(model: nn.Module, batch: Any) -> torch.Tensor:
+    def compute_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         flat = [t for t in list_tensors(batch) if t.dim() == 2 and t.shape[1] in (2, 3)]
         a, b = sorted(flat, key=lambda t: -t.shape[1])
         return F.cross_entropy(model(a, b), next(t for t in list_tensors(batch) if t.dim() == 1))
 
-    train_alike(Two(), batches, value)
+    assert_trains_alike(TwoInputs(), batches, compute_loss)
 
 
-def test_a_model_that_gives_its_scores_and_its_loss() -> None:
-    """As nanoGPT does: the loss is the one number of the tuple; accuracy is told of what `output` takes."""
-    train_alike(Two(), NAMED_PAIRS, lambda model, batch: model(**batch)[1], loss="model")
-    train_alike(Two(), PARTS, lambda model, batch: model(*batch)[1], loss="model")
+def test_a_model_that_returns_its_scores_and_its_loss_trains_as_in_plain_pytorch() -> None:
+    """As in nanoGPT: the loss is the one scalar of the tuple, and accuracy is of the output that `output` selects."""
+    assert_trains_alike(
+        TwoInputs(), NAMED_PAIRS, lambda model, batch: model(**batch)[1], loss="model"
+    )
+    assert_trains_alike(TwoInputs(), PARTS, lambda model, batch: model(*batch)[1], loss="model")
     job = build(
-        settings(), Two(), ipu_pipe.from_loader(NAMED_PAIRS, NAMED_PAIRS), "model", output=0
+        configure_short_run(),
+        TwoInputs(),
+        ipu_pipe.from_loader(NAMED_PAIRS, NAMED_PAIRS),
+        "model",
+        output=0,
     )
     engine = make_engine(job, 0)
     result, model = engine.evaluate()[0], job.model
@@ -242,20 +258,24 @@ def test_a_model_that_gives_its_scores_and_its_loss() -> None:
     engine.close()
 
 
-def test_a_model_that_gives_nothing_but_its_loss_needs_no_labels() -> None:
+def test_a_model_that_returns_its_loss_alone_needs_no_labels() -> None:
     rebuild = lambda m, a: (m.outside(m.inside(a)) - a).square().mean()  # noqa: E731
     rebuilding = Composed(rebuild, inside=nn.Linear(3, 2), outside=nn.Linear(2, 3))
-    train_alike(rebuilding, [a for a, _, _ in PARTS], lambda model, a: model(a), loss="model")
+    assert_trains_alike(
+        rebuilding, [a for a, _, _ in PARTS], lambda model, a: model(a), loss="model"
+    )
 
 
-def test_labels_by_another_name(tmp_path: Path) -> None:
+def test_labels_may_have_another_name(tmp_path: Path) -> None:
     batches = [{"a": a, "b": b, "answers": y} for a, b, y in PARTS]
     data = ipu_pipe.from_loader(batches, batches, labels="answers")
-    report = ipu_pipe.train(settings(), tmp_path / "run", model=Two(), data=data, quiet=True)
+    report = ipu_pipe.train(
+        configure_short_run(), tmp_path / "run", model=TwoInputs(), data=data, quiet=True
+    )
     assert report["final"]["test_accuracy"] is not None and report["steps"] == 3
-    config = settings(evaluate={"subset": 6})
+    config = configure_short_run(evaluate={"subset": 6})
     few = ipu_pipe.train(
-        config, tmp_path / "few", model=Two(), data=data, quiet=True, loss="cross_entropy"
+        config, tmp_path / "few", model=TwoInputs(), data=data, quiet=True, loss="cross_entropy"
     )
     assert (
         few["loss"]["name"] == "torch.nn.functional.cross_entropy"
@@ -263,42 +283,43 @@ def test_labels_by_another_name(tmp_path: Path) -> None:
     )
 
 
-def test_nests() -> None:
+def test_nested_batches_keep_their_structure() -> None:
     nest = {
         "a": torch.zeros(4, 2),
-        "b": [torch.ones(4), (None, Named(torch.ones(4, 1), torch.zeros(4)))],
+        "b": [torch.ones(4), (None, InputPair(torch.ones(4, 1), torch.zeros(4)))],
     }
     assert [name for name, _ in walk_leaves(nest)] == ["a", "b.0", "b.1.0", "b.1.1.0", "b.1.1.1"]
     part = take_samples(nest, 3)
     assert map_tensors(lambda tensor: tuple(tensor.shape), part) == {
         "a": (3, 2),
-        "b": [(3,), (None, Named((3, 1), (3,)))],
+        "b": [(3,), (None, InputPair((3, 1), (3,)))],
     }
     clone = clone_tensors(nest)
     clone["b"][1][1].b.fill_(5)
     assert nest["b"][1][1].b.sum() == 0
-    assert map_tensors(torch.Tensor.numel, nest) == {"a": 8, "b": [4, (None, Named(4, 4))]}
+    assert map_tensors(torch.Tensor.numel, nest) == {"a": 8, "b": [4, (None, InputPair(4, 4))]}
 
 
-# ---- what is refused
+# ---- refusals
 
 
-def test_outputs_that_are_no_tensor_are_reported() -> None:
-    bert, returns = hugging("bert"), "returns SequenceClassifierOutput(logits)"
-    line = refusal(bert, sentences())
+def test_outputs_that_are_not_tensors_are_reported() -> None:
+    bert, returns = make_hugging_model("bert"), "returns SequenceClassifierOutput(logits)"
+    line = find_refusal(bert, draw_sentences())
     assert returns in line and "model.output: logits" in line and "loss: model" in line
     assert (
-        refusal(bert, sentences(), output="scores") == f"model.output: scores: the model {returns}"
+        find_refusal(bert, draw_sentences(), output="scores")
+        == f"model.output: scores: the model {returns}"
     )
-    assert f"model.output: 7: the model {returns}" in refusal(bert, sentences(), output=7)
-    unlabelled = [{k: v for k, v in batch.items() if k != "labels"} for batch in sentences()]
-    line = refusal(bert, unlabelled, loss="model")
+    assert f"model.output: 7: the model {returns}" in find_refusal(bert, draw_sentences(), output=7)
+    unlabelled = [{k: v for k, v in batch.items() if k != "labels"} for batch in draw_sentences()]
+    line = find_refusal(bert, unlabelled, loss="model")
     assert "loss: model" in line and "SequenceClassifierOutput(logits)" in line
-    line = refusal(Two(), NAMED_PAIRS, {"loss": "model"}, output="logits")
+    line = find_refusal(TwoInputs(), NAMED_PAIRS, {"loss": "model"}, output="logits")
     assert "model.output: logits: the model returns tuple(0, 1)" in line
 
 
-def test_batches_that_cannot_be_are_reported() -> None:
+def test_impossible_batches_are_reported() -> None:
     a, b, y = PARTS[0]
     for batch, words in (
         (
@@ -323,26 +344,36 @@ def test_batches_that_cannot_be_are_reported() -> None:
         (({}, y), ("contain no tensor",)),
         ((None, y), ("contain no tensor",)),
     ):
-        line = refusal(Two(), [batch] * 4)
+        line = find_refusal(TwoInputs(), [batch] * 4)
         assert line.startswith("data: ") and all(word in line for word in words), line
-    line = refusal(Two(), ipu_pipe.from_loader([{"a": a, "label": y}] * 4, labels="other"))
+    line = find_refusal(
+        TwoInputs(), ipu_pipe.from_loader([{"a": a, "label": y}] * 4, labels="other")
+    )
     assert "a, label" in line and "has no other" in line
-    assert "it fails on a microbatch of shape a (4, 3), torch.float32; wrong (4, 2)" in refusal(
-        Two(), [{"a": a, "wrong": b, "label": y}] * 4
+    assert (
+        "it fails on a microbatch of shape a (4, 3), torch.float32; wrong (4, 2)"
+        in find_refusal(TwoInputs(), [{"a": a, "wrong": b, "label": y}] * 4)
     )
 
 
 def test_ipus_take_pairs_of_tensors() -> None:
-    (fault,) = list_ipu_faults(build(settings(), Two(), ipu_pipe.from_loader(PARTS)))
+    (fault,) = list_ipu_faults(
+        build(configure_short_run(), TwoInputs(), ipu_pipe.from_loader(PARTS))
+    )
     assert fault.startswith("data: ")
-    job = build(settings(), Two(), ipu_pipe.from_loader(PAIRS), output=lambda scores: scores)
+    job = build(
+        configure_short_run(),
+        TwoInputs(),
+        ipu_pipe.from_loader(PAIRS),
+        output=lambda scores: scores,
+    )
     assert "model.output: IPUs" in list_ipu_faults(job)[0]
 
 
-def test_heads_of_blocks_give_what_is_taken_already() -> None:
+def test_heads_of_blocks_refuse_a_selected_output_and_the_models_loss() -> None:
     keys = {"method": "local_greedy", "stages": ["1"]}
-    model = make_linear()
-    line = refusal(model, PAIRS, keys, output=lambda scores: scores)
+    model = make_linear_layers()
+    line = find_refusal(model, PAIRS, keys, output=lambda scores: scores)
     assert (
         line.startswith("model.output: (given in Python): local_greedy")
         and "name of a field, or an index" in line
@@ -353,11 +384,11 @@ def test_heads_of_blocks_give_what_is_taken_already() -> None:
         def forward(self, a: Any) -> Any:
             return super().forward(a).square().mean()
 
-    assert refusal(Squares(*model), data, {**keys, "loss": "model"}).startswith(
+    assert find_refusal(Squares(*model), data, {**keys, "loss": "model"}).startswith(
         "loss: model: local_greedy: the heads"
     )
     build(
-        settings(**{**keys, "method": "last_layers", "method_args": {"layers": 1}}),
+        configure_short_run(**{**keys, "method": "last_layers", "method_args": {"layers": 1}}),
         Squares(*model),
         data,
         "model",
@@ -374,14 +405,14 @@ def test_stages_on_processes_take_one_shape() -> None:
 
 
 def test_fields_of_outputs() -> None:
-    pair = Named(torch.zeros(1), torch.ones(2))
+    pair = InputPair(torch.zeros(1), torch.ones(2))
     assert (
         list_fields(pair) == ["a", "b"]
         and list_fields((1, 2)) == [0, 1]
         and list_fields({"x": 1}) == ["x"]
     )
     assert (
-        describe_output(pair) == "Named(a, b)"
+        describe_output(pair) == "InputPair(a, b)"
         and describe_output(torch.zeros(2, 3)) == "a tensor of shape (2, 3)"
     )
     assert (
@@ -410,8 +441,8 @@ def test_a_whole_batch_goes_to_a_model_with_a_loss_of_its_own() -> None:
 # ---- loaders without a length
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    """Samples in an order that it draws as it goes, from the global random state, `count` a pass."""
+class RandomStream(IterableDataset):  # type: ignore[type-arg]
+    """A stream of `count` samples a pass, drawn from the global random state."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -421,84 +452,94 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
             yield torch.rand(3), torch.randint(0, 4, ())
 
 
-def make_linear() -> nn.Module:
-    """Return two layers, with the same weights each time."""
+def make_linear_layers() -> nn.Module:
+    """Make two layers, with the same weights in each call."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
 
 
-def streamed(count: int = 22) -> Any:
-    return ipu_pipe.from_loader(DataLoader(Stream(count), batch_size=4), PAIRS[:1])
+def make_streaming_data(count: int = 22) -> Any:
+    return ipu_pipe.from_loader(DataLoader(RandomStream(count), batch_size=4), PAIRS[:1])
 
 
 def test_a_loader_without_a_length_begins_anew_where_it_ends() -> None:
-    data = streamed(10)  # two full batches a pass
+    data = make_streaming_data(10)  # two full batches a pass
     assert data.train_batches_per_epoch(4) is None and data.train_samples is None
     batches = [data.train_batch(0, index, 4) for index in range(5)]
     assert len({float(x.sum()) for x, _ in batches}) == 5  # each pass draws anew
     torch.rand(3)
     for index in (3, 3, 4, 1, 0):
-        assert torch.equal(streamed(10).train_batch(0, index, 4)[0], batches[index][0])
+        assert torch.equal(make_streaming_data(10).train_batch(0, index, 4)[0], batches[index][0])
         assert torch.equal(data.train_batch(0, index, 4)[0], batches[index][0])
 
 
-def test_a_run_by_steps_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_run_by_steps_resumes_in_the_middle_of_a_stream(tmp_path: Path) -> None:
     keys = {"steps": 6, "evaluate": {"steps": 2}, "checkpoint": {"every": 4}}
-    models = [make_linear() for _ in range(3)]
+    models = [make_linear_layers() for _ in range(3)]
     whole = ipu_pipe.train(
-        settings(**keys), tmp_path / "whole", model=models[0], data=streamed(), quiet=True
+        configure_short_run(**keys),
+        tmp_path / "whole",
+        model=models[0],
+        data=make_streaming_data(),
+        quiet=True,
     )
     assert whole["updates_per_epoch"] is None and whole["steps"] == 6
     tested = [loss for loss in read_column(tmp_path / "whole", "test_loss") if loss is not None]
     assert len(tested) == 4  # before, and after each 2 updates
     ipu_pipe.train(
-        settings(**{**keys, "steps": 4}),
+        configure_short_run(**{**keys, "steps": 4}),
         tmp_path / "two",
         model=models[1],
-        data=streamed(),
+        data=make_streaming_data(),
         quiet=True,
     )
     torch.rand(7)
     ipu_pipe.train(
-        settings(**keys),
+        configure_short_run(**keys),
         tmp_path / "two",
         model=models[2],
-        data=streamed(),
+        data=make_streaming_data(),
         quiet=True,
         resume=True,
     )
     assert_same(models[0].state_dict(), models[2].state_dict())
 
 
-def test_a_microbatch_is_a_batch_of_the_loader_where_the_config_does_not_say(
+def test_a_microbatch_is_a_batch_of_the_loader_by_default(
     tmp_path: Path,
 ) -> None:
-    model, twin, first = make_linear(), make_linear(), tmp_path / "unsaid"
+    model, twin, first = make_linear_layers(), make_linear_layers(), tmp_path / "default"
     keys: Dict[str, Any] = {"stages": 2, "log": {"tensorboard": False, "trace": False}}
     run = ipu_pipe.train(
-        ipu_pipe.configure(steps=2, **keys), first, model=model, data=streamed(), quiet=True
+        ipu_pipe.configure(steps=2, **keys),
+        first,
+        model=model,
+        data=make_streaming_data(),
+        quiet=True,
     )
     assert run["batch"]["micro_batch_size"] == 4
     explicit = ipu_pipe.configure(steps=2, micro_batch_size=4, **keys)
-    ipu_pipe.train(explicit, tmp_path / "said", model=twin, data=streamed(), quiet=True)
+    ipu_pipe.train(
+        explicit, tmp_path / "explicit", model=twin, data=make_streaming_data(), quiet=True
+    )
     assert_same(model.state_dict(), twin.state_dict())
     longer = ipu_pipe.train(
         ipu_pipe.configure(steps=3, **keys),
         first,
         model=model,
-        data=streamed(),
+        data=make_streaming_data(),
         quiet=True,
         resume=True,
     )
     assert longer["steps"] == 3 and longer["batch"]["micro_batch_size"] == 4
-    assert "batches of 4, micro_batch_size is 8" in refusal(
-        Two(), streamed(), {"micro_batch_size": 8}
+    assert "batches of 4, micro_batch_size is 8" in find_refusal(
+        TwoInputs(), make_streaming_data(), {"micro_batch_size": 8}
     )
     data = {
-        "name": "tests.test_batches:streamed"
-    }  # plans of a loader's data were refused: they asked for two samples
+        "name": "tests.test_batches:make_streaming_data"
+    }  # story: plans with a loader's data were refused, since they read two samples
     config = ipu_pipe.configure(
-        model={"entry": "tests.test_batches:make_linear"},
+        model={"entry": "tests.test_batches:make_linear_layers"},
         data=data,
         gradient_accumulation=2,
         steps=2,
@@ -512,8 +553,8 @@ def test_a_microbatch_is_a_batch_of_the_loader_where_the_config_does_not_say(
         )
 
 
-def test_what_counts_in_epochs_is_refused_without_a_length() -> None:
-    line = refusal(Two(), streamed(), {"steps": None})
+def test_settings_in_epochs_are_refused_without_a_length() -> None:
+    line = find_refusal(TwoInputs(), make_streaming_data(), {"steps": None})
     assert line.startswith(
         "steps: null: must be the updates of the run: the training data has no length"
     )
@@ -521,14 +562,16 @@ def test_what_counts_in_epochs_is_refused_without_a_length() -> None:
         "method": "pipemare", "method_args": {"warmup": {"epochs": 1}}, "evaluate": {"every": 0.5},
         "lr_schedule": {"name": "step", "milestones": [1]},
     }  # fmt: skip
-    faults = list_faults(build, settings(**keys), Two(), streamed())
+    faults = list_faults(build, configure_short_run(**keys), TwoInputs(), make_streaming_data())
     assert [fault.partition(":")[0] for fault in faults] == [
         "lr_schedule.milestones",
         "evaluate.every",
         "method_args.warmup",
     ]
-    line = refusal(
-        Two(), streamed(), {"method": "randomized_pipedream", "gradient_accumulation": 1}
+    line = find_refusal(
+        TwoInputs(),
+        make_streaming_data(),
+        {"method": "randomized_pipedream", "gradient_accumulation": 1},
     )
     assert line.startswith(
         "method: randomized_pipedream: draws delays by the epoch"
@@ -538,13 +581,15 @@ def test_what_counts_in_epochs_is_refused_without_a_length() -> None:
 def test_loaders_that_give_no_batch_are_refused() -> None:
     a, y = PAIRS[0]
     once = ipu_pipe.from_loader(iter([(a, y)] * 3))
-    build(settings(), Two(), once)
+    build(configure_short_run(), TwoInputs(), once)
     with pytest.raises(BadInput, match="ended after 3 batches .can it be iterated over twice"):
         once.train_batch(0, 3, 4)
-    assert "gives no batch of 4 samples" in refusal(Two(), iter([]))
-    assert "gives no batch of 4 samples" in refusal(Two(), DataLoader(Stream(3), batch_size=4))
-    assert "batches of 3, micro_batch_size is 4" in refusal(
-        Two(), ((a[:3], y[:3]) for _ in range(3))
+    assert "gives no batch of 4 samples" in find_refusal(TwoInputs(), iter([]))
+    assert "gives no batch of 4 samples" in find_refusal(
+        TwoInputs(), DataLoader(RandomStream(3), batch_size=4)
+    )
+    assert "batches of 3, micro_batch_size is 4" in find_refusal(
+        TwoInputs(), ((a[:3], y[:3]) for _ in range(3))
     )
     for name in ("test", "validation"):
         with pytest.raises(
@@ -553,18 +598,20 @@ def test_loaders_that_give_no_batch_are_refused() -> None:
             ipu_pipe.from_loader([], **{name: (batch for batch in PARTS)})
 
 
-# ---- samples that no update has
+# ---- samples that no update reads
 
 
 def test_samples_left_out_are_reported() -> None:
     x, y = torch.randn(23, 3), torch.randint(0, 4, (23,))
     loader = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
     keys = {"steps": None}
-    # the second does not say how many samples there are: its full microbatches do
+    # the list has no count of samples, so that its full microbatches are counted
     for batches, words in ((loader, "7 of 23 "), (PAIRS[:3], "4 of 12 ")):
-        (line,) = describe_left_out(build(settings(**keys), Two(), ipu_pipe.from_loader(batches)))
+        (line,) = describe_left_out(
+            build(configure_short_run(**keys), TwoInputs(), ipu_pipe.from_loader(batches))
+        )
         assert line.startswith(f"data: {words}") and line.endswith(" batch of 8")
-    assert describe_left_out(build(settings(), Two(), streamed())) == []
+    assert describe_left_out(build(configure_short_run(), TwoInputs(), make_streaming_data())) == []
     for name, options, count in (("digits", {}, 1437), ("synthetic", {"subset": 30}, 30)):
         data = ipu_pipe.load_data(name, **options)
         assert data.train_samples == count  # type: ignore[attr-defined]
@@ -574,7 +621,7 @@ def test_samples_left_out_are_reported() -> None:
 
 
 class Noisy(Dataset[Any]):
-    """Draws as it reads: from the global generators, or from `own`."""
+    """A data set that draws its samples from the global generators, or from `own`."""
 
     def __init__(self, own: Optional[np.random.Generator] = None) -> None:
         self.own = own
@@ -589,35 +636,35 @@ class Noisy(Dataset[Any]):
 
 
 RUNS: Dict[str, Callable[[], Dict[str, Any]]] = {
-    "three": lambda: {"model": Two(), "data": PARTS, "stages": ["out"]},
-    "own": lambda: {"model": Two(), "data": NAMED_PAIRS, "loss": "model", "stages": ["out"]},
+    "three": lambda: {"model": TwoInputs(), "data": PARTS, "stages": ["out"]},
+    "own": lambda: {"model": TwoInputs(), "data": NAMED_PAIRS, "loss": "model", "stages": ["out"]},
     "bert": lambda: {
-        "model": hugging("bert"),
-        "data": sentences(),
+        "model": make_hugging_model("bert"),
+        "data": draw_sentences(),
         "output": "logits",
         "stages": ["bert.encoder.layer.1"],
     },
     "gpt2": lambda: {
-        "model": hugging("gpt2"),
-        "data": texts(),
+        "model": make_hugging_model("gpt2"),
+        "data": draw_texts(),
         "loss": "model",
         "stages": ["transformer.h.1"],
     },
-    "vit": lambda: {"model": hugging("vit"), "data": images(), "output": "logits"},
+    "vit": lambda: {"model": make_hugging_model("vit"), "data": draw_images(), "output": "logits"},
     "blocks": lambda: {
-        "model": hugging("vit"),
-        "data": images(),
+        "model": make_hugging_model("vit"),
+        "data": draw_images(),
         "output": "logits",
         "method": "local_greedy",
     },
-    "noisy": lambda: {"model": make_linear(), "data": Noisy()},
-    "seeded": lambda: {"model": make_linear(), "data": Noisy(np.random.default_rng(5))},
-    "unseeded": lambda: {"model": make_linear(), "data": Noisy(np.random.default_rng())},
+    "noisy": lambda: {"model": make_linear_layers(), "data": Noisy()},
+    "seeded": lambda: {"model": make_linear_layers(), "data": Noisy(np.random.default_rng(5))},
+    "unseeded": lambda: {"model": make_linear_layers(), "data": Noisy(np.random.default_rng())},
 }
 
 
-def make_arguments(case: str) -> Dict[str, Any]:
-    """Return the arguments of `train`, the same each time."""
+def make_batch_arguments(case: str) -> Dict[str, Any]:
+    """Make the arguments of `train` for a case, the same in each call."""
     torch.manual_seed(3)
     arguments = RUNS[case]()
     data = arguments.pop("data")
@@ -628,7 +675,7 @@ def make_arguments(case: str) -> Dict[str, Any]:
         ]
     is_list = isinstance(data, list)
     loaders = (data, data[:2]) if is_list else (DataLoader(data, batch_size=4, shuffle=True),)
-    config = settings(checkpoint={"every": 3}, **keys)
+    config = configure_short_run(checkpoint={"every": 3}, **keys)
     return {"config": config, "data": ipu_pipe.from_loader(*loaders), **arguments}
 
 
@@ -636,14 +683,14 @@ def make_arguments(case: str) -> Dict[str, Any]:
 @needs_processes
 def test_two_processes_train_on_any_batch_as_the_emulator(tmp_path: Path) -> None:
     check_two_processes(
-        tmp_path, {case: partial(make_arguments, case) for case in RUNS if case != "unseeded"}
+        tmp_path, {case: partial(make_batch_arguments, case) for case in RUNS if case != "unseeded"}
     )
 
 
-def differing_rank(rank: int, folder: Path) -> None:
-    """Train as a rank of a run whose data draw from the operating system's entropy."""
+def train_differing_rank(rank: int, folder: Path) -> None:
+    """Train as a rank whose data are drawn from the operating system's entropy; rank 0 writes the fault into a file."""
     with pytest.raises(RunFault) as raised:
-        train_on_processes(rank, folder, {"unseeded": partial(make_arguments, "unseeded")})
+        train_on_processes(rank, folder, {"unseeded": partial(make_batch_arguments, "unseeded")})
     if rank == 0:
         (folder / "fault").write_text(str(raised.value))
     end_process(0)
@@ -651,8 +698,8 @@ def differing_rank(rank: int, folder: Path) -> None:
 
 @needs_processes
 def test_ranks_that_draw_different_batches_end_the_run_with_a_line(tmp_path: Path) -> None:
-    """They trained the inputs of one batch with the labels of another, at chance, and said nothing."""
-    run_in_group(2, differing_rank, tmp_path)
+    """Story: they trained the inputs of one batch with the labels of another, at chance, without a message."""
+    run_in_group(2, train_differing_rank, tmp_path)
     line = (tmp_path / "fault").read_text()
     assert (
         line.startswith("data: Noisy: update 0: rank 0 and rank 1 ") and len(line.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""The border of the commands: where output goes, what is printed, and how a fault ends."""
+"""The border of the commands: output files, printed text, and the one line of a fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ipu_pipe import BadInput, RunFault, configure, train
 from ipu_pipe.cli import analyze, plan, stability
 from ipu_pipe.files import write_json, write_text
 from ipu_pipe.trace.reading import read_trace
-from tests.command_line import Done, run_here
+from tests.command_line import CommandResult, run_here
 from tests.support.runs import list_faults
 
 CONFIG = "configs/mlp_digits.yaml"
@@ -35,7 +35,9 @@ HARDWARE = {
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+def run_cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., CommandResult]:
     """Return the function that runs a command with arguments."""
     return functools.partial(run_here, monkeypatch=monkeypatch, capsys=capsys)
 
@@ -44,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_file_is_written_through_a_link(tmp_path: Path) -> None:
-    """A link was replaced by a file, and what it led to kept its old content."""
+    """Story: a link was replaced by a file, and its target kept the old content."""
     target, link = tmp_path / "target", tmp_path / "link"
     link.symlink_to(target)
     for text in ("new", "newer"):
@@ -54,8 +56,8 @@ def test_a_file_is_written_through_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_device_gets_what_is_written(tmp_path: Path) -> None:
-    """`analyze --html /dev/full` made a regular file of it, with exit code 0."""
+def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """Story: `analyze --html /dev/full` replaced the device by a regular file, with exit code 0."""
     full, null = (
         tmp_path / "full",
         tmp_path / "null",
@@ -70,12 +72,12 @@ def test_a_device_gets_what_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
-def test_a_pipe_gets_what_is_written(tmp_path: Path) -> None:
+def test_a_pipe_is_written_to_if_it_has_a_reader(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(
         RunFault, match="^" + str(pipe)
-    ):  # without a reader it waited for one, forever
+    ):  # story: without a reader it waited forever
         write_text(pipe, "text")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     write_text(pipe, "text")
@@ -86,13 +88,13 @@ def test_a_pipe_gets_what_is_written(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
 @pytest.mark.parametrize("name", ["rank0.trace", "trace.json"])
 def test_a_trace_that_is_a_pipe_is_refused(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)  # the reader waited for whoever might write
+    os.mkfifo(tmp_path / name)  # story: the reader waited for a writer
     with pytest.raises(BadInput, match="^" + str(tmp_path / name)):
         read_trace(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["loop", "folder"])
-def test_what_cannot_be_a_file_is_left_as_it_is(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_cannot_be_a_file_is_left_unchanged(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "file"
     file.symlink_to(file) if kind == "loop" else file.mkdir()
     with pytest.raises(RunFault, match="^" + str(file)):
@@ -112,22 +114,22 @@ def test_what_cannot_be_a_file_is_left_as_it_is(tmp_path: Path, kind: str) -> No
     ],
 )  # fmt: skip
 def test_a_number_out_of_bounds_is_one_line(
-    command: Any, option: str, value: str, run: Any
+    command: Any, option: str, value: str, run_cli: Any
 ) -> None:
-    """Huge seeds and batches ended in a traceback."""
-    code, out, error = run(command, CONFIG, option, value)
+    """Story: huge seeds and batches ended in a traceback."""
+    code, out, error = run_cli(command, CONFIG, option, value)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith(f"error: {option}: {value[:20]}") and len(error) < 2100
 
 
-# ---- what is printed
+# ---- printed text
 
 
-def test_a_terminals_escapes_are_printed_as_text(tmp_path: Path, run: Any) -> None:
-    """The source of a figure of the hardware reached the terminal raw."""
+def test_a_terminals_escapes_are_printed_as_text(tmp_path: Path, run_cli: Any) -> None:
+    """Story: the source of a hardware figure reached the terminal unescaped."""
     file = tmp_path / "hardware.yaml"
     file.write_text(yaml.safe_dump(HARDWARE))
-    code, out, error = run(plan, CONFIG, "--hardware", file, "--methods", "gpipe")
+    code, out, error = run_cli(plan, CONFIG, "--hardware", file, "--methods", "gpipe")
     assert code == 0, error
     assert "\\x1b[31mred" in out and all(line.isprintable() for line in (out + error).split("\n"))
 
@@ -141,9 +143,9 @@ def test_a_terminals_escapes_are_printed_as_text(tmp_path: Path, run: Any) -> No
     ],
 )
 def test_a_warning_is_one_line_or_none(
-    category: Any, printed: str, run: Any, monkeypatch: pytest.MonkeyPatch
+    category: Any, printed: str, run_cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python printed warnings with the line of our own code that they came from."""
+    """Story: Python printed warnings with the line of our code that raised them."""
 
     def main() -> None:
         for _ in range(2):
@@ -154,7 +156,7 @@ def test_a_warning_is_one_line_or_none(
     monkeypatch.setattr("ipu_pipe.errors._printed_warnings", set())
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        assert run(SimpleNamespace(main=main, __name__="command")) == (0, "done\n", printed)
+        assert run_cli(SimpleNamespace(main=main, __name__="command")) == (0, "done\n", printed)
 
 
 # ---- models
@@ -162,7 +164,7 @@ def test_a_warning_is_one_line_or_none(
 
 @pytest.mark.parametrize("place", ["config", "python"])
 def test_a_lazy_model_is_refused_by_name(tmp_path: Path, place: str) -> None:
-    """A LazyLinear ended in a traceback of torch."""
+    """Story: a LazyLinear ended in a traceback of torch."""
     keys: Dict[str, Any] = {"data": {"name": "digits", "subset": 64}, "stages": 1, "steps": 1}
     model, begin = nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), "model: 1: "
     if place == "config":
@@ -172,7 +174,7 @@ def test_a_lazy_model_is_refused_by_name(tmp_path: Path, place: str) -> None:
     assert fault.startswith(begin)
 
 
-def test_an_analysis_is_written_where_it_is_asked_for(tmp_path: Path, run: Any) -> None:
+def test_an_analysis_is_written_through_links_and_to_devices(tmp_path: Path, run_cli: Any) -> None:
     keys = {"stages": 2, "micro_batch_size": 8, "steps": 2, "log": {"tensorboard": False}}
     model = {
         "entry": "models.mlp:mlp",
@@ -189,8 +191,8 @@ def test_an_analysis_is_written_where_it_is_asked_for(tmp_path: Path, run: Any) 
     full.symlink_to("/dev/full")
     for option, file, code in (("--html", page, 0), ("--html", full, 1), ("--png", full, 1)):
         if file.exists() or code == 0:
-            done = run(analyze, tmp_path / "run", option, file, "--json")
-            assert done.returncode == code, done.stderr
+            result = run_cli(analyze, tmp_path / "run", option, file, "--json")
+            assert result.returncode == code, result.stderr
     assert page.is_symlink() and (tmp_path / "elsewhere.html").read_text().startswith("<!")
     assert not full.is_file()
-    assert json.loads(run(analyze, tmp_path / "run", "--json").stdout)["devices"]
+    assert json.loads(run_cli(analyze, tmp_path / "run", "--json").stdout)["devices"]

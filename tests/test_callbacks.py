@@ -1,4 +1,4 @@
-"""The user's code in a run: what callbacks see, and that a run which they end is one that was planned that long."""
+"""Callbacks of the user in a run: the values that they see, and runs that they stop or break."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ipu_pipe.errors import BadInput, RunFault, find_user_fault
 from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.run.train import train
 from tests import forked
-from tests.callbacks_of_runs import Ends, Fails
+from tests.callbacks_of_runs import FailingCallback, StoppingCallback
 from tests.support.runs import (
     DIGITS,
     assert_same_state,
@@ -36,7 +36,7 @@ SHORT = [
 ]
 NEW = "tests.callbacks_of_runs"
 
-# method, args and how many updates a run of them has that is asked to end after update 3: what is in the pipeline is done
+# method -> arguments, and the updates of a run that is stopped after update 3: it finishes the microbatches in flight
 METHODS = {
     "gpipe": (["gradient_accumulation=4"], 3),
     "pipedream": (["gradient_accumulation=2"], 4),
@@ -51,25 +51,25 @@ METHODS = {
 }
 
 
-def go(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
+def train_short_digits(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
     return train(load_config(DIGITS, [*SHORT, *sets]), out, quiet=True, **how)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_that_is_asked_to_end_is_one_planned_that_long(method: str, tmp_path: Path) -> None:
-    args, ends = METHODS[method]
+def test_a_stopped_run_equals_a_run_planned_with_that_length(method: str, tmp_path: Path) -> None:
+    args, last = METHODS[method]
     sets = [f"method={method}", "stages=3", "optimizer.momentum=0.9", *args]
-    cut = go(tmp_path / "cut", *sets, "steps=16", callbacks=[Ends(3)])
-    assert (cut["steps"], cut["planned_steps"], cut["stopped"]) == (ends, 16, "it is enough")
-    planned = go(tmp_path / "planned", *sets, f"steps={ends}")
+    cut = train_short_digits(tmp_path / "cut", *sets, "steps=16", callbacks=[StoppingCallback(3)])
+    assert (cut["steps"], cut["planned_steps"], cut["stopped"]) == (last, 16, "it is enough")
+    planned = train_short_digits(tmp_path / "planned", *sets, f"steps={last}")
     assert planned["stopped"] is None and cut["final"] == planned["final"]
-    assert_same_state(tmp_path / "cut", tmp_path / "planned", ends)
+    assert_same_state(tmp_path / "cut", tmp_path / "planned", last)
     assert read_numbers(tmp_path / "cut") == read_numbers(tmp_path / "planned")
 
 
 @pytest.mark.slow
 def test_processes_end_where_the_emulator_does(tmp_path: Path) -> None:
-    """Asked at update 5, two stages of pipedream end after 6, with norms on their way that no update asks for any more."""
+    """Two stages of pipedream that are stopped at update 5 end after 6, with norms in flight that no update needs any more."""
     metrics = f"metrics=[accuracy, top3, '{NEW}:confidence', {{entry: '{NEW}:Spread', args: {{scale: 2}}}}]"
     sets = [
         "method=pipedream",
@@ -78,37 +78,37 @@ def test_processes_end_where_the_emulator_does(tmp_path: Path) -> None:
         "clip={norm: 0.5, scope: delayed_global}",
         metrics,
     ]
-    ends = f"callbacks=[{{entry: '{NEW}:Ends', args: {{after: 5, file: {tmp_path}/ranks.json}}}}]"
+    ends = f"callbacks=[{{entry: '{NEW}:StoppingCallback', args: {{after: 5, file: {tmp_path}/ranks.json}}}}]"
     code, printed, error = run(2, tmp_path / "ranks", *sets, ends)
     assert code == 0, error
     assert "ended after 6 of 12 updates: it is enough" in printed
-    seen = Ends(5, str(tmp_path / "one.json"))
-    one = emulate(tmp_path / "one", *sets, callbacks=[seen])
+    stopping = StoppingCallback(5, str(tmp_path / "one.json"))
+    one = emulate(tmp_path / "one", *sets, callbacks=[stopping])
     assert_same_state(tmp_path / "ranks", tmp_path / "one", 6)
     assert read_summary(tmp_path / "ranks")["final"] == one["final"]
     assert read_json(tmp_path / "ranks.json") == read_json(tmp_path / "one.json")
 
 
-def test_what_callbacks_see(tmp_path: Path) -> None:
-    class Watches(ipu_pipe.Callback):
+def test_callbacks_see_the_written_figures_and_the_model(tmp_path: Path) -> None:
+    class ValueRecorder(ipu_pipe.Callback):
         def __init__(self) -> None:
-            self.seen: List[Any] = []
+            self.records: List[Any] = []
 
         def on_step(self, now: ipu_pipe.Moment) -> None:
             assert isinstance(now.model, torch.nn.Module)
-            self.seen.append(
+            self.records.append(
                 (now.step, now.loss, now.rate, float(next(now.model.parameters()).detach().sum()))
             )
 
         def on_evaluation(self, now: ipu_pipe.Moment) -> Optional[ipu_pipe.Stop]:
-            self.seen.append(("evaluated", now.step, dict(now.metrics)))
+            self.records.append(("evaluated", now.step, dict(now.metrics)))
             return ipu_pipe.Stop() if now.step == 4 else None
 
         def on_end(self, now: ipu_pipe.Moment) -> None:
             assert (now.checkpoint / "model.safetensors").is_file()  # type: ignore[operator]
-            self.seen.append(("end", now.step, now.stopped))
+            self.records.append(("end", now.step, now.stopped))
 
-    watches, out = Watches(), tmp_path / "run"
+    recorder, out = ValueRecorder(), tmp_path / "run"
     sets = [
         "steps=6",
         "log.every=1",
@@ -116,44 +116,52 @@ def test_what_callbacks_see(tmp_path: Path) -> None:
         "gradient_accumulation=1",
         "checkpoint.every=2",
     ]
-    report = go(out, *sets, "evaluate.every=0.0625", callbacks=[watches])  # of 32 updates
-    assert report["stopped"].endswith("Watches.on_evaluation asked for it")
-    written = read_numbers(out)
-    assert [(s[0], s[1], s[2]) for s in watches.seen if isinstance(s[0], int)] == [
-        (line["step"], line["train_loss"], line["lr"]) for line in written if "train_loss" in line
+    report = train_short_digits(
+        out, *sets, "evaluate.every=0.0625", callbacks=[recorder]
+    )  # of 32 updates
+    assert report["stopped"].endswith("ValueRecorder.on_evaluation asked for it")
+    lines = read_numbers(out)
+    assert [(s[0], s[1], s[2]) for s in recorder.records if isinstance(s[0], int)] == [
+        (line["step"], line["train_loss"], line["lr"]) for line in lines if "train_loss" in line
     ]
-    tested = [line for line in written if "test_loss" in line and line["step"]]
-    assert [s[1:] for s in watches.seen if s[0] == "evaluated"] == [
+    evaluations = [line for line in lines if "test_loss" in line and line["step"]]
+    assert [s[1:] for s in recorder.records if s[0] == "evaluated"] == [
         (line["step"], {"test_loss": line["test_loss"], "test_accuracy": line["test_accuracy"]})
-        for line in tested
+        for line in evaluations
     ]
-    sums = [s[3] for s in watches.seen if isinstance(s[0], int)]
+    sums = [s[3] for s in recorder.records if isinstance(s[0], int)]
     assert len(set(sums)) == 4 and sums[-1] in [
         float(value.sum()) for value in read_weights(out, 4).values()
     ]
-    assert watches.seen[-1] == ("end", 4, report["stopped"])
+    assert recorder.records[-1] == ("end", 4, report["stopped"])
 
 
-def test_what_a_callback_raises_is_reported_with_its_name(tmp_path: Path) -> None:
+def test_an_exception_of_a_callback_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as raised:
-        go(tmp_path / "run", "steps=4", f"callbacks=['{NEW}:Fails']")
+        train_short_digits(tmp_path / "run", "steps=4", f"callbacks=['{NEW}:FailingCallback']")
     line = str(find_user_fault(raised.value))
-    assert line.startswith("callback Fails.on_step after update 2: KeyError: 'no such thing'")
+    assert line.startswith(
+        "callback FailingCallback.on_step after update 2: KeyError: 'no such thing'"
+    )
     assert "callbacks_of_runs.py" in line
     assert (tmp_path / "run" / "traceback.txt").read_text().startswith(line)
 
 
 @pytest.mark.parametrize("args", ["{}", "{code: 0}", "{code: 3}"])
 def test_a_callback_that_calls_exit_ends_the_run_as_a_fault(tmp_path: Path, args: str) -> None:
-    """It used to leave with exit code 0 and no summary."""
+    """Story: the run ended with exit code 0 and without a summary."""
     out = tmp_path / "run"
     sets = [
         f"--set={key}"
-        for key in (*SHORT, "steps=4", f"callbacks=[{{entry: '{NEW}:Exits', args: {args}}}]")
+        for key in (
+            *SHORT,
+            "steps=4",
+            f"callbacks=[{{entry: '{NEW}:ExitingCallback', args: {args}}}]",
+        )
     ]
-    ended = forked.run_command("train", DIGITS, f"--out={out}", *sets)
-    assert ended.code == 1 and ended.error.splitlines()[-1].startswith(
-        "error: callback Exits.on_step after update 2: "
+    output = forked.run_command("train", DIGITS, f"--out={out}", *sets)
+    assert output.code == 1 and output.error.splitlines()[-1].startswith(
+        "error: callback ExitingCallback.on_step after update 2: "
     )
     assert not (out / "summary.json").exists()
 
@@ -173,35 +181,35 @@ def test_a_data_source_that_calls_exit_ends_the_run_as_a_fault(tmp_path: Path) -
             return self.inner.train_batch(epoch, index, batch_size)
 
     with pytest.raises(RunFault):
-        go(tmp_path / "run", "steps=8", data=Data())
+        train_short_digits(tmp_path / "run", "steps=8", data=Data())
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-class Wrong(ipu_pipe.Callback):
+class WrongCallback(ipu_pipe.Callback):
     def on_step(self, now: ipu_pipe.Moment) -> Any:
         return True
 
 
-def test_what_is_no_callback_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_an_object_that_is_not_a_callback_is_refused_in_a_line(tmp_path: Path) -> None:
     for callback, words in (
-        (Fails, "callbacks: the class Fails: must be an object"),
+        (FailingCallback, "callbacks: the class FailingCallback: must be an object"),
         (len, "callbacks: a builtin"),
     ):
         with pytest.raises(BadInput, match=words):
-            go(tmp_path / "run", "steps=2", callbacks=[callback])
+            train_short_digits(tmp_path / "run", "steps=2", callbacks=[callback])
     with pytest.raises(BadInput, match=r"callbacks: .*tests\.nothing:X.*no module"):
-        go(tmp_path / "run", "steps=2", "callbacks=['tests.nothing:X']")
+        train_short_digits(tmp_path / "run", "steps=2", "callbacks=['tests.nothing:X']")
     with pytest.raises(BadInput, match="callbacks: 3: must be a list"):
         load_config(DIGITS, ["callbacks=3"])
     assert not (tmp_path / "run").exists()
     with pytest.raises(
-        RunFault, match="Wrong.on_step: returned a bool: must return None or ipu_pipe.Stop"
+        RunFault, match="WrongCallback.on_step: returned a bool: must return None or ipu_pipe.Stop"
     ):
-        go(tmp_path / "run", "steps=2", callbacks=[Wrong()])
+        train_short_digits(tmp_path / "run", "steps=2", callbacks=[WrongCallback()])
 
 
-def test_a_run_goes_on_with_what_its_callbacks_had(tmp_path: Path, capsys: Any) -> None:
-    class Counts(ipu_pipe.Callback):
+def test_a_resumed_run_restores_the_state_of_its_callbacks(tmp_path: Path, capsys: Any) -> None:
+    class UpdateCounter(ipu_pipe.Callback):
         def __init__(self) -> None:
             self.count = 0
 
@@ -215,16 +223,23 @@ def test_a_run_goes_on_with_what_its_callbacks_had(tmp_path: Path, capsys: Any) 
             self.count = state
 
     sets = ["method=pipedream", "stages=2", "gradient_accumulation=1", "steps=8"]
-    go(tmp_path / "cut", *sets, callbacks=[Counts(), Ends(2)])  # ends after 3
-    train(load_config(DIGITS, [*SHORT, *sets]), tmp_path / "cut", callbacks=[Counts()], resume=True)
+    train_short_digits(
+        tmp_path / "cut", *sets, callbacks=[UpdateCounter(), StoppingCallback(2)]
+    )  # ends after 3
+    train(
+        load_config(DIGITS, [*SHORT, *sets]),
+        tmp_path / "cut",
+        callbacks=[UpdateCounter()],
+        resume=True,
+    )
     assert (
         "nothing to resume (it ended early: it is enough; --resume-from 3 continues it)"
         in capsys.readouterr().out
     )
-    again = Counts()
-    go(tmp_path / "cut", *sets, callbacks=[again], resume_from=3)
-    assert again.count == 8
-    assert go(tmp_path / "cut", *sets, resume=True)["stopped"] is None
+    counter = UpdateCounter()
+    train_short_digits(tmp_path / "cut", *sets, callbacks=[counter], resume_from=3)
+    assert counter.count == 8
+    assert train_short_digits(tmp_path / "cut", *sets, resume=True)["stopped"] is None
 
 
 REFUSED = {
@@ -238,7 +253,11 @@ REFUSED = {
     "early_stopping.metric": [
         "callbacks=[{entry: 'ipu_pipe:EarlyStopping', args: {metric: top5}}]"
     ],
-    "on_gradients": ["method=local_sgd", "gradient_accumulation=1", f"callbacks=['{NEW}:Watches']"],
+    "on_gradients": [
+        "method=local_sgd",
+        "gradient_accumulation=1",
+        f"callbacks=['{NEW}:ChecksumRecorder']",
+    ],
 }
 
 
@@ -250,6 +269,6 @@ def test_dry_runs_refuse_callbacks_that_a_run_refuses(place: str, tmp_path: Path
     assert all(part in faults[0] for part in place.split(".")[-1:])
 
 
-def test_a_dry_run_asks_nothing_of_a_callback_whose_constructor_did_not_run() -> None:
-    chosen = load_config(DIGITS, [*SHORT, "steps=4", f"callbacks=['{NEW}:Wraps']"])
+def test_a_dry_run_reads_nothing_from_a_callback_without_its_constructor() -> None:
+    chosen = load_config(DIGITS, [*SHORT, "steps=4", f"callbacks=['{NEW}:DelegatingCallback']"])
     assert build_for_planning(chosen).updates == 4

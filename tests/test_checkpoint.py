@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, told apart when corrupt, by unsplit names, pruned to the newest and the best."""
+"""Checkpoints are whole or absent, refused if corrupt, stored under unsplit names, and pruned to the newest and the best."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ipu_pipe.update.optimizer import export_state, import_state, make_groups
 from tests.support.runs import assert_same, list_faults
 
 
-def make(folder: Path, step: int) -> Path:
+def save_small_checkpoint(folder: Path, step: int) -> Path:
     model = nn.Linear(3, 2)
     state, position = {"weight/momentum": torch.ones(2, 3)}, {"position": {"update": step}}
     return checkpoint.save(folder, step, model.state_dict(), state, position)
@@ -38,10 +38,13 @@ def test_round_trip_keeps_names_values_and_state(tmp_path: Path) -> None:
     assert saved.manifest["note"] == [1, None] and saved.manifest["step"] == 7
 
 
-def test_a_checkpoint_is_written_as_windows_wants_it(
+def test_a_checkpoint_can_be_written_on_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Story: every checkpoint failed there, "Bad file descriptor": a file open for reading was flushed, a folder opened."""
+    """Story: on Windows every checkpoint failed with "Bad file descriptor".
+
+    A file open for reading was flushed, and a folder was opened.
+    """
     open_here, flush_here = os.open, os.fsync
     writable, flushed = set(), []
 
@@ -61,16 +64,16 @@ def test_a_checkpoint_is_written_as_windows_wants_it(
 
     monkeypatch.setattr(os, "open", open_as_windows)
     monkeypatch.setattr(os, "fsync", flush_as_windows)
-    # only there: pathlib reads os.name, too
+    # in this module alone, since pathlib reads os.name too
     monkeypatch.setattr(checkpoint, "os", types.SimpleNamespace(**{**vars(os), "name": "nt"}))
-    path = make(tmp_path, 3)
+    path = save_small_checkpoint(tmp_path, 3)
     assert checkpoint.load(path).manifest["step"] == 3
     # two files of tensors and the manifest
     assert len(flushed) == 3
 
 
 def test_folders_are_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file whose folder is not on the disk is lost with it."""
+    """A file on disk is lost if the entry in its folder is not."""
     kinds = []
     flush_here = os.fsync
 
@@ -79,7 +82,7 @@ def test_folders_are_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         flush_here(handle)
 
     monkeypatch.setattr(os, "fsync", record_flush)
-    make(tmp_path / "checkpoints", 3)
+    save_small_checkpoint(tmp_path / "checkpoints", 3)
     assert kinds == ["file"] * 3 + ["folder"] * 3
 
 
@@ -91,7 +94,7 @@ def test_tied_weights_are_kept_under_both_names(tmp_path: Path) -> None:
 
 
 def test_a_tied_weight_is_loaded_by_any_of_its_names_but_not_by_two_that_differ() -> None:
-    """Story: the last of two different values was taken, silently; files that have such a weight once were refused."""
+    """Story: the last of two different values was loaded silently, and files with one of the names were refused."""
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     one, other = torch.randn(3, 3), torch.randn(3, 3)
@@ -110,42 +113,42 @@ def test_a_tied_weight_is_loaded_by_any_of_its_names_but_not_by_two_that_differ(
 
 @pytest.mark.parametrize("file", ["optimizer.safetensors", "manifest.json"])
 def test_a_missing_file_is_named(tmp_path: Path, file: str) -> None:
-    path = make(tmp_path, 3)
+    path = save_small_checkpoint(tmp_path, 3)
     (path / file).unlink()
     (line,) = list_faults(checkpoint.load, path)
     assert line.startswith(f"{path / file}: corrupt checkpoint") and "missing" in line
 
 
 def test_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "SCHEMA", 99)
-        path = make(tmp_path, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "SCHEMA", 99)
+        path = save_small_checkpoint(tmp_path, 3)
     fault = list_faults(checkpoint.load, path)[0]
     assert fault.startswith(f"{path / 'manifest.json'}: schema: 99: ")
     assert f"init_from: {path / 'model.safetensors'}" in fault
-    for weights in (path, path / "model.safetensors"):  # what the line says to begin with
+    for weights in (path, path / "model.safetensors"):  # the remedy in the line works
         assert set(checkpoint.read_weights(weights)) == {"weight", "bias"}
 
 
 def test_an_interrupted_save_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(tmp_path, 1)
+    save_small_checkpoint(tmp_path, 1)
 
-    def full(*args: Any, **kwargs: Any) -> None:
+    def raise_full_disk(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", raise_full_disk)
     with pytest.raises(RunFault, match="No space left on device"):
-        make(tmp_path, 2)
+        save_small_checkpoint(tmp_path, 2)
     assert checkpoint.list_steps(tmp_path) == [1]
-    (tmp_path / ".step-5.part").mkdir()  # what kill -9 leaves
+    (tmp_path / ".step-5.part").mkdir()  # as kill -9 leaves it
     assert checkpoint.list_steps(tmp_path) == [1]
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (2, 10, 9, 30, 40):
-        make(tmp_path, step)
+        save_small_checkpoint(tmp_path, step)
     checkpoint.prune(tmp_path, keep=2, best=[None, 9])
     assert checkpoint.list_steps(tmp_path) == [9, 30, 40]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-30", "step-40", "step-9"]
@@ -177,7 +180,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_optimizer_state_goes_to_another_number_of_stages(kind: Any) -> None:
+def test_optimizer_state_moves_to_another_number_of_stages(kind: Any) -> None:
     settings = {"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.1}
 
     def make_both(choice: Any) -> Any:

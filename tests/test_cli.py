@@ -1,4 +1,4 @@
-"""The commands: one table, reached as tools/COMMAND.py and as python -m ipu_pipe COMMAND."""
+"""The commands are one table, called as tools/COMMAND.py and as python -m ipu_pipe COMMAND."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 from ipu_pipe.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
-ASKED = ["gpipe", "--stages", "2", "--microbatches", "3", "--format", "json"]
+SCHEDULE_ARGUMENTS = ["gpipe", "--stages", "2", "--microbatches", "3", "--format", "json"]
 
 
-def ran(*arguments: str, cwd: Path = ROOT) -> Tuple[int, str, str]:
-    """Exit code, standard output and error."""
+def run_python(*arguments: str, cwd: Path = ROOT) -> Tuple[int, str, str]:
+    """Run Python with these arguments; return exit code, standard output and standard error."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=str(cwd), capture_output=True, text=True, timeout=120, check=False
     )
-    return done.returncode, done.stdout, done.stderr
+    return process.returncode, process.stdout, process.stderr
 
 
 # tools/stability.py also draws the papers' figures
@@ -53,20 +53,20 @@ def test_the_tool_with_more_takes_all_options_of_its_command() -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["pb_vgg11"], ["--help"]])
 def test_experiments_run_from_a_clone(arguments: List[str]) -> None:
-    code, printed, error = ran("-m", "ipu_pipe", "reproduce", *arguments)
+    code, printed, error = run_python("-m", "ipu_pipe", "reproduce", *arguments)
     assert (code, printed, error.count("\n")) == (2, "", 1)
     assert error.startswith("error: COMMAND: reproduce: ") and "from a clone" in error
-    # by its own name, which the wheel's commands do not replace
+    # the line names the tool itself, for which the wheel has no command
     assert "python tools/reproduce.py" in error
 
 
 @pytest.mark.parametrize("name, arguments", [
-    ("schedule", ASKED),
+    ("schedule", SCHEDULE_ARGUMENTS),
     pytest.param("stability", ["mlp_digits", "--curvature", "1", "--json"], marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_command_is_the_same_by_both_ways(name: str, arguments: List[str]) -> None:
-    code, printed, error = ran("-m", "ipu_pipe", name, *arguments)
-    assert (code, error) == (0, "") and (code, printed, error) == ran(
+def test_both_ways_to_call_a_command_are_the_same(name: str, arguments: List[str]) -> None:
+    code, printed, error = run_python("-m", "ipu_pipe", name, *arguments)
+    assert (code, error) == (0, "") and (code, printed, error) == run_python(
         f"tools/{name}.py", *arguments
     )
 
@@ -74,8 +74,10 @@ def test_a_command_is_the_same_by_both_ways(name: str, arguments: List[str]) -> 
 @pytest.mark.parametrize(
     "arguments, message", [([], "required: COMMAND"), (["trian", "--help"], "'trian'")]
 )
-def test_no_command_is_bad_input(arguments: Tuple[str, ...], message: str) -> None:
-    code, printed, error = ran("-m", "ipu_pipe", *arguments)
+def test_a_missing_or_unknown_command_is_bad_input(
+    arguments: Tuple[str, ...], message: str
+) -> None:
+    code, printed, error = run_python("-m", "ipu_pipe", *arguments)
     assert (
         (code, printed, error.count("\n")) == (2, "", 1)
         and error.startswith("error: ")
@@ -84,7 +86,7 @@ def test_no_command_is_bad_input(arguments: Tuple[str, ...], message: str) -> No
 
 
 def test_help_names_the_commands() -> None:
-    code, printed, error = ran("-m", "ipu_pipe", "--help")
+    code, printed, error = run_python("-m", "ipu_pipe", "--help")
     assert (code, error) == (0, "") and all(
         command.replace("_", "-") in printed for command in COMMANDS
     )

@@ -1,4 +1,4 @@
-"""tools/collect.py: methods compared on the same work."""
+"""tools/collect.py compares methods on the same work."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tests.support.runs import ROOT, read_json, read_summary
 DIGITS = "configs/mlp_digits.yaml"
 
 
-def balanced_speedup(stages: int, accumulate: int) -> float:
-    """Return what a pipeline that never empties gains over one that does after N microbatches, all stages alike: (N+P-1)/N."""
+def compute_balanced_speedup(stages: int, accumulate: int) -> float:
+    """Return (N+P-1)/N, the speedup of never draining over draining after N microbatches, for equal stages."""
     return (accumulate + stages - 1) / accumulate
 
 
-def collect(*args: str) -> forked.Ended:
+def run_collect(*args: str) -> forked.CommandOutput:
     return forked.run_command("collect", *args)
 
 
-def read(folder: Path) -> Dict[str, Any]:
+def read_comparison(folder: Path) -> Dict[str, Any]:
     return {
         name: read_json(folder / f"{name}.json")["methods"]
         for name in ("throughput", "memory", "communication")
@@ -43,16 +43,19 @@ def read(folder: Path) -> Dict[str, Any]:
 
 @pytest.mark.slow
 def test_resnet34_on_four_devices_sends_what_the_paper_states(tmp_path: Path) -> None:
-    """Laskin et al. 2020, Table 2, which rounds to 0.1 MB and calls MiB so; batches of 2 in the place of 32, numbers of 4 bytes
-    in the place of 2, which a CPU multiplies ten times as fast: linear in both."""
+    """Laskin et al. 2020 state these figures in Table 2, rounded to 0.1 MiB, which they call MB.
+
+    The bytes are linear in the batch and in the size of a number. Here batches have 2 samples instead
+    of 32, and numbers have 4 bytes instead of 2, with which a CPU is ten times as fast.
+    """
     assert load_config(Path("configs/resnet34_ipu4.yaml")).precision == "bfloat16"
-    code, printed, error = collect(
+    code, printed, error = run_collect(
         "configs/resnet34_ipu4.yaml", "--steps", "0", "--out", str(tmp_path / "out"),
         "--set", "micro_batch_size=2", "gradient_accumulation=2", "data.subset=8", "data.test_subset=2",
         "precision=float32",
     )  # fmt: skip
     assert code == 0, error
-    results = read(tmp_path / "out")
+    results = read_comparison(tmp_path / "out")
     mib = 2**20 * 2 / 32 * 2
     crossing = results["communication"]["local_chunked"]["links"]
     links = {(link["src"], link["dst"]): link["bytes_per_microbatch"] / mib for link in crossing}
@@ -74,21 +77,27 @@ def test_resnet34_on_four_devices_sends_what_the_paper_states(tmp_path: Path) ->
 def test_methods_do_the_same_work_and_leave_their_traces(tmp_path: Path) -> None:
     out = tmp_path / "out"
     names = "gpipe,pipedream,local_greedy,local_overlapping"
-    code, printed, error = collect(DIGITS, "--methods", names, "--steps", "3", "--out", str(out))
+    code, printed, error = run_collect(
+        DIGITS, "--methods", names, "--steps", "3", "--out", str(out)
+    )
     assert code == 0, error
-    results = read(out)
+    results = read_comparison(out)
     for name in names.split(","):
         assert (out / name / "trace.json.gz").is_file()
         assert read_summary(out / name)["samples"] == 3 * 64
         assert results["throughput"][name]["samples_per_second"] > 0
         assert len(results["memory"][name]["devices"]) == 4
     assert results["throughput"]["gpipe"]["modelled_speedup"] == 1
-    assert 1 < results["throughput"]["local_greedy"]["modelled_speedup"] < balanced_speedup(4, 4)
+    assert (
+        1
+        < results["throughput"]["local_greedy"]["modelled_speedup"]
+        < compute_balanced_speedup(4, 4)
+    )
     assert "shared_layer_links" in results["communication"]["local_overlapping"]
     assert printed.count("local_greedy") == 3
-    code, _, error = collect(DIGITS, "--methods", names, "--steps", "3", "--out", str(out))
+    code, _, error = run_collect(DIGITS, "--methods", names, "--steps", "3", "--out", str(out))
     assert code == 2 and "contains another run" in error
-    code, _, error = collect(
+    code, _, error = run_collect(
         DIGITS, "--methods", "gpipe", "--steps", "2", "--out", str(out), "--overwrite"
     )
     assert code == 0, error
@@ -107,7 +116,7 @@ def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:
         rates = speed["samples_per_second_by_round"]
         assert len(rates) == 3 and speed["samples_per_second"] == sorted(rates)[1]
         assert (tmp_path / name / "round-3" / "trace.json.gz").is_file()
-        # one machine does all devices' work: nothing is measured of them
+        # one machine does the work of all devices, so that no device is measured
         assert (
             speed["utilization"] is speed["measured_speedup"] is None
             and 0 < speed["modelled_utilization"] < 1
@@ -130,12 +139,12 @@ def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_processes_are_started_and_measured_beside_what_was_planned(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    code, printed, error = collect(
+    code, printed, error = run_collect(
         DIGITS, "--methods", "pipedream", "--steps", "3", "--out", str(out), "--set", "backend.name=distributed", "stages=2",
         "log.tensorboard=false", "evaluate={every: 0, subset: 32}",
     )  # fmt: skip
     assert code == 0, error
-    results = read(out)
+    results = read_comparison(out)
     assert read_summary(out / "pipedream")["backend"] == "distributed"
     speed = results["throughput"]["pipedream"]
     assert (
@@ -160,24 +169,24 @@ def test_processes_are_started_and_measured_beside_what_was_planned(tmp_path: Pa
 def test_a_fault_of_started_processes_is_one_line(
     stderr: str, message: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    asked: List[Any] = []
+    commands: List[Any] = []
 
     def run(command: List[str], **how: Any) -> Any:
-        asked.append(command)
+        commands.append(command)
         return subprocess.CompletedProcess(command, 1, "", stderr)
 
     monkeypatch.setattr(method_comparison.subprocess, "run", run)
     config = load_config(str(ROOT / DIGITS), ["backend.name=distributed"])
     with pytest.raises(RunFault, match=f"^pipedream on 3 processes: .*{message}$"):
         run_turn(config, tmp_path / "run", 3)
-    assert asked[0][asked[0].index("--nproc_per_node") + 1] == "3" and asked[0][-1] == str(
+    assert commands[0][commands[0].index("--nproc_per_node") + 1] == "3" and commands[0][-1] == str(
         tmp_path / "run"
     )
 
 
 @pytest.mark.parametrize("own", ["gpipe", "local_chunked"])
 def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path: Path) -> None:
-    """Story: the first method named chose the cut of the others: local_chunked's own two blocks, or the four stages."""
+    """Story: the first method chose the cut of the others: local_chunked's own two blocks, or the four stages."""
     args = {"blocks": 2} if own == "local_chunked" else {}
     config = load_config(str(ROOT / DIGITS), ["backend.threads=1"]).model_copy(
         update={"method": own}
@@ -221,7 +230,7 @@ def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path:
     ],
 )
 def test_bad_input_is_one_line(args: Any, message: str) -> None:
-    code, _, error = collect(*args)
+    code, _, error = run_collect(*args)
     assert code == 2 and message in error and len(error.splitlines()) == 1
     assert not (ROOT / "x").exists()
 
@@ -235,9 +244,9 @@ def test_methods_with_losses_of_their_own_update_after_each_microbatch() -> None
         and local.method_args.blocks == ["layer2"]
     )
     assert switch_method(config, config.method, 3) == config.model_copy(update={"steps": 3})
-    assert balanced_speedup(4, 8) == pytest.approx(
+    assert compute_balanced_speedup(4, 8) == pytest.approx(
         1.375
     )  # the bounds beside the paper's Table 1: 37.5, 44, 22 %
-    assert balanced_speedup(8, 16) == pytest.approx(1.4375) and balanced_speedup(
+    assert compute_balanced_speedup(8, 16) == pytest.approx(1.4375) and compute_balanced_speedup(
         8, 32
     ) == pytest.approx(1.21875)

@@ -1,6 +1,6 @@
-"""A constant complex buffer, such as a table of rotations, trains: it stays complex, crosses boundaries and is kept.
+"""Models with a constant complex buffer, such as a table of rotations, train: it stays complex, crosses boundaries and is saved.
 
-Story: every run with one was refused, although complex activations trained right.
+Story: every run with such a buffer was refused, although complex activations trained right.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.support.runs import assert_same, list_faults, needs_processes, read_w
 ANGLES = torch.arange(4.0)
 
 
-class Rotated(nn.Module):
-    """A linear layer, and a table of rotations that it hands on."""
+class RotationTable(nn.Module):
+    """A linear layer with a table of rotations, which it returns too."""
 
     def __init__(self, persistent: bool) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Rotated(nn.Module):
         return self.inner(x), self.rotations
 
 
-class Rotating(nn.Module):
+class Rotation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 8)
@@ -48,7 +48,7 @@ class Rotating(nn.Module):
         return torch.view_as_complex(self.inner(x).float().reshape(-1, 4, 2)) * rotations, rotations
 
 
-class Read(nn.Module):
+class RotationReader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 4)
@@ -60,12 +60,12 @@ class Read(nn.Module):
         )
 
 
-def make_model(persistent: bool = True) -> Any:
+def make_rotation_model(persistent: bool = True) -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(Rotated(persistent), Rotating(), Read())
+    return nn.Sequential(RotationTable(persistent), Rotation(), RotationReader())
 
 
-def make_batches() -> Any:
+def draw_rotation_batches() -> Any:
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(4, 8, generator=generator), torch.randint(0, 4, (4,), generator=generator))
@@ -73,16 +73,18 @@ def make_batches() -> Any:
     ]
 
 
-def make_arguments(persistent: bool = True, method: str = "gpipe", **keys: Any) -> Dict[str, Any]:
+def make_rotation_arguments(
+    persistent: bool = True, method: str = "gpipe", **keys: Any
+) -> Dict[str, Any]:
     config = configure(
         method=method, gradient_accumulation=2, steps=4, stages=["1"], evaluate={"every": 0}, checkpoint={"every": 2},
         optimizer={"name": "sgd", "lr": 0.05}, **keys,
     )  # fmt: skip
-    batches = make_batches()
+    batches = draw_rotation_batches()
     data = ipu_pipe.from_loader(batches, batches[:1])
     return {
         "config": config,
-        "model": make_model(persistent),
+        "model": make_rotation_model(persistent),
         "data": data,
         "loss": F.cross_entropy,
     }
@@ -90,11 +92,11 @@ def make_arguments(persistent: bool = True, method: str = "gpipe", **keys: Any) 
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_weights_are_those_of_a_plain_loop(tmp_path: Path, persistent: bool) -> None:
-    arguments = make_arguments(persistent)
+    arguments = make_rotation_arguments(persistent)
     train(out=tmp_path, quiet=True, **arguments)
-    model = make_model(persistent)
+    model = make_rotation_model(persistent)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for m, (x, y) in enumerate(make_batches()):
+    for m, (x, y) in enumerate(draw_rotation_batches()):
         (F.cross_entropy(model(x), y) / 2).backward()
         if m % 2:
             optimizer.step()
@@ -105,13 +107,13 @@ def test_weights_are_those_of_a_plain_loop(tmp_path: Path, persistent: bool) -> 
 
 @pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16", "bfloat16_mixed"])
 def test_a_buffer_stays_complex_in_every_precision(tmp_path: Path, precision: str) -> None:
-    """The caller's model has its own dtype again at the end, and the values of both parts."""
-    arguments = make_arguments(precision=precision)
-    seen = []
-    keep_dtype = lambda module, inputs, output: seen.append(output[1].dtype)  # noqa: E731
-    arguments["model"][0].register_forward_hook(keep_dtype)
+    """At the end the caller's model has its original dtype and values again."""
+    arguments = make_rotation_arguments(precision=precision)
+    dtypes = []
+    record_dtype = lambda module, inputs, output: dtypes.append(output[1].dtype)  # noqa: E731
+    arguments["model"][0].register_forward_hook(record_dtype)
     train(out=tmp_path, quiet=True, **arguments)
-    assert set(seen) == {torch.complex128 if precision == "float64" else torch.complex64}
+    assert set(dtypes) == {torch.complex128 if precision == "float64" else torch.complex64}
     rotations = arguments["model"][0].rotations
     assert rotations.dtype == torch.complex64 and torch.equal(
         rotations, torch.polar(torch.ones(4), ANGLES)
@@ -120,43 +122,49 @@ def test_a_buffer_stays_complex_in_every_precision(tmp_path: Path, precision: st
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_a_run_resumes_with_its_buffer(tmp_path: Path, precision: str) -> None:
-    """The buffer comes from the checkpoint; a new model's own has other values here."""
-    train(out=tmp_path / "straight", quiet=True, **make_arguments(precision=precision))
-    train(out=tmp_path / "resumed", quiet=True, **make_arguments(precision=precision))
-    arguments = make_arguments(precision=precision)
+    """The buffer is loaded from the checkpoint: the new model has other values here."""
+    train(out=tmp_path / "straight", quiet=True, **make_rotation_arguments(precision=precision))
+    train(out=tmp_path / "resumed", quiet=True, **make_rotation_arguments(precision=precision))
+    arguments = make_rotation_arguments(precision=precision)
     arguments["model"][0].rotations.zero_()
     train(out=tmp_path / "resumed", quiet=True, resume=True, resume_from=2, **arguments)
     assert_same(read_weights(tmp_path / "straight"), read_weights(tmp_path / "resumed"))
     assert torch.equal(arguments["model"][0].rotations, torch.polar(torch.ones(4), ANGLES))
 
 
-def make_run(case: Any) -> Dict[str, Any]:
+def make_case_arguments(case: Any) -> Dict[str, Any]:
     persistent, method = case
-    return make_arguments(persistent, method)
+    return make_rotation_arguments(persistent, method)
 
 
 @needs_processes
 def test_two_processes_equal_the_emulator(tmp_path: Path) -> None:
     cases = [(True, "gpipe"), (False, "gpipe"), (True, "zb_h1"), (False, "pipedream")]
     check_two_processes(
-        tmp_path, {f"{method} {kept}": partial(make_run, (kept, method)) for kept, method in cases}
+        tmp_path,
+        {
+            f"{method} {persistent}": partial(make_case_arguments, (persistent, method))
+            for persistent, method in cases
+        },
     )
 
 
-def turn(m: Any, x: torch.Tensor) -> torch.Tensor:
+def rotate_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         m.z.mul_(1j)
     return m.inner(x) * m.z.real  # type: ignore[no-any-return]
 
 
 def test_a_complex_buffer_that_training_changes_is_refused() -> None:
-    arguments = make_arguments()
-    arguments["model"] = Composed(turn, inner=nn.Linear(8, 4), z=torch.ones(4, dtype=torch.cfloat))
+    arguments = make_rotation_arguments()
+    arguments["model"] = Composed(
+        rotate_buffer, inner=nn.Linear(8, 4), z=torch.ones(4, dtype=torch.cfloat)
+    )
     arguments["config"] = arguments["config"].model_copy(update={"stages": 1})
     (fault,) = list_faults(build, **arguments)
     assert fault.startswith("model: z: complex, and training changes it")
 
 
 def test_ipus_refuse_complex_buffers() -> None:
-    (fault,) = list_ipu_faults(build(**make_arguments()))
+    (fault,) = list_ipu_faults(build(**make_rotation_arguments()))
     assert fault.startswith("model: 0.rotations: complex: IPUs have no complex numbers")

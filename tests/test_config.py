@@ -1,4 +1,4 @@
-"""The config: wrong ones give exactly the expected lines, right ones survive being written and read again."""
+"""Wrong configs give exactly the expected lines; right ones are the same after writing and reading."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 
 
 @pytest.fixture()
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty current folder, with the search path for modules put back afterwards."""
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to an empty folder and return it; the search path for modules is restored afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
 
 
-def read(text: str, *overrides: str) -> Config:
-    """Return the smallest config with `text` added, by way of x.yaml in the current folder."""
+def read_config(text: str, *overrides: str) -> Config:
+    """Write the smallest config with `text` added into x.yaml of the current folder, and load it."""
     Path("x.yaml").write_text(SMALLEST + text, encoding="utf-8")
     return load_config("x.yaml", overrides)
 
 
-def faults_of(text: str, *overrides: str) -> List[str]:
-    return list_faults(read, text, *overrides)
+def list_config_faults(text: str, *overrides: str) -> List[str]:
+    return list_faults(read_config, text, *overrides)
 
 
-def check(faults: List[str], *begins: str) -> None:
-    """Compare faults, one each, with their beginnings: place, key, value; then the remedy follows."""
+def assert_faults_begin(faults: List[str], *begins: str) -> None:
+    """Check that each fault begins with its place, key and value, and continues with a remedy."""
     assert len(faults) == len(begins), faults
     for fault, begin in zip(faults, begins):
         assert fault.startswith(begin) and len(fault) > len(begin) + 5, (fault, begin)
@@ -57,7 +57,7 @@ def check(faults: List[str], *begins: str) -> None:
 
 # ---- wrong configs
 
-# KEY: VALUE, which the line of the fault repeats
+# KEY: VALUE, with which the line of the fault begins
 WRONG_VALUES = [
     "batch_size: 8", "precision: bf16", "micro_batch_size: -1", "micro_batch_size: 2.0", "micro_batch_size: true",
     "seed: 9223372036854775808", "steps: 2147483648", "method: 3", "method: pipdream", "hardware: pod61", "hardware: 3",
@@ -109,7 +109,7 @@ WRONG = {
     "method_args: {weight_prediction: {scale: 1e308}}": "method_args.weight_prediction.scale: 1e+308: ",
     "method: pipemare\nrecompute: true\nmethod_args: {constant_delay: {updates: 2}}": "method_args.constant_delay: 2: ",
     "method: pipemare\nmethod_args: {constant_delay: {updates: 2}, recompute: {segments: 2}}": "method_args.constant_delay: ",
-    # what YAML can say and a config cannot mean
+    # valid YAML that is not a valid config
     "seed: 1\nseed: 2": "line 4: ",
     "log:\n  every: 1\n  every: 2": "line 5: ",
     "seed: [": "line 3: ",
@@ -139,21 +139,25 @@ def write_as_yaml(line: str) -> str:
     return f"{top}: {value}"
 
 
-CASES = {**{write_as_yaml(line): f"{line}: " for line in WRONG_VALUES}, **WRONG}
+WRONG_TEXTS = {**{write_as_yaml(line): f"{line}: " for line in WRONG_VALUES}, **WRONG}
 
 
-@pytest.mark.parametrize("text", list(CASES), ids=lambda text: text[:60].replace("\0", "NUL"))
-def test_a_wrong_config_gives_one_line_with_place_key_and_value(text: str, here: Path) -> None:
+@pytest.mark.parametrize("text", list(WRONG_TEXTS), ids=lambda text: text[:60].replace("\0", "NUL"))
+def test_a_wrong_config_gives_one_line_with_place_key_and_value(
+    text: str, empty_folder: Path
+) -> None:
     Path("loop.yaml").symlink_to("loop.yaml")
-    check(faults_of(text), f"x.yaml: {CASES[text]}")
+    assert_faults_begin(list_config_faults(text), f"x.yaml: {WRONG_TEXTS[text]}")
 
 
 DEVICE = "{memory_bytes: 1e9, usable_share: 1, memory_bandwidth: 1e9, rates: {float32: {peak_flops: 1e9, achievable_share: 1}}}"
 
 
-def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(here: Path) -> None:
+def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(
+    empty_folder: Path,
+) -> None:
     Path("own.yaml").write_text(f"devices: 2\ndevice: {DEVICE}\n")
-    assert faults_of("hardware: own.yaml") == [
+    assert list_config_faults("hardware: own.yaml") == [
         "own.yaml: devices: 2: must be at most 1: no level of links holds more"
     ]
     Path("own.yaml").write_text(f"devices: 1\ndevice: {DEVICE}\n")
@@ -164,14 +168,14 @@ def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(
         Path("y.yaml").write_text(dump_config(config))
         assert load_config("y.yaml") == config
     wrong = DEVICE.replace("peak_flops: 1e9", "peak_flop: 1, peak_flops: -1")
-    check(
-        faults_of(f"hardware: {{extra: 1, devices: 1, device: {wrong}}}"),
+    assert_faults_begin(
+        list_config_faults(f"hardware: {{extra: 1, devices: 1, device: {wrong}}}"),
         "x.yaml: hardware.device.rates.float32.peak_flops.value: -1: ",
         "x.yaml: hardware.device.rates.float32.peak_flop: 1: ",
         "x.yaml: hardware.extra: 1: ",
     )
-    check(
-        faults_of("seed: -1\nhardware: nix", "hardware=nox"),
+    assert_faults_begin(
+        list_config_faults("seed: -1\nhardware: nix", "hardware=nox"),
         "x.yaml: seed: -1: ",
         "--set hardware=nox: hardware: nox: ",
     )
@@ -191,12 +195,16 @@ def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(
         ("- a", "x.yaml: must be a mapping of keys to values, as in configs/mlp_digits.yaml"),
     ],
 )
-def test_a_config_without_what_it_needs(text: str, message: str, here: Path) -> None:
+def test_a_config_without_a_required_key_is_refused(
+    text: str, message: str, empty_folder: Path
+) -> None:
     Path("x.yaml").write_text(text)
     assert list_faults(load_config, "x.yaml") == [message]
 
 
-def test_all_faults_are_reported_at_once_each_with_the_place_of_its_value(here: Path) -> None:
+def test_all_faults_are_reported_at_once_each_with_the_place_of_its_value(
+    empty_folder: Path,
+) -> None:
     Path("base.yaml").write_text(SMALLEST + "seed: abc\noptimizer: {lr: 0.1, momentum: 2}\n")
     Path("x.yaml").write_text(
         "extends: base.yaml\nmethod: gpippe\nfoo_size: 1\noptimizer: {lr: -1}\n"
@@ -204,7 +212,7 @@ def test_all_faults_are_reported_at_once_each_with_the_place_of_its_value(here: 
     faults = list_faults(
         load_config, "x.yaml", ["epochs=0", "nonsense", "steps=[", "log.every.x=1"]
     )
-    check(
+    assert_faults_begin(
         sorted(faults),
         "--set epochs=0: epochs: 0: ", "--set log.every.x=1: log.every: {'x'", "--set steps=[: line 1: ",
         "--set: nonsense: must be KEY=VALUE",
@@ -222,15 +230,17 @@ def test_all_faults_are_reported_at_once_each_with_the_place_of_its_value(here: 
         ("seed=\udcff", "--set seed=\\udcff: line 1: "),
     ],
 )  # fmt: skip
-def test_a_wrong_override_is_reported_as_such(override: str, begins: str, here: Path) -> None:
-    check(faults_of("method: pipedream\n", override), begins)
+def test_a_wrong_override_is_reported_as_such(
+    override: str, begins: str, empty_folder: Path
+) -> None:
+    assert_faults_begin(list_config_faults("method: pipedream\n", override), begins)
 
 
 # ---- values
 
 
-def test_overrides_are_read_as_yaml_and_the_last_wins(here: Path) -> None:
-    config = read(
+def test_overrides_are_read_as_yaml_and_the_last_wins(empty_folder: Path) -> None:
+    config = read_config(
         "optimizer: {momentum: 0.9}\n",
         "optimizer.lr=1e-3", "epochs=3", "epochs=4", "stages=[a, b.0]", "model.args.width=7", "clip.norm=2",
         "clip.scope=stage", "optimizer={weight_decay: 5e-4}", "data.answer=no",
@@ -255,14 +265,16 @@ def test_overrides_are_read_as_yaml_and_the_last_wins(here: Path) -> None:
         ("~", None), ("null", None), ("", None), ("'1'", "1"), ("=", "="),
     ],
 )  # fmt: skip
-def test_yaml_as_people_mean_it(text: str, value: Any, here: Path) -> None:
+def test_plain_yaml_values_have_the_expected_types(
+    text: str, value: Any, empty_folder: Path
+) -> None:
     Path("args.yaml").write_text(f"model: {{args: {{a: {text}}}}}\nextends: smallest.yaml\n")
     Path("smallest.yaml").write_text(SMALLEST)
     read_as = load_config("args.yaml").model.args
     assert read_as == {"a": value} and type(read_as["a"]) is type(value)
 
 
-def test_merge_keys_and_anchors_work(here: Path) -> None:
+def test_merge_keys_and_anchors_work(empty_folder: Path) -> None:
     args = "{a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}}"
     Path("args.yaml").write_text(f"model: {{entry: m:f, args: {args}}}\ndata: {{name: digits}}\n")
     assert load_config("args.yaml").model.args == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
@@ -271,8 +283,8 @@ def test_merge_keys_and_anchors_work(here: Path) -> None:
 # ---- extends
 
 
-def test_extends_merges_deeply_and_relative_to_the_file(here: Path) -> None:
-    (here / "sub").mkdir()
+def test_extends_merges_deeply_and_relative_to_the_file(empty_folder: Path) -> None:
+    (empty_folder / "sub").mkdir()
     Path("base.yaml").write_text(
         SMALLEST + "optimizer: {lr: 0.5, momentum: 0.9}\nstages: [a, b]\nseed: 3\n"
     )
@@ -280,10 +292,10 @@ def test_extends_merges_deeply_and_relative_to_the_file(here: Path) -> None:
     Path("sub/top.yaml").write_text("extends: middle.yaml\nstages: [c]\n")
     config = load_config("sub/top.yaml")
     assert config.optimizer.lr == 0.25 and config.optimizer.momentum == 0.9
-    assert config.stages == ["c"] and config.seed == 3  # lists are replaced, not joined
+    assert config.stages == ["c"] and config.seed == 3  # lists are replaced, not concatenated
 
 
-def test_a_circle_names_the_file_that_closes_it(here: Path) -> None:
+def test_a_circle_names_the_file_that_closes_it(empty_folder: Path) -> None:
     Path("a.yaml").write_text("extends: b.yaml\n")
     Path("b.yaml").write_text("extends: a.yaml\n")
     with pytest.raises(
@@ -349,9 +361,7 @@ def test_any_value_survives_being_written_and_read(tmp_path: Path, values: Dict[
     config = configure(model={"entry": "m:f", "args": values})
     (tmp_path / "x.yaml").write_bytes(dump_config(config).encode("utf-8"))
     again = load_config(tmp_path / "x.yaml").model.args
-    assert again == values and repr(again) == repr(
-        values
-    )  # repr: 1 and 1.0 and True are not the same
+    assert again == values and repr(again) == repr(values)  # repr, since 1 == 1.0 == True
 
 
 def test_a_dumped_config_means_the_same_to_a_reader_of_yaml_1_1() -> None:
@@ -367,7 +377,7 @@ def test_a_dumped_config_means_the_same_to_a_reader_of_yaml_1_1() -> None:
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_the_configs_of_this_repository_are_right(path: Path, here: Path) -> None:
+def test_the_configs_of_this_repository_are_right(path: Path, empty_folder: Path) -> None:
     config = load_config(path)
     Path("x.yaml").write_text(dump_config(config))
     assert load_config("x.yaml") == config
@@ -379,7 +389,7 @@ def test_the_configs_of_this_repository_are_right(path: Path, here: Path) -> Non
 # ---- import strings
 
 
-def test_an_import_string_is_looked_for_in_the_current_folder(here: Path) -> None:
+def test_an_import_string_is_searched_in_the_current_folder(empty_folder: Path) -> None:
     Path("folder_model_a.py").write_text(
         "class Nets:\n    @staticmethod\n    def small(): return 7\n"
     )
@@ -395,7 +405,9 @@ def test_an_import_string_is_looked_for_in_the_current_folder(here: Path) -> Non
         ("folder_model_d:f", "ZeroDivisionError"),
     ],
 )  # fmt: skip
-def test_a_wrong_import_string_says_what_is_wrong(entry: str, names: str, here: Path) -> None:
+def test_a_wrong_import_string_is_reported_with_the_reason(
+    entry: str, names: str, empty_folder: Path
+) -> None:
     Path("folder_model_b.py").write_text("number = 3\ndef small(): pass\n")
     Path("folder_model_c.py").write_text(
         "import no_such_module_y\n"
@@ -408,25 +420,25 @@ def test_a_wrong_import_string_says_what_is_wrong(entry: str, names: str, here: 
 
 
 def test_arguments_that_a_callable_does_not_take_are_named() -> None:
-    def make(width: int, *rest: int, depth: int = 2) -> Any:
+    def make_pair(width: int, *rest: int, depth: int = 2) -> Any:
         return (width, depth)
 
     for call in (check_arguments, call_entry):
-        check(
-            list_faults(call, make, {"widht": 3, "depth": True}, "model.args"),
+        assert_faults_begin(
+            list_faults(call, make_pair, {"widht": 3, "depth": True}, "model.args"),
             "model.args.widht: 3: unknown argument, allowed are ", "model.args.width: missing: ",
         )  # fmt: skip
-    assert list_faults(check_arguments, make, {"widht": 3, "width": 3}, "model.args")[0].endswith(
-        "allowed are width, depth"
-    )
-    check_arguments(make, {"width": 3}, "model.args")
+    assert list_faults(check_arguments, make_pair, {"widht": 3, "width": 3}, "model.args")[
+        0
+    ].endswith("allowed are width, depth")
+    check_arguments(make_pair, {"width": 3}, "model.args")
     check_arguments(lambda **rest: rest, {"anything": 1}, "model.args")
-    check_arguments(dict, {"anything": 1}, "model.args")  # does not tell what it takes
-    assert call_entry(make, {"width": 3}, "model.args") == (3, 2)
+    check_arguments(dict, {"anything": 1}, "model.args")  # dict has no signature
+    assert call_entry(make_pair, {"width": 3}, "model.args") == (3, 2)
 
 
-def test_what_a_callable_has_against_a_value_is_one_line() -> None:
-    def fail(kind: type) -> Any:
+def test_an_exception_of_a_callable_about_a_value_is_one_line() -> None:
+    def raise_kind(kind: type) -> Any:
         raise kind("too large\nhere is why")
 
     for kind in (
@@ -435,8 +447,8 @@ def test_what_a_callable_has_against_a_value_is_one_line() -> None:
         KeyError,
         AssertionError,
         MemoryError,
-    ):  # story: they came with a traceback
-        (line,) = list_faults(call_entry, fail, {"kind": kind}, "model.args")
+    ):  # story: these ended in a traceback
+        (line,) = list_faults(call_entry, raise_kind, {"kind": kind}, "model.args")
         assert line.startswith("model.args: {'kind': ") and "too large" in line and "\n" not in line
         assert (f"{kind.__name__}: " in line) == (kind is not ValueError)
 
@@ -451,7 +463,7 @@ def test_stages_measured_by_time_are_the_same_as_the_names_they_came_to() -> Non
 
 
 def test_a_key_that_an_earlier_version_lacked_counts_as_its_default() -> None:
-    """A checkpoint without `model.compile`, which was new, was refused: null is not false."""
+    """Story: a checkpoint without `model.compile`, which was new, was refused, since null is not false."""
     now = select_deciding(configure().to_dict())
     saved = {key: value for key, value in now.items() if key != "model.compile"}
     assert compare_deciding(saved, now) == [] == compare_deciding(now, saved)
@@ -464,9 +476,9 @@ def test_a_key_that_an_earlier_version_lacked_counts_as_its_default() -> None:
 # ---- files, long and odd texts
 
 
-def test_files_that_are_no_config_are_refused_unread(here: Path) -> None:
-    (here / "folder").mkdir()
-    os.mkfifo("pipe")  # story: the reader waited for whoever might write
+def test_files_that_are_not_configs_are_refused_unread(empty_folder: Path) -> None:
+    (empty_folder / "folder").mkdir()
+    os.mkfifo("pipe")  # story: the reader waited for a writer
     Path("latin.yaml").write_bytes(b"seed: 1\nx: \xe9\n")
     Path("large.yaml").write_text("# " + "x" * 2**19)
     for name in (
@@ -480,37 +492,39 @@ def test_files_that_are_no_config_are_refused_unread(here: Path) -> None:
         "x" * 300,
     ):
         place = name.replace("\0", "\\x00")
-        check(
+        assert_faults_begin(
             list_faults(load_config, name),
             f"{place}: line 2: " if name == "latin.yaml" else f"{place}: ",
         )
 
 
 def test_a_file_without_permission_is_reported_as_such(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: Any) -> int:
+    def raise_permission_error(*arguments: Any) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "open", refuse)  # root may read all
-    check(list_faults(load_config, "x.yaml"), "x.yaml: cannot be read: ")
+    monkeypatch.setattr(os, "open", raise_permission_error)  # root may read every file
+    assert_faults_begin(list_faults(load_config, "x.yaml"), "x.yaml: cannot be read: ")
 
 
-def test_twenty_thousand_keys_are_read_and_their_faults_counted(here: Path) -> None:
-    """The search for a key that stands twice compared each with all before it, and the nearest known key was sought for all."""
-    faults = faults_of("".join(f"k{number}: 1\n" for number in range(20_000)))
+def test_twenty_thousand_keys_are_read_and_their_faults_counted(empty_folder: Path) -> None:
+    """Story: each key was compared with all keys before it, and with all known keys for the nearest one."""
+    faults = list_config_faults("".join(f"k{number}: 1\n" for number in range(20_000)))
     assert len(faults) == 51 and faults[-1] == "x.yaml: 19950 more such faults"
 
 
-def test_fault_lines_are_cut_and_escaped(here: Path) -> None:
-    (fault,) = faults_of("", f"seed=[{'a' * 9000}]")
+def test_fault_lines_are_cut_and_escaped(empty_folder: Path) -> None:
+    (fault,) = list_config_faults("", f"seed=[{'a' * 9000}]")
     assert fault.isprintable() and len(fault) < 600 and "... (9004 characters)" in fault
-    check(faults_of('method: "\\e[31mred\\nline"'), "x.yaml: method: \\x1b[31mred\\nline: ")
+    assert_faults_begin(
+        list_config_faults('method: "\\e[31mred\\nline"'), "x.yaml: method: \\x1b[31mred\\nline: "
+    )
     (fault,) = BadInput("a\x1b" + "b" * 9000).faults
     assert fault.startswith("a\\x1bbb") and len(fault) < 2100
 
 
-def test_an_override_within_an_alias_changes_one_of_the_two(here: Path) -> None:
+def test_an_override_within_an_alias_changes_one_of_the_two(empty_folder: Path) -> None:
     text = "model:\n  entry: m:f\n  args:\n    a: &a {x: {y: 1}}\n    b: *a\ndata: {name: digits}\n"
     Path("x.yaml").write_text(text)
     config = load_config("x.yaml", ["model.args.a.x.y=2"])
@@ -520,8 +534,8 @@ def test_an_override_within_an_alias_changes_one_of_the_two(here: Path) -> None:
 @pytest.mark.parametrize(
     "override", ["a." * 3000 + "a=1", "hardware." + "a." * 30 + "a=" + "[" * 30 + "]" * 30]
 )
-def test_overrides_that_are_too_deep(override: str, here: Path) -> None:
-    assert "nested deeper than 50 levels" in faults_of("", override)[0]
+def test_overrides_that_are_too_deep_are_refused(override: str, empty_folder: Path) -> None:
+    assert "nested deeper than 50 levels" in list_config_faults("", override)[0]
 
 
 def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
@@ -531,9 +545,11 @@ def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
         "evaluate": {"every": 0},
     }
     faults = list_faults(build, configure(**keys, epochs=10_000_000))
-    check(faults, "epochs: 10000000: 1790000000 updates, at most 10000000: ")
+    assert_faults_begin(faults, "epochs: 10000000: 1790000000 updates, at most 10000000: ")
     faults = list_faults(build, configure(**keys, steps=5_000_000, checkpoint={"every": 1}))
-    check(faults, "checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: ")
+    assert_faults_begin(
+        faults, "checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -548,12 +564,12 @@ def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
         ("", 1000, range(1)),
     ],
 )
-def test_traced_updates(here: Path, text: str, accumulate: int, updates: range) -> None:
-    chosen = read(text).log.trace
+def test_traced_updates(empty_folder: Path, text: str, accumulate: int, updates: range) -> None:
+    chosen = read_config(text).log.trace
     assert chosen is not None and chosen.updates(accumulate) == updates
 
 
 @pytest.mark.parametrize("off", ["false", "null"])
-def test_no_trace(here: Path, off: str) -> None:
-    config = read(f"log: {{trace: {off}}}")
+def test_a_trace_can_be_turned_off(empty_folder: Path, off: str) -> None:
+    config = read_config(f"log: {{trace: {off}}}")
     assert config.log.trace is None and Config.model_validate(config.to_dict()) == config

@@ -1,5 +1,5 @@
-"""What a model's passes cost: FLOPs against formulas by hand and a real backward, bytes against real tensors, shapes against
-numbers."""
+"""Check the costs of a model's passes: FLOPs against formulas and a real backward, bytes against real tensors, and shapes
+against numbers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ from models.transformer import transformer_lm, transformer_translation
 from tests.support.models import Composed, take_output
 from tests.support.units import join_units
 
-counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")
+needs_flop_counter = pytest.mark.skipif(
+    flops.FlopCounterMode is None, reason="torch 2.0 has no counter"
+)
 
 
-def make_attention(width: int, causal: bool = False) -> nn.Module:
-    """Return attention by a function, and a residual."""
+def make_attention_layer(width: int, causal: bool = False) -> nn.Module:
+    """Make a layer of attention, by a function, with a residual connection."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in m.heads(x).chunk(3, -1))
@@ -41,8 +43,8 @@ def make_attention(width: int, causal: bool = False) -> nn.Module:
     return Composed(forward, heads=nn.Linear(width, 3 * width), out=nn.Linear(width, width))
 
 
-def make_unet() -> nn.Module:
-    """Return skips over one and over two modules, and the input read at the end."""
+def make_skip_model() -> nn.Module:
+    """Make a model with skips over one and over two modules, which reads its input again at the end."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         a = m.a(x).relu()
@@ -54,7 +56,7 @@ def make_unet() -> nn.Module:
     )  # fmt: skip
 
 
-def convolutions() -> nn.Module:
+def make_convolution_layers() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, stride=2, padding=1, groups=3), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1),
         nn.ConvTranspose2d(6, 4, 3, stride=2, output_padding=1, dilation=2), nn.GroupNorm(2, 4), nn.GELU(), nn.Dropout(0.1),
@@ -64,37 +66,39 @@ def convolutions() -> nn.Module:
 
 IMAGES, TOKENS = torch.randn(4, 3, 17, 15), torch.randint(0, 32, (3, 12))
 MODELS: List[Tuple[str, Any, torch.Tensor]] = [
-    ("convolutions", convolutions, IMAGES),
+    ("convolutions", make_convolution_layers, IMAGES),
     ("resnet", lambda: resnet18(classes=10, small_images=True), torch.randn(2, 3, 32, 32)),
-    ("unet", make_unet, torch.randn(2, 3, 8, 8)),
-    ("attention", lambda: nn.Sequential(make_attention(8), make_attention(8, True)), torch.randn(2, 5, 8)),
+    ("unet", make_skip_model, torch.randn(2, 3, 8, 8)),
+    ("attention", lambda: nn.Sequential(make_attention_layer(8), make_attention_layer(8, True)), torch.randn(2, 5, 8)),
     ("encoder", lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), torch.randn(2, 5, 8)),
     ("gpt", lambda: transformer_lm(32, 16, 2, 3, 16, dropout=0.1), TOKENS),
     ("translation", lambda: transformer_translation(20, 20, 8, 2, 2, 16), torch.randint(1, 20, (2, 2, 7))),
     ("recurrent", lambda: nn.Sequential(take_output(nn.LSTM(8, 4, batch_first=True)), nn.Linear(4, 2)), torch.randn(2, 5, 8)),
 ]  # fmt: skip
-NAMED = pytest.mark.parametrize(
+each_model = pytest.mark.parametrize(
     "make, x", [row[1:] for row in MODELS], ids=[row[0] for row in MODELS]
 )
 
 
-def real(model: nn.Module, x: torch.Tensor) -> Observation:
+def observe_numbers(model: nn.Module, x: torch.Tensor) -> Observation:
+    """Observe the costs of a forward with real numbers."""
     with restore_all(model):
         return observe_costs(model, x, lambda: model(x))
 
 
-def shaped(model: nn.Module, x: torch.Tensor) -> Observation:
+def observe_shapes(model: nn.Module, x: torch.Tensor) -> Observation:
+    """Observe the costs of a forward on the meta device, which has shapes alone."""
     with move_to_meta(model):
         shapes = to_meta(x)
         return observe_costs(model, shapes, lambda: model(shapes))
 
 
-@NAMED
-def test_shapes_tell_what_the_numbers_do(make: Any, x: torch.Tensor) -> None:
+@each_model
+def test_shapes_give_the_same_costs_as_numbers(make: Any, x: torch.Tensor) -> None:
     model = make()
     if not can_run_on_meta(model, x):
         return
-    a, b = real(model, x), shaped(model, x)
+    a, b = observe_numbers(model, x), observe_shapes(model, x)
     assert [c.name for c in a.calls] == [c.name for c in b.calls] and a.runs == b.runs
     assert [(c.flops, c.backward_flops) for c in a.calls] == [
         (c.flops, c.backward_flops) for c in b.calls
@@ -104,11 +108,11 @@ def test_shapes_tell_what_the_numbers_do(make: Any, x: torch.Tensor) -> None:
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
 
 
-@counted
-@NAMED
-def test_forward_and_backward_add_up_to_what_the_counter_says(make: Any, x: torch.Tensor) -> None:
+@needs_flop_counter
+@each_model
+def test_forward_and_backward_add_up_to_the_counts_of_pytorch(make: Any, x: torch.Tensor) -> None:
     model = make()
-    seen = real(model, x)
+    observation = observe_numbers(model, x)
     missing = flops._list_missing_formulas()
     with flops.separate_attention(), flops.FlopCounterMode(
         display=False, custom_mapping=missing
@@ -116,38 +120,38 @@ def test_forward_and_backward_add_up_to_what_the_counter_says(make: Any, x: torc
         value = model(x)
     with flops.FlopCounterMode(display=False, custom_mapping=missing) as back:
         value.sum().backward()
-    assert sum(c.flops for c in seen.calls) == counter.get_total_flops() > 0
-    assert sum(c.backward_flops for c in seen.calls) == back.get_total_flops() > 0
+    assert sum(c.flops for c in observation.calls) == counter.get_total_flops() > 0
+    assert sum(c.backward_flops for c in observation.calls) == back.get_total_flops() > 0
 
 
 def count_stage_flops(model: nn.Module, x: torch.Tensor, begin: str) -> List[Tuple[float, float]]:
-    footprint = make_footprint(model, partition(model, x, [begin]), real(model, x))
+    footprint = make_footprint(model, partition(model, x, [begin]), observe_numbers(model, x))
     assert footprint.backward_flops is not None
     return list(zip(footprint.forward_flops, footprint.backward_flops))
 
 
-@counted
+@needs_flop_counter
 def test_flops_of_passes_by_hand() -> None:
     b, n, w = 2, 5, 8
-    model, x = nn.Sequential(nn.Linear(w, w), make_attention(w)), torch.randn(b, n, w)
+    model, x = nn.Sequential(nn.Linear(w, w), make_attention_layer(w)), torch.randn(b, n, w)
     linear, projection, attention = 2 * b * n * w * w, 2 * b * n * w * 3 * w, 4 * b * n * n * w
     first, second = count_stage_flops(model, x, "1")
-    assert first == (linear, linear)  # no gradient of the data
+    assert first == (linear, linear)  # the inputs need no gradient
     assert second[0] == projection + attention + linear
     fused = flops.FlopCounterMode is not None and hasattr(
         torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
     )
     assert (
         second[1] == 2 * (projection + linear) + (2.5 if fused else 2) * attention
-    )  # scores once more
+    )  # the fused backward computes the scores again
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 6, 3, groups=2))
     images = torch.randn(2, 3, 8, 8)
     a, c = 2 * 2 * 4 * 36 * 27, 2 * 2 * 6 * 16 * 18
     assert count_stage_flops(net, images, "1") == [(a, a), (c, 2 * c)]
 
 
-@NAMED
-def test_what_is_kept_is_what_autograd_saves(make: Any, x: torch.Tensor) -> None:
+@each_model
+def test_counted_activations_are_those_that_autograd_saves(make: Any, x: torch.Tensor) -> None:
     model = make()
     weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     saved = {}
@@ -160,38 +164,46 @@ def test_what_is_kept_is_what_autograd_saves(make: Any, x: torch.Tensor) -> None
 
     with restore_all(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model(x)
-    assert count_saved_bytes(real(model, x).calls) == sum(size for size, _ in saved.values()) > 0
+    assert (
+        count_saved_bytes(observe_numbers(model, x).calls)
+        == sum(size for size, _ in saved.values())
+        > 0
+    )
     del output
 
 
 @pytest.mark.parametrize("name", ["convolutions", "resnet", "unet", "gpt", "translation"])
-def test_what_crosses_is_what_pieces_hand_on(name: str) -> None:
+def test_counted_outputs_are_the_tensors_between_pieces(name: str) -> None:
     make, x = next(row[1:] for row in MODELS if row[0] == name)
     model = make()
     units = count_units(model, x).units
     cut = cut_model(model, [unit.name for unit in units[1:]], x)
-    handed = [sum(shape.bytes for shape in crossing.tensors) for crossing in list_crossings(cut)]
-    assert [unit.output_bytes * len(x) for unit in units[:-1]] == handed
+    crossing_bytes = [
+        sum(shape.bytes for shape in crossing.tensors) for crossing in list_crossings(cut)
+    ]
+    assert [unit.output_bytes * len(x) for unit in units[:-1]] == crossing_bytes
 
 
 def test_a_footprint_carries_skips_and_the_input_over_every_boundary() -> None:
-    x, model = torch.randn(2, 3, 8, 8), make_unet()
-    footprint = make_footprint(model, partition(model, x), real(model, x))
+    x, model = torch.randn(2, 3, 8, 8), make_skip_model()
+    footprint = make_footprint(model, partition(model, x), observe_numbers(model, x))
     a, b, c, images = (2 * size * 4 for size in (4 * 64, 5 * 16, 4 * 64, 3 * 64))
     assert footprint.boundary_bytes == (a + images, a + b + images, a + c + images)
 
 
-def test_units_hold_every_weight_once_and_add_up() -> None:
+def test_units_have_every_weight_once_and_add_up() -> None:
     for tied, names in ((False, "embedding block1 block2 block3 norm head"), (True, "embedding")):
         model = transformer_lm(32, 16, 2, 3, 16, tied=tied)
         costed = count_units(model, TOKENS)
         whole = join_units(costed.units)
         assert whole.parameters == sum(p.numel() for p in model.parameters())
-        assert whole.activation_bytes * len(TOKENS) == count_saved_bytes(real(model, TOKENS).calls)
+        assert whole.activation_bytes * len(TOKENS) == count_saved_bytes(
+            observe_numbers(model, TOKENS).calls
+        )
         assert [u.name for u in costed.units] == names.split() and "by shape" in costed.how
 
 
-def test_a_forward_that_looks_at_values_is_run_and_reported() -> None:
+def test_a_forward_that_reads_values_is_run_and_reported() -> None:
     look = lambda m, x: m.b(x) if float(x.sum()) > 1e9 else m.b(m.a(x))  # noqa: E731
     model, x = Composed(look, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(6, 4)
     costed = count_units(model, x)
@@ -200,20 +212,20 @@ def test_a_forward_that_looks_at_values_is_run_and_reported() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@counted
+@needs_flop_counter
 def test_billions_of_parameters_are_counted_without_memory() -> None:
-    """2.2 billion: 48 blocks of width 1920 (Narayanan et al. 2021)."""
+    """A transformer of 48 blocks of width 1920 has 2.2 billion (Narayanan et al. 2021)."""
     with torch.device("meta"):
         model = transformer_lm(vocabulary=51200, width=1920, heads=20, blocks=48, context=512)
         x = torch.zeros(1, 512, dtype=torch.long)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     units = count_units(model, x).units
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    growth_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert 2.2e9 < sum(u.parameters for u in units) < 2.5e9
     assert len(units) == 51 and len({(u.forward_flops, u.parameters) for u in units[1:-2]}) == 1
     assert units[1].forward_flops == 2 * 512 * 12 * 1920**2 + 4 * 512**2 * 1920
     assert units[1].backward_flops == 2 * units[1].forward_flops
-    assert grown < 300e3  # KiB; the weights alone would be 9 GB
+    assert growth_kib < 300e3  # the weights alone would be 9 GB
 
 
 def test_measured_units_have_seconds_of_each_pass() -> None:
@@ -232,8 +244,8 @@ def test_measured_units_have_seconds_of_each_pass() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_look_by_shape_leaves_no_shape_behind() -> None:
-    """Of a model that keeps masks of its forwards."""
+def test_an_observation_by_shape_leaves_no_meta_tensor_behind() -> None:
+    """Check with a model that stores masks during its forwards."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         m.last = m.inner(x)
@@ -241,14 +253,13 @@ def test_a_look_by_shape_leaves_no_shape_behind() -> None:
 
     model, x = Composed(forward, inner=nn.Linear(4, 4), masks={}), torch.randn(2, 4)
     weight = model.inner.weight
-    shaped(model, x)
+    observe_shapes(model, x)
     assert model.masks == {} and not hasattr(model, "last") and model.inner.weight is weight
     assert model(x).device.type == "cpu"
 
 
-def test_each_stage_keeps_once_what_its_units_keep() -> None:
-    """Whatever units before it keep; of every run of units, as a whole pass would have it. The last part keeps what the second
-    keeps too."""
+def test_a_stage_counts_tensors_that_several_units_save_once() -> None:
+    """Check every range of units against a pass of them. The last unit saves a tensor that the second saves too."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         h = m.a(x)
@@ -258,7 +269,7 @@ def test_each_stage_keeps_once_what_its_units_keep() -> None:
         Composed(forward, **{name: nn.Linear(4, 4, bias=False) for name in "abcd"}),
         torch.zeros(2, 4),
     )
-    units, calls = count_units(model, x, ["b", "c", "d"]).units, real(model, x).calls[1:]
+    units, calls = count_units(model, x, ["b", "c", "d"]).units, observe_numbers(model, x).calls[1:]
     assert [unit.also_kept for unit in units] == [(), (), (), ((2, 16.0),)]
     for first, end in itertools.combinations(range(5), 2):
         assert join_units(units[first:end]).activation_bytes * 2 == count_saved_bytes(

@@ -1,4 +1,4 @@
-"""Whole runs of models that are cut, on two processes: the emulator's weights and figures, to the last bit."""
+"""Runs of models that are cut, on two processes, have the emulator's weights and figures, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
 from tests import forked
 from tests.staged_models import Shrinking
-from tests.support.runs import assert_same, assert_states_close, read_summary, read_weights
+from tests.support.runs import assert_same, read_summary, read_weights
 from tests.support.slow import mark_slow
 
 SHORT: Dict[str, Any] = {
@@ -26,7 +26,7 @@ SHORT: Dict[str, Any] = {
 }  # fmt: skip
 
 
-def check_both(
+def assert_same_on_processes(
     tmp_path: Path, entry: str, data: Dict[str, Any], stages: List[str], **more: Any
 ) -> None:
     """Check that weights and figures of a run are the same on the emulator and on two processes."""
@@ -42,8 +42,8 @@ def check_both(
         (tmp_path / f"{name}.yaml").write_text(json.dumps(config))  # which is YAML
     train(load_config(tmp_path / "emulator.yaml"), tmp_path / "emulator")
     arguments = [str(tmp_path / "processes.yaml"), "--out", str(tmp_path / "processes")]
-    ended = forked.run_ranks(2, "train", arguments)
-    assert ended.code == 0, ended.error
+    output = forked.run_ranks(2, "train", arguments)
+    assert output.code == 0, output.error
     assert_same(read_weights(tmp_path / "emulator", 3), read_weights(tmp_path / "processes", 3))
     one, two = (read_summary(tmp_path / name) for name in ("emulator", "processes"))
     assert (one["initial"], one["final"]) == (two["initial"], two["final"])
@@ -56,13 +56,13 @@ def check_both(
     ),
 )
 def test_models_of_other_libraries_train_as_on_the_emulator(tmp_path: Path, name: str) -> None:
-    """ConvNeXt and CaiT were refused: a leaf's gradient has its memory layout, the whole model's gradient has not. Mixtral failed
-    in the first evaluation, recorded with weights of other stages that took no memory."""
+    """Story: ConvNeXt and CaiT were refused, since the gradient of a leaf has its memory layout and that of the whole model has
+    not. Mixtral failed in the first evaluation, which was recorded with meta weights of other stages."""
     pytest.importorskip("tests.vision_libraries")
     from tests.third_party_models import CASES
 
     case = CASES[name]
-    check_both(
+    assert_same_on_processes(
         tmp_path,
         f"tests.third_party_models:{case.entry}",
         case.data,
@@ -81,13 +81,13 @@ ENTRIES = [("make_forces", "pipedream"), ("Shrinking", "gpipe"), ("make_cut_chec
 def test_forwards_that_do_more_than_compute_train_as_on_the_emulator(
     tmp_path: Path, entry: str, method: str
 ) -> None:
-    """A gradient inside of a forward failed in looks at the model that had none; those looks wrote weights, too, on each process
-    as often as it looked."""
-    check_both(tmp_path, f"tests.staged_models:{entry}", DIGITS, [], method=method)
+    """Story: a gradient inside a forward failed in observations without gradients; and each observation on each process wrote
+    weights."""
+    assert_same_on_processes(tmp_path, f"tests.staged_models:{entry}", DIGITS, [], method=method)
 
 
 def test_a_forward_that_writes_a_weight_writes_it_as_often_as_it_runs() -> None:
-    """Two more times, before: looks at the model in its two modes wrote the weight itself."""
+    """Story: it was written two more times, by observations of the model in its two modes."""
     config = configure(
         method="gpipe",
         micro_batch_size=4,
@@ -120,18 +120,18 @@ def test_a_checkpoint_that_is_cut_is_refused_where_its_backward_reads_newer_weig
     (tmp_path / "config.yaml").write_text(
         json.dumps({**keys, "backend": {"name": "distributed", "threads": 1}})
     )
-    ended = forked.run_ranks(
+    output = forked.run_ranks(
         2, "train", [str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run")]
     )
-    assert ended.code == 2 and "model: a, b:" in ended.error
+    assert output.code == 2 and "model: a, b:" in output.error
 
 
 @pytest.mark.slow
 def test_modules_of_stages_are_compiled_and_agree_within_rounding(tmp_path: Path) -> None:
-    """Compiled kernels round otherwise: 1e-5 of weights of size 1 after three updates."""
+    """Compiled kernels round differently: by at most 1e-5 for weights of size 1 after three updates."""
     keys = {
         **SHORT,
-        "model": {"entry": "tests.test_cut_runs:dropping"},
+        "model": {"entry": "tests.test_cut_runs:make_dropout_classifier"},
         "data": DIGITS,
         "method": "gpipe",
     }
@@ -141,17 +141,19 @@ def test_modules_of_stages_are_compiled_and_agree_within_rounding(tmp_path: Path
         json.dumps({**keys, "backend": {"name": "distributed", "threads": 1}})
     )
     arguments = [str(tmp_path / "config.yaml"), "--out", str(tmp_path / "processes")]
-    # a cache in the temporary folder may hold kernels of another machine's instructions
-    ended = forked.run_ranks(2, "train", arguments, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
-    assert ended.code == 0, ended.error
-    assert_states_close(
+    # a shared cache may contain kernels for another machine's instructions
+    output = forked.run_ranks(
+        2, "train", arguments, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")
+    )
+    assert output.code == 0, output.error
+    assert_close(
         read_weights(tmp_path / "emulator", 3), read_weights(tmp_path / "processes", 3), atol=1e-5
     )
     with pytest.raises(BadInput, match="model.compile: true"):
         build(configure(**{**keys, "backend": {"name": "emulator"}}))
 
 
-def dropping() -> nn.Module:
-    """Draws, also in compiled modules."""
+def make_dropout_classifier() -> nn.Module:
+    """Make a model with dropout, which must draw the same in compiled modules."""
     block = nn.Sequential(nn.Linear(64, 32), nn.Dropout(0.2), nn.Tanh())
     return nn.Sequential(nn.Flatten(), block, begin_stage(nn.Linear(32, 10)))

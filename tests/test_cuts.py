@@ -1,4 +1,4 @@
-"""The cuts of steps, which are read in windows, are those of the schedule, batch by batch."""
+"""The cuts of the schedule at batches, which are read in windows, equal those of single batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_cuts_in_windows_are_those_of_single_batches(name: str, drain: int) -> N
     assert job is not None and job.open_table is not None
     schedule, cuts = job.open_table.schedule, Cuts(job)
     margin = len(job.partition) - 1 if job.method.structure is not None else 0
-    # forwards, at the ends of windows, and back before the window
+    # in order, at the ends of windows, and back to before the window
     batches = [*range(6, 6 + 5 * NARROWEST), WIDEST * 3 - 1, WIDEST * 3, WIDEST * 3 + 1, 7]
     for batch in batches:
         m = batch * schedule.accumulate

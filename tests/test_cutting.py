@@ -1,4 +1,4 @@
-"""Models cut wherever a named module begins: pieces against the whole, bit for bit, and what cannot be cut."""
+"""Models are cut wherever a named module begins: the pieces equal the whole model, bit for bit; other models are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.models import Composed
 
 
 class UNet(nn.Module):
-    """One ReLU for all, in place, over what is needed again."""
+    """A model with one shared ReLU, which overwrites tensors that are needed again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class UNet(nn.Module):
 
 
 def make_translator() -> nn.Module:
-    """Return a model with a causal mask made of sizes."""
+    """Make a translator whose forward computes a causal mask from sizes."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
@@ -50,8 +50,8 @@ def make_translator() -> nn.Module:
     return Composed(forward, **parts, transformer=nn.Transformer(16, 2, 2, 2, 32, batch_first=True))
 
 
-class Blocks(nn.Module):
-    """Blocks of a mode inside of modules that are cut, a weight and a counter of their own, what is written in place later."""
+class CutBlocks(nn.Module):
+    """Blocks that are cut inside no_grad and autocast, with a weight, a counter and a later write in place."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -91,12 +91,12 @@ OWN: List[Tuple[Callable[[], nn.Module], List[str], torch.Tensor]] = [
         ["transformer.encoder.layers.1.linear1", "transformer.decoder.layers.1"],
         WORDS,
     ),
-    (Blocks, ["rows.0.frozen", "rows.0.low", "rows.0.b", "rows.1.b"], torch.randn(3, 6)),
+    (CutBlocks, ["rows.0.frozen", "rows.0.low", "rows.0.b", "rows.1.b"], torch.randn(3, 6)),
 ]
 
 
-def others() -> Dict[str, Tuple[str, List[str], torch.Tensor]]:
-    """Of other libraries: those of the equality tool, and more."""
+def list_other_models() -> Dict[str, Tuple[str, List[str], torch.Tensor]]:
+    """Return name -> (entry, begins, input) of models of other libraries: those of the equality tool, and more."""
     large = torch.randn(3, 3, 32, 32)
     return {
         "torchvision-vit": ("vision_transformer", [], IMAGES), "timm-vit": ("timm_vit", [], IMAGES),
@@ -107,8 +107,9 @@ def others() -> Dict[str, Tuple[str, List[str], torch.Tensor]]:
     }  # fmt: skip
 
 
-def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
-    """Outputs, gradients and buffers of pieces one after another, and of the whole; for another batch size in evaluation, too."""
+def assert_pieces_equal_model(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
+    """Check that chained pieces have the outputs, gradients and buffers of the whole model, in evaluation also for another batch
+    size."""
     attributes = [set(vars(module)) for module in model.modules()]
     cut = cut_model(model, begins, x)
     verify_pieces(model, cut, x)
@@ -154,29 +155,33 @@ def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "make, begins, x", OWN, ids=["unet", "unet-again", "transformer", "blocks"]
 )
-def test_pieces_compute_what_the_model_does(make: Any, begins: List[str], x: torch.Tensor) -> None:
+def test_pieces_compute_the_same_as_the_model(
+    make: Any, begins: List[str], x: torch.Tensor
+) -> None:
     torch.manual_seed(0)
-    check(make(), begins, x)
+    assert_pieces_equal_model(make(), begins, x)
 
 
-@pytest.mark.parametrize("name", list(others()))
+@pytest.mark.parametrize("name", list(list_other_models()))
 def test_models_of_other_libraries_are_cut_inside_their_modules(name: str) -> None:
     from tests import third_party_models
 
-    entry, begins, x = others()[name]
+    entry, begins, x = list_other_models()[name]
     torch.manual_seed(0)
-    check(getattr(third_party_models, entry)(), begins or third_party_models.CASES[name].begins, x)
+    assert_pieces_equal_model(
+        getattr(third_party_models, entry)(), begins or third_party_models.CASES[name].begins, x
+    )
 
 
-def test_what_depends_on_sizes_alone_is_made_again() -> None:
+def test_tensors_that_depend_on_sizes_alone_do_not_cross() -> None:
     cut = cut_model(make_translator(), ["transformer.decoder.layers.1"], WORDS)
     assert [[t.shape for t in crossing.tensors] for crossing in list_crossings(cut)] == [
         [(3, 7, 16)] * 2
     ]
 
 
-def test_memory_layouts_cross() -> None:
-    """What crosses is seen by kernels as it lies in memory: a message brings it so."""
+def test_messages_preserve_memory_layouts() -> None:
+    """Kernels depend on the memory layout of a tensor, so that a message must restore it."""
     model, x = (
         nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last),
         IMAGES,
@@ -195,7 +200,7 @@ def test_memory_layouts_cross() -> None:
     assert again.stride() == value.stride() != message.stride() and torch.equal(again, value)
 
 
-def test_a_tensor_without_a_gradient_gets_none() -> None:
+def test_a_tensor_without_a_gradient_is_not_differentiable() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
     model[1].requires_grad_(True)
     assert (
@@ -206,13 +211,13 @@ def test_a_tensor_without_a_gradient_gets_none() -> None:
 # ---- refusals
 
 
-class Does(nn.Module):
-    """Two layers, and what `act` does between and around them."""
+class ActingModel(nn.Module):
+    """Two layers, and a forward `act` that uses them."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.kept = nn.Linear(4, 4), nn.Linear(4, 4), None
+            self.a, self.b, self.stored = nn.Linear(4, 4), nn.Linear(4, 4), None
 
     class Reader(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -220,7 +225,7 @@ class Does(nn.Module):
             self._inner = [inner]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self._inner[0].kept  # type: ignore[no-any-return,operator]
+            return x + self._inner[0].stored  # type: ignore[no-any-return,operator]
 
     def __init__(self, act: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -232,7 +237,7 @@ class Does(nn.Module):
         return self.act(self, x)
 
 
-class Doubled(torch.autograd.Function):
+class DoublingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x * 2
@@ -243,34 +248,34 @@ class Doubled(torch.autograd.Function):
 
 
 class StoreCache:
-    """Collects what it is given."""
+    """A cache that a module stores tensors in."""
 
     def __init__(self) -> None:
-        self.held: List[torch.Tensor] = []
+        self.tensors: List[torch.Tensor] = []
 
 
-def by_value(self: Any, x: torch.Tensor) -> torch.Tensor:
+def branch_on_value(self: Any, x: torch.Tensor) -> torch.Tensor:
     h = self.inner.a(x)
     return self.inner.b(h if h.sum() > 0 else -h)  # type: ignore[no-any-return]
 
 
-def by_list(self: Any, x: torch.Tensor) -> torch.Tensor:
+def scale_by_list(self: Any, x: torch.Tensor) -> torch.Tensor:
     h = self.inner.a(x)
     return self.inner.b(h * max(h.tolist()[0]))  # type: ignore[no-any-return]
 
 
-def draws(self: Any, x: torch.Tensor) -> torch.Tensor:
+def draw_dropout(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.inner.b(nn.functional.dropout(self.inner.a(x), training=self.training))  # type: ignore[no-any-return]
 
 
-def keeps(self: Any, x: torch.Tensor) -> torch.Tensor:
-    self.inner.kept = self.inner.a(x)
+def store_output(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.inner.stored = self.inner.a(x)
     return self.reader(self.inner.b(x))  # type: ignore[no-any-return]
 
 
-def collects(self: Any, x: torch.Tensor) -> torch.Tensor:
+def collect_in_cache(self: Any, x: torch.Tensor) -> torch.Tensor:
     cache = StoreCache()
-    cache.held.append(self.inner.a(x))
+    cache.tensors.append(self.inner.a(x))
     self.inner.a.forward = lambda x, cache: nn.functional.linear(x, self.inner.a.weight)
     try:
         return self.inner.b(self.inner.a(x, cache=cache))  # type: ignore[no-any-return]
@@ -278,16 +283,16 @@ def collects(self: Any, x: torch.Tensor) -> torch.Tensor:
         del self.inner.a.forward
 
 
-def own_backward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.inner.b(Doubled.apply(self.inner.a(x)))  # type: ignore[no-any-return]
+def use_own_backward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.inner.b(DoublingFunction.apply(self.inner.a(x)))  # type: ignore[no-any-return]
 
 
-def rebinds(self: Any, x: torch.Tensor) -> torch.Tensor:
+def rebind_buffer(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.count = self.count + 1
     return self.inner.b(self.inner.a(x))  # type: ignore[no-any-return]
 
 
-def overwrites_a_view(self: Any, x: torch.Tensor) -> torch.Tensor:
+def overwrite_view(self: Any, x: torch.Tensor) -> torch.Tensor:
     h = self.inner.a(x) * 1
     rows = h[:, :2]
     b = self.inner.b(h * 2)
@@ -295,19 +300,51 @@ def overwrites_a_view(self: Any, x: torch.Tensor) -> torch.Tensor:
     return b + rows.sum() + h  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("act, message", [
-    (by_value, r"stage 0: a number read from a tensor \(if, item, int\) in the model's own forward: .*emulator"),
-    (by_list, r"stage 0: tolist in the model's own forward: in a module that is cut, the forward depends on a tensor's values"),
-    (draws, r"model: Does: cut into pieces it is not the same model: the output of inner.b"),
-    (keeps, r"stage 1: reader in the model's own forward: its add reads a tensor that an earlier stage made and kept aside"),
-    (collects, r"stage 0: inner.a in the model's own forward: it takes a StoreCache, .*config.use_cache = False"),
-    (own_backward, r"model: Does: cut into pieces it is not the same model"),
-    (rebinds, r"model: Does: cut into pieces it is not the same model: the buffer of count"),
-    (overwrites_a_view, r"model: Does: cut into pieces it is not the same model"),
-    (lambda self, x: self.inner.a(x), r"stages: inner.b: does not run in this forward after the stages before"),
-])  # fmt: skip
-def test_what_cannot_be_cut_is_refused_with_place_and_remedy(act: Any, message: str) -> None:
-    model, x = Does(act), torch.randn(2, 4)
+@pytest.mark.parametrize(
+    "act, message",
+    [
+        (
+            branch_on_value,
+            r"stage 0: a number read from a tensor \(if, item, int\) in the model's own forward: "
+            r".*emulator",
+        ),
+        (
+            scale_by_list,
+            r"stage 0: tolist in the model's own forward: "
+            r"in a module that is cut, the forward depends on a tensor's values",
+        ),
+        (
+            draw_dropout,
+            r"model: ActingModel: cut into pieces it is not the same model: "
+            r"the output of inner.b",
+        ),
+        (
+            store_output,
+            r"stage 1: reader in the model's own forward: "
+            r"its add reads a tensor that an earlier stage made and kept aside",
+        ),
+        (
+            collect_in_cache,
+            r"stage 0: inner.a in the model's own forward: "
+            r"it takes a StoreCache, .*config.use_cache = False",
+        ),
+        (use_own_backward, r"model: ActingModel: cut into pieces it is not the same model"),
+        (
+            rebind_buffer,
+            r"model: ActingModel: cut into pieces it is not the same model: "
+            r"the buffer of count",
+        ),
+        (overwrite_view, r"model: ActingModel: cut into pieces it is not the same model"),
+        (
+            lambda self, x: self.inner.a(x),
+            r"stages: inner.b: does not run in this forward after the stages before",
+        ),
+    ],
+)
+def test_a_forward_that_cannot_be_cut_is_refused_with_place_and_remedy(
+    act: Any, message: str
+) -> None:
+    model, x = ActingModel(act), torch.randn(2, 4)
     with pytest.raises(BadInput, match=message) as refused:
         verify_pieces(model, cut_model(model, ["inner.b"], x), x)
     assert len(refused.value.faults) == 1
@@ -315,20 +352,20 @@ def test_what_cannot_be_cut_is_refused_with_place_and_remedy(act: Any, message: 
         not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         and not torch.jit.is_tracing()
     )
-    assert model.inner.kept is None
+    assert model.inner.stored is None
 
 
-def test_hooks_on_what_is_cut_are_refused_others_run() -> None:
-    model, x, seen = (
+def test_hooks_on_modules_that_are_cut_are_refused_and_others_run() -> None:
+    model, x, calls = (
         nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
         torch.randn(2, 4),
         [],
     )
-    model[1][1].register_forward_hook(lambda *_: seen.append(1))
+    model[1][1].register_forward_hook(lambda *_: calls.append(1))
     cut = cut_model(model, ["1.1"], x)
-    before = len(seen)
+    before = len(calls)
     cut[1](cut[0](x))
-    assert len(seen) == before + 1
+    assert len(calls) == before + 1
     model[1].register_forward_hook(lambda *_: None)
     with pytest.raises(BadInput, match="stages: 1: has hooks, but stages begin inside it"):
         cut_model(model, ["1.1"], x)
@@ -344,7 +381,7 @@ def test_orders_and_sizes_that_were_not_recorded_are_refused() -> None:
         cut[1](torch.randn(3, 4))
 
 
-def test_a_cache_of_keys_is_refused_with_what_turns_it_off() -> None:
+def test_a_cache_of_keys_is_refused_with_the_setting_that_turns_it_off() -> None:
     from tests import third_party_models
 
     with pytest.raises(
@@ -353,8 +390,8 @@ def test_a_cache_of_keys_is_refused_with_what_turns_it_off() -> None:
         cut_model(third_party_models.gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)
 
 
-class Masked(nn.Module):
-    """Branches on what of its input is there, and on dtypes."""
+class MaskedModel(nn.Module):
+    """A model that branches on the presence of inputs, and on dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,9 +405,9 @@ class Masked(nn.Module):
         return self.c(h if z is None else h + z)  # type: ignore[no-any-return]
 
 
-def test_inputs_of_another_kind_have_a_recording_of_their_own() -> None:
-    """Story: two keys of a batch in another order, of tensors of one shape, went to the model exchanged."""
-    model, (x, z), mask = Masked(), torch.randn(2, 3, 4), torch.rand(3, 4) > 0.5
+def test_inputs_of_another_kind_are_recorded_separately() -> None:
+    """Story: for keys of a batch in another order, tensors of one shape came to the model exchanged."""
+    model, (x, z), mask = MaskedModel(), torch.randn(2, 3, 4), torch.rand(3, 4) > 0.5
     cut = cut_model(model, ["b", "c"], {"x": x, "z": z})
     for inputs in (
         {"z": z, "x": x}, {"x": z, "z": x}, {"z": None, "x": x}, {"x": x, "z": z, "mask": mask},

@@ -1,4 +1,4 @@
-"""Damaged and hostile traces: `analyze` either reads them or refuses them in one line, and never unpacks without bound."""
+"""Damaged and hostile traces: `analyze` reads or refuses them in one line, and never unpacks without a limit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ Block = Tuple[bytes, int, bytes]  # tag, rows, payload
 ROW_BYTES = sum(np.dtype(kind).itemsize for kind in EVENT_TYPES.values())
 
 
-def blocks_of(path: Path) -> List[Block]:
+def read_blocks(path: Path) -> List[Block]:
+    """Read the blocks of a trace file."""
     content, blocks = path.read_bytes(), []
     at = len(store.MAGIC)
     while at < len(content):
@@ -50,7 +51,7 @@ def blocks_of(path: Path) -> List[Block]:
 
 
 def write_blocks(path: Path, blocks: List[Block]) -> Path:
-    """Write a trace file whose checksums are right, whatever it holds."""
+    """Write a trace file of these blocks, with right checksums."""
     content = store.MAGIC
     for tag, rows, payload in blocks:
         packed = zlib.compress(payload)
@@ -59,16 +60,18 @@ def write_blocks(path: Path, blocks: List[Block]) -> Path:
     return path
 
 
-def paths(document: Any, path: Tuple[Any, ...] = ()) -> Iterator[Tuple[Any, ...]]:
+def iterate_paths(document: Any, path: Tuple[Any, ...] = ()) -> Iterator[Tuple[Any, ...]]:
+    """Yield the path of keys to each value of a JSON document."""
     yield path
     if isinstance(document, (dict, list)):
         for key, value in document.items() if isinstance(document, dict) else enumerate(document):
-            yield from paths(value, (*path, key))
+            yield from iterate_paths(value, (*path, key))
 
 
-def damaged_document(document: Any, rng: random.Random) -> Any:
+def damage_document(document: Any, rng: random.Random) -> Any:
+    """Return a copy of a JSON document with one value replaced by an odd one."""
     document = copy.deepcopy(document)
-    *path, key = rng.choice([path for path in paths(document) if path])
+    *path, key = rng.choice([path for path in iterate_paths(document) if path])
     inside = document
     for step in path:
         inside = inside[step]
@@ -76,12 +79,13 @@ def damaged_document(document: Any, rng: random.Random) -> Any:
     return document
 
 
-def damaged_blocks(blocks: List[Block], rng: random.Random) -> List[Block]:
+def damage_blocks(blocks: List[Block], rng: random.Random) -> List[Block]:
+    """Return the blocks with one of them damaged."""
     blocks = list(blocks)
     place = rng.randrange(len(blocks))
     tag, rows, payload = blocks[place]
     if tag == store.META:
-        payload = json.dumps(damaged_document(json.loads(payload), rng)).encode(
+        payload = json.dumps(damage_document(json.loads(payload), rng)).encode(
             "utf-8", "surrogatepass"
         )
     else:
@@ -99,8 +103,8 @@ def damaged_blocks(blocks: List[Block], rng: random.Random) -> List[Block]:
     return blocks
 
 
-def outcome(path: Path) -> bool:
-    """Analyze a trace and write its page. Return whether it was read; assert that a refusal is one plain line a fault."""
+def analyze_or_refuse(path: Path) -> bool:
+    """Analyze a trace and write its page. Return whether it was read; assert that a refusal has one plain line for each fault."""
     try:
         trace = read_trace(path)
         figures = analyze(trace, str(path))
@@ -114,17 +118,19 @@ def outcome(path: Path) -> bool:
 
 @pytest.mark.filterwarnings("error:invalid value", "error:overflow", "error:divide")
 def test_any_damage_is_read_or_refused(tmp_path: Path) -> None:
-    """Story: 44 of some thousand damaged traces ended in a traceback, such as a counter whose name's code is not known."""
+    """Story: 44 of a thousand damaged traces ended in a traceback, such as a counter with an unknown code of its name."""
     rng, run = random.Random(22), run_folder(tmp_path / "run")
     whole = read_trace(run)
     write_chrome(tmp_path / "a.json.gz", whole.events, whole.counters, whole.metadata)
     document = json.loads(gzip.decompress((tmp_path / "a.json.gz").read_bytes()))
-    blocks, counts = blocks_of(run / "trace" / "rank-0.trace"), [0, 0]
+    blocks, counts = read_blocks(run / "trace" / "rank-0.trace"), [0, 0]
     for _ in range(150):
-        counts[outcome(write_blocks(tmp_path / "x.trace", damaged_blocks(blocks, rng)))] += 1
-        text = json.dumps(damaged_document(document, rng))
+        counts[
+            analyze_or_refuse(write_blocks(tmp_path / "x.trace", damage_blocks(blocks, rng)))
+        ] += 1
+        text = json.dumps(damage_document(document, rng))
         (tmp_path / "x.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-        counts[outcome(tmp_path / "x.json")] += 1
+        counts[analyze_or_refuse(tmp_path / "x.json")] += 1
     for method, args in itertools.product(METHODS, ARGS):
         metadata = {
             "method": method,
@@ -134,7 +140,7 @@ def test_any_damage_is_read_or_refused(tmp_path: Path) -> None:
         }
         text = json.dumps({**document, "otherData": {**document["otherData"], **metadata}})
         (tmp_path / "x.json").write_text(text)
-        assert outcome(tmp_path / "x.json")
+        assert analyze_or_refuse(tmp_path / "x.json")
     assert min(counts) > 50
 
 
@@ -154,36 +160,38 @@ DAMAGED: Dict[str, List[Block]] = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damage_is_refused(name: str, tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
-    assert not outcome(
+    assert not analyze_or_refuse(
         write_blocks(
-            tmp_path / "x.trace", blocks_of(run / "trace" / "rank-0.trace") + DAMAGED[name]
+            tmp_path / "x.trace", read_blocks(run / "trace" / "rank-0.trace") + DAMAGED[name]
         )
     )
 
 
-# ---- what unpacks to far more than it is
+# ---- small files that unpack to gigabytes
 
 
 def test_a_trace_that_unpacks_to_gigabytes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Story: a file of 26 MB unpacked to 6 GB, which were asked for before anything was checked."""
+    """Story: a file of 26 MB unpacked to 6 GB, which were allocated before any check."""
     monkeypatch.setattr("ipu_pipe.trace.reading.MOST_BYTES", 1 << 20)
     rows = (1 << 20) // ROW_BYTES // 2
     zeros = (store.EVENTS, rows, bytes(rows * ROW_BYTES))
-    assert outcome(write_blocks(tmp_path / "small.trace", [zeros]))
-    assert not outcome(write_blocks(tmp_path / "large.trace", [zeros, zeros, zeros]))
-    assert not outcome(write_blocks(tmp_path / "block.trace", [(store.EVENTS, 1, bytes(1 << 21))]))
-    # several files of a run have one allowance
+    assert analyze_or_refuse(write_blocks(tmp_path / "small.trace", [zeros]))
+    assert not analyze_or_refuse(write_blocks(tmp_path / "large.trace", [zeros, zeros, zeros]))
+    assert not analyze_or_refuse(
+        write_blocks(tmp_path / "block.trace", [(store.EVENTS, 1, bytes(1 << 21))])
+    )
+    # all files of a run share one limit
     (tmp_path / "run" / "trace").mkdir(parents=True)
     for rank in range(3):
         write_blocks(tmp_path / "run" / "trace" / f"rank-{rank}.trace", [zeros])
-    assert not outcome(tmp_path / "run")
-    # a run reads its own file, however large
+    assert not analyze_or_refuse(tmp_path / "run")
+    # a run reads its own file without a limit
     assert len(store.read_store(tmp_path / "large.trace").events.start) == 3 * rows
 
 
-def test_json_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_json_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ipu_pipe.trace.reading.MOST_TEXT", 1 << 16)
     with gzip.open(tmp_path / "x.json.gz", "wb") as file:
         file.write(b'{"traceEvents": ["' + b" " * (1 << 20) + b'"]}')
@@ -193,8 +201,8 @@ def test_json_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---- many devices
 
 
-def calls(devices: int) -> int:
-    """Return how many function calls an analysis takes."""
+def count_calls(devices: int) -> int:
+    """Return the number of function calls of an analysis with `devices` devices."""
     rows = [
         event
         for d in range(devices) for m in range(2)
@@ -211,11 +219,11 @@ def calls(devices: int) -> int:
     )
     count = 0
 
-    def counted(frame: Any, event: str, argument: Any) -> None:
+    def count_call(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
-    sys.setprofile(counted)
+    sys.setprofile(count_call)
     try:
         analyze(trace, "x")
     finally:
@@ -224,6 +232,6 @@ def calls(devices: int) -> int:
 
 
 def test_an_analysis_is_linear_in_the_devices() -> None:
-    """Story: 4,000 devices took 14 s, as each stage was compared with each other one."""
-    few, more, most = calls(50), calls(350), calls(650)
+    """Story: an analysis of 4,000 devices took 14 s, since each stage was compared with every other one."""
+    few, more, most = count_calls(50), count_calls(350), count_calls(650)
     assert most - more < 1.05 * (more - few) and np.isfinite(few)

@@ -1,4 +1,4 @@
-"""What runs on a GPU compute with is set and recorded; where there is none, nothing is touched."""
+"""The numeric settings of runs on a GPU are set and recorded; runs on other devices set nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.runs import DIGITS
 
 
 @pytest.fixture(autouse=True)
-def settings_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The process's own at the end."""
+def restored_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore the numeric settings of this process after the test."""
     monkeypatch.setenv(CUBLAS, "")
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -29,7 +29,7 @@ def settings_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def test_a_gpu_computes_the_same_each_time_and_float32_in_full_unless_asked_otherwise() -> None:
+def test_a_gpu_computes_deterministically_and_in_full_float32_by_default() -> None:
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = True, True, True
     set_numerics(BackendConfig(device="cuda"))
@@ -40,13 +40,13 @@ def test_a_gpu_computes_the_same_each_time_and_float32_in_full_unless_asked_othe
     }  # fmt: skip
     os.environ[CUBLAS] = ":16:8"
     set_numerics(BackendConfig(device="cuda"))
-    assert os.environ[CUBLAS] == ":16:8"  # as good, and the user's own
+    assert os.environ[CUBLAS] == ":16:8"  # as deterministic, and set by the user
     set_numerics(BackendConfig(device="cuda", deterministic=False, tf32=True))
     assert not torch.are_deterministic_algorithms_enabled() and not cudnn.deterministic
     assert cudnn.allow_tf32 and matmul.allow_tf32
 
 
-def test_where_no_gpu_trains_nothing_is_set() -> None:
+def test_without_a_gpu_nothing_is_set() -> None:
     set_numerics(BackendConfig())
     assert not os.environ[CUBLAS] and not torch.are_deterministic_algorithms_enabled()
     assert record_numerics(BackendConfig()) is None

@@ -176,14 +176,14 @@ def _can_share(case: Case, placement: Sequence[int]) -> bool:
 
 def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     name, method_name, args, accumulate, model_name, switch = case
-    method, model = resolve_method(method_name, args), worker.fresh(model_name)
-    numbers = worker.numbers_of(case, model)
-    data = worker.data_of(case, numbers)
+    method, model = resolve_method(method_name, args), worker.make_seeded_model(model_name)
+    numbers = worker.make_model_precision(case, model)
+    data = worker.make_case_batches(case, numbers)
     part = partition(
-        model, data[0][0], worker.begins(model, ranks), one_stage=method.one_stage_reason
+        model, data[0][0], worker.list_stage_begins(model, ranks), one_stage=method.one_stage_reason
     )
     schedule = make_schedule(
-        method, ranks, len(data), accumulate, worker.drains_of(case), switch * accumulate
+        method, ranks, len(data), accumulate, worker.list_drains(case), switch * accumulate
     )
     table = VersionTable(schedule, method)
     make = ADAMW if "adamw" in name else SGD
@@ -200,12 +200,12 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
         numbers.masters,
     )
     work = Work(
-        numbers.convert_loss(torch.nn.functional.cross_entropy), table, rules, worker.clip_of(case)
+        numbers.convert_loss(torch.nn.functional.cross_entropy), table, rules, worker.get_clip(case)
     )
     emulator = Emulator(work, model, part, data[0])
     losses = [
         emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss
-        for k in range(worker.updates_of(case))
+        for k in range(worker.count_updates(case))
     ]
     emulator.close()
     copies = count_weight_copies(table)
@@ -235,7 +235,7 @@ def test_processes_give_the_emulators_weights(placement: Sequence[int], tmp_path
         :: PLACEMENTS[tuple(placement)]
     ]
     stages, ranks = len(placement), max(placement) + 1
-    context = forked.context()
+    context = forked.get_fork_server()
     processes = [
         context.Process(target=worker.main, args=(r, placement, str(tmp_path), chosen))
         for r in range(ranks)

@@ -1,4 +1,4 @@
-"""The doors through which a file could run code: a git repository around a run, and the modules that a config names."""
+"""Doors through which a file could run code: a git repository around a run, and the modules that a config names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.support.runs import ROOT
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
 
 
-def git(folder: Path, *command: str) -> str:
+def run_git(folder: Path, *command: str) -> str:
+    """Run git in `folder` and return its output."""
     finished = subprocess.run(
         [*GIT, *command], cwd=folder, check=True, capture_output=True, text=True
     )
@@ -33,29 +34,29 @@ def git(folder: Path, *command: str) -> str:
 def make_repository(folder: Path) -> None:
     """Make a repository with one commit of two files."""
     folder.mkdir()
-    git(folder, "init", "-q", "-b", "work")
+    run_git(folder, "init", "-q", "-b", "work")
     (folder / "a").write_text("1\n")
     (folder / "b").write_text("2\n")
-    git(folder, "add", ".")
-    git(folder, "commit", "-qm", "first")
+    run_git(folder, "add", ".")
+    run_git(folder, "commit", "-qm", "first")
 
 
-# Each of these puts the program `hostile` behind one door of the repository `folder`.
+# Each of these functions puts the program `hostile` behind one door of the repository `folder`.
 
 
 def set_fsmonitor(folder: Path, hostile: Path) -> None:
-    git(folder, "config", "core.fsmonitor", str(hostile))
+    run_git(folder, "config", "core.fsmonitor", str(hostile))
 
 
 def set_included_fsmonitor(folder: Path, hostile: Path) -> None:
     included = folder / ".git" / "more"
-    git(folder, "config", "--file", str(included), "core.fsmonitor", str(hostile))
-    git(folder, "config", "include.path", "more")
+    run_git(folder, "config", "--file", str(included), "core.fsmonitor", str(hostile))
+    run_git(folder, "config", "include.path", "more")
 
 
 def set_fsmonitor_of_worktree(folder: Path, hostile: Path) -> None:
-    git(folder, "config", "extensions.worktreeConfig", "true")
-    git(folder, "config", "--worktree", "core.fsmonitor", str(hostile))
+    run_git(folder, "config", "extensions.worktreeConfig", "true")
+    run_git(folder, "config", "--worktree", "core.fsmonitor", str(hostile))
 
 
 def set_hook(folder: Path, hostile: Path) -> None:
@@ -67,41 +68,41 @@ def set_hook(folder: Path, hostile: Path) -> None:
 def set_folder_of_hooks(folder: Path, hostile: Path) -> None:
     (folder / "tools").mkdir()
     shutil.copy(hostile, folder / "tools" / "post-index-change")
-    git(folder, "config", "core.hooksPath", "tools")
+    run_git(folder, "config", "core.hooksPath", "tools")
 
 
 def set_filter(kind: str, name: str) -> Callable[[Path, Path], None]:
     def set_one(folder: Path, hostile: Path) -> None:
         (folder / ".git" / "info").mkdir(exist_ok=True)
         (folder / ".git" / "info" / "attributes").write_text(f"* filter={name}\n")
-        git(folder, "config", f"filter.{name}.{kind}", str(hostile))
+        run_git(folder, "config", f"filter.{name}.{kind}", str(hostile))
 
     return set_one
 
 
 def set_filter_by_attributes(folder: Path, hostile: Path) -> None:
     (folder / ".gitattributes").write_text("* filter=x\n")
-    git(folder, "config", "filter.x.clean", str(hostile))
+    run_git(folder, "config", "filter.x.clean", str(hostile))
 
 
 def set_transport(folder: Path, hostile: Path) -> None:
-    """Fetch a missing object by a program, as partial clones do."""
-    git(folder, "config", "core.repositoryFormatVersion", "1")
-    git(folder, "config", "extensions.partialClone", "origin")
-    git(folder, "config", "remote.origin.url", f"ext::{hostile}")
-    git(folder, "config", "remote.origin.promisor", "true")
-    git(folder, "config", "protocol.ext.allow", "always")
-    tree = git(folder, "rev-parse", "HEAD^{tree}")
+    """Make the repository a partial clone, which fetches a missing object by a program."""
+    run_git(folder, "config", "core.repositoryFormatVersion", "1")
+    run_git(folder, "config", "extensions.partialClone", "origin")
+    run_git(folder, "config", "remote.origin.url", f"ext::{hostile}")
+    run_git(folder, "config", "remote.origin.promisor", "true")
+    run_git(folder, "config", "protocol.ext.allow", "always")
+    tree = run_git(folder, "rev-parse", "HEAD^{tree}")
     (folder / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
-    # the index keeps the tree's name, with which no tree would be read
+    # the index stores the tree's name, so that no tree would be read
     (folder / "a").write_text("3\n")
-    git(folder, "update-index", "a")
+    run_git(folder, "update-index", "a")
 
 
 def set_submodule(folder: Path, hostile: Path) -> None:
     make_repository(folder.with_name("inner"))
-    git(folder, "submodule", "--quiet", "add", str(folder.with_name("inner")), "inner")
-    git(folder, "commit", "-qm", "second")
+    run_git(folder, "submodule", "--quiet", "add", str(folder.with_name("inner")), "inner")
+    run_git(folder, "commit", "-qm", "second")
     set_fsmonitor(folder / "inner", hostile)
 
 
@@ -123,30 +124,30 @@ DOORS: Dict[str, Callable[[Path, Path], None]] = {
 
 @pytest.mark.parametrize("door", DOORS)
 def test_the_record_runs_no_program_of_the_repository(door: str, tmp_path: Path) -> None:
-    """A run in a folder with a hostile .git/config ran the program of its core.fsmonitor, since it asked git for its status."""
-    folder, ran = tmp_path / "repository", tmp_path / "ran"
+    """Story: a run in a folder with a hostile .git/config ran the program of core.fsmonitor, since it called `git status`."""
+    folder, marker = tmp_path / "repository", tmp_path / "ran"
     make_repository(folder)
     hostile = tmp_path / "hostile"
-    hostile.write_text(f"#!/bin/sh\n: > {shlex.quote(str(ran))}\nexit 1\n")
+    hostile.write_text(f"#!/bin/sh\n: > {shlex.quote(str(marker))}\nexit 1\n")
     hostile.chmod(0o755)
     DOORS[door](folder, hostile)
-    commit = git(folder, "rev-parse", "HEAD")
-    ran.unlink() if ran.exists() else None
+    commit = run_git(folder, "rev-parse", "HEAD")
+    marker.unlink() if marker.exists() else None
 
     def change_times() -> None:
-        # git compares the content of files of other times, by filters
+        # git reads the content of files with other times, through filters
         for path in (folder / "a", folder / "b"):
             os.utime(path, (1_000_000_000, 1_000_000_000))
 
     change_times()
     record = find_commit(folder)
-    assert not ran.exists()
+    assert not marker.exists()
     assert record is not None and record["commit"] == commit
     assert record["dirty"] is (None if door == "transport" else False)
-    # the door is one: git itself runs the program
+    # the door works: git itself runs the program
     change_times()
     subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, check=False)
-    assert ran.exists()
+    assert marker.exists()
 
 
 @pytest.mark.parametrize("settings", [
@@ -155,52 +156,52 @@ def test_the_record_runs_no_program_of_the_repository(door: str, tmp_path: Path)
 def test_the_settings_of_a_repository_decide_what_has_changed(
     settings: Dict[str, str], tmp_path: Path
 ) -> None:
-    """The answer is that of git in the repository itself, for every setting on which it depends."""
+    """Check the answer against `git status` in the repository, for every setting on which it depends."""
     make_repository(tmp_path / "r")
     for key, value in settings.items():
-        git(tmp_path / "r", "config", key, value)
+        run_git(tmp_path / "r", "config", key, value)
 
     def compare() -> List[bool]:
         commit = find_commit(tmp_path / "r")
         assert commit is not None
         return [
             commit["dirty"],
-            bool(git(tmp_path / "r", "status", "--porcelain", "--untracked-files=no")),
+            bool(run_git(tmp_path / "r", "status", "--porcelain", "--untracked-files=no")),
         ]
 
-    seen = [compare()]
+    answers = [compare()]
     (tmp_path / "r" / ".gitattributes").write_text("a text\n")
     (tmp_path / "r" / "a").write_bytes(b"1\r\n")
-    seen.append(compare())
-    git(tmp_path / "r", "checkout", "a")
+    answers.append(compare())
+    run_git(tmp_path / "r", "checkout", "a")
     (tmp_path / "r" / "a").chmod(0o755)
-    seen.append(compare())
+    answers.append(compare())
     (tmp_path / "r" / "b").write_text("other\n")
-    seen.append(compare())
-    assert all(answer == answer_of_git for answer, answer_of_git in seen)
-    assert [answer for answer, _ in seen][::3] == [False, True]
+    answers.append(compare())
+    assert all(answer == answer_of_git for answer, answer_of_git in answers)
+    assert [answer for answer, _ in answers][::3] == [False, True]
 
 
 def test_a_setting_cannot_bring_in_another(tmp_path: Path) -> None:
-    """The value of a copied setting is text of the repository's: it may hold the end of its line."""
-    folder, ran = tmp_path / "r", tmp_path / "ran"
+    """The value of a copied setting is text from the repository, which may contain a line break."""
+    folder, marker = tmp_path / "r", tmp_path / "ran"
     make_repository(folder)
-    (tmp_path / "hostile").write_text(f"#!/bin/sh\n: > {shlex.quote(str(ran))}\n")
+    (tmp_path / "hostile").write_text(f"#!/bin/sh\n: > {shlex.quote(str(marker))}\n")
     (tmp_path / "hostile").chmod(0o755)
     (folder / ".gitattributes").write_text("* filter=x\n")
-    git(folder, "config", "core.eol", f'lf\n[filter "x"]\nclean = {tmp_path / "hostile"}')
+    run_git(folder, "config", "core.eol", f'lf\n[filter "x"]\nclean = {tmp_path / "hostile"}')
     (folder / "a").write_text("3\n")
     assert find_commit(folder) == {
         "repository": str(folder),
-        "commit": git(folder, "rev-parse", "HEAD"),
+        "commit": run_git(folder, "rev-parse", "HEAD"),
         "dirty": True,
     }
-    assert not ran.exists()
+    assert not marker.exists()
 
 
-# ---- what a config names is imported
+# ---- a config's modules are imported
 
-# The modules of a config's keys: each leaves a file when it is imported, and has what its key wants as `make`.
+# The modules of a config's keys: each writes a file when it is imported, and its `make` is the value of its key.
 MODULES = {
     "model.entry": "from models.mlp import mlp as make",
     "model.output": "def make(output): return output",
@@ -252,14 +253,14 @@ def read_documented_imports() -> Dict[str, Set[str]]:
     return {command.strip(): set(re.findall(r"`([a-z_.]+)`", keys)) for command, keys in rows}
 
 
-# a method with heads takes no function for the output, so that no config has all keys
+# no config has all keys, since a method with heads refuses a function for the output
 VARIANTS = (
     {"METHOD": "gpipe", "OUTPUT": '"model_output:make"', "HEAD": "null"},
     {"METHOD": "local_greedy", "OUTPUT": "null", "HEAD": '"method_args_head:make"'},
 )
 
 
-def test_commands_import_what_the_documentation_says(
+def test_commands_import_the_documented_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run's folder holds a config, and `--dry-run` builds the model: these are doors, too."""
@@ -299,12 +300,12 @@ def test_commands_import_what_the_documentation_says(
         for row, line in COMMANDS.items():
             command, *arguments = line.replace("METHOD", values["METHOD"]).split()
             module: Any = importlib.import_module(f"ipu_pipe.cli.{command}")
-            done = run_here(module, *arguments, monkeypatch=monkeypatch, capsys=capsys)
-            # this model has no save_pretrained, and for local methods there is no delay to examine
+            result = run_here(module, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+            # this model has no save_pretrained, and local methods have no delay to examine
             is_refused = command == "stability" if values["METHOD"] == "local_greedy" else False
-            assert done.returncode == (
+            assert result.returncode == (
                 2 if is_refused or row == "`export RUN --to FOLDER`" else 0
-            ), done
+            ), result
             imported[row] |= list_imported()
     assert imported == read_documented_imports()
 

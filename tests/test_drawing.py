@@ -1,4 +1,4 @@
-"""Schedules and versions draw themselves in a notebook; each cell is compared with the schedule and the table."""
+"""Schedules and version tables draw themselves in a notebook; each cell is compared with the schedule and the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = {kind.word: kind for kind in Kind}
 
 
 class Page(HTMLParser):
-    """A drawing: the (text, title, style) of the passes by row and column, and the text below."""
+    """The parsed drawing: (text, title, style) of the passes by row and column, and the text below."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Page(HTMLParser):
             self.below += data
 
 
-def make_table(
+def make_version_table(
     method: str, stages: int, microbatches: int, accumulate: int, **args: Any
 ) -> VersionTable:
     resolved = resolve_method(method, args)
@@ -73,7 +73,7 @@ def make_table(
     ],
 )
 def test_every_pass_and_update_is_drawn(method: str, accumulate: int, args: Dict[str, Any]) -> None:
-    table = make_table(method, 4, 8, accumulate, **args)
+    table = make_version_table(method, 4, 8, accumulate, **args)
     schedule = table.schedule
     page = Page(table._repr_html_())
     assert page.tags <= {"div", "table", "tr", "th", "td", "span"}, "no scripts, styles or links"
@@ -106,9 +106,9 @@ def test_every_pass_and_update_is_drawn(method: str, accumulate: int, args: Dict
                 )
     for row, device in zip(page.rows[1:], devices):
         for slot, cell in enumerate(row[1:]):
-            wanted = expected.get((device, slot), [])
-            assert [title for _, title, _ in cell] == ([title for _, title in wanted] or [""])
-            for (text, title, style), (word, _) in zip(cell, wanted):
+            passes = expected.get((device, slot), [])
+            assert [title for _, title, _ in cell] == ([title for _, title in passes] or [""])
+            for (text, title, style), (word, _) in zip(cell, passes):
                 assert f"background:{COLOURS[word][0]};" in style
                 assert text == "*" if word == "update" else text.startswith(WORDS[word].value)
                 several = len(devices) < 4
@@ -121,31 +121,31 @@ def test_every_pass_and_update_is_drawn(method: str, accumulate: int, args: Dict
 
 
 def test_a_whole_backward_among_split_ones_takes_two_slots() -> None:
-    """The drawing in HTML has the words of the one in text."""
-    table = make_table("dualpipe_v", 4, 8, 8)
-    drawn = [line.split()[2:] for line in format_text(table.schedule).splitlines()[1:]]
+    """The drawing in HTML has the same words as the one in text."""
+    table = make_version_table("dualpipe_v", 4, 8, 8)
+    text_rows = [line.split()[2:] for line in format_text(table.schedule).splitlines()[1:]]
     rows = Page(table._repr_html_()).rows[1:]
     words = [["".join(text for text, _, _ in cell) for cell in row[1:]] for row in rows]
-    assert words == [[word.replace(".", "\u00b7") for word in row] for row in drawn]
+    assert words == [[word.replace(".", "\u00b7") for word in row] for row in text_rows]
     assert any("=" in row for row in words)
 
 
 def test_a_schedule_alone_has_no_versions() -> None:
-    schedule = make_table("pipedream", 3, 4, 1).schedule
+    schedule = make_version_table("pipedream", 3, 4, 1).schedule
     page = Page(schedule._repr_html_())
     assert "version" not in page.below
     assert "forward of microbatch 0 on stage 0" in [title for _, title, _ in page.rows[1][1]]
 
 
-def test_a_large_schedule_is_cut_and_says_so() -> None:
-    schedule = make_table("pipedream", MOST_ROWS + 8, 10_000, 1).schedule
+def test_a_large_schedule_is_cut_with_a_note() -> None:
+    schedule = make_version_table("pipedream", MOST_ROWS + 8, 10_000, 1).schedule
     page = Page(schedule._repr_html_())
     assert len(page.rows) == 1 + MOST_ROWS and {len(row) for row in page.rows} == {1 + MOST_SLOTS}
     assert f"{schedule.slot_count - MOST_SLOTS} more slots; 8 more stages" in page.below
 
 
 def test_versions_as_text() -> None:
-    table = make_table("pipemare", 3, 40, 1)
+    table = make_version_table("pipemare", 3, 40, 1)
     forward, backward = table.window(0, MOST_MICROBATCHES)
     _, header, *rows, note = repr(table).splitlines()
     assert header.split() == ["microbatch", *map(str, range(MOST_MICROBATCHES)), "lag"]

@@ -1,4 +1,4 @@
-"""A moving average of the weights: torch's own, the same on processes, kept through a resume, and what evaluations measure."""
+"""The moving average of the weights equals torch's, also on processes and after a resume, and evaluations measure it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SETS = [
 CONV = "{entry: 'tests.test_ema:make_convolutions'}"
 
 
-def make_convolutions(**of_the_file: Any) -> torch.nn.Module:
-    """Return a small model with BatchNorm."""
+def make_convolutions(**model_args: Any) -> torch.nn.Module:
+    """Make a small model with BatchNorm. The arguments of the config's file are ignored."""
     torch.manual_seed(0)
     first = torch.nn.Sequential(
         torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.ReLU(), torch.nn.Flatten()
@@ -43,8 +43,8 @@ def make_convolutions(**of_the_file: Any) -> torch.nn.Module:
     return Composed(lambda m, x: m.last(m.first(x)), first=first, last=torch.nn.Linear(3 * 36, 10))
 
 
-class Follows(ipu_pipe.Callback):
-    """Keeps torch's own average of the model beside the run's."""
+class AverageFollower(ipu_pipe.Callback):
+    """Compute torch's own average of the model during the run."""
 
     average: Optional[Any] = None
 
@@ -61,7 +61,7 @@ def read_averages(out: Path) -> Dict[str, torch.Tensor]:
     return load_file(out / "ema.safetensors")
 
 
-def go(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
+def train_with_average(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
     return train(load_config(DIGITS, [*SETS, *sets]), out, quiet=True, **how)
 
 
@@ -70,7 +70,7 @@ def go(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
     reason="torch before 2.1 has no such average",
 )
 @pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
-def test_it_is_torchs_average_and_what_evaluations_measure(method: str, tmp_path: Path) -> None:
+def test_evaluations_measure_the_average_which_is_torchs(method: str, tmp_path: Path) -> None:
     accumulate = 2 if method == "gpipe" else 1
     sets = [
         f"method={method}",
@@ -80,11 +80,11 @@ def test_it_is_torchs_average_and_what_evaluations_measure(method: str, tmp_path
         "optimizer.name=adam",
     ]
     sets += ["optimizer.momentum=null", "optimizer.lr=0.01"]
-    follows = Follows()
-    report = go(tmp_path / "run", *sets, callbacks=[follows])
+    follower = AverageFollower()
+    report = train_with_average(tmp_path / "run", *sets, callbacks=[follower])
     averages = read_averages(tmp_path / "run")
-    assert follows.average is not None
-    assert_same(averages, follows.average.module.state_dict())
+    assert follower.average is not None
+    assert_same(averages, follower.average.module.state_dict())
     newest = read_weights(tmp_path / "run")
     assert not torch.equal(averages["last.weight"], newest["last.weight"])
     assert torch.equal(averages["first.1.running_mean"], newest["first.1.running_mean"])
@@ -94,22 +94,24 @@ def test_it_is_torchs_average_and_what_evaluations_measure(method: str, tmp_path
     assert measured["test_loss"] != evaluate_checkpoint(config, tmp_path / "run")["test_loss"]
 
 
-def test_training_is_that_of_a_run_without_it_and_a_resume_continues_it(tmp_path: Path) -> None:
+def test_the_average_does_not_change_training_and_a_resume_continues_it(tmp_path: Path) -> None:
     sets = ["method=pipedream", "gradient_accumulation=1"]
-    go(tmp_path / "cut", *sets, "steps=4")
-    go(tmp_path / "cut", *sets, "steps=8", resume=True)
-    go(tmp_path / "whole", *sets, "steps=8")
+    train_with_average(tmp_path / "cut", *sets, "steps=4")
+    train_with_average(tmp_path / "cut", *sets, "steps=8", resume=True)
+    train_with_average(tmp_path / "whole", *sets, "steps=8")
     assert_same_state(tmp_path / "cut", tmp_path / "whole", 8)
     assert_same(read_averages(tmp_path / "cut"), read_averages(tmp_path / "whole"))
-    go(tmp_path / "without", *sets, "steps=8", "ema=null")
+    train_with_average(tmp_path / "without", *sets, "steps=8", "ema=null")
     assert_same(read_weights(tmp_path / "without"), read_weights(tmp_path / "whole"))
-    (fault,) = list_faults(go, tmp_path / "cut", *sets, "steps=12", "ema.decay=0.5", resume=True)
+    (fault,) = list_faults(
+        train_with_average, tmp_path / "cut", *sets, "steps=12", "ema.decay=0.5", resume=True
+    )
     assert "ema.decay" in fault
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16_mixed"])
 def test_processes_keep_the_emulators_average(precision: str, tmp_path: Path) -> None:
-    """pipemare in bfloat16_mixed trains float32 masters of rounded weights: these are averaged, and rounded for evaluations."""
+    """pipemare in bfloat16_mixed trains float32 masters: the masters are averaged, and rounded for evaluations."""
     sets = [
         "method=pipemare",
         "gradient_accumulation=1",
@@ -131,18 +133,18 @@ def test_processes_keep_the_emulators_average(precision: str, tmp_path: Path) ->
 def test_a_full_disk_at_the_end_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the writer of safetensors raises is no OSError: it was a traceback."""
+    """Story: the writer of safetensors raises no OSError, so that it was a traceback."""
 
-    def refuse(*args: Any, **keys: Any) -> None:
+    def raise_full_disk(*args: Any, **keys: Any) -> None:
         raise SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.serialize_file", refuse)
+    monkeypatch.setattr("safetensors.torch.serialize_file", raise_full_disk)
     with pytest.raises(RunFault, match="ema.safetensors: cannot be written"):
-        go(tmp_path / "run", "steps=4", "checkpoint=null")
+        train_with_average(tmp_path / "run", "steps=4", "checkpoint=null")
 
 
-def make_tied() -> torch.nn.Module:
-    """Return a model of which two layers have one weight."""
+def make_tied_classifier() -> torch.nn.Module:
+    """Make a model whose two layers share a weight."""
     first, last = (
         torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10, bias=False)),
         torch.nn.Linear(64, 10),
@@ -152,34 +154,41 @@ def make_tied() -> torch.nn.Module:
 
 
 def test_the_averages_of_tied_weights_load_under_both_names(tmp_path: Path) -> None:
-    report = go(tmp_path / "run", "method=gpipe", "stages=1", "steps=4", model=make_tied())
+    report = train_with_average(
+        tmp_path / "run", "method=gpipe", "stages=1", "steps=4", model=make_tied_classifier()
+    )
     averages = read_averages(tmp_path / "run")
     assert torch.equal(averages["first.1.weight"], averages["last.weight"])
     data = ipu_pipe.load_data("digits", test_subset=64)
-    outputs = ipu_pipe.predict(tmp_path / "run" / "ema.safetensors", data, into=make_tied())
+    outputs = ipu_pipe.predict(
+        tmp_path / "run" / "ema.safetensors", data, into=make_tied_classifier()
+    )
     labels = torch.cat([y for _, y in data.test_batches(64)])
     assert float((outputs.argmax(1) == labels).double().mean()) == report["final"]["test_accuracy"]
 
 
-def test_averages_of_a_run_that_goes_on_are_gone_until_its_end_and_none_are_taken_for_the_best_weights(
+def test_a_resumed_run_removes_its_averages_which_are_never_the_best_weights(
     tmp_path: Path,
 ) -> None:
-    class Fails(ipu_pipe.Callback):
+    class FailingCallback(ipu_pipe.Callback):
         def on_start(self, now: ipu_pipe.Moment) -> None:
             assert (now.step, now.checkpoint) == (4, tmp_path / "run" / "checkpoints" / "step-4")
             raise KeyError
 
-    go(tmp_path / "run", "steps=4")
+    train_with_average(tmp_path / "run", "steps=4")
     (fault,) = list_faults(ipu_pipe.export, tmp_path / "run", tmp_path / "best.safetensors", "best")
     assert fault.startswith("--step: best: ")
     with pytest.raises(KeyError):
-        go(tmp_path / "run", "steps=8", resume=True, callbacks=[Fails()])
+        train_with_average(tmp_path / "run", "steps=8", resume=True, callbacks=[FailingCallback()])
     assert not (tmp_path / "run" / "ema.safetensors").exists()
 
 
 def test_restoring_the_best_weights_is_refused_in_python_too(tmp_path: Path) -> None:
     (fault,) = list_faults(
-        go, tmp_path / "run", "steps=4", callbacks=[ipu_pipe.EarlyStopping(restore_best=True)]
+        train_with_average,
+        tmp_path / "run",
+        "steps=4",
+        callbacks=[ipu_pipe.EarlyStopping(restore_best=True)],
     )
     assert fault.startswith("early_stopping.restore_best: ")
 
@@ -193,7 +202,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_what_has_no_average_is_refused(value: str, tmp_path: Path) -> None:
+def test_settings_without_an_average_are_refused(value: str, tmp_path: Path) -> None:
     sets = [*SETS, "steps=4", "gradient_accumulation=1", value]
     (fault,) = list_faults(lambda: check(load_config(DIGITS, sets), tmp_path / "run"))
     assert BAD[value] in fault

@@ -1,4 +1,4 @@
-"""The emulator's weights are those of the literal replay, to the last bit, for every method, model and optimizer."""
+"""The emulator's weights equal those of the literal replay, bit for bit, for every method, model and optimizer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_emulator(
     return Emulator(Work(cross_entropy, table, rules), model, part, example)
 
 
-def emulate(
+def train_on_emulator(
     model: nn.Module,
     method: Method,
     accumulate: int,
@@ -63,7 +63,7 @@ def emulate(
     losses: Optional[List[Optional[float]]] = None,
     weights: Optional[Sequence[float]] = None,
 ) -> Emulator:
-    """Train `model` and append the loss of each update to `losses`. `weights`: of each microbatch."""
+    """Train `model` and append the loss of each update to `losses`. `weights`: the loss weight of each microbatch."""
     part = partition(model, data[0][0], one_stage=method.one_stage_reason)
     schedule = make_schedule(method, len(part), len(data), accumulate, drains, switch * accumulate)
     optimizer = make_optimizer(make_groups(model, part))
@@ -77,7 +77,7 @@ def emulate(
     return emulator
 
 
-def literal(
+def train_literally(
     stages: List[nn.Module],
     method: Method,
     accumulate: int,
@@ -89,17 +89,19 @@ def literal(
     ties: Mapping[int, Mapping[str, Tuple[int, str]]] = {},
     shares: Optional[Sequence[float]] = None,
 ) -> List[LiteralStage]:
-    """Train the stages by the literal replay. `ties`: of a stage, as those of `tests.staged_models.TIES`."""
+    """Train the stages by the literal replay. `ties`: shared weights by stage, as in `tests.staged_models.TIES`."""
     P = len(stages)
     schedule = make_schedule(method, P, len(data), accumulate, drains, switch * accumulate)
     rules: List[Optional[LiteralRules]] = [None] * P
     if args is not None:
         lr = make_optimizer.keywords["lr"]
         rules = [LiteralRules(args, method, P, s, accumulate, lr, switch) for s in range(P)]
-    done: List[LiteralStage] = []
+    literal_stages: List[LiteralStage] = []
     for s, (stage, rule) in enumerate(zip(stages, rules)):
-        earlier = {name: (done[where], there) for name, (where, there) in ties.get(s, {}).items()}
-        done.append(LiteralStage(stage, make_optimizer, rule, earlier))
+        earlier = {
+            name: (literal_stages[where], there) for name, (where, there) in ties.get(s, {}).items()
+        }
+        literal_stages.append(LiteralStage(stage, make_optimizer, rule, earlier))
     delays = None
     if method.delay is not None:
         table = VersionTable(schedule, method)
@@ -108,22 +110,24 @@ def literal(
             delays = np.array(
                 [[row[m % accumulate] for m in range(len(data))] for row in method.delay.table]
             )
-        if method.delay.drawn:  # the draws themselves are tested for what they are
+        if method.delay.drawn:  # the draws are tested elsewhere
             delays = table.sampler(0, len(data))
-    replay(done, schedule, method, data, cross_entropy, drains, delays, shares)
-    return done
+    replay(literal_stages, schedule, method, data, cross_entropy, drains, delays, shares)
+    return literal_stages
 
 
-def assert_equal(model: nn.Module, stages: List[nn.Module]) -> None:
+def assert_equals_stages(model: nn.Module, stages: List[nn.Module]) -> None:
+    """Check that a model has the state of these stages, bit for bit."""
     assert_same(model.state_dict(), whole(stages).state_dict())
 
 
-def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
+def make_seeded_stages(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
+    """Make the stages of a model, with the same weights in each call."""
     torch.manual_seed(3)
     return [stage.to(dtype) for stage in MODELS[name]()]
 
 
-# spectrain: see test_rules; blocks with losses of their own: see test_local; the others: see test_asynchrony
+# other methods: spectrain in test_rules, local ones in test_local, the rest in test_asynchrony
 WHOLE = [name for name, method in PLAYED.items() if name != "spectrain" and method.is_pipeline]
 CHANGED: Dict[str, List[Dict[str, Any]]] = {
     "pipemare": [{"stash": True}, {"schedule": "1f1b"}],
@@ -159,7 +163,7 @@ VARIANTS = [(name, {}) for name in WHOLE] + [
 def test_weights_equal_those_of_the_literal_replay(
     method: str, args: Any, model: str, optimizer: str, accumulate: int
 ) -> None:
-    stages = fresh(model)
+    stages = make_seeded_stages(model)
     if len(stages) % args.get("stages_per_device", 1):
         args = {**args, "stages_per_device": len(stages)}  # all on one device
     chosen = resolve_method(method, args)
@@ -168,14 +172,14 @@ def test_weights_equal_those_of_the_literal_replay(
     data = batches(accumulate * 9)
     twin = copy.deepcopy(stages)
     unsplit = whole(stages)
-    emulator = emulate(unsplit, chosen, accumulate, data, OPTIMIZERS[optimizer])
-    done = literal(twin, chosen, accumulate, data, OPTIMIZERS[optimizer])
-    assert_equal(unsplit, twin)
+    emulator = train_on_emulator(unsplit, chosen, accumulate, data, OPTIMIZERS[optimizer])
+    literal_stages = train_literally(twin, chosen, accumulate, data, OPTIMIZERS[optimizer])
+    assert_equals_stages(unsplit, twin)
     ours = list(unsplit.parameters())
-    theirs = [p for stage in done for p in stage.module.parameters()]
+    theirs = [p for stage in literal_stages for p in stage.module.parameters()]
     states = {
         id(p): stage.optimizer.state[p]
-        for stage in done
+        for stage in literal_stages
         if stage.optimizer
         for p in stage.module.parameters()
     }
@@ -188,46 +192,52 @@ def test_weights_equal_those_of_the_literal_replay(
     "name", [name for name, method in METHODS.items() if method.order and name != "rows"]
 )
 def test_orders_by_device_train_as_gpipe(name: str) -> None:
-    """They flush, and every stage sums the gradients of a batch in the order of the microbatches."""
-    trained, gpipe = whole(fresh("mlp")), whole(fresh("mlp"))
+    """These methods flush, and every stage adds the gradients of a batch in the order of the microbatches."""
+    model, gpipe = whole(make_seeded_stages("mlp")), whole(make_seeded_stages("mlp"))
     data = batches(3 * 8)
     args = {} if METHODS[name].order.fixed else {"stages_per_device": 2}  # type: ignore[union-attr]
-    emulate(trained, resolve_method(name, args), 8, data, OPTIMIZERS["adamw"])
-    emulate(gpipe, METHODS["gpipe"], 8, data, OPTIMIZERS["adamw"])
-    assert_same(trained.state_dict(), gpipe.state_dict())
+    train_on_emulator(model, resolve_method(name, args), 8, data, OPTIMIZERS["adamw"])
+    train_on_emulator(gpipe, METHODS["gpipe"], 8, data, OPTIMIZERS["adamw"])
+    assert_same(model.state_dict(), gpipe.state_dict())
 
 
 @pytest.mark.parametrize("method", ["pipemare", "pipedream", "pipedream_2bw", "pipelined_backprop"])
-def test_drains_empty_the_pipeline_in_both(method: str) -> None:
+def test_drains_empty_the_pipeline_as_in_the_literal_replay(method: str) -> None:
     data = batches(5 * 12)
-    stages, twin = fresh("residual"), fresh("residual")
+    stages, twin = make_seeded_stages("residual"), make_seeded_stages("residual")
     unsplit = whole(stages)
     chosen = resolve_method(method)
-    emulate(unsplit, chosen, 5, data, OPTIMIZERS["sgd"], drains=[20, 25])
-    literal(twin, chosen, 5, data, OPTIMIZERS["sgd"], drains=[20, 25])
-    assert_equal(unsplit, twin)
+    train_on_emulator(unsplit, chosen, 5, data, OPTIMIZERS["sgd"], drains=[20, 25])
+    train_literally(twin, chosen, 5, data, OPTIMIZERS["sgd"], drains=[20, 25])
+    assert_equals_stages(unsplit, twin)
 
 
 def test_methods_differ_so_that_equality_means_something() -> None:
-    ends = {}
+    weights_by_method = {}
     for method, args in VARIANTS:
-        stages = fresh("mlp")
-        emulate(whole(stages), resolve_method(method, args), 5, batches(40), OPTIMIZERS["sgd"])
-        ends[(method, str(args))] = torch.cat(
+        stages = make_seeded_stages("mlp")
+        train_on_emulator(
+            whole(stages), resolve_method(method, args), 5, batches(40), OPTIMIZERS["sgd"]
+        )
+        weights_by_method[(method, str(args))] = torch.cat(
             [p.detach().flatten() for s in stages for p in s.parameters()]
         )
     assert (
         len(
-            {tuple(ends[method, "{}"].tolist()) for method in ("naive", "gpipe", "pipedream_flush")}
+            {
+                tuple(weights_by_method[method, "{}"].tolist())
+                for method in ("naive", "gpipe", "pipedream_flush")
+            }
         )
         == 1
     )
-    assert len({tuple(weights.tolist()) for weights in ends.values()}) >= 6
+    assert len({tuple(weights.tolist()) for weights in weights_by_method.values()}) >= 6
 
 
-def plain_training(
+def train_in_plain_loop(
     model: nn.Module, data: Sequence[Any], accumulate: int, make_optimizer: Any
 ) -> List[float]:
+    """Train a model without a pipeline; return the loss of each microbatch."""
     optimizer = make_optimizer(model.parameters())
     losses = []
     for m, (x, y) in enumerate(data):
@@ -247,33 +257,36 @@ def test_synchronous_methods_are_plain_training(
     method: str, model: str, dtype: torch.dtype
 ) -> None:
     data = batches(24, dtype=dtype)
-    stages, twin = fresh(model, dtype), whole(fresh(model, dtype))
+    stages, twin = make_seeded_stages(model, dtype), whole(make_seeded_stages(model, dtype))
     unsplit = whole(stages)
     losses: List[float] = []
-    emulate(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"], losses=losses)
-    expected = plain_training(twin, data, 4, OPTIMIZERS["sgd"])
-    assert_equal(unsplit, list(twin))
-    for k, loss in enumerate(losses):  # a Python float is a float64
+    train_on_emulator(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"], losses=losses)
+    expected = train_in_plain_loop(twin, data, 4, OPTIMIZERS["sgd"])
+    assert_equals_stages(unsplit, list(twin))
+    for k, loss in enumerate(losses):  # a Python float is float64
         a, b, c, d = expected[4 * k : 4 * k + 4]
         assert loss == (((a + b) + c) + d) / 4
 
 
-@pytest.mark.parametrize("method", WHOLE)  # see test_rules
+@pytest.mark.parametrize("method", WHOLE)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_one_stage_is_plain_training(method: str, accumulate: int) -> None:
     data = batches(24)
-    twin, unsplit = whole(fresh("convolution")), nn.Sequential(nn.Sequential(*fresh("convolution")))
-    emulate(unsplit, resolve_method(method), accumulate, data, OPTIMIZERS["adamw"])
-    plain_training(twin, data, accumulate, OPTIMIZERS["adamw"])
-    assert_equal(unsplit[0], list(twin))
+    twin, unsplit = (
+        whole(make_seeded_stages("convolution")),
+        nn.Sequential(nn.Sequential(*make_seeded_stages("convolution"))),
+    )
+    train_on_emulator(unsplit, resolve_method(method), accumulate, data, OPTIMIZERS["adamw"])
+    train_in_plain_loop(twin, data, accumulate, OPTIMIZERS["adamw"])
+    assert_equals_stages(unsplit[0], list(twin))
 
 
 def test_two_buffered_weights_are_delayed_by_one_update() -> None:
     """w_{t+1} = w_t - lr grad f(w_{t-1}), with w_{-1} = w_0 (PipeDream-2BW, section 3.1)."""
     data = batches(4 * 8)
-    stages, twin = fresh("mlp"), whole(fresh("mlp"))
+    stages, twin = make_seeded_stages("mlp"), whole(make_seeded_stages("mlp"))
     unsplit = whole(stages)
-    emulate(
+    train_on_emulator(
         unsplit,
         resolve_method("pipedream_2bw"),
         4,
@@ -297,9 +310,11 @@ def test_two_buffered_weights_are_delayed_by_one_update() -> None:
 @pytest.mark.parametrize(
     "method, most", [("pipemare", None), ("pipedream", None), ("pipedream_2bw", 1), ("gpipe", 0)]
 )
-def test_memory_holds_only_versions_still_to_be_read(method: str, most: Optional[int]) -> None:
+def test_memory_has_only_versions_that_are_still_to_be_read(
+    method: str, most: Optional[int]
+) -> None:
     chosen, data = resolve_method(method), batches(5 * 10)
-    unsplit = whole(fresh("residual"))
+    unsplit = whole(make_seeded_stages("residual"))
     part = partition(unsplit, data[0][0])
     schedule = make_schedule(chosen, len(part), len(data), 5)
     table = VersionTable(schedule, chosen)
@@ -340,15 +355,15 @@ IN_PLACE = {
 
 @pytest.mark.parametrize("name", list(IN_PLACE))
 def test_recomputation_names_an_operation_that_writes_into_an_earlier_segment(name: str) -> None:
-    """Story: only names such as mul_ were recognized; the others ended in torch's error about a view of _StraightThrough."""
+    """Story: only names such as mul_ were recognized; others ended in torch's error about a view of _StraightThrough."""
     method = resolve_method("pipemare", {"recompute": {"segments": 2}})
     data = [(torch.ones(2, 4), torch.tensor([0, 1]))]
 
-    def run(change: Any) -> None:
+    def train_with_change(change: Any) -> None:
         model = nn.Sequential(nn.Linear(4, 4), ChangeInPlace(change))
         begin_stage(model[1])
-        emulate(model, method, 1, data, OPTIMIZERS["sgd"])
+        train_on_emulator(model, method, 1, data, OPTIMIZERS["sgd"])
 
-    run(nn.LeakyReLU())
+    train_with_change(nn.LeakyReLU())
     with pytest.raises(BadInput, match=f"^method_args.recompute: {name}: "):
-        run(IN_PLACE[name])
+        train_with_change(IN_PLACE[name])

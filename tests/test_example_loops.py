@@ -1,4 +1,4 @@
-"""Loops of one's own over `Pipeline`, in examples/ and docs/own_loop.md: they run as a user runs them."""
+"""The loops over `Pipeline` in examples/ and docs/own_loop.md run as a user runs them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ README = EXAMPLES.parent / "README.md"
 
 
 def read_loop(name: str) -> List[str]:
-    """Return the lines of an example after its docstring."""
+    """Read the lines of an example after its docstring."""
     return (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()[1:]
 
 
@@ -71,7 +71,7 @@ def test_loops_are_short_and_three_lines_make_a_pipeline() -> None:
         "pipe.step",
         "pipe.close",
     ]
-    # README shows what changes
+    # README shows the changed lines
     (shown,) = re.findall(r"```diff\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.S)
     removed = [line[2:] for line in differences if line.startswith("- ")]
     assert shown.splitlines() == [
@@ -86,7 +86,7 @@ def test_loops_are_short_and_three_lines_make_a_pipeline() -> None:
 
 
 def train_in_place(folder: Path, name: str, changes: Dict[str, str]) -> Dict[str, Any]:
-    """Run a loop with some of its text changed, for two epochs. Return its weights."""
+    """Run a loop with some of its text changed, for two epochs, and return its weights."""
     text = "\n".join(read_loop(name))
     for old, new in changes.items():
         assert text.count(old) == 1
@@ -97,10 +97,10 @@ def train_in_place(folder: Path, name: str, changes: Dict[str, str]) -> Dict[str
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_with_gpipe_the_weights_are_the_plain_loops(
+def test_with_gpipe_the_weights_equal_the_plain_loops(
     microbatches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit; with several microbatches those of a loop that accumulates their gradients in the same order."""
+    """They are equal bit for bit; with several microbatches the plain loop accumulates their gradients in the same order."""
     monkeypatch.setattr(sys, "argv", ["loop"])
     chunks = f"for part, labels_of_part in zip(x.chunk({microbatches}), y.chunk({microbatches})):"
     accumulation = {
@@ -126,7 +126,7 @@ PAGE = EXAMPLES.parent / "docs" / "own_loop.md"
 def test_the_blocks_of_the_page_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """One after another, as in a session; those with a title are files, which torchrun runs."""
+    """The blocks run one after another, as in a session; blocks with a title are files, which torchrun runs."""
     monkeypatch.chdir(tmp_path)
     names: Dict[str, Any] = {}
     languages = []
@@ -149,7 +149,7 @@ def test_the_blocks_of_the_page_run(
     assert "45 " not in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_updates_leave_when_the_page_says() -> None:
+def test_updates_leave_as_the_page_states() -> None:
     rows = re.findall(
         r"^\| `(\w+)`.* \| (\d) \| `(\[.*\])` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -180,14 +180,14 @@ def print_group() -> None:
     sys.stdout.write(f"group: {torch.distributed.is_initialized()}\\n")
 
 
-# called last, since Pipeline is made later
+# called last, since the Pipeline registers later
 atexit.register(print_group)
 """
 
 
 @pytest.mark.slow
-def test_a_loop_leaves_no_process_group_to_the_end_of_the_interpreter(tmp_path: Path) -> None:
-    """Taking down the interpreter around gloo's threads aborted every third run, after all its work was done."""
+def test_a_loop_destroys_its_process_group_before_the_interpreter_ends(tmp_path: Path) -> None:
+    """Story: the end of the interpreter among gloo's threads aborted every third run, after all its work was done."""
     (block,) = [block for block in blocks(PAGE) if block.file]
     script = tmp_path / block.file
     script.write_text(LAST + block.text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The examples run as they stand, in plain processes, with few updates."""
+"""The examples run unchanged, in separate processes, with few updates."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ RUNS = [script for script in sorted(EXAMPLES.glob("*.py")) if script not in LOOP
 
 
 def run_script(words: List[str], folder: Path) -> str:
-    """Run Python with these arguments in a process of its own; return what it prints."""
+    """Run Python with these arguments in a separate process; return its standard output."""
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     how: Dict[str, Any] = {
         "cwd": folder,
         "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         "timeout": 240,
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how
     )
-    assert done.returncode == 0, done.stderr
-    return str(done.stdout)
+    assert process.returncode == 0, process.stderr
+    return str(process.stdout)
 
 
 # on one process and on two, which `make test` runs
@@ -44,7 +44,7 @@ QUICK = {"fine_tuning"}
     "script", mark_slow(RUNS, lambda script: script.stem in QUICK), ids=lambda script: script.stem
 )
 def test_an_example_runs(script: Path, tmp_path: Path) -> None:
-    """Run each as users do. Those of torchvision and timm run with the tests' torchvision where none can be imported."""
+    """Examples of torchvision and timm run with the tests' torchvision where none can be imported."""
     text, prefix = script.read_text(encoding="utf-8"), []
     if "transformers" in text:
         pytest.importorskip("transformers")
@@ -59,7 +59,7 @@ def test_an_example_runs(script: Path, tmp_path: Path) -> None:
 
 
 def read_output(cell: Any, stream: str) -> str:
-    """Return what a cell has printed to a stream."""
+    """Return the text that a cell printed to a stream."""
     return "".join(
         output["text"] for output in cell.get("outputs", []) if output.get("name") == stream
     )
@@ -75,7 +75,9 @@ def run_notebook(
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     book = nbformat.read(file, as_version=4)
-    assert all(cell.get("outputs", []) == [] for cell in book.cells), "is kept without outputs"
+    assert all(cell.get("outputs", []) == [] for cell in book.cells), (
+        "a notebook is stored without outputs"
+    )
     book.cells.insert(0, nbformat.v4.new_code_cell(first))
     nbclient.NotebookClient(
         book, timeout=300, resources={"metadata": {"path": str(folder)}}
@@ -85,13 +87,13 @@ def run_notebook(
 
 
 def list_shown(cells: List[Any], kind: str) -> List[str]:
-    """Return what the cells display of a MIME type."""
+    """Return the displayed outputs of a MIME type."""
     shown = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
     return [data[kind] for data in shown if kind in data]
 
 
 @pytest.mark.slow
-def test_a_notebook_runs_and_its_progress_is_lines(
+def test_a_notebook_runs_and_prints_its_progress_as_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     often = "import ipu_pipe.run.progress as p; p.LINE_SECONDS = p.EPOCH_SECONDS = 0.0"
@@ -127,7 +129,7 @@ def test_the_notebook_of_a_loop_of_ones_own_runs(
 def test_batch_files_start_tools_train_with_resume(
     file: str, launcher: str, tmp_path: Path
 ) -> None:
-    """The launchers are stand-ins that print what they are asked for."""
+    """The launchers are stand-ins that print their arguments."""
     for name, script in (
         (launcher, f'echo {launcher} "$@"'),
         ("scontrol", "echo node0; seq 100000"),
@@ -140,21 +142,21 @@ def test_batch_files_start_tools_train_with_resume(
         "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "16",
     }  # fmt: skip
     how: Dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run(["bash", str(EXAMPLES / file), "stages=8"], env=variables, **how)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(["bash", str(EXAMPLES / file), "stages=8"], env=variables, **how)
+    assert process.returncode == 0, process.stderr
     assert (
-        "tools/train.py my.yaml --out out --resume" in done.stdout
-        and "stages=8" in done.stdout.split()
+        "tools/train.py my.yaml --out out --resume" in process.stdout
+        and "stages=8" in process.stdout.split()
     )
     if launcher == "srun":
-        assert "--nnodes 2 --nproc_per_node 4 --max_restarts 3" in done.stdout
-        assert "--rdzv_endpoint node0:24711 --rdzv_id 4711" in done.stdout
+        assert "--nnodes 2 --nproc_per_node 4 --max_restarts 3" in process.stdout
+        assert "--rdzv_endpoint node0:24711 --rdzv_id 4711" in process.stdout
     without = subprocess.run(["bash", str(EXAMPLES / file)], env={**variables, "CONFIG": ""}, **how)
     assert without.returncode != 0 and "CONFIG" in without.stderr and not without.stdout
 
 
 def read_code(file: Path) -> str:
-    """Return the Python code of a script or a notebook, without the notebook's magic commands."""
+    """Read the Python code of a script or a notebook, without the notebook's magic commands."""
     text = file.read_text(encoding="utf-8")
     if file.suffix != ".ipynb":
         return text
@@ -167,7 +169,7 @@ def read_code(file: Path) -> str:
     "file", sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")]), ids=lambda file: file.name
 )
 def test_an_example_uses_public_names_alone(file: Path) -> None:
-    """The notebook imported inner modules, which may change in any version."""
+    """Story: the notebook imported inner modules, which may change in any version."""
     used = set()
     for node in ast.walk(ast.parse(read_code(file))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Experiments: files are checked whole, runs go on where they were, and the table says what was found."""
+"""Experiments: all faults of a file are reported, finished runs are not repeated, and the table has the verdicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 
 from ipu_pipe.errors import BadInput, Divergence
 from tests.command_line import run_here
-from tests.interrupted import interrupted_at
+from tests.interrupted import interrupt_at
 from tests.support.runs import ROOT, list_faults, read_metrics
 from tools.experiments import reproduce
 from tools.experiments.experiment import Request
@@ -52,22 +52,23 @@ expect: [{better: sync, than: bad}, {better: bad, than: sync, by: 0.1}, {equal: 
 
 
 @pytest.fixture()
-def file(tmp_path: Path) -> Path:
+def grid_file(tmp_path: Path) -> Path:
+    """Write the experiment TEXT into a file, and return it."""
     path = tmp_path / "digits.yaml"
     path.write_text(TEXT)
     return path
 
 
-def read_grid(file: Path) -> TrainingGrid:
-    return TrainingGrid.model_validate(yaml.safe_load(file.read_text()))
+def read_grid(grid_file: Path) -> TrainingGrid:
+    return TrainingGrid.model_validate(yaml.safe_load(grid_file.read_text()))
 
 
 @pytest.mark.slow
 def test_rows_and_seeds_are_run_once_and_compared(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grid_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    experiment = load_experiment(file)
+    experiment = load_experiment(grid_file)
     lines: List[str] = []
     outcome = experiment.run(Request(tmp_path / "runs", jobs=2, say=lines.append))
     folder, rows = outcome.folder, outcome.results["rows"]
@@ -82,7 +83,7 @@ def test_rows_and_seeds_are_run_once_and_compared(
     )  # gpipe has bubbles
     assert rows[0]["final"] == pytest.approx(sum(rows[0]["final_by_seed"].values()) / 2)
     assert rows[2]["final"] is None and rows[2]["diverged"] == 2
-    # two seeds tell nothing, though every run of one row diverged
+    # two seeds are too few for a verdict, even if every run of one row diverged
     assert {verdict["verdict"] for verdict in outcome.results["verdicts"]} == {"cannot be told"}
     assert outcome.results["agrees"] is False and len(outcome.results["differences"]) == 3
     files = outcome.write(tmp_path / "results")
@@ -96,19 +97,19 @@ def test_rows_and_seeds_are_run_once_and_compared(
     assert json.loads(files[0].read_text())["rows"] == rows
     assert "| bad | pipemare | 2 of 2 runs diverged | diverged, diverged |" in files[1].read_text()
 
-    def not_again(*args: Any) -> None:
+    def fail_step(*args: Any) -> None:
         raise AssertionError("a finished run is not run again")
 
-    monkeypatch.setattr("ipu_pipe.backends.emulator.replay.Emulator.step", not_again)
+    monkeypatch.setattr("ipu_pipe.backends.emulator.replay.Emulator.step", fail_step)
     for curve in outcome.findings.curves:
-        config = read_grid(file).make_config(curve["label"], curve["seed"])
+        config = read_grid(grid_file).make_config(curve["label"], curve["seed"])
         again = run_one(
             config, str(folder / name_folder(curve["label"]) / f"seed-{curve['seed']}"), OPTIONS
         )
         assert again["curve"] == curve["curve"]
 
 
-def test_a_divergence_leaves_a_worker_process_whole() -> None:
+def test_a_divergence_can_be_pickled() -> None:
     fault = pickle.loads(
         pickle.dumps(Divergence("update 3: the loss is nan", "a smaller rate may help"))
     )
@@ -118,16 +119,16 @@ def test_a_divergence_leaves_a_worker_process_whole() -> None:
     )
 
 
-def test_an_interrupted_run_goes_on(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_run_is_resumed(
+    grid_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    config = read_grid(file).make_config("sync", 0)
+    config = read_grid(grid_file).make_config("sync", 0)
     whole = run_one(config, str(tmp_path / "whole"), OPTIONS)
-    with interrupted_at(9):
+    with interrupt_at(9):
         run_one(config, str(tmp_path / "cut"), OPTIONS)
     assert run_one(config, str(tmp_path / "cut"), OPTIONS)["curve"] == whole["curve"]
-    # a key of that run's config has another name now: it is measured again
+    # a run whose config has an unknown key is measured again
     measured = tmp_path / "cut" / "measured.json"
     old = json.loads(measured.read_text())
     old["asked"]["config"]["renamed"], old["curve"] = 1, []
@@ -136,33 +137,33 @@ def test_an_interrupted_run_goes_on(
 
 
 def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grid_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    file.write_text(
+    grid_file.write_text(
         TEXT.replace("seeds: [0, 1]", "seeds: [0]\ntune: {rates: [0.5, 1e9], keys: {steps: 5, data: {subset: 400}}, seed: 3}")
         .replace("  bad: {optimizer: {lr: 1e9}}", "  groups: {}\n  longer: {steps: 24}")
         .replace("than: bad}", "than: groups, at: time}").replace("better: bad,", "better: groups,")
         + "measure: {name: test_loss}\n"
     )  # fmt: skip
-    asked: List[Any] = []
+    requests: List[Any] = []
 
-    def run_here(work: Any, arguments: Any, request: Any, describe: Any) -> Any:
-        asked.extend(arguments.values())
+    def run_in_order(work: Any, arguments: Any, request: Any, describe: Any) -> Any:
+        requests.extend(arguments.values())
         return {key: work(*values) for key, values in arguments.items()}
 
-    monkeypatch.setattr("tools.experiments.training_grids.run_all", run_here)
-    results = load_experiment(file).run(Request(tmp_path)).results
+    monkeypatch.setattr("tools.experiments.training_grids.run_all", run_in_order)
+    results = load_experiment(grid_file).run(Request(tmp_path)).results
     # "longer" is tuned by the runs of "groups", which are the same
-    assert [(config["steps"], config["seed"], config["optimizer"]["lr"]) for config, *_ in asked] == [
+    assert [(config["steps"], config["seed"], config["optimizer"]["lr"]) for config, *_ in requests] == [
         (5, 3, 0.01), (5, 3, 2e7)] * 3 + [(20, 0, 0.01)] * 3 + [(24, 0, 0.01)]  # fmt: skip
     row = results["rows"][0]
     assert results["rows"][3]["tuning"] == results["rows"][2]["tuning"] != row["tuning"]
     assert row["rate"] == 0.5 and row["tuning"][0.5] < 3 and row["tuning"][1e9] is None
-    assert row["at_equal_time"] > row["final"]  # gpipe is not as far by then
+    assert row["at_equal_time"] > row["final"]  # gpipe has fewer updates by then
     assert results["rows"][2]["at_equal_time"] == pytest.approx(results["rows"][2]["final"])
     assert results["verdicts"][0]["claim"].endswith("at equal time")
-    # what a newer version adds to the keys does not run finished runs again
+    # keys that a newer version adds do not repeat finished runs
     measured = next(tmp_path.rglob("measured.json"))
     old = json.loads(measured.read_text())
     del old["asked"]["config"]["recompute"], old["asked"]["measure"]["window"]
@@ -170,7 +171,7 @@ def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
     monkeypatch.setattr(
         "tools.experiments.measures.train_run", lambda *args: pytest.fail("run again")
     )
-    load_experiment(file).run(Request(tmp_path))
+    load_experiment(grid_file).run(Request(tmp_path))
 
 
 def test_time_is_counted_by_phase() -> None:
@@ -181,9 +182,9 @@ def test_time_is_counted_by_phase() -> None:
     assert [compute_normalized_time(phases, step) for step in (0, 5, 10, 30)] == [0, 10, 20, 40]
 
 
-def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
-    """Of three seeds; the third row diverged, and a row that was not asked for is not run."""
-    grid = read_grid(file)
+def test_each_claim_of_the_paper_has_a_verdict(grid_file: Path) -> None:
+    """Check with three seeds, a row that diverged, and a row that was not requested."""
+    grid = read_grid(grid_file)
     accuracy = {"sync": (0.5, 0.52, 0.51), "warm up": (0.5, 0.53, 0.5), "bad": (None,) * 3}
     runs = [
         {"label": label, "seed": seed, "curve": [(0.0, 0.0, 2.3, 0.1), (1.0, 1.0, 0.5, value)][: 2 if value else 1],
@@ -191,14 +192,14 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
         for label, values in accuracy.items() for seed, value in enumerate(values)
     ]  # fmt: skip
     experiment = make_experiment("digits", grid)
-    outcome = experiment.report(compare(grid, runs), file.parent)
+    outcome = experiment.report(compare(grid, runs), grid_file.parent)
     results = outcome.results
     assert [verdict["verdict"] for verdict in results["verdicts"]] == [
         "shown",
         "contradicted",
         "shown",
     ]
-    # diverged runs count with their first value
+    # a diverged run counts with its first value
     assert results["verdicts"][0]["difference"] == pytest.approx(0.41)
     assert (
         results["verdicts"][2]["difference"] == pytest.approx(0.0)
@@ -206,17 +207,17 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
     )
     assert results["agrees"] is False and len(results["differences"]) == 1
     assert "| sync is better than bad | shown |" in outcome.table
-    # or, if that is of a window of the diverging run, with the loss at its very beginning
-    begun = [{**run, "begin": 0.2} if run["diverged"] else run for run in runs]
-    results = experiment.report(compare(grid, begun), file.parent).results
+    # or, if that value is the mean of a window, with the loss at the very beginning
+    with_begin = [{**run, "begin": 0.2} if run["diverged"] else run for run in runs]
+    results = experiment.report(compare(grid, with_begin), grid_file.parent).results
     assert results["verdicts"][0]["difference"] == pytest.approx(0.31)
-    # a seed in which all rows of a claim diverged tells nothing of it
+    # a seed in which all rows of a claim diverged does not count
     runs[0]["final"] = None
-    results = experiment.report(compare(grid, runs), file.parent).results
+    results = experiment.report(compare(grid, runs), grid_file.parent).results
     assert [verdict["seeds"] for verdict in results["verdicts"]] == [2, 2, 3]
     runs[0]["final"] = 0.5
     chosen = grid.model_copy(update={"rows": {"sync": grid.rows["sync"]}})
-    results = experiment.report(compare(chosen, runs[:3]), file.parent).results
+    results = experiment.report(compare(chosen, runs[:3]), grid_file.parent).results
     assert {verdict["verdict"] for verdict in results["verdicts"]} == {"not run"} and results[
         "agrees"
     ] is False
@@ -224,7 +225,7 @@ def test_what_the_paper_expects_gets_a_verdict(file: Path) -> None:
 
 @pytest.mark.slow
 def test_a_row_begins_with_the_weights_at_the_end_of_another(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grid_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     head, finals = (
@@ -232,14 +233,14 @@ def test_a_row_begins_with_the_weights_at_the_end_of_another(
         {},
     )
     for folder, keys in (("a", "steps: 20"), ("a", "steps: 30"), ("b", "optimizer: {lr: 1e9}")):
-        file.write_text(f"{head}  sync: {{method: gpipe, {keys}}}\n")
-        # the row that it begins with is trained too, and before it
-        outcome = load_experiment(file).run(Request(tmp_path / folder, jobs=2, rows=["tuned"]))
+        grid_file.write_text(f"{head}  sync: {{method: gpipe, {keys}}}\n")
+        # the other row is trained too, and first
+        outcome = load_experiment(grid_file).run(Request(tmp_path / folder, jobs=2, rows=["tuned"]))
         rows = {row["label"]: row["final_by_seed"] for row in outcome.results["rows"]}
-        # other weights to begin with make another run, though its own keys are the same
+        # with other initial weights the run is another one, although its keys are the same
         assert rows["tuned"] == rows["sync"] and finals != rows
         finals = rows
-    # what begins with weights that diverged has diverged
+    # a run that begins with diverged weights has diverged
     assert finals["tuned"] == {"0": None, "1": None} and "row sync diverged" in str(
         outcome.findings.curves
     )
@@ -248,7 +249,7 @@ def test_a_row_begins_with_the_weights_at_the_end_of_another(
 def test_time_by_fill_and_drain_is_that_of_equation_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of N = 2 on 3 stages takes N + 2 S = 8 steps where the method flushes, else 2."""
+    """A batch of N = 2 on S = 3 stages takes N + 2 S = 8 steps if the method flushes, else 2."""
     monkeypatch.chdir(ROOT)
     base = yaml.safe_load(TEXT)["base"]
     config = {
@@ -286,28 +287,28 @@ def test_time_by_fill_and_drain_is_that_of_equation_1(
         (("steps: 30", "stepz: 30"), "rows.sync on full: stepz: 30: "),
     ],
 )
-def test_a_wrong_file_is_reported_in_one_line(file: Path, change: Any, message: str) -> None:
-    file.write_text(TEXT.replace(*change))
-    faults = list_faults(load_experiment, file)
-    assert any(message in fault and str(file) in fault for fault in faults), faults
+def test_a_wrong_file_is_reported_in_one_line(grid_file: Path, change: Any, message: str) -> None:
+    grid_file.write_text(TEXT.replace(*change))
+    faults = list_faults(load_experiment, grid_file)
+    assert any(message in fault and str(grid_file) in fault for fault in faults), faults
 
 
 def test_rows_that_cannot_be_built_are_refused_before_any_run(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grid_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    file.write_text(
+    grid_file.write_text(
         TEXT.replace(
             "  bad: {optimizer: {lr: 1e9}}", "  bad: {method_args: {hogwild: {max: 1, mean: 1}}}"
         )
     )
-    (fault,) = list_faults(load_experiment(file).run, Request(tmp_path / "runs"))
+    (fault,) = list_faults(load_experiment(grid_file).run, Request(tmp_path / "runs"))
     assert (
         fault.startswith("digits: rows: bad: method_args.hogwild.max: 1: ")
         and not (tmp_path / "runs").exists()
     )
-    # a finished run lets its row pass only if it is of the row's config: rows that were changed since passed unseen
-    grid, measured = read_grid(file), tmp_path / "digits" / "bad" / "seed-0" / "measured.json"
+    # a finished run exempts its row only if it has the row's config (story: rows that were changed since were exempt too)
+    grid, measured = read_grid(grid_file), tmp_path / "digits" / "bad" / "seed-0" / "measured.json"
     measured.parent.mkdir(parents=True)
     for label, is_refused in (("sync", True), ("bad", False)):
         measured.write_text(
@@ -316,38 +317,40 @@ def test_rows_that_cannot_be_built_are_refused_before_any_run(
         with pytest.raises(BadInput) if is_refused else contextlib.nullcontext():
             refuse_rows("digits", grid, tmp_path / "digits", False)
     narrow = "  bad: {after: sync, model: {entry: 'models.mlp:mlp', args: {width: 8}}}"
-    file.write_text(TEXT.replace("  bad: {optimizer: {lr: 1e9}}", narrow))
-    (fault,) = list_faults(load_experiment(file).run, Request(tmp_path / "runs"))
+    grid_file.write_text(TEXT.replace("  bad: {optimizer: {lr: 1e9}}", narrow))
+    (fault,) = list_faults(load_experiment(grid_file).run, Request(tmp_path / "runs"))
     assert fault.startswith("digits: rows.bad.after: sync: ")
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+def run_reproduce(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     """Return the function that runs the command with arguments."""
     monkeypatch.chdir(ROOT)
     return functools.partial(run_here, reproduce, monkeypatch=monkeypatch, capsys=capsys)
 
 
-def test_the_command_lists_and_refuses(run: Any) -> None:
-    listed = run()
-    assert listed.returncode == 0
+def test_the_command_lists_and_refuses(run_reproduce: Any) -> None:
+    listing = run_reproduce()
+    assert listing.returncode == 0
     assert all(
-        path.stem in listed.stdout for path in (ROOT / "configs" / "experiments").glob("*.yaml")
+        path.stem in listing.stdout for path in (ROOT / "configs" / "experiments").glob("*.yaml")
     )
     for arguments, place in (
         (["nothing"], "EXPERIMENT: nothing"),
         (["rpd_delays", "--at-most", "1"], "--at-most: 1"),
         (["pb_vgg11", "--rows", "x"], "--rows: x"),
     ):
-        done = run(*arguments)
-        assert done.returncode == 2 and f"error: {place}: " in done.stderr
+        result = run_reproduce(*arguments)
+        assert result.returncode == 2 and f"error: {place}: " in result.stderr
 
 
 @pytest.mark.slow
-def test_the_command_prints_json(file: Path, tmp_path: Path, run: Any) -> None:
-    done = run(file, "--seeds", "1", "--rows", "sync", "--json", "--runs", tmp_path / "r")
-    results = json.loads(done.stdout)
-    assert done.returncode == 0
+def test_the_command_prints_json(grid_file: Path, tmp_path: Path, run_reproduce: Any) -> None:
+    result = run_reproduce(
+        grid_file, "--seeds", "1", "--rows", "sync", "--json", "--runs", tmp_path / "r"
+    )
+    results = json.loads(result.stdout)
+    assert result.returncode == 0
     assert (
         results["experiment"] == "digits"
         and results["source"] == "nobody, Table 0"

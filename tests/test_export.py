@@ -1,4 +1,4 @@
-"""Weights of a run for use elsewhere: one file under unsplit names, or a folder by the model's own save_pretrained."""
+"""A run's weights are exported into one file under unsplit names, or a folder by the model's own save_pretrained."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.test_train import config
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run with auxiliary heads and checkpoints after 4, 8 and 12 updates, whose second was the best."""
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a run with auxiliary heads and checkpoints after 4, 8 and 12 updates; return its folder."""
     out = tmp_path_factory.mktemp("trained") / "run"
     keys = [
         "checkpoint.every=4",
@@ -36,26 +36,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run_tool(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+def run_export(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     return functools.partial(run_here, export, monkeypatch=monkeypatch, capsys=capsys)
 
 
 @pytest.mark.parametrize(
     "step, expected", [([], 12), (["--step", "4"], 4), (["--step", "best"], None)]
 )
-def test_a_file_holds_the_weights_without_heads(
-    step: List[str], expected: Any, trained: Path, tmp_path: Path, run_tool: Any
+def test_a_file_has_the_weights_without_heads(
+    step: List[str], expected: Any, trained_run: Path, tmp_path: Path, run_export: Any
 ) -> None:
     if expected is None:
-        expected = checkpoint.load(trained / "checkpoints" / "step-12").manifest["position"][
+        expected = checkpoint.load(trained_run / "checkpoints" / "step-12").manifest["position"][
             "best_step"
         ]
     file = tmp_path / "new" / "model.safetensors"
-    code, printed, error = run_tool(str(trained), "--to", str(file), *step)
+    code, printed, error = run_export(str(trained_run), "--to", str(file), *step)
     assert (code, error) == (0, "") and f"step-{expected}" in printed
     saved, weights = (
         load_file(file),
-        checkpoint.read_weights(trained / "checkpoints" / f"step-{expected}"),
+        checkpoint.read_weights(trained_run / "checkpoints" / f"step-{expected}"),
     )
     assert len(weights) > len(saved) > 0  # the heads are for training only
     assert all(torch.equal(saved[name], weights[name]) for name in saved)
@@ -76,17 +76,17 @@ def test_a_file_holds_the_weights_without_heads(
         (["RUN"], "the following arguments are required: --to"),
     ],
 )
-def test_what_cannot_be_exported_is_one_line(
+def test_a_refused_export_is_one_line_and_writes_nothing(
     arguments: List[str],
     place: str,
-    trained: Path,
+    trained_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    run_tool: Any,
+    run_export: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "RUN").symlink_to(trained)
-    code, printed, error = run_tool(*arguments)
+    (tmp_path / "RUN").symlink_to(trained_run)
+    code, printed, error = run_export(*arguments)
     assert (
         (code, printed) == (2, "")
         and error.startswith(f"error: {place}")

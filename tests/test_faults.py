@@ -505,7 +505,7 @@ def test_a_first_rank_that_is_stopped_is_reported_within_the_limit(
 def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults: Any) -> None:
     """Join a group of two; rank `victim` is stopped while connecting or before `make_group`."""
     os.environ.update(
-        forked.of_rank(rank, 2, port), TORCHELASTIC_USE_AGENT_STORE="False"
+        forked.make_rank_environment(rank, 2, port), TORCHELASTIC_USE_AGENT_STORE="False"
     )  # rank 0 keeps the store
     connect = torch.distributed.init_process_group
 

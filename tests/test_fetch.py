@@ -24,7 +24,7 @@ from ipu_pipe.cli import fetch_data
 from ipu_pipe.data import fetch as fetch_set
 from ipu_pipe.data import load_data, sets
 from ipu_pipe.errors import BadInput, RunFault
-from tests.command_line import Done, run_here
+from tests.command_line import CommandResult, run_here
 from tests.support.processes import enable_interrupts
 from tests.support.runs import ROOT
 
@@ -388,7 +388,7 @@ def test_a_root_that_cannot_be_created_is_reported(tmp_path: Path, mnist: Dict[s
 # ---- the command line
 
 
-Run = Callable[..., Done]
+Run = Callable[..., CommandResult]
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def train_adapters(
 
 
 def train_runs_on_rank(rank: int, folder: Path, port: int) -> None:
-    os.environ.update(forked.of_rank(rank, 2, port))
+    os.environ.update(forked.make_rank_environment(rank, 2, port))
     for number, (method, where) in enumerate(RUNS):
         model = make_adapted_gpt2(where)
         train_adapters(model, method, folder / str(number), "distributed")
@@ -83,7 +83,7 @@ def runs_on_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train the runs on two processes. Return their folder."""
     folder = tmp_path_factory.mktemp("processes")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.in_ranks(2, train_runs_on_rank, folder, store.port)
+    forked.fork_ranks(2, train_runs_on_rank, folder, store.port)
     return folder
 
 

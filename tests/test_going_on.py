@@ -176,7 +176,7 @@ def collect_tensors(model: nn.Module) -> Dict[str, torch.Tensor]:
 
 def resume_on_rank(rank: int, port: int, folder: Path) -> None:
     """Resume each run after update 4 as one rank; then train a model of the caller."""
-    os.environ.update(forked.of_rank(rank, RANKS, port))
+    os.environ.update(forked.make_rank_environment(rank, RANKS, port))
     torch.set_num_threads(1)
     for name, how in ELSEWHERE.items():
         train_base(folder / name, *how, *PROCESSES, "steps=12", resume=True)
@@ -212,7 +212,7 @@ def test_a_run_resumes_on_another_backend_and_every_rank_ends_with_the_whole_mod
         train_base(tmp_path / name, *how, "stages=4", "steps=4")
         shutil.copytree(tmp_path / name, tmp_path / f"{name}-emulator")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.in_ranks(RANKS, resume_on_rank, store.port, tmp_path)
+    forked.fork_ranks(RANKS, resume_on_rank, store.port, tmp_path)
     for name, how in ELSEWHERE.items():
         train_base(tmp_path / f"{name}-emulator", *how, f"stages={RANKS}", "steps=12", resume=True)
         assert_same_state(tmp_path / name, tmp_path / f"{name}-emulator")

@@ -22,7 +22,13 @@ from ipu_pipe.schedule.methods import resolve_method
 from tests.slot_simulation import PLAYED
 from tests.staged_models import MODELS, batches, whole
 from tests.support.runs import DIGITS, find_checkpoint, read_metrics
-from tests.test_emulator_exact import OPTIMIZERS, assert_equal, emulate, fresh, literal
+from tests.test_emulator_exact import (
+    OPTIMIZERS,
+    assert_equals_stages,
+    make_seeded_stages,
+    train_literally,
+    train_on_emulator,
+)
 from tests.test_rules import ROWS
 
 # spectrain is a row of the rules, blocks with losses of their own are those of test_local
@@ -44,11 +50,11 @@ def test_weights_equal_those_of_the_literal_replay(
     method: str, model: str, dtype: torch.dtype
 ) -> None:
     data = [(x.cuda(), y.cuda()) for x, y in batches(5 * 8, dtype=dtype)]
-    stages = [stage.cuda() for stage in fresh(model, dtype)]
+    stages = [stage.cuda() for stage in make_seeded_stages(model, dtype)]
     twin, unsplit = copy.deepcopy(stages), whole(stages)
-    emulate(unsplit, resolve_method(method), 5, data, OPTIMIZERS["sgd"])
-    literal(twin, resolve_method(method), 5, data, OPTIMIZERS["sgd"])
-    assert_equal(unsplit, twin)
+    train_on_emulator(unsplit, resolve_method(method), 5, data, OPTIMIZERS["sgd"])
+    train_literally(twin, resolve_method(method), 5, data, OPTIMIZERS["sgd"])
+    assert_equals_stages(unsplit, twin)
 
 
 @pytest.mark.parametrize("name", list(ROWS))
@@ -56,10 +62,10 @@ def test_rules_equal_those_of_the_literal_replay(name: str) -> None:
     row = ROWS[name]
     method = resolve_method(row.method, row.args)
     data = [(x.cuda(), y.cuda()) for x, y in batches(5 * 8)]
-    stages = [stage.cuda() for stage in fresh("residual")]
+    stages = [stage.cuda() for stage in make_seeded_stages("residual")]
     twin, unsplit = copy.deepcopy(stages), whole(stages)
-    emulate(unsplit, method, 5, data, row.optimizers[0], args=row.args, switch=row.switch)
-    literal(twin, method, 5, data, row.optimizers[0], args=row.args, switch=row.switch)
+    train_on_emulator(unsplit, method, 5, data, row.optimizers[0], args=row.args, switch=row.switch)
+    train_literally(twin, method, 5, data, row.optimizers[0], args=row.args, switch=row.switch)
     expected = whole(twin).state_dict()
     for key, value in unsplit.state_dict().items():
         assert torch.allclose(value, expected[key], rtol=1e-8, atol=1e-10), key

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ipu_pipe.store import checkpoint  # noqa: E402
 from tests.hostile import configs  # noqa: E402
-from tests.hostile.cases import Bases, Case, damage  # noqa: E402
-from tests.hostile.checkpoints import LAST, differs_from  # noqa: E402
-from tests.hostile.running import KINDS, choose, judged, make_case  # noqa: E402
+from tests.hostile.cases import Bases, Case, damage_bytes  # noqa: E402
+from tests.hostile.checkpoints import LAST, find_difference  # noqa: E402
+from tests.hostile.running import KINDS, judge_case, list_cases, make_numbered_case  # noqa: E402
 
 if sys.platform != "linux":
     pytest.skip("forks, pipes and limits of Linux", allow_module_level=True)
@@ -52,7 +52,7 @@ CASE = Case("train", [], "")
     ],
 )
 def test_forbidden_outcomes_are_detected(code: int, wrong: str, bad: str) -> None:
-    verdict = judged(CASE, code, "", wrong)
+    verdict = judge_case(CASE, code, "", wrong)
     assert verdict.startswith(bad) and bool(verdict) == bool(bad)
 
 
@@ -69,17 +69,17 @@ def test_accepted_checkpoints_with_other_values_are_detected(tmp_path: Path) -> 
     }
     (end / "summary.json").write_text(json.dumps(figures))
     shutil.copytree(end, run)
-    assert differs_from(end, run) is None
+    assert find_difference(end, run) is None
     (run / "summary.json").write_text(json.dumps({**figures, "initial": {"test_loss": 2.5}}))
-    assert "initial" in str(differs_from(end, run))
+    assert "initial" in str(find_difference(end, run))
     save_file({"w": torch.tensor([0.0, 1.0, 2.0000002])}, run / LAST / "optimizer.safetensors")
-    assert "optimizer.safetensors" in str(differs_from(end, run))
-    case = CASE._replace(differs=lambda printed: differs_from(end, run))
+    assert "optimizer.safetensors" in str(find_difference(end, run))
+    case = CASE._replace(find_difference=lambda printed: find_difference(end, run))
     assert (
-        judged(case, 0, "", "").startswith("differs: ")
-        and judged(case, 2, "", "error: refused\n") == ""
+        judge_case(case, 0, "", "").startswith("differs: ")
+        and judge_case(case, 2, "", "error: refused\n") == ""
     )
-    assert judged(CASE._replace(differs=json.loads), 0, "no JSON", "").startswith(
+    assert judge_case(CASE._replace(find_difference=json.loads), 0, "no JSON", "").startswith(
         "differs: its result cannot be read"
     )
 
@@ -91,7 +91,7 @@ def test_a_case_is_reproduced_from_its_name_alone(tmp_path: Path) -> None:
             folders = [tmp_path / f"{kind}{number}{again}" for again in "ab"]
             for folder in folders:
                 folder.mkdir()
-            one, two = (make_case(kind, number, 7, folder, bases) for folder in folders)
+            one, two = (make_numbered_case(kind, number, 7, folder, bases) for folder in folders)
             assert one == two and [
                 [(path.name, path.read_bytes()) for path in folder.iterdir()]
                 for folder in folders[:1]
@@ -99,7 +99,7 @@ def test_a_case_is_reproduced_from_its_name_alone(tmp_path: Path) -> None:
                 [(path.name, path.read_bytes()) for path in folder.iterdir()]
                 for folder in folders[1:]
             ]
-    assert {kind for kind, _ in choose(20)} == set(KINDS) and len(set(choose(2000))) == 2000
+    assert {kind for kind, _ in list_cases(20)} == set(KINDS) and len(set(list_cases(2000))) == 2000
 
 
 def test_mutations_reach_every_key_that_names_no_function() -> None:
@@ -112,4 +112,4 @@ def test_mutations_reach_every_key_that_names_no_function() -> None:
         key in configs.HARMLESS for key in (("model", "entry"), ("loss",), ("data", "name"))
     )
     rng = random.Random(0)
-    assert len({damage(b"seed: 3\nsteps: 4\n", rng) for _ in range(100)}) > 60
+    assert len({damage_bytes(b"seed: 3\nsteps: 4\n", rng) for _ in range(100)}) > 60

@@ -137,8 +137,8 @@ def test_early_stopping_reports_each_wrong_argument() -> None:
 
 def test_a_dry_run_reports_callbacks_that_cannot_be_built() -> None:
     """Story: only the run itself reported them."""
-    ends = "tests.callbacks_of_runs:Ends"
-    entries = f"[{{entry: '{ends}', args: {{afte: 3}}}}, 'tests.callbacks_of_runs:Fails', 'tests.nothing:X']"
+    ends = "tests.callbacks_of_runs:StoppingCallback"
+    entries = f"[{{entry: '{ends}', args: {{afte: 3}}}}, 'tests.callbacks_of_runs:FailingCallback', 'tests.nothing:X']"
     faults = list_faults(build_for_planning, config(f"callbacks={entries}"))
     keys = [fault.partition(": ")[0] for fault in faults]
     (fault,) = list_faults(

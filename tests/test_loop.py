@@ -19,7 +19,7 @@ from ipu_pipe.job.factories import make_data, make_model
 from ipu_pipe.report.provenance import find_commit
 from ipu_pipe.store.checkpoint import load_weights, read_weights
 from tests.support.runs import DIGITS, list_faults, read_json
-from tests.test_callbacks import SHORT, go
+from tests.test_callbacks import SHORT, train_short_digits
 
 OFTEN = [
     "steps=24",
@@ -34,7 +34,7 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
     """At a rate of 0 no evaluation is better than the first; one comes every 4 updates, and the
     third ends the run."""
     stops = ["optimizer.lr=0", "early_stopping={patience: 2, min_delta: 0.001}"]
-    report = go(tmp_path / "run", *OFTEN, *stops)
+    report = train_short_digits(tmp_path / "run", *OFTEN, *stops)
     assert (report["steps"], report["planned_steps"]) == (12, 24)
     assert (
         "test_loss is not better than" in report["stopped"]
@@ -42,7 +42,7 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
     )
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert checkpoints == ["step-12", "step-4"] and report["best"]["step"] == 4
-    resumed_report = go(
+    resumed_report = train_short_digits(
         tmp_path / "run", *OFTEN, *stops, resume_from=4
     )  # with the patience used so far
     assert resumed_report["steps"] == 12 and resumed_report["stopped"] == report["stopped"]
@@ -74,10 +74,10 @@ def test_early_stopping_on_an_unmeasured_metric_is_refused(tmp_path: Path) -> No
     with pytest.raises(
         BadInput, match="^early_stopping.metric: r2: "
     ):  # before anything is trained or written
-        go(tmp_path / "run", "steps=3", callbacks=[ipu_pipe.EarlyStopping("r2")])
+        train_short_digits(tmp_path / "run", "steps=3", callbacks=[ipu_pipe.EarlyStopping("r2")])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     with pytest.raises(BadInput, match="^early_stopping.metric: r2: "):
-        go(tmp_path / "run", "steps=3", "early_stopping={metric: r2}")
+        train_short_digits(tmp_path / "run", "steps=3", "early_stopping={metric: r2}")
     with pytest.raises(
         BadInput, match="early_stopping.metric: accuracy: no evaluation computes it"
     ):
@@ -86,7 +86,7 @@ def test_early_stopping_on_an_unmeasured_metric_is_refused(tmp_path: Path) -> No
 
 def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
     sets = ["steps=3", "gradient_accumulation=2"]
-    go(tmp_path / "run", *sets)
+    train_short_digits(tmp_path / "run", *sets)
     config = load_config(DIGITS, [*SHORT, *sets])
     model, data = make_model(config), make_data(config)
     load_weights(model, read_weights(tmp_path / "run" / "checkpoints" / "step-3"), "here")
@@ -141,8 +141,8 @@ def test_predictions_of_nested_inputs_and_refusals(tmp_path: Path) -> None:
 
 def test_a_run_records_versions_machine_and_data(tmp_path: Path) -> None:
     sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=1"]
-    go(tmp_path / "run", *sets)
-    go(tmp_path / "run", *sets, resume_from=2)
+    train_short_digits(tmp_path / "run", *sets)
+    train_short_digits(tmp_path / "run", *sets, resume_from=2)
     first, second = read_json(tmp_path / "run" / "record.json")
     assert [start["first_update"] for start in (first, second)] == [0, 2]
     assert first["begun"] <= first["ended"] <= second["begun"]
@@ -156,7 +156,7 @@ def test_a_run_records_versions_machine_and_data(tmp_path: Path) -> None:
         and first["command"]
     )
     assert first["data"] == second["data"] and first["data"]["first_microbatch"][1] == "int64 [16]"
-    go(tmp_path / "other", *sets, "data.subset=255")
+    train_short_digits(tmp_path / "other", *sets, "data.subset=255")
     (other,) = read_json(tmp_path / "other" / "record.json")
     assert other["data"]["sha256"] != first["data"]["sha256"]
 
@@ -184,8 +184,8 @@ def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("schema", [1, 3, "x"])
 def test_a_summary_of_another_version_is_refused(schema: Any, tmp_path: Path) -> None:
-    go(tmp_path / "run", "steps=2")
+    train_short_digits(tmp_path / "run", "steps=2")
     summary = tmp_path / "run" / "summary.json"
     summary.write_text(json.dumps({**read_json(summary), "schema": schema}))
     with pytest.raises(BadInput, match=f"summary.json: schema: {schema}"):
-        go(tmp_path / "run", "steps=2", resume=True)
+        train_short_digits(tmp_path / "run", "steps=2", resume=True)

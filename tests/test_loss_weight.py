@@ -34,11 +34,11 @@ from tests.support.runs import (
 from tests.test_emulator_exact import (
     OPTIMIZERS,
     VARIANTS,
-    assert_equal,
+    assert_equals_stages,
     batches,
-    emulate,
-    fresh,
-    literal,
+    make_seeded_stages,
+    train_literally,
+    train_on_emulator,
     whole,
 )
 
@@ -203,7 +203,7 @@ def test_a_function_of_the_labels_weighs_them(weight: Any, tmp_path: Path) -> No
     ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
 )
 def test_every_method_weighs_as_the_literal_replay(method: str, args: Any) -> None:
-    stages = fresh("mlp")
+    stages = make_seeded_stages("mlp")
     if len(stages) % args.get("stages_per_device", 1):
         args = {**args, "stages_per_device": len(stages)}
     chosen = resolve_method(method, args)
@@ -214,17 +214,21 @@ def test_every_method_weighs_as_the_literal_replay(method: str, args: Any) -> No
     weights = [float(m * 7 % 5) for m in range(len(data))]
     totals = [sum(weights[start : start + count]) for start in range(0, len(data), count)]
     shares = [weight / totals[m // count] for m, weight in enumerate(weights)]
-    twin, unsplit = fresh("mlp"), whole(stages)
-    emulate(unsplit, chosen, count, data, OPTIMIZERS["sgd"], weights=weights)
-    literal(twin, chosen, count, data, OPTIMIZERS["sgd"], shares=shares)
-    assert_equal(unsplit, twin)
+    twin, unsplit = make_seeded_stages("mlp"), whole(stages)
+    train_on_emulator(unsplit, chosen, count, data, OPTIMIZERS["sgd"], weights=weights)
+    train_literally(twin, chosen, count, data, OPTIMIZERS["sgd"], shares=shares)
+    assert_equals_stages(unsplit, twin)
 
 
 def test_equal_weights_change_no_bit() -> None:
-    data, one, other = batches(24), whole(fresh("mlp")), whole(fresh("mlp"))
+    data, one, other = (
+        batches(24),
+        whole(make_seeded_stages("mlp")),
+        whole(make_seeded_stages("mlp")),
+    )
     chosen = resolve_method("pipedream")
-    emulate(one, chosen, 3, data, OPTIMIZERS["sgd"])
-    emulate(other, chosen, 3, data, OPTIMIZERS["sgd"], weights=[7.0] * 24)
+    train_on_emulator(one, chosen, 3, data, OPTIMIZERS["sgd"])
+    train_on_emulator(other, chosen, 3, data, OPTIMIZERS["sgd"], weights=[7.0] * 24)
     assert_same(one.state_dict(), other.state_dict())
 
 

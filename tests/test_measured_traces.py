@@ -44,7 +44,7 @@ def start_ranks(folder: Path, **keys: Any) -> RunningRanks:
     with socket.socket() as free_socket:
         free_socket.bind(("localhost", 0))
         port = free_socket.getsockname()[1]
-    context = forked.context()
+    context = forked.get_fork_server()
     ranks = [
         context.Process(target=train_sleeping_rank, args=(rank, str(folder), port, keys))
         for rank in range(2)
@@ -85,8 +85,8 @@ def train_sleeping_rank(rank: int, folder: str, port: int, keys: Dict[str, Any])
     train.train(
         config,
         Path(folder) / "run",
-        model=sleeping_model.model(),
-        data=sleeping_model.data(),
+        model=sleeping_model.make_sleeping_model(),
+        data=sleeping_model.make_sleeping_data(),
         resume=resume,
         quiet=True,
     )

@@ -17,7 +17,7 @@ from ipu_pipe.job.evaluation import Tally, evaluate_sums
 from ipu_pipe.job.metrics import make_metrics
 from tests.callbacks_of_runs import Spread, confidence
 from tests.support.runs import read_metrics
-from tests.test_callbacks import go
+from tests.test_callbacks import train_short_digits
 
 
 def evaluate_metrics(
@@ -107,7 +107,7 @@ def test_an_invalid_metric_is_refused_in_one_line(
     chosen: Any, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BadInput, match=message) as error:
-        go(tmp_path / "run", "steps=2", metrics=chosen)
+        train_short_digits(tmp_path / "run", "steps=2", metrics=chosen)
     assert len(error.value.faults) == 1 and not (tmp_path / "run").exists()
 
 
@@ -116,13 +116,13 @@ def test_a_metric_that_does_not_fit_the_outputs_is_reported(tmp_path: Path) -> N
         BadInput,
         match=r"metrics: mse: outputs \(64, 10\) and labels \(64,\): must be tensors of one shape",
     ):
-        go(tmp_path / "run", "steps=2", "metrics=[mse]")
+        train_short_digits(tmp_path / "run", "steps=2", "metrics=[mse]")
 
 
 def test_metrics_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
     sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=2"]
-    whole = go(tmp_path / "run", *sets)
-    resumed_report = go(
+    whole = train_short_digits(tmp_path / "run", *sets)
+    resumed_report = train_short_digits(
         tmp_path / "run", *sets, metrics=["accuracy", "top3", confidence], resume_from=2
     )
     assert (

@@ -12,7 +12,7 @@ import torch
 import ipu_pipe
 from ipu_pipe.config.load import load_config
 from ipu_pipe.run.train import check, train
-from tests.callbacks_of_runs import Watches
+from tests.callbacks_of_runs import ChecksumRecorder
 from tests.support.runs import list_faults
 from tests.support.slow import mark_slow
 from tests.test_processes import DIGITS, emulate, run
@@ -32,24 +32,33 @@ def test_callbacks_get_the_same_tensors_on_processes_and_the_emulator(
 ) -> None:
     ranks, args = CASES[method]
     sets = [f"method={method}", *args, "steps=6", "log.trace=false"]
-    callbacks = f"callbacks=[{{entry: '{NEW}:Watches', args: {{file: {tmp_path}/ranks.json}}}}]"
+    callbacks = (
+        f"callbacks=[{{entry: '{NEW}:ChecksumRecorder', args: {{file: {tmp_path}/ranks.json}}}}]"
+    )
     code, _, error = run(ranks, tmp_path / "ranks", *sets, callbacks)
     assert code == 0, error
-    watches = Watches()
+    watches = ChecksumRecorder()
     emulate(tmp_path / "one", *sets, callbacks=[watches])
-    assert json.loads((tmp_path / "ranks.json").read_text()) == watches.seen
-    moments = [moment for moment, _, _ in watches.seen]
+    assert json.loads((tmp_path / "ranks.json").read_text()) == watches.checksums
+    moments = [moment for moment, _, _ in watches.checksums]
     assert moments[:2] == ["start", "gradients"] and moments[-3:] == [
         "evaluation",
         "checkpoint",
         "end",
     ]
-    assert [step for moment, step, _ in watches.seen if moment == "gradients"] == [1, 2, 3, 4, 5, 6]
+    assert [step for moment, step, _ in watches.checksums if moment == "gradients"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert (
         len(
             {
                 tuple(tensors.values())
-                for moment, _, tensors in watches.seen
+                for moment, _, tensors in watches.checksums
                 if moment == "gradients"
             }
         )
@@ -102,7 +111,7 @@ def test_where_replicas_or_stages_step_one_by_one_gradients_are_refused(
         "gradient_accumulation=1",
         "stages=2",
         "steps=4",
-        f"callbacks=['{NEW}:Watches']",
+        f"callbacks=['{NEW}:ChecksumRecorder']",
     ]
     (fault,) = list_faults(check, load_config(DIGITS, sets), tmp_path / "run")
-    assert fault.startswith("callbacks: Watches.on_gradients: ") and method in fault
+    assert fault.startswith("callbacks: ChecksumRecorder.on_gradients: ") and method in fault

@@ -35,8 +35,12 @@ from ipu_pipe.update.optimizer import (
 )
 from tests.staged_models import batches, whole
 from tests.support.runs import read_state, read_summary, read_weights
-from tests.test_emulator_exact import assert_equal, fresh, literal
-from tests.test_emulator_exact import emulate as emulate_by_hand
+from tests.test_emulator_exact import (
+    assert_equals_stages,
+    make_seeded_stages,
+    train_literally,
+    train_on_emulator,
+)
 from tests.test_open_optimizers import HOW, are_weights_equal, make_labelled_data
 from tests.test_processes import compare
 from tests.test_update import staged
@@ -359,11 +363,15 @@ class Lion(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("args", [{}, {"error_feedback": {"scale": 0.5}}])
 def test_users_optimizers_take_two_buffered_weights(args: Any) -> None:
-    method, stages, batch = resolve_method("pipedream_2bw", args), fresh("mlp"), batches(24)
+    method, stages, batch = (
+        resolve_method("pipedream_2bw", args),
+        make_seeded_stages("mlp"),
+        batches(24),
+    )
     twin, unsplit = copy.deepcopy(stages), whole(stages)
-    emulate_by_hand(unsplit, method, 4, batch, functools.partial(Lion, lr=0.01), args=args)
-    literal(twin, method, 4, batch, functools.partial(Lion, lr=0.01), args=args)
-    assert_equal(unsplit, twin)
+    train_on_emulator(unsplit, method, 4, batch, functools.partial(Lion, lr=0.01), args=args)
+    train_literally(twin, method, 4, batch, functools.partial(Lion, lr=0.01), args=args)
+    assert_equals_stages(unsplit, twin)
 
 
 def test_groups_of_users_optimizers_are_named_by_import_strings(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ipu_pipe.report import page as page_module
 from ipu_pipe.report.analysis import picture
 from ipu_pipe.report.page import write_page
 from ipu_pipe.trace.events import KINDS, Counter, Counters, Event, Events, Trace
-from tests.page_example import HOSTILE, example
+from tests.page_example import HOSTILE, make_example_trace
 
 
 def written(path: Path, *args: Any) -> str:
@@ -41,7 +41,7 @@ def unpacked(column: Dict[str, str]) -> List[Any]:
 
 
 def test_the_page_holds_all_of_the_trace(tmp_path: Path) -> None:
-    trace, analysis = example()
+    trace, analysis = make_example_trace()
     content = data(written(tmp_path / "p.html", trace, analysis))
     assert (
         content["analysis"] == json.loads(json.dumps(analysis))
@@ -88,7 +88,7 @@ def test_times_of_a_wall_clock_count_from_the_begin(tmp_path: Path) -> None:
 
 
 def test_nothing_is_asked_of_any_network(tmp_path: Path) -> None:
-    page = written(tmp_path / "p", *example())
+    page = written(tmp_path / "p", *make_example_trace())
     page = page.replace("http://www.w3.org/2000/svg", "")  # a name, which no browser opens
     assert not re.search(
         r"https?:|//[a-z]+\.|@import|url\(|\bsrc=|fetch\(|XMLHttpRequest|WebSocket", page
@@ -102,7 +102,7 @@ def test_nothing_is_asked_of_any_network(tmp_path: Path) -> None:
 
 def test_the_policy_allows_the_one_script_and_the_one_style(tmp_path: Path) -> None:
     """With 'unsafe-inline' a script that a fault let into the page would have run."""
-    page = written(tmp_path / "p", *example("</script>" + HOSTILE))
+    page = written(tmp_path / "p", *make_example_trace("</script>" + HOSTILE))
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     allowed = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert "unsafe" not in policy and allowed["default-src"] == "'none'"
@@ -119,7 +119,7 @@ def test_the_picture_has_the_colours_of_the_page(
 ) -> None:
     """Backwards were green in the picture and orange on the page, where sends were green."""
     axes = pytest.importorskip("matplotlib.axes")
-    page = written(tmp_path / "p", *example())
+    page = written(tmp_path / "p", *make_example_trace())
     light, dark = (
         re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part) for part in page.split("@media")[:2]
     )
@@ -133,7 +133,7 @@ def test_the_picture_has_the_colours_of_the_page(
         return draw_bars(*args, **keys)
 
     monkeypatch.setattr(axes.Axes, "broken_barh", record_bars)
-    trace, analysis = example()
+    trace, analysis = make_example_trace()
     events = [
         Event(0, 0, kind, 0, 10 * place, 10 * place + 9, 0, None)
         for place, kind in enumerate(KINDS)
@@ -144,7 +144,7 @@ def test_the_picture_has_the_colours_of_the_page(
 
 
 def test_names_cannot_end_the_data(tmp_path: Path) -> None:
-    trace, analysis = example("</script>" + HOSTILE + "<!--")
+    trace, analysis = make_example_trace("</script>" + HOSTILE + "<!--")
     analysis["notes"] = ["</SCRIPT >", "\u2028"]
     page = written(tmp_path / "p", trace, analysis)
     assert data(page)["trace"]["metadata"]["run"] == trace.metadata["run"]
@@ -154,7 +154,7 @@ def test_names_cannot_end_the_data(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
-    trace, analysis = example()
+    trace, analysis = make_example_trace()
     analysis.update(utilization=float("nan"), imbalance=float("inf"))
     content = data(written(tmp_path / "p", trace, analysis))["analysis"]
     assert content["utilization"] is None and content["imbalance"] is None

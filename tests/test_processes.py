@@ -74,16 +74,16 @@ def launch(ranks: int, out: Path, *args: str, restarts: int = 0) -> "subprocess.
     )  # fmt: skip
 
 
-def run(ranks: int, out: Path, *args: str) -> forked.Ended:
+def run(ranks: int, out: Path, *args: str) -> forked.CommandOutput:
     """Exit code, standard output and error, without torchrun's part."""
     return forked.run_ranks(ranks, "train", command_line(out, *args))
 
 
-def run_by_torchrun(ranks: int, out: Path, *args: str) -> forked.Ended:
+def run_by_torchrun(ranks: int, out: Path, *args: str) -> forked.CommandOutput:
     """Run the same by torchrun."""
     process = launch(ranks, out, *args)
     printed, error = process.communicate(timeout=240)
-    return forked.Ended(process.returncode, printed, error)
+    return forked.CommandOutput(process.returncode, printed, error)
 
 
 def emulate(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:

@@ -17,7 +17,7 @@ from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, list_generat
 from ipu_pipe.schedule.methods import resolve_method
 from tests.staged_models import batches, whole
 from tests.support.models import Composed
-from tests.test_emulator_exact import OPTIMIZERS, emulate
+from tests.test_emulator_exact import OPTIMIZERS, train_on_emulator
 
 CPU = torch.device("cpu")
 
@@ -64,7 +64,7 @@ def test_the_division_into_stages_does_not_change_what_is_drawn() -> None:
     for marked in (False, True):
         model: Any = drop()
         model = whole(list(model)) if marked else model
-        emulate(model, resolve_method("gpipe"), 3, data, OPTIMIZERS["sgd"])
+        train_on_emulator(model, resolve_method("gpipe"), 3, data, OPTIMIZERS["sgd"])
         ends.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(p, q) for p, q in zip(*ends))
 

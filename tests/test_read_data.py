@@ -22,7 +22,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.report import provenance
 from ipu_pipe.run.train import check
 from tests.support.runs import list_faults, needs_processes
-from tests.test_callbacks import DIGITS, SHORT, go
+from tests.test_callbacks import DIGITS, SHORT, train_short_digits
 from tests.test_processes import emulate, run
 
 OWN = [
@@ -72,7 +72,7 @@ def digest(file: Path) -> str:
 
 
 def test_the_record_has_the_hashes_of_the_files_that_were_read(folder: Path) -> None:
-    go(folder / "digits", "steps=1", "gradient_accumulation=1")
+    train_short_digits(folder / "digits", "steps=1", "gradient_accumulation=1")
     file = _find_digits_file()
     assert newest(folder / "digits")["files"][file.name]["sha256"] == digest(file)
     own(folder / "run", 2)

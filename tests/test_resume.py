@@ -23,7 +23,7 @@ from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.resume import check_run
 from ipu_pipe.run.train import evaluate_checkpoint, train
 from ipu_pipe.store import checkpoint
-from tests.interrupted import interrupted_at
+from tests.interrupted import interrupt_at
 from tests.support.models import Composed
 from tests.support.runs import DIGITS, assert_same_weights, list_faults, read_metrics, read_numbers
 from tests.test_train import config, run_tool, sets  # noqa: F401
@@ -236,7 +236,7 @@ def test_a_run_may_only_grow(trained: Path, cut: Path, capsys: Any) -> None:
     shutil.copytree(trained, ended)
     assert train(config(*keys("lr_schedule.name=constant")), ended, resume=True)["steps"] == 12
     assert "nothing to resume" in capsys.readouterr().out
-    with interrupted_at(12):
+    with interrupt_at(12):
         train(config(*keys("steps=16")), ended, resume=True)
     assert "the run continues with another steps: 12 -> 16" in capsys.readouterr().out
     again = train(config(*keys("steps=16")), ended, resume=True)
@@ -416,7 +416,7 @@ def test_what_came_after_an_earlier_checkpoint_is_deleted_at_once(
 ) -> None:
     out = tmp_path / "run"
     shutil.copytree(trained, out)
-    with interrupted_at(4):
+    with interrupt_at(4):
         train(config(*keys()), out, resume_from=4, quiet=True)
     assert checkpoint.list_steps(out / "checkpoints") == [4] and not (out / "summary.json").exists()
 

@@ -57,7 +57,7 @@ def _offsets(rank: int, store: str) -> None:
 @needs_processes
 def test_ranks_of_one_host_have_one_clock(tmp_path: Path) -> None:
     """Story: messages between two ranks of one host took -791 us, since an offset of their one clock was estimated."""
-    forked.in_ranks(2, _offsets, str(tmp_path / "store"))
+    forked.fork_ranks(2, _offsets, str(tmp_path / "store"))
 
 
 @pytest.mark.slow
@@ -85,8 +85,8 @@ def test_a_resumed_runs_trace_on_the_emulator(method: str, tmp_path: Path) -> No
         train(
             config,
             folder,
-            model=sleeping_model.model(),
-            data=sleeping_model.data(),
+            model=sleeping_model.make_sleeping_model(),
+            data=sleeping_model.make_sleeping_data(),
             resume=resume,
             quiet=True,
         )

@@ -28,7 +28,13 @@ from ipu_pipe.update.rates import choose_anneal_updates, scale_for_update_size
 from ipu_pipe.update.rules import RULES, Setting, compute_spectrain_horizon, list_conflicts
 from tests.staged_models import MODELS, batches, whole
 from tests.support.slow import mark_slow
-from tests.test_emulator_exact import assert_equal, emulate, fresh, literal, plain_training
+from tests.test_emulator_exact import (
+    assert_equals_stages,
+    make_seeded_stages,
+    train_in_plain_loop,
+    train_literally,
+    train_on_emulator,
+)
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
@@ -357,8 +363,8 @@ def test_spike_compensation_with_delay_one_is_nesterov() -> None:
         (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), {}),
         (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), {"spike_compensation": SC}),
     ):
-        model = whole(fresh("mlp"))
-        emulate(model, method, 1, data, make, args=args)
+        model = whole(make_seeded_stages("mlp"))
+        train_on_emulator(model, method, 1, data, make, args=args)
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.allclose(ends[0], ends[1], rtol=1e-12, atol=1e-13)
 
@@ -373,7 +379,7 @@ def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumu
     row = ROWS[name]
     method = resolve_method(row.method, row.args)
     for make_optimizer in row.optimizers:
-        stages = fresh(model)
+        stages = make_seeded_stages(model)
         if method.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < len(stages):
             accumulate += len(stages)
         data = batches(accumulate * 12)
@@ -382,10 +388,14 @@ def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumu
         drains = (
             [accumulate * 7] if name in ("t1+t2", "both", "prediction-stash", "hogwild") else []
         )
-        emulate(unsplit, method, accumulate, data, make_optimizer, drains, row.args, row.switch)
-        literal(twin, method, accumulate, data, make_optimizer, drains, row.args, row.switch)
+        train_on_emulator(
+            unsplit, method, accumulate, data, make_optimizer, drains, row.args, row.switch
+        )
+        train_literally(
+            twin, method, accumulate, data, make_optimizer, drains, row.args, row.switch
+        )
         if row.exact:
-            assert_equal(unsplit, twin)
+            assert_equals_stages(unsplit, twin)
         else:
             expected = whole(twin).state_dict()
             for key, value in unsplit.state_dict().items():
@@ -402,8 +412,11 @@ def test_one_stage_is_plain_training(name: str) -> None:
     row = ROWS[name]
     args = {**row.args, "recompute": {"segments": 1}} if "recompute" in row.args else row.args
     data = batches(12)
-    twin, unsplit = whole(fresh("convolution")), nn.Sequential(nn.Sequential(*fresh("convolution")))
-    emulate(
+    twin, unsplit = (
+        whole(make_seeded_stages("convolution")),
+        nn.Sequential(nn.Sequential(*make_seeded_stages("convolution"))),
+    )
+    train_on_emulator(
         unsplit,
         resolve_method(row.method, args),
         2,
@@ -412,8 +425,8 @@ def test_one_stage_is_plain_training(name: str) -> None:
         args=args,
         switch=row.switch,
     )
-    plain_training(twin, data, 2, row.optimizers[0])
-    assert_equal(unsplit[0], list(twin))
+    train_in_plain_loop(twin, data, 2, row.optimizers[0])
+    assert_equals_stages(unsplit[0], list(twin))
 
 
 # ---- reads
@@ -501,16 +514,16 @@ def test_cyclic_data_parallelism_is_a_table_of_delays_and_a_pipeline(
         delays = np.array(cyclic_delays(P, variant == 2))[:, m % P]
         assert (table.forward(0, 5 * P) == np.maximum(m // P - delays, 0)).all()
         assert (table.backward(0, 5 * P) == table.forward(0, 5 * P)).all()
-    twin, stages = fresh("mlp"), fresh("mlp")
+    twin, stages = make_seeded_stages("mlp"), make_seeded_stages("mlp")
     data, P = batches(24), len(stages)
     stated = resolve_method(
         "pipedream", {"constant_delay": {"updates": cyclic_delays(P, variant == 2)}}
     )
-    literal(twin, stated, P, data, ADAMW)
+    train_literally(twin, stated, P, data, ADAMW)
     for one in (stated, resolve_method(method, args)):
-        unsplit = whole(fresh("mlp"))
-        emulate(unsplit, one, P, data, ADAMW)
-        assert_equal(unsplit, twin)
+        unsplit = whole(make_seeded_stages("mlp"))
+        train_on_emulator(unsplit, one, P, data, ADAMW)
+        assert_equals_stages(unsplit, twin)
 
 
 def test_a_table_of_delays_must_fit() -> None:

@@ -116,7 +116,7 @@ def test_only_processes_that_write_are_numbered(tmp_path: Path) -> None:
 
 @needs_processes
 def test_a_shard_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
-    context = forked.context()
+    context = forked.get_fork_server()
     ranks = [context.Process(target=_fail, args=(rank, str(tmp_path))) for rank in range(2)]
     for process in ranks:
         process.start()
@@ -243,7 +243,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_ctrl_c_waits_for_a_checkpoint_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.get_fork_server() as patched, pytest.raises(KeyboardInterrupt):
         beside = Beside(patched, interrupts_at=5)
         train(
             config(*KEYS, "checkpoint.background=true"),

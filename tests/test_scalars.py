@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ipu_pipe.config.load import load_config
 from ipu_pipe.run.train import train
-from tests.interrupted import interrupted_at
+from tests.interrupted import interrupt_at
 from tests.support.runs import DIGITS, read_metrics
 
 
@@ -33,7 +33,7 @@ def test_a_resumed_run_shows_each_update_once(tmp_path: Path) -> None:
         "gradient_accumulation=4",
     ]
     chosen = load_config(DIGITS, sets)
-    with interrupted_at(5):
+    with interrupt_at(5):
         train(chosen, tmp_path, quiet=True)
     assert [k for k, _ in read(tmp_path / "tensorboard")["train_loss"]] == [1, 2, 3, 4, 5]
     train(chosen, tmp_path, resume=True, quiet=True)

@@ -21,7 +21,12 @@ from tests.slot_simulation import PLAYED
 from tests.staged_models import TIED, TIES, batches, twice, whole
 from tests.support.models import Composed
 from tests.support.runs import list_faults
-from tests.test_emulator_exact import OPTIMIZERS, emulate, literal, plain_training
+from tests.test_emulator_exact import (
+    OPTIMIZERS,
+    train_in_plain_loop,
+    train_literally,
+    train_on_emulator,
+)
 
 SHARING = [name for name, method in PLAYED.items() if method.one_version]
 FLUSHING = [name for name in SHARING if METHODS[name].flushes]
@@ -152,8 +157,10 @@ def test_weights_equal_those_of_the_literal_replay(
         accumulate = max(accumulate, 5)
     stages, data = fresh(model), batches(accumulate * 8)
     twin, unsplit = untied(copy.deepcopy(stages), model), whole(stages)
-    emulator = emulate(unsplit, chosen, accumulate, data, OPTIMIZERS[optimizer], drains)
-    done = literal(twin, chosen, accumulate, data, OPTIMIZERS[optimizer], drains, ties=TIES[model])
+    emulator = train_on_emulator(unsplit, chosen, accumulate, data, OPTIMIZERS[optimizer], drains)
+    done = train_literally(
+        twin, chosen, accumulate, data, OPTIMIZERS[optimizer], drains, ties=TIES[model]
+    )
     states = emulator.work.rules.optimizer.state
     parameters = [p for s, stage in enumerate(done) for p in stage.parameters.values()]
     for (name, ours), theirs in zip(unsplit.named_parameters(), parameters):
@@ -175,8 +182,8 @@ def test_weights_equal_those_of_the_literal_replay(
 def test_methods_that_flush_are_plain_training(method: str, model: str, dtype: torch.dtype) -> None:
     unsplit = twice().to(dtype) if model == "twice" else whole(fresh(model, dtype))
     data, twin = batches(24, dtype=dtype), copy.deepcopy(unsplit)
-    emulate(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"])
-    plain_training(twin, data, 4, OPTIMIZERS["sgd"])
+    train_on_emulator(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"])
+    train_in_plain_loop(twin, data, 4, OPTIMIZERS["sgd"])
     for (name, ours), theirs in zip(unsplit.named_parameters(), twin.parameters()):
         assert torch.equal(ours, theirs), name
 

@@ -12,12 +12,12 @@ from typing import Callable, List
 import pytest
 
 from ipu_pipe.cli import schedule
-from tests.command_line import Done, run_here
+from tests.command_line import CommandResult, run_here
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "schedule.py"
 
 
-Run = Callable[..., Done]
+Run = Callable[..., CommandResult]
 
 
 @pytest.fixture

@@ -296,7 +296,7 @@ def judged(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tuple[int,
     ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
     for name in OURS:
         (folder / f"{name}.csv").write_text("".join(format_csv(make(name, ranks, folder)[0])))
-    forked.in_ranks(ranks, run_rank, ranks, str(folder), of=forked.context())
+    forked.fork_ranks(ranks, run_rank, ranks, str(folder), of=forked.get_fork_server())
     return ranks, folder
 
 

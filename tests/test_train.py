@@ -27,7 +27,7 @@ from ipu_pipe.run.train import evaluate_checkpoint, train
 from ipu_pipe.store import checkpoint
 from ipu_pipe.store.folder import RunFolder, check_folder
 from tests.command_line import run_here
-from tests.interrupted import interrupted_at
+from tests.interrupted import interrupt_at
 from tests.support.models import Composed
 from tests.support.runs import (
     DIGITS,
@@ -133,7 +133,7 @@ def test_resuming_continues_to_the_bit(
     ]
     chosen = config(*keys)
     whole = train(chosen, tmp_path / "whole", model=with_state(), quiet=True)
-    with interrupted_at(8):
+    with interrupt_at(8):
         train(chosen, tmp_path / "cut", model=with_state(), quiet=True)
     cut = train(chosen, tmp_path / "cut", model=with_state(), resume=True, quiet=True)
     assert_same_weights(tmp_path / "whole", tmp_path / "cut")
@@ -166,7 +166,7 @@ def test_stages_measured_by_time_are_measured_once(
 
     chosen = ["stages={count: 2, by: time}", "method=pipedream", "checkpoint.every=5"]
     monkeypatch.setattr(stages, "time_passes", slow("fc1"))
-    with interrupted_at(8):
+    with interrupt_at(8):
         train(config(*chosen), tmp_path / "run", quiet=True)
     recorded = load_config(tmp_path / "run" / "config.yaml").stages
     assert recorded == ["relu1"]
@@ -194,7 +194,7 @@ def test_a_run_leaves_an_ordinary_model(how: str, tmp_path: Path) -> None:
     """Story: after a fault or Ctrl-C the emulator's hooks stayed, and dropout drew the same mask for ever."""
     model = with_state()
     ends = {
-        "interrupted": interrupted_at(8),
+        "interrupted": interrupt_at(8),
         "not finite": pytest.raises(RunFault, match="training loss is"),
     }
     rate = ["optimizer.lr=1e18"] if how == "not finite" else []
@@ -231,7 +231,7 @@ def test_weights_to_begin_with_are_not_wanted_once_there_is_a_checkpoint(
     save_file(mlp(64, 64).state_dict(), tmp_path / "first.safetensors")
     chosen = [f"init_from={tmp_path / 'first.safetensors'}", "checkpoint.every=5"]
     whole = train(config(*chosen), tmp_path / "whole", quiet=True)
-    with interrupted_at(8):
+    with interrupt_at(8):
         train(config(*chosen), tmp_path / "cut", quiet=True)
     (tmp_path / "first.safetensors").unlink()
     cut = train(config(*chosen), tmp_path / "cut", resume=True, quiet=True)

@@ -16,7 +16,7 @@ from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.run_text import format_plan
 from ipu_pipe.run.train import train
 from ipu_pipe.update.apply import FORWARD, PLAIN
-from tests.interrupted import interrupted_at
+from tests.interrupted import interrupt_at
 from tests.support.runs import DIGITS, assert_same_weights, read_metrics
 from tests.support.slow import mark_slow
 from tests.test_rules import ROWS, Row
@@ -56,7 +56,7 @@ def test_each_kind_of_state_is_saved_and_resumed_to_the_bit(name: str, tmp_path:
         "checkpoint.every=5", "stages=null", "lr_schedule.name=cosine", *SGD, *keys(ROWS[name])
     )
     whole = train(chosen, tmp_path / "whole", model=with_state(), quiet=True)
-    with interrupted_at(8):
+    with interrupt_at(8):
         train(chosen, tmp_path / "cut", model=with_state(), quiet=True)
     cut = train(chosen, tmp_path / "cut", model=with_state(), resume=True, quiet=True)
     assert_same_weights(tmp_path / "whole", tmp_path / "cut")

@@ -478,7 +478,7 @@ def run_methods(folder: Path, where: str) -> None:
 
 
 def run_rank(rank: int, folder: Path, port: int) -> None:
-    os.environ.update(forked.of_rank(rank, 2, port))
+    os.environ.update(forked.make_rank_environment(rank, 2, port))
     run_methods(folder, f"rank{rank}")
     os._exit(0)
 
@@ -487,7 +487,7 @@ def run_rank(rank: int, folder: Path, port: int) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("processes")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.in_ranks(2, run_rank, folder, store.port)
+    forked.fork_ranks(2, run_rank, folder, store.port)
     run_methods(folder, "emulator")
     yield folder
 

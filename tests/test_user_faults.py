@@ -37,7 +37,7 @@ def name_objects(where: str, how: str, after: int = 0) -> List[str]:
     """Return the config's keys that name objects of which one misbehaves."""
     return [
         f"model={{entry: '{FAULTY}:Model', args: {{where: {where}, how: {how}, after: {after}}}}}",
-        f"data={{name: '{FAULTY}:make_data'}}", f"loss={FAULTY}:loss", f"metrics=['{FAULTY}:metric']",
+        f"data={{name: '{FAULTY}:make_faulty_data'}}", f"loss={FAULTY}:loss", f"metrics=['{FAULTY}:metric']",
         f"optimizer={{name: '{FAULTY}:Optimizer', lr: 0.1, momentum: null}}",
         f"lr_schedule={{name: '{FAULTY}:make_scheduler'}}", "stages=2",
     ]  # fmt: skip

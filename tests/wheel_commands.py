@@ -1,6 +1,6 @@
-"""The installed wheel's commands, run outside the clone: python wheel_commands.py, with the environment's own Python.
+"""Run the commands of the installed wheel outside the clone: python wheel_commands.py, with the environment's own Python.
 
-What fails ends it with the command, its exit code and what it printed. It imports nothing of the clone.
+It ends at the first failure with the command, its exit code and its output. It imports nothing from the clone.
 """
 
 import json
@@ -14,27 +14,27 @@ from pathlib import Path
 COMMAND = str(Path(sys.executable).with_name("ipu-pipe"))
 
 
-def run(*words, code=0, said=""):
-    """Run a command in the current folder; what it printed on standard output."""
+def run_installed(*words, code=0, expected_output=""):
+    """Run a command in the current folder, check its exit code and output, and return its standard output."""
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
+    process = subprocess.run(
         words, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True
     )
-    printed = done.stdout + done.stderr
-    if done.returncode != code or said not in printed or "Traceback" in printed:
+    output = process.stdout + process.stderr
+    if process.returncode != code or expected_output not in output or "Traceback" in output:
         sys.exit(
-            f"{' '.join(words)}: exit code {done.returncode}, expected {code} and {said!r}\n{printed}"
+            f"{' '.join(words)}: exit code {process.returncode}, expected {code} and {expected_output!r}\n{output}"
         )
     print(
         "passed:",
         " ".join(words).replace(COMMAND, "ipu-pipe").replace(sys.executable, "python"),
         flush=True,
     )
-    return done.stdout
+    return process.stdout
 
 
 def check_source_package():
-    """See that the source package, beside the wheel, holds no tests, as it does not hold what they need."""
+    """Check that the source package has no tests, since it lacks the files that they need."""
     (file,) = (Path(sys.prefix) / "dist").glob("*.tar.gz")
     with tarfile.open(str(file)) as package:
         folders = {name.split("/")[1] for name in package.getnames() if "/" in name}
@@ -44,22 +44,24 @@ def check_source_package():
 
 
 def main():
-    """Run all of them in an empty folder."""
+    """Run all commands in an empty folder."""
     check_source_package()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        version = run(COMMAND, "--version")
-        assert version == run(sys.executable, "-m", "ipu_pipe", "--version"), version
+        version = run_installed(COMMAND, "--version")
+        assert version == run_installed(sys.executable, "-m", "ipu_pipe", "--version"), version
         commands = (
             "train", "schedule", "plan", "collect", "analyze", "stability", "fetch-data", "measure-hardware",
             "completion", "export",
         )  # fmt: skip
         for command in commands:
-            run(COMMAND, command, "--help", said=f"usage: ipu-pipe {command}")
-            assert command in run(COMMAND, "--help").replace("\n", "").replace(" ", ""), command
-        run(COMMAND, "completion", "bash", code=2, said="pip install shtab")
+            run_installed(COMMAND, command, "--help", expected_output=f"usage: ipu-pipe {command}")
+            assert command in run_installed(COMMAND, "--help").replace("\n", "").replace(" ", ""), (
+                command
+            )
+        run_installed(COMMAND, "completion", "bash", code=2, expected_output="pip install shtab")
         schedule = json.loads(
-            run(
+            run_installed(
                 COMMAND,
                 "schedule",
                 "gpipe",
@@ -72,7 +74,7 @@ def main():
             )
         )
         assert schedule["slots"] == 12, schedule["slots"]
-        run(
+        run_installed(
             COMMAND,
             "train",
             "configs/mlp_digits.yaml",
@@ -80,32 +82,42 @@ def main():
             "steps=4",
             "--out",
             "runs/digits",
-            said="throughput: ",
+            expected_output="throughput: ",
         )
         assert json.loads(Path("runs/digits/summary.json").read_text())["steps"] == 4
-        run(COMMAND, "analyze", "runs/digits", said="Bottleneck: ")
-        run(COMMAND, "export", "runs/digits", "--to", "digits.safetensors", said="step-4")
+        run_installed(COMMAND, "analyze", "runs/digits", expected_output="Bottleneck: ")
+        run_installed(
+            COMMAND, "export", "runs/digits", "--to", "digits.safetensors", expected_output="step-4"
+        )
         again = ("train", "mlp_digits", "--set", "steps=4", "--out", "runs/digits")
-        run(COMMAND, *again, code=2, said="--overwrite")
-        assert run(COMMAND, *again, "--overwrite", "--quiet") == ""
-        run(
+        run_installed(COMMAND, *again, code=2, expected_output="--overwrite")
+        assert run_installed(COMMAND, *again, "--overwrite", "--quiet") == ""
+        run_installed(
             COMMAND,
             "train",
             "configs/none.yaml",
             code=2,
-            said="configs/none.yaml: no such config file",
+            expected_output="configs/none.yaml: no such config file",
         )
-        run(
+        run_installed(
             COMMAND,
             "train",
             "resnet20_cifar10",
             "--set",
             f"data.root={folder}",
             code=2,
-            said="ipu-pipe fetch-data cifar10",
+            expected_output="ipu-pipe fetch-data cifar10",
         )
-        run(sys.executable, "-m", "ipu_pipe", "train", "resnet50_ipu4", "--dry-run", said="FLOPs")
-        planned = run(
+        run_installed(
+            sys.executable,
+            "-m",
+            "ipu_pipe",
+            "train",
+            "resnet50_ipu4",
+            "--dry-run",
+            expected_output="FLOPs",
+        )
+        planned = run_installed(
             COMMAND,
             "plan",
             "resnet50_ipu4",
@@ -116,14 +128,16 @@ def main():
             "--json",
         )
         assert json.loads(planned)["plans"], planned
-        run(
+        run_installed(
             COMMAND,
             "reproduce",
             code=2,
-            said="from a clone of the repository: python tools/reproduce.py",
+            expected_output="from a clone of the repository: python tools/reproduce.py",
         )
-        run(COMMAND, "stability", "mlp_digits", "--curvature", "1", said="largest stable")
-        run(
+        run_installed(
+            COMMAND, "stability", "mlp_digits", "--curvature", "1", expected_output="largest stable"
+        )
+        run_installed(
             COMMAND,
             "collect",
             "mlp_digits",
@@ -135,12 +149,12 @@ def main():
             "runs/compared",
         )
         for name in ("models", "configs", "tools", "tests"):
-            run(
+            run_installed(
                 sys.executable,
                 "-c",
                 f"import importlib.util as u; assert u.find_spec('{name}') is None",
             )
-        run(sys.executable, "-c", "import ipu_pipe, ipu_pipe.models.resnet, pathlib as p; "
+        run_installed(sys.executable, "-c", "import ipu_pipe, ipu_pipe.models.resnet, pathlib as p; "
             "assert p.Path(ipu_pipe.__file__).with_name('py.typed').is_file()")  # fmt: skip
     print("the wheel's commands pass")
 

@@ -50,9 +50,15 @@ def main() -> None:
     parser.add_argument("--only", metavar="KIND:NUMBER", help="run a single case")
     args = parser.parse_args()
 
-    from tests.hostile.running import KINDS, choose, prepare, run_cases, table
+    from tests.hostile.running import (
+        KINDS,
+        format_results,
+        import_everything,
+        list_cases,
+        run_cases,
+    )
 
-    wanted = choose(args.cases)
+    wanted = list_cases(args.cases)
     if args.only:
         kind, _, number = args.only.partition(":")
         if kind not in KINDS or not number.isdecimal():
@@ -61,7 +67,7 @@ def main() -> None:
     if not wanted or args.workers < 1:
         raise BadInput(f"--cases: {args.cases}, --workers: {args.workers}: must be at least 1")
     start, results, bad = time.monotonic(), [], 0
-    prepare()
+    import_everything()
     with tempfile.TemporaryDirectory(prefix="hostile-") as scratch:
         for result in run_cases(wanted, args.seed, Path(scratch), args.workers):
             results.append(result)
@@ -69,21 +75,21 @@ def main() -> None:
                 bad += 1
                 again = f"tools/hostile.py --seed {args.seed} --only {result.kind}:{result.number}"
                 print(
-                    f"{result.kind}:{result.number} ({result.what}): {result.bad}\n    {again}",
+                    f"{result.kind}:{result.number} ({result.mutation}): {result.bad}\n    {again}",
                     flush=True,
                 )
             if args.only:
                 print(
                     f"{result.argv}\nexit code {result.code} after {result.seconds:.1f} "
-                    f"s\n{result.said}",
+                    f"s\n{result.error_output}",
                     end="",
                 )
     slowest = max(results, key=lambda result: result.seconds)
-    print(f"\n{table(results)}\n")
+    print(f"\n{format_results(results)}\n")
     print(
         f"seed {args.seed}, {time.monotonic() - start:.0f} s; the slowest took "
         f"{slowest.seconds:.1f} s: "
-        f"{slowest.kind}:{slowest.number} ({slowest.what})"
+        f"{slowest.kind}:{slowest.number} ({slowest.mutation})"
     )
     if bad:
         raise RunFault(f"{bad} of {len(results)} hostile cases did not end as they should")

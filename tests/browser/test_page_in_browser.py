@@ -12,7 +12,13 @@ import pytest
 
 from ipu_pipe.report import page as page_module
 from ipu_pipe.report.page import write_page
-from tests.page_example import HOSTILE, MICROBATCHES, STAGES, example, split_example
+from tests.page_example import (
+    HOSTILE,
+    MICROBATCHES,
+    STAGES,
+    make_example_trace,
+    make_split_example_trace,
+)
 
 pytestmark = pytest.mark.browser
 FLAGS = (
@@ -146,7 +152,7 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Page]]:
 def test_the_answer_comes_first_and_every_figure_says_what_it_is(
     opened: Callable[..., Page],
 ) -> None:
-    page = opened(*example())
+    page = opened(*make_example_trace())
     assert page.text("h1") == "Trace of an example" and "740 events" in page.text("#subtitle")
     assert page.text("#bottleneck").startswith(
         "Stage 1 (from blocks.1.0) on device 1: device 1 with stage 1 computes for 6.15 ms"
@@ -171,7 +177,7 @@ def test_zooming_panning_and_the_whole_run_again(opened: Callable[..., Page]) ->
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 
-    page = opened(*example())
+    page = opened(*make_example_trace())
     whole = page.settled()
     assert whole[0] == 0 and page.colours() >= 5
     page.hover(0.25)
@@ -205,7 +211,7 @@ def test_zooming_panning_and_the_whole_run_again(opened: Callable[..., Page]) ->
 
 
 def test_searching_hovering_and_choosing_kinds(opened: Callable[..., Page]) -> None:
-    page = opened(*example())
+    page = opened(*make_example_trace())
     whole = page.settled()
     page.keys("13\n", "#microbatch")
     results = page.settled()
@@ -213,7 +219,7 @@ def test_searching_hovering_and_choosing_kinds(opened: Callable[..., Page]) -> N
         page.text("#status").startswith("microbatch 13: 16 events")
         and results[1] - results[0] < 0.2 * whole[1]
     )
-    trace, _ = example()
+    trace, _ = make_example_trace()
     mine = [e for e in trace.events.rows() if e.microbatch == 13 and e.kind != "update"]
     assert results[0] < min(e.start_ns for e in mine) and max(e.end_ns for e in mine) < results[1]
     (forward,) = [e for e in mine if e.kind == "forward" and e.stage == 1]
@@ -244,7 +250,7 @@ def test_searching_hovering_and_choosing_kinds(opened: Callable[..., Page]) -> N
 def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(
     opened: Callable[..., Page],
 ) -> None:
-    page = opened(*split_example())
+    page = opened(*make_split_example_trace())
     kinds = [
         button.get_attribute("data-kind")
         for button in page.driver.find_elements("css selector", "#legend button")
@@ -266,7 +272,7 @@ def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(
 
 
 def test_without_a_mouse_and_as_tables(opened: Callable[..., Page]) -> None:
-    page = opened(*example())
+    page = opened(*make_example_trace())
     page.keys("\ue015n")  # down, next
     page.until(lambda: "device 0" in page.text("#status"))
     first = page.text("#status")
@@ -284,7 +290,7 @@ def test_without_a_mouse_and_as_tables(opened: Callable[..., Page]) -> None:
 
 
 def test_memory_traffic_and_the_other_views(opened: Callable[..., Page]) -> None:
-    trace, analysis = example()
+    trace, analysis = make_example_trace()
     longest = [{"microbatch": 7, "at_ns": 60_000_000, "duration_ns": 3_500_000}]
     row = {
         "stage": 3,
@@ -314,7 +320,7 @@ def test_memory_traffic_and_the_other_views(opened: Callable[..., Page]) -> None
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_colour_schemes_and_a_narrow_window(opened: Callable[..., Page], scheme: str) -> None:
-    page = opened(*example())
+    page = opened(*make_example_trace())
     emulate = page.driver.execute_cdp_cmd
     emulate(
         "Emulation.setEmulatedMedia",
@@ -336,7 +342,7 @@ def test_both_colour_schemes_and_a_narrow_window(opened: Callable[..., Page], sc
 
 
 def test_names_are_only_ever_text(opened: Callable[..., Page]) -> None:
-    trace, analysis = example(HOSTILE)
+    trace, analysis = make_example_trace(HOSTILE)
     analysis["bottleneck"].update(what="link", device=3, why=HOSTILE, do=HOSTILE)
     analysis["notes"] = [HOSTILE, "</script>" + HOSTILE]
     page = opened(trace, analysis)
@@ -351,7 +357,7 @@ def test_names_are_only_ever_text(opened: Callable[..., Page]) -> None:
 
 def test_a_script_that_was_let_in_does_not_run(browser: Any, tmp_path: Path) -> None:
     """As if names were not escaped: the page draws itself, and nothing that is not ours runs or is applied."""
-    write_page(tmp_path / "page.html", *example())
+    write_page(tmp_path / "page.html", *make_example_trace())
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     inserted = (
         HOSTILE, '<p id="attribute" onclick="window.hostile = true" style="position: fixed">x</p>',
@@ -379,7 +385,7 @@ def test_a_script_that_was_let_in_does_not_run(browser: Any, tmp_path: Path) -> 
 
 
 def test_what_the_analysis_does_not_know_is_called_not_known(opened: Callable[..., Page]) -> None:
-    trace, analysis = example()
+    trace, analysis = make_example_trace()
     for analysis_given in (
         {},
         dict.fromkeys(analysis),
@@ -399,7 +405,7 @@ def test_of_more_events_than_it_holds_the_page_shows_an_overview_and_a_window(
     opened: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_module, "MOST_EVENTS", 200)
-    page = opened(*example())
+    page = opened(*make_example_trace())
     assert page.text("#window").startswith("Of 740 events the page holds 200, from ")
     page.settled()
     assert page.colours() >= 5  # the overview

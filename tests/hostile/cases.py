@@ -1,4 +1,4 @@
-"""A case, the base inputs that all kinds mutate, and the values and damages that they have in common."""
+"""The record of a case, the base inputs that all kinds mutate, and common values and kinds of damage."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ BASE: Dict[str, Any] = {
 }  # fmt: skip
 
 BYTES = [b"\xff", b"\xed\xa0\x80", b"a\xffb", b"\xc3", b"\x80=1", b"seed=\xff"]
-Differs = Callable[[str], Optional[str]]
+FindDifference = Callable[[str], Optional[str]]
 
 
 class Bases(NamedTuple):
-    """Folders made once before the cases: `run`, one that was interrupted after update 4 of 6; `end`, the same finished."""
+    """Run folders that all cases copy: `run` was interrupted after update 4 of 6, `end` is the finished run."""
 
     run: Path
     end: Path
 
 
 class Case(NamedTuple):
-    """What is run: `tool` of tools/ with `argv`, in a folder of its own. `what` is the mutation in words; `differs`, called with
-    standard output when the exit code was 0, says what was accepted although it is not what was saved."""
+    """A command of tools/`tool`.py with `argv`, run in its own folder; `mutation` describes the mutation.
+
+    `find_difference` gets the standard output of a command with exit code 0. It returns a difference between
+    the result and the saved run, which the command should have refused, or None.
+    """
 
     tool: str
     argv: Sequence[str]
-    what: str
-    differs: Optional[Differs] = None
+    mutation: str
+    find_difference: Optional[FindDifference] = None
 
 
-Make = Callable[[random.Random, Path, Bases], Case]
+CaseMaker = Callable[[random.Random, Path, Bases], Case]
 
 HUGE: List[Any] = [
     2**31,
@@ -68,8 +71,8 @@ NESTED: List[Any] = [
 ]  # fmt: skip
 
 
-def value(rng: random.Random) -> Any:
-    """Return any plain value: mostly of a wrong type or size."""
+def draw_value(rng: random.Random) -> Any:
+    """Draw a plain value, mostly of a wrong type or size."""
     pool = rng.choice([HUGE, FLOATS, TEXTS, NESTED, [None, True, False]])
     if rng.random() < 0.05:
         deep: Any = 1
@@ -79,8 +82,8 @@ def value(rng: random.Random) -> Any:
     return rng.choice(pool)
 
 
-def damage(content: bytes, rng: random.Random) -> bytes:
-    """`content` with bytes flipped, cut, repeated, moved or put in."""
+def damage_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Return `content` with bytes flipped, cut, repeated or inserted."""
     if not content:
         return rng.choice([b"\0", b"{}", b"[", b"\xff"])
     at = rng.randrange(len(content))
@@ -120,13 +123,13 @@ def damage(content: bytes, rng: random.Random) -> bytes:
 
 
 def damage_file(path: Path, rng: random.Random) -> str:
-    """Damage one file in its place, or put something else there; what was done, in words."""
+    """Change the bytes of a file, or replace it by something else. Return a description."""
     how = rng.choice(
         ["bytes"] * 6
         + ["gone", "renamed", "folder", "pipe", "link to itself", "dead link", "device", "empty"]
     )
     if how == "bytes":
-        path.write_bytes(damage(path.read_bytes(), rng))
+        path.write_bytes(damage_bytes(path.read_bytes(), rng))
         return f"{path.name}: bytes damaged"
     if how == "renamed":
         path.rename(path.with_name(path.name + ".old"))
@@ -147,8 +150,8 @@ def damage_file(path: Path, rng: random.Random) -> str:
     return f"{path.name}: {how}"
 
 
-def word(rng: random.Random) -> str:
-    """Return an odd word for a command line."""
+def draw_word(rng: random.Random) -> str:
+    """Draw an odd word for a command line."""
     how = rng.random()
     if how < 0.15:
         return os.fsdecode(rng.choice(BYTES))
@@ -156,11 +159,11 @@ def word(rng: random.Random) -> str:
         return str(rng.choice([*HUGE, *FLOATS]))
     if how < 0.6:
         return "9" * 5000
-    return str(rng.choice(TEXTS)).replace("\0", "")  # the system hands over no NUL
+    return str(rng.choice(TEXTS)).replace("\0", "")  # the system passes no NUL to a process
 
 
-def odd_output(rng: random.Random, folder: Path, name: str) -> str:
-    """Return a path to write to: a new one, a device, a link, a folder, or one that cannot be."""
+def make_odd_output(rng: random.Random, folder: Path, name: str) -> str:
+    """Make a path to write to: new, a device, a link, a folder, or impossible."""
     path = folder / name
     how = rng.choice(
         ["new", "new", "device", "full", "link", "dead link", "loop", "folder", "below a file"]
@@ -175,7 +178,7 @@ def odd_output(rng: random.Random, folder: Path, name: str) -> str:
     elif how in (
         "device",
         "full",
-    ):  # by a link, so that a mistake of ours replaces no device of the machine
+    ):  # by a link, so that a bug of ours replaces no device of the machine
         path.symlink_to("/dev/null" if how == "device" else "/dev/full")
     elif how == "below a file":
         (folder / "file").touch()

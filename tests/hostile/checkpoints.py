@@ -1,6 +1,6 @@
-"""Checkpoints: damaged in their bytes, in what their JSON says and in which files are there; then resumed or evaluated.
+"""Damage checkpoints in their bytes, JSON values and lists of files; then resume or evaluate them.
 
-What is accepted must be what was saved: a resumed run ends with the weights and figures of the one that was never cut off.
+An accepted checkpoint must be the saved one: a resumed run ends with the weights and figures of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, List, Optional, Tuple
 
 from safetensors.torch import load_file
 
-from tests.hostile.cases import Bases, Case, damage_file, value
+from tests.hostile.cases import Bases, Case, damage_file, draw_value
 
 LAST = "checkpoints/step-6"
 
 
-def differs_from(end: Path, run: Path) -> Optional[str]:
-    """Return how the finished `run` differs from `end` in weights, optimizer state and figures; None where it does not."""
+def find_difference(end: Path, run: Path) -> Optional[str]:
+    """Return the first difference of the finished `run` from `end` in weights, optimizer state and figures, or None."""
     for name in ("model.safetensors", "optimizer.safetensors"):
         if not (run / LAST / name).is_file():
             return f"no {LAST}/{name}"
@@ -28,7 +28,7 @@ def differs_from(end: Path, run: Path) -> Optional[str]:
             ours[key].dtype != theirs[key].dtype or ours[key].tolist() != theirs[key].tolist()
             for key in ours
         ):
-            return f"{LAST}/{name} is not that of the run that was never cut off"
+            return f"{LAST}/{name} differs from the uninterrupted run's"
     ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (run, end))
     for key in ("steps", "samples", "initial", "final"):
         if ours[key] != theirs[key]:
@@ -36,31 +36,31 @@ def differs_from(end: Path, run: Path) -> Optional[str]:
     return None
 
 
-def resumed(folder: Path, bases: Bases, what: str) -> Case:
-    """Return the case that resumes `folder`/run."""
+def make_resume_case(folder: Path, bases: Bases, mutation: str) -> Case:
+    """Make the case that resumes `folder`/run."""
     argv = ["run/config.yaml", "--out", "run", "--resume"]
     if not (folder / "run" / "config.yaml").is_file():
         argv[0] = str(bases.end / "config.yaml")
-    return Case("train", argv, what, lambda said: differs_from(bases.end, folder / "run"))
+    return Case("train", argv, mutation, lambda output: find_difference(bases.end, folder / "run"))
 
 
-def _places(held: Any, above: Tuple[Any, ...] = ()) -> List[Tuple[Any, ...]]:
+def list_places(content: Any, above: Tuple[Any, ...] = ()) -> List[Tuple[Any, ...]]:
     items = (
-        held.items()
-        if isinstance(held, dict)
-        else enumerate(held)
-        if isinstance(held, list)
+        content.items()
+        if isinstance(content, dict)
+        else enumerate(content)
+        if isinstance(content, list)
         else ()
     )
     return [
-        place for key, item in items for place in ((*above, key), *_places(item, (*above, key)))
+        place for key, item in items for place in ((*above, key), *list_places(item, (*above, key)))
     ]
 
 
 def _change_json(path: Path, rng: random.Random) -> str:
-    """Change one value in a JSON file, take one out or put one in."""
+    """Change, remove or add one value in a JSON file."""
     content = json.loads(path.read_text())
-    place = rng.choice(_places(content))
+    place = rng.choice(list_places(content))
     section = content
     for key in place[:-1]:
         section = section[key]
@@ -71,15 +71,15 @@ def _change_json(path: Path, rng: random.Random) -> str:
     elif how < 0.5 and isinstance(old, (int, float)) and not isinstance(old, bool):
         section[place[-1]] = old + rng.choice([1, -1, 0.5, 1e300])
     elif how < 0.6 and isinstance(section, dict):
-        section["more"] = value(rng)
+        section["more"] = draw_value(rng)
     else:
-        section[place[-1]] = value(rng)
+        section[place[-1]] = draw_value(rng)
     path.write_text(json.dumps(content))
     return f"{path.name}: {'.'.join(map(str, place))} changed"
 
 
-def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Return a resumed or evaluated checkpoint, damaged."""
+def make_checkpoint_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case that resumes or evaluates a damaged checkpoint."""
     shutil.copytree(bases.run, folder / "run")
     checkpoints = sorted(
         (folder / "run" / "checkpoints").glob("step-*"),
@@ -87,7 +87,7 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
     )
     newest = checkpoints[-1]
     files = sorted(path for path in newest.iterdir() if path.is_file())
-    said = []
+    mutations = []
     for _ in range(rng.choice([1, 1, 1, 2])):
         here = [path for path in files if path.is_file() and not path.is_symlink()]
         if not here:
@@ -96,40 +96,40 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
         how = rng.random()
         if how < 0.5 and file.suffix == ".json":
             try:
-                said.append(_change_json(file, rng))
+                mutations.append(_change_json(file, rng))
             except ValueError:  # damaged already
-                said.append(damage_file(file, rng))
+                mutations.append(damage_file(file, rng))
         elif how < 0.6:
             other = rng.choice([*checkpoints[:-1], bases.end / LAST]) / file.name
             shutil.copyfile(other, file)
-            said.append(f"{file.name} of {other.parent.name}")
+            mutations.append(f"{file.name} of {other.parent.name}")
         elif how < 0.65:
             newest = newest.rename(
                 newest.with_name(
                     rng.choice(["step-5", "step-4000000000", "step-0", "step-04", "step-x"])
                 )
             )
-            said.append(f"called {newest.name}")
+            mutations.append(f"called {newest.name}")
             break
         else:
-            said.append(damage_file(file, rng))
-    what = ", ".join(said)
+            mutations.append(damage_file(file, rng))
+    mutation = ", ".join(mutations)
     if rng.random() < 0.25:
         known = json.loads((bases.end / "evaluated.json").read_text())
         keys = ("test_loss", "test_accuracy")
 
-        def differs(text: str) -> Optional[str]:
-            got = json.loads(text)
+        def find_evaluation_difference(text: str) -> Optional[str]:
+            figures = json.loads(text)
             return (
                 None
-                if all(got[key] == known[key] for key in keys)
-                else f"evaluated as {got}, was {known}"
+                if all(figures[key] == known[key] for key in keys)
+                else f"evaluated as {figures}, was {known}"
             )
 
         return Case(
             "train",
             ["run/config.yaml", "--evaluate", f"run/checkpoints/{newest.name}"],
-            what,
-            differs,
+            mutation,
+            find_evaluation_difference,
         )
-    return resumed(folder, bases, what)
+    return make_resume_case(folder, bases, mutation)

@@ -1,4 +1,4 @@
-"""The other commands: plans for damaged hardware, stability, comparisons, experiments, predictions; and odd words to all."""
+"""Make cases of the other commands: plan, stability, collect, reproduce, predict, with damaged files and odd words."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.hostile.cases import (
     TEXTS,
     Bases,
     Case,
-    damage,
+    damage_bytes,
     damage_file,
-    odd_output,
-    value,
-    word,
+    draw_value,
+    draw_word,
+    make_odd_output,
 )
 from tests.hostile.configs import change_config
 
@@ -35,13 +35,13 @@ SMALL = ["--set", "steps=2", "data.subset=32"]
 
 
 def _change_hardware(rng: random.Random, path: Path) -> str:
-    """Write a description of hardware with one or two of its values changed, or its bytes damaged."""
+    """Write a description of hardware with one or two values changed, or with damaged bytes."""
     text = rng.choice(HARDWARE)
     if rng.random() < 0.2:
-        path.write_bytes(damage(text.encode(), rng))
+        path.write_bytes(damage_bytes(text.encode(), rng))
         return "damaged bytes"
     keys: Dict[str, Any] = yaml.safe_load(text)
-    said = []
+    mutations = []
     for _ in range(rng.choice([1, 1, 2])):
         section: Any = keys
         while True:
@@ -51,94 +51,106 @@ def _change_hardware(rng: random.Random, path: Path) -> str:
             if not isinstance(section[key], (dict, list)) or not section[key] or rng.random() < 0.1:
                 break
             section = section[key]
-        section[key] = rng.choice([rng.choice(FLOATS), rng.choice(TEXTS), value(rng)])
-        said.append(str(key))
+        section[key] = rng.choice([rng.choice(FLOATS), rng.choice(TEXTS), draw_value(rng)])
+        mutations.append(str(key))
     path.write_bytes(
         yaml.safe_dump(keys, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
     )
-    return ", ".join(said)
+    return ", ".join(mutations)
 
 
-def _config(rng: random.Random, folder: Path) -> str:
-    """Write config.yaml, mostly as it should be."""
-    config, said = change_config(rng) if rng.random() < 0.3 else (BASE, ["a whole config"])
+def _write_config(rng: random.Random, folder: Path) -> str:
+    """Write config.yaml, mostly a correct one. Return a description."""
+    config, mutations = change_config(rng) if rng.random() < 0.3 else (BASE, ["a whole config"])
     text = yaml.safe_dump(config, sort_keys=False)
     (folder / "config.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
-    return ", ".join(said)
+    return ", ".join(mutations)
 
 
-def _options(rng: random.Random, options: List[str]) -> List[str]:
-    """Return up to two of the options with odd values."""
+def _draw_options(rng: random.Random, options: List[str]) -> List[str]:
+    """Draw up to two of the options, with odd values."""
     argv = []
     for option in rng.sample(options, rng.choice([0, 0, 0, 1, 1, 2])):
         argv += [
             option,
             *(
-                rng.choice(["1", "2", "8", word(rng), word(rng)])
+                rng.choice(["1", "2", "8", draw_word(rng), draw_word(rng)])
                 for _ in range(rng.choice([0, 1, 1, 1, 1]))
             ),
         ]
     return argv
 
 
-def make_plan(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Make a plan for a config and hardware, of which one is mostly damaged."""
-    what = [_config(rng, folder), _change_hardware(rng, folder / "hardware.yaml")]
+def make_plan_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case of `plan`, mostly with a damaged config or damaged hardware."""
+    mutation = [_write_config(rng, folder), _change_hardware(rng, folder / "hardware.yaml")]
     argv = [
         "config.yaml",
         "--hardware",
-        rng.choice(["hardware.yaml"] * 12 + ["v100x8", "pod4", word(rng)]),
+        rng.choice(["hardware.yaml"] * 12 + ["v100x8", "pod4", draw_word(rng)]),
     ]
-    argv += _options(rng, ["--devices", "--memory", "--batch", "--top", "--precision", "--methods"])
+    argv += _draw_options(
+        rng, ["--devices", "--memory", "--batch", "--top", "--precision", "--methods"]
+    )
     if rng.random() < 0.3:
-        argv += ["--write", odd_output(rng, folder, "planned.yaml"), "--overwrite"]
-    return Case("plan", [*argv, *rng.choice([[], ["--json"]])], ", ".join(what))
+        argv += ["--write", make_odd_output(rng, folder, "planned.yaml"), "--overwrite"]
+    return Case("plan", [*argv, *rng.choice([[], ["--json"]])], ", ".join(mutation))
 
 
-def _stability(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    what = _config(rng, folder)
+def _make_stability_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    mutation = _write_config(rng, folder)
     argv = [
-        rng.choice(["config.yaml"] * 20 + ["all of it", word(rng)]),
+        rng.choice(["config.yaml"] * 20 + ["all of it", draw_word(rng)]),
         "--samples",
         "8",
         "--iterations",
         "9",
     ]
-    argv += _options(rng, ["--samples", "--iterations", "--seed", "--curvature", "--by-stage"])
-    return Case("stability", [*argv, *rng.choice([[], ["--json"]])], what)
+    argv += _draw_options(rng, ["--samples", "--iterations", "--seed", "--curvature", "--by-stage"])
+    return Case("stability", [*argv, *rng.choice([[], ["--json"]])], mutation)
 
 
-def _collect(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    what = _config(rng, folder)
+def _make_collect_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    mutation = _write_config(rng, folder)
     argv = [
         "config.yaml",
         "--out",
-        odd_output(rng, folder, "collected"),
+        make_odd_output(rng, folder, "collected"),
         "--steps",
         rng.choice(["0", "0", "2"]),
     ]
-    argv += ["--methods", rng.choice(["gpipe", "pipedream,gpipe", "local_greedy", ",", word(rng)])]
-    argv += _options(rng, ["--steps", "--rounds", "--overwrite"])
-    return Case("collect", [*argv, *SMALL], what)
+    argv += [
+        "--methods",
+        rng.choice(["gpipe", "pipedream,gpipe", "local_greedy", ",", draw_word(rng)]),
+    ]
+    argv += _draw_options(rng, ["--steps", "--rounds", "--overwrite"])
+    return Case("collect", [*argv, *SMALL], mutation)
 
 
-def _reproduce(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """List, or run nothing: an experiment that is whole would take a process a run."""
+def _make_reproduce_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case of `reproduce` that runs nothing: a correct experiment would start one process for each run."""
     experiment = {"title": "t", "source": "s", "base": BASE, "full": {}, "seeds": [0], "rows": {"a": {}}, "expect": [],
                   "measure": {"name": "fit"}}  # fmt: skip
     for key in rng.sample(sorted(experiment), rng.choice([1, 2])):
-        experiment[key] = value(rng)
+        experiment[key] = draw_value(rng)
     text = yaml.safe_dump(experiment, sort_keys=False)
-    (folder / "experiment.yaml").write_bytes(damage(text.encode("utf-8", "surrogatepass"), rng))
-    argv = rng.choice([[], ["experiment.yaml"], ["experiment.yaml"], [word(rng)]])
+    (folder / "experiment.yaml").write_bytes(
+        damage_bytes(text.encode("utf-8", "surrogatepass"), rng)
+    )
+    argv = rng.choice([[], ["experiment.yaml"], ["experiment.yaml"], [draw_word(rng)]])
     return Case(
         "reproduce",
-        [*argv, *_options(rng, ["--seeds", "--rows", "--jobs", "--json"]), "--rows", "nothing"],
+        [
+            *argv,
+            *_draw_options(rng, ["--seeds", "--rows", "--jobs", "--json"]),
+            "--rows",
+            "nothing",
+        ],
         "",
     )
 
 
-def _pareto(rng: random.Random, folder: Path, bases: Bases) -> Case:
+def _make_pareto_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     argv = [
         "--subset",
         "16",
@@ -153,7 +165,7 @@ def _pareto(rng: random.Random, folder: Path, bases: Bases) -> Case:
         "--kinds",
         "greedy",
     ]
-    odd = _options(
+    odd = _draw_options(
         rng,
         [
             "--kinds",
@@ -171,9 +183,9 @@ def _pareto(rng: random.Random, folder: Path, bases: Bases) -> Case:
     )
 
 
-def _measure(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Refuse to measure: what is accepted would start processes."""
-    argv = _options(rng, ["--threads", "--seconds", "--device"])
+def _make_measurement_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case of `measure_hardware` that must be refused: an accepted one would start processes."""
+    argv = _draw_options(rng, ["--threads", "--seconds", "--device"])
     return Case(
         "measure_hardware",
         [*argv, "--out", rng.choice(["gone/x.yaml", "x.txt"])],
@@ -181,38 +193,41 @@ def _measure(rng: random.Random, folder: Path, bases: Bases) -> Case:
     )
 
 
-def _predict(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Predict with a run whose newest checkpoint is damaged."""
+def _make_prediction_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case that predicts with a run whose newest checkpoint is damaged."""
     shutil.copytree(bases.end, folder / "run")
     newest = max(
         (folder / "run" / "checkpoints").glob("step-*"),
         key=lambda path: int(path.name.split("-")[1]),
     )
-    what = damage_file(rng.choice(sorted(path for path in newest.iterdir() if path.is_file())), rng)
-    return Case("predict", [rng.choice(["run", str(newest.relative_to(folder))])], what)
+    mutation = damage_file(
+        rng.choice(sorted(path for path in newest.iterdir() if path.is_file())), rng
+    )
+    return Case("predict", [rng.choice(["run", str(newest.relative_to(folder))])], mutation)
 
 
-def _named(rng: random.Random, folder: Path, bases: Bases) -> Case:
+def _make_name_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     tool = rng.choice(["fetch_data", "completion"])
     return Case(
         tool,
-        [rng.choice([word(rng), "bash"]) if tool == "completion" else f"no-{word(rng)}"],
+        [rng.choice([draw_word(rng), "bash"]) if tool == "completion" else f"no-{draw_word(rng)}"],
         "an odd name",
     )
 
 
 OTHERS: List[Callable[[random.Random, Path, Bases], Case]] = [
-    _stability, _stability, _collect, _reproduce, _reproduce, _pareto, _measure, _predict, _predict, _named,
+    _make_stability_case, _make_stability_case, _make_collect_case, _make_reproduce_case, _make_reproduce_case,
+    _make_pareto_case, _make_measurement_case, _make_prediction_case, _make_prediction_case, _make_name_case,
 ]  # fmt: skip
 
 
-def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Return one of the commands that no other kind covers."""
+def make_command_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case of a command that no other kind covers."""
     return rng.choice(OTHERS)(rng, folder, bases)
 
 
-def predict() -> None:
-    """Predict from the run that the command line names, as a user's script would."""
+def predict_run() -> None:
+    """Predict with the run that the command line names, as a user's script would."""
     import torch
 
     import ipu_pipe

@@ -1,4 +1,4 @@
-"""Configs: values swapped for others, unknown and repeated keys, YAML that means more than a config, damaged bytes."""
+"""Make configs with exchanged values, unknown and repeated keys, YAML that no config may have, and damaged bytes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import yaml
 
 from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.schedule.methods import METHODS
-from tests.hostile.cases import BASE, Bases, Case, damage, value
+from tests.hostile.cases import BASE, Bases, Case, damage_bytes, draw_value
 
 
-def _keys(model: Any, above: Tuple[str, ...] = ()) -> List[Tuple[str, ...]]:
+def _list_keys(model: Any, above: Tuple[str, ...] = ()) -> List[Tuple[str, ...]]:
     paths: List[Tuple[str, ...]] = []
     for name, field in model.model_fields.items():
         paths.append((*above, name))
         outer = (import_outer("ipu"),) if name == "ipu" else ()
         for part in (*outer, field.annotation, *getattr(field.annotation, "__args__", ())):
             if hasattr(part, "model_fields"):
-                paths += _keys(part, (*above, name))
+                paths += _list_keys(part, (*above, name))
     return paths
 
 
-KEYS = [*_keys(Config), *(("model", "args", name) for name in BASE["model"]["args"])]
-# what a config could run is not ours to judge: only keys that name no function get any text
+KEYS = [*_list_keys(Config), *(("model", "args", name) for name in BASE["model"]["args"])]
+# only keys that do not name code get any text: a named function may do anything
 HARMLESS = [
     key
     for key in KEYS
@@ -60,7 +60,7 @@ SNIPPETS = [
 ]  # fmt: skip
 
 
-def _put(config: Dict[str, Any], key: Tuple[str, ...], new: Any) -> None:
+def _set_key(config: Dict[str, Any], key: Tuple[str, ...], new: Any) -> None:
     section = config
     for name in key[:-1]:
         if not isinstance(section.get(name), dict):
@@ -70,62 +70,62 @@ def _put(config: Dict[str, Any], key: Tuple[str, ...], new: Any) -> None:
 
 
 def change_config(rng: random.Random) -> Tuple[Dict[Any, Any], List[str]]:
-    """Return the base config with some of its keys changed, added or left out, and which."""
+    """Return the base config with some keys changed, added or removed, and a list of the mutations."""
     config = copy.deepcopy(BASE)
     if rng.random() < 0.5:
         config["method"] = rng.choice(list(METHODS))
-    said = []
+    mutations = []
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        what = rng.random()
-        if what < 0.6:
+        kind = rng.random()
+        if kind < 0.6:
             key = rng.choice(HARMLESS)
-            _put(config, key, value(rng))
-            said.append(".".join(key))
-        elif what < 0.7:
+            _set_key(config, key, draw_value(rng))
+            mutations.append(".".join(key))
+        elif kind < 0.7:
             config["data"] = {
                 "name": rng.choice(LOADED),
                 "root": rng.choice(["", ".", "/", "gone", "a" * 300]),
             }
-            said.append("data")
-        elif what < 0.8:
+            mutations.append("data")
+        elif kind < 0.8:
             key = rng.choice(HARMLESS)
-            _put(
+            _set_key(
                 config,
                 (*key[:-1], rng.choice(["", "x", key[-1] + "s", "ß", "a" * 3000, "a.b"])),
-                value(rng),
+                draw_value(rng),
             )
-            said.append(f"an unknown key in {'.'.join(key[:-1]) or 'the config'}")
-        elif what < 0.9:
+            mutations.append(f"an unknown key in {'.'.join(key[:-1]) or 'the config'}")
+        elif kind < 0.9:
             name = rng.choice(list(config))
             del config[name]
-            said.append(f"no {name}")
+            mutations.append(f"no {name}")
         else:
-            config[rng.choice([1, None, True, 0.5])] = value(rng)  # type: ignore[index]
-            said.append("a key that is no text")
-    return config, said
+            config[rng.choice([1, None, True, 0.5])] = draw_value(rng)  # type: ignore[index]
+            mutations.append("a key that is not text")
+    return config, mutations
 
 
-def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Return a run or a dry run of a mutated config."""
+def make_config_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case that runs a mutated config, mostly as a dry run."""
     path = folder / "config.yaml"
-    config, said = change_config(rng)
+    config, mutations = change_config(rng)
     how = rng.random()
     if how < 0.25:
-        config, said = copy.deepcopy(BASE), []
+        config, mutations = copy.deepcopy(BASE), []
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=rng.random() < 0.5)
     if how < 0.12:
         snippet = rng.choice(SNIPPETS)
-        text, said = (
+        text, mutations = (
             rng.choice([text + snippet + "\n", snippet + "\n" + text]),
             [f"with {snippet[:60]}"],
         )
     content = text.encode("utf-8", "surrogatepass")
     if 0.12 <= how < 0.25:
-        content, said = damage(content, rng), ["damaged bytes"]
+        content, mutations = damage_bytes(content, rng), ["damaged bytes"]
     path.write_bytes(content)
     argv = ["config.yaml"]
     if rng.random() < 0.8:
         argv.append("--dry-run")
-    else:  # whatever it asks for, a few updates are enough to see it start
+    else:  # two updates are enough to see that it starts
         argv += ["--out", "run", "--set", "steps=2", "evaluate.every=0", "checkpoint.every=null"]
-    return Case("train", argv, ", ".join(said))
+    return Case("train", argv, ", ".join(mutations))

@@ -1,4 +1,4 @@
-"""Files of data and of weights to begin with: images and state dicts, damaged or something else in their place."""
+"""Damage or replace the files that a run reads: images, and initial weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hostile.cases import BASE, Bases, Case, damage_file
 from tests.hostile.checkpoints import LAST
 
 
-def _images(root: Path, rng: random.Random) -> None:
+def _write_images(root: Path, rng: random.Random) -> None:
     from PIL import Image
 
     for part in ("train", "val"):
@@ -25,21 +25,21 @@ def _images(root: Path, rng: random.Random) -> None:
                 picture.save(root / part / label / f"{number}.{rng.choice(['png', 'jpg', 'jpeg'])}")
 
 
-def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Return a run that reads a damaged file."""
+def make_data_file_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case of a run that reads a damaged file."""
     config: Dict[str, Any] = copy.deepcopy(BASE)
     if rng.random() < 0.5:
-        _images(folder / "images", rng)
+        _write_images(folder / "images", rng)
         config["data"] = {"name": "image_folder", "root": "images", "size": 8}
         config["model"]["args"].update(inputs=192, classes=2)
         config.update(micro_batch_size=2, gradient_accumulation=2, method="gpipe")
         files = sorted(path for path in (folder / "images").rglob("*") if path.is_file())
-        what = damage_file(rng.choice(files), rng)
+        mutation = damage_file(rng.choice(files), rng)
         if rng.random() < 0.2:
             shutil.rmtree(
                 rng.choice([path for path in (folder / "images").rglob("*") if path.is_dir()])
             )
-            what += ", a folder gone"
+            mutation += ", a folder gone"
     else:
         import torch
         from safetensors.torch import load_file
@@ -50,7 +50,7 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
             torch.save(load_file(source), file)
         else:
             shutil.copyfile(source, file)
-        what = damage_file(file, rng)
+        mutation = damage_file(file, rng)
         config["init_from"] = file.name
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     argv = (
@@ -58,4 +58,4 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
         if rng.random() < 0.5
         else ["config.yaml", "--out", "run", "--set", "steps=2"]
     )
-    return Case("train", argv, what)
+    return Case("train", argv, mutation)

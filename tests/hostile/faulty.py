@@ -1,4 +1,4 @@
-"""Objects of a user's own that misbehave: each raises, returns or does something odd in one of its methods.
+"""User objects that misbehave: each raises, returns or does something odd in one of its methods.
 
 The config names a function here and the fault: `{entry: tests.hostile.faulty:make_callback, args: {where: on_step, how: ...}}`.
 """
@@ -17,7 +17,7 @@ from ipu_pipe.data import load_data
 
 
 class Unprintable(Exception):
-    """An exception whose text cannot be made."""
+    """An exception whose text cannot be formatted."""
 
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -26,7 +26,7 @@ class Unprintable(Exception):
 
 
 class UnprintableBase(BaseException):
-    """The same, of no `Exception`."""
+    """A BaseException whose text cannot be formatted."""
 
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -35,7 +35,7 @@ class UnprintableBase(BaseException):
 
 
 class NotText(RuntimeError):
-    """An exception whose text is no text."""
+    """An exception whose `str` is not a text."""
 
     def __str__(self) -> str:
         return 3  # type: ignore[return-value]
@@ -48,12 +48,12 @@ class Loop(Exception):
         self.__cause__ = self
 
 
-def fail(error: BaseException) -> Any:
-    """Raise."""
+def raise_error(error: BaseException) -> Any:
+    """Raise `error`."""
     raise error
 
 
-def _close(stream: Any) -> None:
+def _close_stream(stream: Any) -> None:
     stream.close()
 
 
@@ -69,32 +69,32 @@ def _nest(depth: int) -> Any:
 
 
 HOW: Dict[str, Callable[[], Any]] = {
-    "unprintable": lambda: fail(Unprintable()),
-    "unprintable base": lambda: fail(UnprintableBase()),
-    "not text": lambda: fail(NotText()),
-    "own cause": lambda: fail(Loop()),
-    "cancelled": lambda: fail(asyncio.CancelledError()),
-    "generator exit": lambda: fail(GeneratorExit()),
-    "base": lambda: fail(BaseException("base")),
-    "exit": lambda: fail(SystemExit()),
+    "unprintable": lambda: raise_error(Unprintable()),
+    "unprintable base": lambda: raise_error(UnprintableBase()),
+    "not text": lambda: raise_error(NotText()),
+    "own cause": lambda: raise_error(Loop()),
+    "cancelled": lambda: raise_error(asyncio.CancelledError()),
+    "generator exit": lambda: raise_error(GeneratorExit()),
+    "base": lambda: raise_error(BaseException("base")),
+    "exit": lambda: raise_error(SystemExit()),
     "exit 0": lambda: sys.exit(0),
     "exit 3": lambda: sys.exit(3),
     "exit text": lambda: sys.exit("over"),
-    "exit object": lambda: fail(SystemExit(Unprintable())),
-    "exit true": lambda: fail(SystemExit(True)),
-    "stop iteration": lambda: fail(StopIteration(3)),
-    "memory": lambda: fail(MemoryError()),
+    "exit object": lambda: raise_error(SystemExit(Unprintable())),
+    "exit true": lambda: raise_error(SystemExit(True)),
+    "stop iteration": lambda: raise_error(StopIteration(3)),
+    "memory": lambda: raise_error(MemoryError()),
     "recursion": _recurse,
-    "assertion": lambda: fail(AssertionError()),
-    "os": lambda: fail(OSError()),
-    "broken pipe": lambda: fail(BrokenPipeError(32, "Broken pipe")),
-    "not implemented": lambda: fail(NotImplementedError()),
-    "lines": lambda: fail(RuntimeError("\x1b[31mred\nmore\u2028lines\ud800")),
-    "empty": lambda: fail(ValueError("\n \n")),
-    "long": lambda: fail(ValueError("a" * 100_000)),
-    "bad input": lambda: fail(ipu_pipe.BadInput("own: fault")),
-    "stdout": lambda: _close(sys.stdout),
-    "stderr": lambda: _close(sys.stderr),
+    "assertion": lambda: raise_error(AssertionError()),
+    "os": lambda: raise_error(OSError()),
+    "broken pipe": lambda: raise_error(BrokenPipeError(32, "Broken pipe")),
+    "not implemented": lambda: raise_error(NotImplementedError()),
+    "lines": lambda: raise_error(RuntimeError("\x1b[31mred\nmore\u2028lines\ud800")),
+    "empty": lambda: raise_error(ValueError("\n \n")),
+    "long": lambda: raise_error(ValueError("a" * 100_000)),
+    "bad input": lambda: raise_error(ipu_pipe.BadInput("own: fault")),
+    "stdout": lambda: _close_stream(sys.stdout),
+    "stderr": lambda: _close_stream(sys.stderr),
     "deep": lambda: _nest(2000),
     "none": lambda: None,
     "tuple": lambda: (torch.zeros(()), 1),
@@ -110,12 +110,12 @@ HOW: Dict[str, Callable[[], Any]] = {
 RAISING = list(HOW)[: list(HOW).index("stdout")]
 
 
-def wrong_signature() -> None:
-    """Take no argument, whatever a caller gives."""
+def take_no_argument() -> None:
+    """Take no argument, so that every call with one fails."""
 
 
-class _Counted:
-    """Return the right result for the first calls, then misbehave."""
+class _LateFault:
+    """Return the real result for the first `after` calls, then misbehave."""
 
     def __init__(self, how: str, after: int, real: Callable[..., Any]) -> None:
         self._how, self._after, self._real = how, after, real
@@ -124,14 +124,14 @@ class _Counted:
         self._after -= 1
         if self._after >= 0:
             return self._real(*args, **kwargs)
-        return wrong_signature(*args, **kwargs) if self._how == "signature" else HOW[self._how]()
+        return take_no_argument(*args, **kwargs) if self._how == "signature" else HOW[self._how]()
 
 
 def make_callback(where: str, how: str, after: int = 0) -> ipu_pipe.Callback:
-    """Return a callback, of whose methods one misbehaves."""
+    """Return a callback whose method `where` misbehaves after `after` calls."""
     callback = ipu_pipe.Callback()
     method = (
-        wrong_signature if how == "signature" else _Counted(how, after, getattr(callback, where))
+        take_no_argument if how == "signature" else _LateFault(how, after, getattr(callback, where))
     )
     kind = type("Faulty", (ipu_pipe.Callback,), {where: staticmethod(method)})
     faulty: ipu_pipe.Callback = kind()
@@ -141,8 +141,8 @@ def make_callback(where: str, how: str, after: int = 0) -> ipu_pipe.Callback:
 CHOSEN: List[Any] = ["", "", 0]
 
 
-def choose(where: str, how: str, after: int) -> None:
-    """Choose what `model`, `data`, `loss`, `metric`, `optimizer` and `scheduler` do."""
+def set_fault(where: str, how: str, after: int) -> None:
+    """Set the one fault of `Model`, `make_faulty_data`, `loss`, `metric`, `Optimizer` and `make_scheduler`."""
     CHOSEN[:] = [where, how, after]
 
 
@@ -150,17 +150,17 @@ def _wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     where, how, after = CHOSEN
     if where != name:
         return real
-    return wrong_signature if how == "signature" else _Counted(how, after, real)
+    return take_no_argument if how == "signature" else _LateFault(how, after, real)
 
 
 class Model(nn.Module):
-    """Two layers."""
+    """Two layers with at most one misbehaving method."""
 
     def __init__(self, where: str, how: str, after: int, **others: Any) -> None:
         super().__init__()
-        choose(where, how, after)
+        set_fault(where, how, after)
         if where == "constructor":
-            _Counted(how, 0, int)()
+            _LateFault(how, 0, int)()
         self.a, self.b = nn.Linear(64, 8), nn.Linear(8, 10)
         for name in ("forward", "state_dict", "load_state_dict"):
             if where == name:
@@ -171,8 +171,8 @@ class Model(nn.Module):
         return scores
 
 
-def make_data(seed: int = 0) -> Any:
-    """Return digits with one method that misbehaves."""
+def make_faulty_data(seed: int = 0) -> Any:
+    """Return digits whose methods may misbehave."""
     data = load_data("digits", None, 0, subset=64, test_subset=32)
     for name in ("train_batch", "test_batches", "train_batches_per_epoch"):
         setattr(data, name, _wrap(name, getattr(data, name)))
@@ -180,7 +180,7 @@ def make_data(seed: int = 0) -> Any:
 
 
 def loss(output: torch.Tensor, y: torch.Tensor) -> Any:
-    """Return the cross-entropy, or what was chosen."""
+    """Return the cross-entropy, or misbehave."""
     global _loss
     if _loss is None:
         _loss = _wrap("loss", nn.functional.cross_entropy)
@@ -192,7 +192,7 @@ _metric: Any = None
 
 
 def metric(output: torch.Tensor, y: torch.Tensor) -> Any:
-    """Return a mean, or what was chosen."""
+    """Return a mean, or misbehave."""
     global _metric
     if _metric is None:
         _metric = _wrap("metric", lambda output, y: output.mean())
@@ -200,11 +200,11 @@ def metric(output: torch.Tensor, y: torch.Tensor) -> Any:
 
 
 class Optimizer(torch.optim.SGD):
-    """SGD whose step misbehaves."""
+    """SGD whose step may misbehave."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         if CHOSEN[0] == "optimizer":
-            _Counted(CHOSEN[1], 0, int)()
+            _LateFault(CHOSEN[1], 0, int)()
         super().__init__(params, lr=lr)
         self.step = _wrap("step", super().step)  # type: ignore[method-assign]
         self._plain = _wrap("optimizer state", dict)
@@ -215,7 +215,7 @@ class Optimizer(torch.optim.SGD):
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
-    """Return a scheduler that misbehaves."""
+    """Return a scheduler that may misbehave."""
     real = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1.0)
     where, how, after = CHOSEN
     if where == "empties":
@@ -227,6 +227,6 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
     elif where == "rate":
         optimizer.param_groups[0]["lr"] = HOW[how]()
     elif where == "scheduler":
-        return _Counted(how, 0, int)()
+        return _LateFault(how, 0, int)()
     real.step = _wrap("scheduler step", real.step)  # type: ignore[method-assign]
     return real

@@ -1,4 +1,4 @@
-"""Run folders: outputs damaged, swapped for pipes, links, folders; left-overs; then resumed, overwritten or started in."""
+"""Damage run folders: replace outputs by pipes, links and folders, add leftovers; then resume, overwrite or start a run there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from tests.hostile.cases import Bases, Case, damage_file
-from tests.hostile.checkpoints import resumed
+from tests.hostile.checkpoints import make_resume_case
 
 LEFT = [
     "checkpoints/.step-4.old",
@@ -20,17 +20,17 @@ LEFT = [
 ]
 
 
-def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Return a run folder that is not as the run left it."""
+def make_folder_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case that trains in a damaged run folder."""
     run = folder / "run"
     shutil.copytree(bases.run, run)
     files = sorted(path for path in run.iterdir() if path.is_file())
-    said = []
+    mutations = []
     for _ in range(rng.choice([1, 1, 2])):
         how = rng.random()
         if how < 0.6:
             file = rng.choice(files)
-            said.append(
+            mutations.append(
                 damage_file(file, rng) if file.is_file() and not file.is_symlink() else "nothing"
             )
         elif how < 0.8:
@@ -41,7 +41,7 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
                     os.mkfifo(left)
                 else:
                     left.mkdir() if kind == "folder" else left.touch()
-            said.append(f"{left.name} left over")
+            mutations.append(f"{left.name} left over")
         else:
             old = run / "checkpoints"
             if old.is_dir() and not old.is_symlink():
@@ -51,14 +51,14 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
                     old.write_text("x")
                 elif how_else == "link":
                     old.symlink_to("nowhere")
-                said.append(f"checkpoints: {how_else}")
-    what = ", ".join(said)
+                mutations.append(f"checkpoints: {how_else}")
+    mutation = ", ".join(mutations)
     if rng.random() < 0.6:
-        return resumed(folder, bases, what)
+        return make_resume_case(folder, bases, mutation)
     argv = [
         str(bases.end / "config.yaml"),
         "--out",
         rng.choice(["run", "run/", "run/checkpoints", "run/config.yaml", "run/.."]),
     ]
     how_started = rng.choice([["--overwrite"], ["--overwrite"], []])
-    return Case("train", [*argv, *how_started, "--set", "steps=2"], what)
+    return Case("train", [*argv, *how_started, "--set", "steps=2"], mutation)

@@ -1,4 +1,4 @@
-"""Manifests whose values are changed and whose seal is made anew, as a forger would."""
+"""Forge manifests of checkpoints: change values, then recompute the seal."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
-from tests.hostile.cases import NESTED, Bases, Case, value
-from tests.hostile.checkpoints import _places
+from tests.hostile.cases import NESTED, Bases, Case, draw_value
+from tests.hostile.checkpoints import list_places
 
 ZEROS = "0" * 64
 OUTSIDE = [
@@ -24,12 +24,12 @@ OUTSIDE = [
     "model.safetensors/x",
     "a" * 300,
 ]
-# values as deep as what has a type there, and of another type
+# values of other types, some nested as deep as those of a manifest
 ODD: List[Any] = [*NESTED, None, True, 0, -1, 1.5, 1e308, "", "text", "3"]
 
 
 def write_sealed(path: Path, manifest: Dict[str, Any]) -> None:
-    """Write a manifest with the SHA-256 of its own text."""
+    """Write a manifest with the SHA-256 of its text."""
     text = json.dumps({**manifest, "sha256": ZEROS}, indent=1) + "\n"
     path.write_text(text.replace(ZEROS, hashlib.sha256(text.encode()).hexdigest(), 1))
 
@@ -49,16 +49,16 @@ def _change_section(manifest: Dict[str, Any], rng: random.Random) -> str:
     key = rng.choice(
         ["optimizer", "position", "callbacks", "keys", "updates", "step", "schema", "files"]
     )
-    manifest[key] = rng.choice([rng.choice(ODD), value(rng)])
+    manifest[key] = rng.choice([rng.choice(ODD), draw_value(rng)])
     return key
 
 
 def _change_inside(manifest: Dict[str, Any], rng: random.Random) -> str:
-    place = rng.choice(_places(manifest))
+    place = rng.choice(list_places(manifest))
     section: Any = manifest
     for key in place[:-1]:
         section = section[key]
-    section[place[-1]] = rng.choice([rng.choice(ODD), value(rng)])
+    section[place[-1]] = rng.choice([rng.choice(ODD), draw_value(rng)])
     return ".".join(map(str, place))
 
 
@@ -76,12 +76,12 @@ CHANGES: List[Callable[[Dict[str, Any], random.Random], str]] = [
 ]  # fmt: skip
 
 
-def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Return a run with a forged checkpoint that is resumed, evaluated, exported or used for predictions."""
+def make_manifest_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case that resumes, evaluates, exports or predicts with a forged checkpoint."""
     shutil.copytree(bases.run, folder / "run")
     newest = folder / "run" / "checkpoints" / "step-4"
     manifest = json.loads((newest / "manifest.json").read_text())
-    what = rng.choice(CHANGES)(manifest, rng)
+    mutation = rng.choice(CHANGES)(manifest, rng)
     write_sealed(newest / "manifest.json", manifest)
     argv = rng.choice([
         ("train", ["run/config.yaml", "--out", "run", "--resume"]),
@@ -92,4 +92,4 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
         ("export", ["run", "--to", "w.safetensors", "--step", "best"]),
         ("predict", ["run"]),
     ])  # fmt: skip
-    return Case(*argv, what)
+    return Case(*argv, mutation)

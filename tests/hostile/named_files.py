@@ -1,5 +1,5 @@
-"""Every file that a config or an option names, with a pipe, a device, a folder or something too large in its place; and paths
-that no system has, handed over by Python."""
+"""Replace files that a config or an option names by a pipe, a device, a folder or a huge file; and pass impossible paths
+from Python."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OF_RUN = [
 
 
 def put_something(path: Path, rng: random.Random) -> str:
-    """Put something that is not a small regular file in a place."""
+    """Put something that is not a small regular file at `path`. Return a description."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file():
         path.unlink()
@@ -87,24 +87,24 @@ def put_something(path: Path, rng: random.Random) -> str:
     return f"{path.name}: {how}"
 
 
-def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Return a command that reads something which is not a file."""
+def make_named_file_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case of a command that reads something which is not a regular file."""
     config: Dict[str, Any] = copy.deepcopy(BASE)
     how = rng.random()
     if how < 0.6:
         tool, argv, suffix = rng.choice(READERS)
-        what = put_something(folder / f"odd{suffix}", rng)
+        mutation = put_something(folder / f"odd{suffix}", rng)
         argv = [word.replace("FILE", f"odd{suffix}") for word in argv]
         if "run" in argv:
             shutil.copytree(bases.end, folder / "run")
     elif how < 0.75:
         name = rng.choice(sorted(DATA))
         config["data"] = {"name": name, "root": "data"}
-        what = put_something(folder / "data" / DATA[name], rng)
+        mutation = put_something(folder / "data" / DATA[name], rng)
         tool, argv = "train", ["config.yaml", "--dry-run"]
     elif how < 0.9:
         shutil.copytree(bases.run, folder / "run")
-        what = put_something(folder / "run" / rng.choice(OF_RUN), rng)
+        mutation = put_something(folder / "run" / rng.choice(OF_RUN), rng)
         tool, argv = rng.choice([
             ("train", ["config.yaml", "--out", "run", "--resume"]),
             ("train", ["config.yaml", "--out", "run", "--overwrite", "--set", "steps=2"]),
@@ -113,13 +113,13 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
     else:
         shutil.copytree(bases.end, folder / "run")
         number = rng.randrange(1000)
-        tool, argv, what = "call", [str(number)], f"a path with a NUL, call {number}"
+        tool, argv, mutation = "call", [str(number)], f"an impossible path, call {number}"
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    return Case(tool, argv, what)
+    return Case(tool, argv, mutation)
 
 
-def call() -> None:
-    """Call a function or a command of the library from Python with a path that no system has."""
+def call_with_odd_path() -> None:
+    """Call a function or a command of the library from Python with an impossible path."""
     import sys
 
     import torch

@@ -1,4 +1,4 @@
-"""Cases run in forked children of a process that has imported everything, each bounded in time and memory, and judged."""
+"""Run cases in forks of a process that has imported everything, limit their time and memory, and judge how they end."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from tests.hostile import (
     user_code,
     weights,
 )
-from tests.hostile.cases import BASE, Bases, Case, Make
+from tests.hostile.cases import BASE, Bases, Case, CaseMaker
 
-KINDS: Dict[str, Make] = {
-    "configs": configs.make,
-    "command_lines": command_lines.make,
-    "checkpoints": checkpoints.make,
-    "folders": folders.make,
-    "data_files": data_files.make,
-    "traces": traces.make,
-    "plans": commands.make_plan,
-    "commands": commands.make,
-    "weights": weights.make,
-    "manifests": manifests.make,
-    "named_files": named_files.make,
-    "user_code": user_code.make,
+KINDS: Dict[str, CaseMaker] = {
+    "configs": configs.make_config_case,
+    "command_lines": command_lines.make_command_line_case,
+    "checkpoints": checkpoints.make_checkpoint_case,
+    "folders": folders.make_folder_case,
+    "data_files": data_files.make_data_file_case,
+    "traces": traces.make_trace_case,
+    "plans": commands.make_plan_case,
+    "commands": commands.make_command_case,
+    "weights": weights.make_weights_case,
+    "manifests": manifests.make_manifest_case,
+    "named_files": named_files.make_named_file_case,
+    "user_code": user_code.make_user_code_case,
 }
-# in which turn the kinds come: most cases where most can be said
+# the order of the kinds: the most cases for those with the most variants
 TURN = (
     *("configs", "command_lines", "checkpoints", "traces", "commands"),
     *("configs", "plans", "folders", "traces", "commands"),
@@ -65,26 +65,26 @@ SECONDS = 30  # of a case
 MORE_MEMORY = 3 * 2**30  # address space of a case beyond what the imports take, in bytes
 MOST_WRITTEN = 2**28  # of a file
 LONGEST = 2100  # characters of a fault's line
-# a fault of ours that was reported as the user's: their own lines are never in our files
+# a bug of ours that is reported as the user's: the lines of user code are never in our files
 OURS = re.compile(re.escape(str(ROOT)) + r"/(?:ipu_pipe|tools/experiments)/[\w/]+\.py:\d+")
 
 
 class Result(NamedTuple):
-    """How a case ended. `bad`: what must not be, "" if nothing."""
+    """The end of a case. `bad`: the violated rule, "" if none; `error_output`: standard error."""
 
     kind: str
     number: int
-    what: str
+    mutation: str
     argv: Sequence[str]
     code: Optional[int]
     seconds: float
     bad: str
-    said: str
+    error_output: str
 
 
-def prepare() -> None:
-    """Import all that cases need, so that none pays for it; torch on one thread before its first operation, since threads do not
-    survive a fork."""
+def import_everything() -> None:
+    """Import everything that cases need, so that no case pays for it. Torch gets one thread before its first operation, since
+    threads do not survive a fork."""
     import torch
 
     torch.set_num_threads(1)
@@ -99,11 +99,13 @@ def prepare() -> None:
 
 
 def make_bases(scratch: Path) -> Bases:
-    """Return the runs that cases damage: one to the end, and the same as it was after update 4."""
+    """Train the run that cases damage; return its folder at the end and as it was after update 4."""
     bases = Bases(scratch / "interrupted", scratch / "finished")
     (scratch / "config.yaml").write_text(yaml.safe_dump(BASE, sort_keys=False))
-    _quietly(Case("train", [str(scratch / "config.yaml"), "--out", str(bases.end)], ""), scratch)
-    said = _quietly(
+    _run_base_case(
+        Case("train", [str(scratch / "config.yaml"), "--out", str(bases.end)], ""), scratch
+    )
+    evaluation = _run_base_case(
         Case(
             "train",
             [str(scratch / "config.yaml"), "--evaluate", str(bases.end / checkpoints.LAST)],
@@ -114,27 +116,27 @@ def make_bases(scratch: Path) -> Bases:
     shutil.copytree(bases.end, bases.run)
     shutil.rmtree(bases.run / checkpoints.LAST)
     (bases.run / "summary.json").unlink()
-    known = _quietly(
+    earlier_evaluation = _run_base_case(
         Case("train", ["config.yaml", "--evaluate", str(bases.run / "checkpoints" / "step-4")], ""),
         scratch,
     )
-    assert known != said, "two checkpoints that evaluate alike tell nothing apart"
-    (bases.end / "evaluated.json").write_text(known)
+    assert earlier_evaluation != evaluation, "two checkpoints must not have the same figures"
+    (bases.end / "evaluated.json").write_text(earlier_evaluation)
     return bases
 
 
-def _quietly(case: Case, folder: Path) -> str:
-    child = _start(case, folder, "base")
-    code, said, wrong = _ended(child, 10 * SECONDS)
+def _run_base_case(case: Case, folder: Path) -> str:
+    child = _start_child(case, folder, "base")
+    code, output, error_output = _wait_for_child(child, 10 * SECONDS)
     if code != 0:
-        raise RuntimeError(f"a base run failed: {case.argv}: exit code {code}: {wrong}")
+        raise RuntimeError(f"a base run failed: {case.argv}: exit code {code}: {error_output}")
     for name in (
         Path(f"{child.out}.modules").read_text().split()
-    ):  # what was imported on the way, for all that come after
+    ):  # import what the base run imported, for all later forks
         if name not in sys.modules and "." in name:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-    return said
+    return output
 
 
 class _Child(NamedTuple):
@@ -144,7 +146,7 @@ class _Child(NamedTuple):
     started: float
 
 
-def _start(case: Case, folder: Path, name: str) -> _Child:
+def _start_child(case: Case, folder: Path, name: str) -> _Child:
     out = folder / f".{name}"
     end, write_end = os.pipe()
     sys.stdout.flush()
@@ -152,12 +154,12 @@ def _start(case: Case, folder: Path, name: str) -> _Child:
     pid = os.fork()
     if pid == 0:
         os.close(end)
-        _be(case, folder, out)
+        _run_in_child(case, folder, out)
     os.close(write_end)
     return _Child(pid, end, out, time.monotonic())
 
 
-def _be(case: Case, folder: Path, out: Path) -> NoReturn:
+def _run_in_child(case: Case, folder: Path, out: Path) -> NoReturn:
     """Run the case in this process, a child of its own group, and end it as Python would."""
     code = 1
     try:
@@ -177,9 +179,9 @@ def _be(case: Case, folder: Path, out: Path) -> NoReturn:
         for name in ("RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
         sys.argv = [f"tools/{case.tool}.py", *case.argv]
-        run_command(_main_of(case.tool))
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
+        run_command(_find_main(case.tool))
+    except SystemExit as exit:
+        code = exit.code if isinstance(exit.code, int) else 0 if exit.code is None else 1
     except BaseException:
         traceback.print_exc()
     finally:
@@ -191,19 +193,19 @@ def _be(case: Case, folder: Path, out: Path) -> NoReturn:
         os._exit(code)
 
 
-def _main_of(tool: str) -> Callable[[], None]:
+def _find_main(tool: str) -> Callable[[], None]:
     if tool == "predict":
-        return commands.predict
+        return commands.predict_run
     if tool == "call":
-        return named_files.call
+        return named_files.call_with_odd_path
     module = f"ipu_pipe.cli.{tool}" if tool in TOOLS else f"tools.{tool}"
     main: Callable[[], None] = importlib.import_module(module).main
     return main
 
 
-def _ended(child: _Child, left: float) -> Tuple[Optional[int], str, str]:
-    """Exit code (None: it had to be killed; negative: by a signal), standard output and error of a child."""
-    ready, _, _ = select.select([child.end], [], [], max(left, 0))
+def _wait_for_child(child: _Child, seconds: float) -> Tuple[Optional[int], str, str]:
+    """Wait for a child; return its exit code (None: killed at the limit; negative: by a signal), standard output and error."""
+    ready, _, _ = select.select([child.end], [], [], max(seconds, 0))
     if not ready:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -216,15 +218,15 @@ def _ended(child: _Child, left: float) -> Tuple[Optional[int], str, str]:
         if os.WIFSIGNALED(status)
         else os.WEXITSTATUS(status)
     )
-    said, wrong = (
+    output, error_output = (
         Path(f"{child.out}.{name}").read_text(encoding="utf-8", errors="replace")
         for name in ("out", "err")
     )
-    return code, said, wrong
+    return code, output, error_output
 
 
-def choose(count: int) -> List[Tuple[str, int]]:
-    """Return the first `count` cases: kind and number within the kind."""
+def list_cases(count: int) -> List[Tuple[str, int]]:
+    """Return the first `count` cases: kind, and number within the kind."""
     counted = dict.fromkeys(KINDS, 0)
     chosen = []
     for i in range(count):
@@ -234,52 +236,54 @@ def choose(count: int) -> List[Tuple[str, int]]:
     return chosen
 
 
-def make_case(kind: str, number: int, seed: int, folder: Path, bases: Bases) -> Case:
-    """Return the case `number` of `kind`, its files in `folder`."""
+def make_numbered_case(kind: str, number: int, seed: int, folder: Path, bases: Bases) -> Case:
+    """Make case `number` of `kind`, with its files in `folder`."""
     return KINDS[kind](random.Random(f"{seed}/{kind}/{number}"), folder, bases)
 
 
-def judged(case: Case, code: Optional[int], said: str, wrong: str) -> str:
-    """Return what is bad about how a case ended, or ""."""
-    lines = [line for line in wrong.splitlines() if line.startswith("error: ")]
+def judge_case(case: Case, code: Optional[int], output: str, error_output: str) -> str:
+    """Return the rule that a case violates, with details, or ""."""
+    lines = [line for line in error_output.splitlines() if line.startswith("error: ")]
     if code is None:
         return f"hang: killed after {SECONDS} s"
-    if "Traceback (most recent call last)" in wrong:
-        return f"traceback: {wrong.strip().splitlines()[-1]}"
-    if re.search(r"\w+Warning: ", wrong):
-        return f"warning: {wrong.strip().splitlines()[-1]}"
+    if "Traceback (most recent call last)" in error_output:
+        return f"traceback: {error_output.strip().splitlines()[-1]}"
+    if re.search(r"\w+Warning: ", error_output):
+        return f"warning: {error_output.strip().splitlines()[-1]}"
     if code not in (0, 1, 2):
         return f"exit code: {code}"
     if code and not lines:
-        return f"no line: exit code {code}, standard error {wrong[-200:]!r}"
+        return f"no line: exit code {code}, standard error {error_output[-200:]!r}"
     if any(len(line) > LONGEST or not line.isprintable() for line in lines):
         return "no line: too long, or not printable"
     if any(OURS.search(line) for line in lines):
         return f"our line: {next(filter(OURS.search, lines))}"
-    if any(not line.isprintable() for line in (said + wrong).replace("\t", " ").split("\n")):
+    if any(
+        not line.isprintable() for line in (output + error_output).replace("\t", " ").split("\n")
+    ):
         return "not printable: on standard output or error"
-    if code == 0 and case.differs is not None:
+    if code == 0 and case.find_difference is not None:
         try:
-            difference = case.differs(said)
-        except Exception as error:  # what it wrote cannot be read
+            difference = case.find_difference(output)
+        except Exception as error:  # its output cannot be read
             difference = f"its result cannot be read: {type(error).__name__}: {error}"
         return f"differs: {difference}" if difference else ""
     return ""
 
 
 def run_cases(
-    wanted: Sequence[Tuple[str, int]], seed: int, scratch: Path, workers: int
+    cases: Sequence[Tuple[str, int]], seed: int, scratch: Path, workers: int
 ) -> Iterator[Result]:
-    """Run the cases (kind, number), `workers` at a time, as they end."""
+    """Run the cases (kind, number), `workers` at a time; yield each result as its case ends."""
     bases = make_bases(scratch)
-    waiting, running = list(reversed(wanted)), []  # type: ignore[var-annotated]
+    waiting, running = list(reversed(cases)), []  # type: ignore[var-annotated]
     while waiting or running:
         while waiting and len(running) < workers:
             kind, number = waiting.pop()
             folder = scratch / f"{kind}-{number}"
             folder.mkdir()
-            case = make_case(kind, number, seed, folder, bases)
-            running.append((kind, number, case, folder, _start(case, folder, "case")))
+            case = make_numbered_case(kind, number, seed, folder, bases)
+            running.append((kind, number, case, folder, _start_child(case, folder, "case")))
         first = min(entry[4].started for entry in running)
         ready, _, _ = select.select(
             [e[4].end for e in running], [], [], max(first + SECONDS - time.monotonic(), 0)
@@ -289,22 +293,22 @@ def run_cases(
             age = time.monotonic() - child.started
             if child.end in ready or age >= SECONDS:
                 running.remove(entry)
-                code, said, wrong = _ended(child, 0)
+                code, output, error_output = _wait_for_child(child, 0)
                 yield Result(
                     kind,
                     number,
-                    case.what,
+                    case.mutation,
                     [case.tool, *case.argv],
                     code,
                     age,
-                    judged(case, code, said, wrong),
-                    wrong,
+                    judge_case(case, code, output, error_output),
+                    error_output,
                 )
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def table(results: Sequence[Result]) -> str:
-    """Return how the cases ended, a row a kind."""
+def format_results(results: Sequence[Result]) -> str:
+    """Format a table of how the cases ended, with a row for each kind."""
     bads = (
         "traceback",
         "hang",
@@ -325,4 +329,4 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-__all__ = ["KINDS", "choose", "prepare", "run_cases", "table"]
+__all__ = ["KINDS", "format_results", "import_everything", "list_cases", "run_cases"]

@@ -1,4 +1,4 @@
-"""Traces: a run's own files and Chrome's JSON, damaged in their bytes and values; then analyzed, also into odd output files."""
+"""Damage traces, of a run and of Chrome's JSON, in bytes and values; then analyze them, also into odd output files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.cases import FLOATS, HUGE, Bases, Case, damage, damage_file, odd_output, value
+from tests.hostile.cases import (
+    FLOATS,
+    HUGE,
+    Bases,
+    Case,
+    damage_bytes,
+    damage_file,
+    draw_value,
+    make_odd_output,
+)
 
-# events of PyTorch's profiler, of another program, and of none
+# events of PyTorch's profiler, of another program, and invalid ones
 FOREIGN = [
     {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0},
     {
@@ -33,7 +42,7 @@ FOREIGN = [
 
 
 def _change_chrome(path: Path, rng: random.Random) -> str:
-    """Change one value of a Chrome trace, whose JSON stays JSON."""
+    """Change one value of a Chrome trace; the file stays valid JSON."""
     trace = json.loads(gzip.decompress(path.read_bytes()))
     section: Any = rng.choice([trace, trace["otherData"], *rng.sample(trace["traceEvents"], 3)])
     for _ in range(rng.choice([0, 0, 1, 2])):
@@ -46,14 +55,14 @@ def _change_chrome(path: Path, rng: random.Random) -> str:
     keys = list(section) if isinstance(section, dict) else list(range(len(section)))
     key = rng.choice(keys or [0])
     if isinstance(section, dict) or section:
-        section[key] = rng.choice([rng.choice(HUGE), rng.choice(FLOATS), value(rng)])
+        section[key] = rng.choice([rng.choice(HUGE), rng.choice(FLOATS), draw_value(rng)])
     text = json.dumps(trace)
     path.write_bytes(gzip.compress(text.encode("utf-8", "surrogatepass"), 1))
     return f"{path.name}: {key} changed"
 
 
-def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Analyze a damaged trace, or a whole one into an odd file."""
+def make_trace_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case that analyzes a damaged trace, or a whole one into an odd file."""
     run = folder / "run"
     shutil.copytree(bases.end, run)
     stores = (
@@ -62,30 +71,35 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
         else []
     )
     chrome = run / "trace.json.gz"
-    asked, how = "run", rng.random()
+    target, how = "run", rng.random()
     if how < 0.35 and chrome.is_file():
-        asked = f"run/{chrome.name}"
-        what = _change_chrome(chrome, rng) if rng.random() < 0.7 else damage_file(chrome, rng)
+        target = f"run/{chrome.name}"
+        mutation = _change_chrome(chrome, rng) if rng.random() < 0.7 else damage_file(chrome, rng)
     elif how < 0.6 and stores:
         store = rng.choice(stores)
-        asked, what = rng.choice(["run", str(store.relative_to(folder))]), damage_file(store, rng)
+        target, mutation = (
+            rng.choice(["run", str(store.relative_to(folder))]),
+            damage_file(store, rng),
+        )
     elif how < 0.75:
-        asked = rng.choice(["profile.json", "ranks"])
+        target = rng.choice(["profile.json", "ranks"])
         (folder / "ranks").mkdir()
         for name in ("profile.json", "ranks/0.json", "ranks/1.json"):
             events = [{**event, "ts": rng.choice([0, 1, *FLOATS])} if isinstance(event, dict) else event
                       for event in rng.sample(FOREIGN, rng.randrange(1, len(FOREIGN)))]  # fmt: skip
             content = json.dumps({"traceEvents": events}).encode()
-            (folder / name).write_bytes(damage(content, rng) if rng.random() < 0.3 else content)
-        what = "another program's trace"
+            (folder / name).write_bytes(
+                damage_bytes(content, rng) if rng.random() < 0.3 else content
+            )
+        mutation = "another program's trace"
     else:
-        what = "a whole trace"
-    argv = [rng.choice([asked] * 30 + ["", ".", "/dev/null", "gone", os.fsdecode(b"\xff")])]
+        mutation = "a whole trace"
+    argv = [rng.choice([target] * 30 + ["", ".", "/dev/null", "gone", os.fsdecode(b"\xff")])]
     option = rng.choice(["", "--json", "--json", "--html", "--html", "--png", "--against"])
     if option:
         argv.append(option)
     if option in ("--html", "--png"):
-        argv.append(odd_output(rng, folder, f"out.{option[2:]}"))
+        argv.append(make_odd_output(rng, folder, f"out.{option[2:]}"))
     elif option == "--against":
         argv.append(rng.choice([str(bases.end), "run", "gone"]))
-    return Case("analyze", argv, what)
+    return Case("analyze", argv, mutation)

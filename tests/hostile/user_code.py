@@ -1,4 +1,4 @@
-"""Code of the user's own that raises, returns or does what it should not: in a callback, model, data, loss, optimizer, ..."""
+"""Make runs whose user code misbehaves: callback, model, data, loss, metric, optimizer or scheduler."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PLACES = [
     "loss", "metric", "optimizer", "step", "scheduler", "scheduler step", "rate", "empties", "empties later", "renames",
 ]  # fmt: skip
 FAULTY = "tests.hostile.faulty"
-# methods of every module: they may raise, and none returns anything else than PyTorch's own
+# methods of every module: a user's may raise, but return nothing else than PyTorch's own
 OF_MODULES = ("state_dict", "load_state_dict")
 
 
-def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Return a run whose objects misbehave in one place."""
+def make_user_code_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case of a run with one misbehaving object."""
     config = copy.deepcopy(BASE)
     how, after = (
         rng.choice([*HOW, "signature", "signature", "signature"]),
@@ -42,7 +42,7 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
         args = {"where": where, "how": how, "after": after}
         config["model"] = {"entry": f"{FAULTY}:Model", "args": args}
         config.update(
-            data={"name": f"{FAULTY}:make_data"},
+            data={"name": f"{FAULTY}:make_faulty_data"},
             loss=f"{FAULTY}:loss",
             metrics=[f"{FAULTY}:metric"],
         )

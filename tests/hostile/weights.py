@@ -1,4 +1,4 @@
-"""State dicts that torch.save or safetensors writes, but that are not names and plain tensors; evaluated or begun with."""
+"""Make files of weights with odd keys and odd values; then evaluate them or begin a run with them."""
 
 from __future__ import annotations
 
@@ -50,35 +50,35 @@ ODD: List[Callable[[torch.Tensor], Any]] = [
 
 
 def change_weights(weights: Dict[Any, Any], rng: random.Random) -> str:
-    """Change, add, or rename some of the tensors of a state dict."""
-    said = []
+    """Change, add or rename tensors of a state dict. Return a description."""
+    mutations = []
     for _ in range(rng.choice([1, 1, 1, 2])):
         name, how = rng.choice(list(weights)), rng.random()
         if how < 0.3:
             key = rng.choice(KEYS)
             weights[key] = weights.pop(name) if rng.random() < 0.5 else torch.zeros(2)
-            said.append(f"a key {key!r:.40}")
+            mutations.append(f"a key {key!r:.40}")
         elif isinstance(weights[name], torch.Tensor):
             number = rng.randrange(len(ODD))
-            # what PyTorch cannot make of a tensor that is odd already
+            # PyTorch cannot convert every tensor that is odd already
             with contextlib.suppress(Exception):
                 weights[name] = ODD[number](weights[name])
-            said.append(f"{name}: odd value {number}")
-    return ", ".join(said)
+            mutations.append(f"{name}: odd value {number}")
+    return ", ".join(mutations)
 
 
-def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Return a file of odd weights, as a checkpoint's weights, to be evaluated, or to begin with."""
+def make_weights_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case that evaluates a file of odd weights, or begins a run with it."""
     from safetensors.torch import load_file
 
     weights: Dict[Any, Any] = dict(load_file(bases.end / LAST / "model.safetensors"))
-    what = change_weights(weights, rng)
+    mutation = change_weights(weights, rng)
     outer: Any = rng.choice(
         [weights] * 6 + [OrderedDict(weights), {"model": weights}, [weights], list(weights.items())]
     )
     try:
         torch.save(outer, folder / "w.pt")
-    # a kind that PyTorch does not save
+    # PyTorch does not save every kind of tensor
     except Exception:
         torch.save({}, folder / "w.pt")
     config = copy.deepcopy(BASE)
@@ -91,4 +91,4 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
             else ["config.yaml", "--out", "r", "--set", "steps=2"]
         )
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    return Case("train", argv, what)
+    return Case("train", argv, mutation)

@@ -13,7 +13,7 @@ import torch
 import ipu_pipe
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import end_process
-from tests.forked import in_ranks
+from tests.forked import fork_ranks
 from tests.support.runs import assert_same_weights, read_summary
 
 Runs = Mapping[
@@ -25,7 +25,7 @@ def run_in_group(
     ranks: int, work: Callable[..., None], folder: Path, *arguments: Any, seconds: float = 120
 ) -> None:
     """Call `work(rank, folder, *arguments)` in forked ranks of a group; all must exit with 0."""
-    in_ranks(ranks, _work_in_group, ranks, work, folder, arguments, seconds=seconds)
+    fork_ranks(ranks, _work_in_group, ranks, work, folder, arguments, seconds=seconds)
 
 
 def end_rank(folder: Path, rank: int) -> None:
