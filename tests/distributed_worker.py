@@ -178,7 +178,7 @@ def run_case(case: Case, rank: int, placement: Sequence[int]) -> Dict[str, torch
         losses = []
         for k in range(updates_of(case)):
             if k * accumulate in drains_of(case):  # here is an evaluation, with kernels of its own
-                assert not double.pending(), "receives are posted while the pipeline is empty"
+                assert not double.count_pending(), "receives are posted while the pipeline is empty"
             losses += [tables for _, tables in run_batches(engine, schedule, k, k + 1)]
         engine.close()
     state: Dict[str, torch.Tensor] = {}
