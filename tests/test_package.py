@@ -76,8 +76,8 @@ def test_commands_are_named_as_they_are_called(
 
 
 def test_tools_of_the_clone_keep_their_names() -> None:
-    """A tool that exists in a clone alone keeps its path. Story: the wheel's help named `ipu-
-    pipe bench`, a command that does not exist."""
+    """A tool that exists in a clone alone keeps its path. Story: the wheel's help named
+    `ipu-pipe bench`, a command that does not exist."""
     line = "python tools/bench.py, tools/reproduce.py NAME"
     assert shipped.name_commands(line, "ipu-pipe") == line
 

@@ -60,7 +60,7 @@ def test_the_page_holds_all_of_the_trace(tmp_path: Path) -> None:
     assert {curve["name"] for curve in curves} == {"memory"} and len(curves[0]["values"]) == 4
 
 
-def test_times_of_a_wall_clock_count_from_the_first_event(tmp_path: Path) -> None:
+def test_times_of_a_wall_clock_count_from_the_begin_of_the_run(tmp_path: Path) -> None:
     begin = 1_765_000_000_123_456_789
     events = [
         Event(0, 0, "forward", m, begin + 10 * m, begin + 10 * m + 9, 0, 1 << 40) for m in range(3)

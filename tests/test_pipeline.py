@@ -473,7 +473,7 @@ def test_on_update_sees_replicas_of_their_own_before_and_after_their_average() -
     assert torch.equal(weights[4, True, 3][0], torch.cat(last))
 
 
-# ---- what is refused, at the call, with nothing half done
+# ---- refusals: at the call, without any change
 
 
 def test_a_batch_must_divide_into_microbatches() -> None:
@@ -755,7 +755,8 @@ def test_microbatches_have_weights(method: str, tmp_path: Path) -> None:
 
 
 def test_stages_are_planned_for_a_hardware():
-    """Story: a fault asked to name the devices, for which there was no argument."""
+    """Stages can be planned for a hardware. Story: a message requested the devices, for which
+    there was no argument."""
     layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

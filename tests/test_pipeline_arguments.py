@@ -85,7 +85,7 @@ def test_a_device_that_is_not_there() -> None:
 # ---- device and deadline
 
 
-def test_the_device_is_the_models_own_or_the_one_that_is_given() -> None:
+def test_the_device_is_the_models_or_the_argument() -> None:
     for arguments in (
         {},
         {"device": "cpu"},
@@ -154,7 +154,7 @@ def fail_in_a_call(rank: int, folder: Path) -> None:
     "work",
     mark_slow([call_late, call_another_method, fail_in_a_call], lambda work: work is call_late),
 )
-def test_a_lost_rank_is_named_with_the_call_that_it_has_not_made(work: Any, tmp_path: Path) -> None:
+def test_a_lost_rank_is_named_with_its_missing_call(work: Any, tmp_path: Path) -> None:
     run_until_both_ranks_end(work, tmp_path)
 
 
@@ -438,7 +438,7 @@ def compare_measures(rank: int, folder: Path) -> None:
 
 
 @needs_processes
-def test_every_rank_measures_what_the_emulator_does(tmp_path: Path) -> None:
+def test_every_rank_measures_the_same_as_the_emulator(tmp_path: Path) -> None:
     for name in ("pipedream", "local_greedy", "replicas"):
         measured = measure_after_four_updates(Loop(SHARDED[name]))
         assert measured["named"] == pytest.approx(measured["whole"], rel=1e-12)

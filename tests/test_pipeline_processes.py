@@ -33,7 +33,7 @@ from tests.support.slow import mark_slow
 from tests.test_pipeline import CASES
 
 pytestmark = needs_processes
-# their delays are not the pipeline's own
+# methods whose delays are drawn, so that processes refuse them
 EMULATED = ("pipemare_hogwild", "randomized_pipedream", "randomized_nag")
 
 

@@ -246,7 +246,7 @@ REFUSED: Dict[str, Refusal] = {
         "method_args.spike_compensation: adam", make_optimizer=torch.optim.Adam,
     ),
     "adam predicts": Refusal({"method": "spectrain"}, "method: adam", "method: adam", make_optimizer=torch.optim.Adam),
-    # what the method does to the model
+    # requirements of the method on the model
     "counter of replicas": Refusal({"replicas": 2}, "model: 3.count", "model: 3.count", add_layers(CountingLayer())),
     "counter of rounds": Refusal({"method": "local_sgd"}, "model: 3.count", "model: 3.count", add_layers(CountingLayer())),
     "written weight": Refusal(
@@ -290,7 +290,7 @@ REFUSED: Dict[str, Refusal] = {
     ),
     "trained loss": Refusal({}, "loss: TrainedLoss", "loss: TrainedLoss", loss=TrainedLoss()),
     "failing loss": Refusal({}, "loss: it fails", "loss: it fails", loss=raise_error),
-    # a model that was converted to fewer bits has its own again
+    # the model gets its original precision back
     "failing loss in bfloat16": Refusal(
         {"method": "pipedream", "precision": "bfloat16"}, "loss: it", "loss: it", loss=raise_error
     ),
@@ -320,7 +320,7 @@ ON_PROCESSES: Dict[str, Refusal] = {
 
 
 class OneBatchSource:
-    """Data source of one microbatch."""
+    """Data source that returns one microbatch each time."""
 
     def __init__(self, kind: str) -> None:
         self._batch = make_batch_of_kind(kind, SAMPLES)

@@ -214,7 +214,7 @@ def resume_everywhere(
                 files[k + 1] = straight.save()
         expected = straight.end()
         for at, content in files.items():
-            # a new object before its first step, and once for each run one that has made other steps
+            # a new object before its first step and, once for each run, one that has made other steps
             for before in (0, USED) if at == min(files) else (0,):
                 resumed = Training(variant, scope, folder)
                 for k in range(before):

@@ -84,7 +84,7 @@ def test_a_notebook_shows_the_page_of_a_trace(tmp_path: Path) -> None:
     assert html.unescape(content) == page and "<script" in page and "<" not in content
     assert json.dumps(shown.analysis)
     assert str(shown.analysis["devices"][0]["index"]) in repr(shown)
-    # by default into a folder of its own, again and again
+    # by default each call writes into a new folder
     first, second = loop.pipe.trace(), loop.pipe.trace()
     assert first is not None and second is not None and first.file != second.file
     assert ipu_pipe.analyze_run(first.file)["method"] == "pipedream"

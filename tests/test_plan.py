@@ -213,7 +213,7 @@ def test_bounds_are_never_above_the_played_time(lockstep: bool) -> None:
     (1e9, ["pipedream_flush", *BY_DEVICE], 8),
     (2500.0, ["pipedream_flush", *BY_DEVICE], 8),
 ])  # fmt: skip
-def test_the_search_finds_what_trying_all_finds(
+def test_the_search_finds_the_same_plans_as_trying_all(
     memory: float, methods: List[str], batch: int
 ) -> None:
     for seed in range(3) if methods is PIPELINES else (1,):

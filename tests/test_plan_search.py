@@ -227,8 +227,9 @@ def test_the_fast_path_equals_the_clock_without_contention(name: str) -> None:
 
 
 def test_no_steady_state_is_faster_than_the_slowest_stage() -> None:
-    """In this GPipe gradients wait for the last stages' all-reduces: batches of 4, 8 and 12 lie
-    on a line of the second stage, batches above about 14 on one of the first stage."""
+    """In this GPipe gradients wait for the last stages' all-reduces: the times of batches of 4,
+    8 and 12 are on a line that the second stage determines, from about 14 on one that the first
+    stage determines."""
     out, back = ("from 0", "to 1"), ("from 1", "to 0")
     servers = ("from 0", "to 0"), ("from 1", "to 1")
     costs = Costs(

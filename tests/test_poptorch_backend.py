@@ -254,7 +254,7 @@ def find_compilation(poptorch: Any, training: bool = True) -> Any:
     return next(c for c in poptorch.recorded.compilations if c.training == training)
 
 
-def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(
+def test_stages_blocks_and_the_loss_are_laid_out_as_in_the_model(
     poptorch: Any, tmp_path: Path
 ) -> None:
     run(make_config(on="poptorch"), tmp_path, "mlp")
@@ -857,7 +857,7 @@ def test_data_that_cannot_go_to_another_process_is_refused(poptorch: Any, tmp_pa
 # ---- launchers
 
 
-def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(
+def test_poprun_sets_replicas_and_no_forbidden_method_is_called(
     poptorch: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     settings = {"replicas": 2, "stages": 2}

@@ -247,7 +247,7 @@ FORWARDS: List[Tuple[Any, str, str]] = [
     (lambda m, x, y: F.cross_entropy(m.a(x), y).backward(), "Error", "gradients and hooks"),
     (forward_that_counts, "DoubleRefuses", "the forward changes steps"),
     (forward_that_reassigns, "Error", "Buffer seen is reassigned within the model when calling the forward method."),
-    # RequiresGrad.cpp: what needs a gradient follows a node's inputs alone
+    # RequiresGrad.cpp: whether a node needs a gradient depends on its inputs alone
     (forward_under_no_grad, "DoubleRefuses", "torch.no_grad() has no effect"),
     (lambda m, x, y: F.cross_entropy(Own.apply(m.a(x)), y), "DoubleRefuses", ""),
     # TypeInferenceHandler.cpp: a tensor of the host in the graph
@@ -471,7 +471,7 @@ def test_the_host_sees_trained_weights_when_it_touches_them(poptorch: Any) -> No
     )
 
 
-def test_devices_are_held_and_released(poptorch: Any, monkeypatch: Any) -> None:
+def test_devices_are_attached_and_released(poptorch: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "2")
     assert poptorch.ipuHardwareIsAvailable(2) and not poptorch.ipuHardwareIsAvailable(4)
     result = make_training_model(poptorch, make_blocks("A", "B", "B"), build_options(poptorch))
@@ -535,7 +535,7 @@ def test_an_ordered_fault_loses_the_device(poptorch: Any, monkeypatch: Any) -> N
     )  # this executor is lost
     assert_raises_with(
         poptorch.RecoverableError, "simulated", result.model.state_dict
-    )  # and what it had trained
+    )  # and so are the trained weights
     make_training_model(poptorch)(*draw_labeled_samples(2))
 
 

@@ -382,5 +382,5 @@ def test_transformers_use_no_operation_that_poptorch_lacks() -> None:
     with torch.no_grad():
         assert torch.allclose(
             lm(tokens)[..., :4], lm(tokens[:, :4]), atol=1e-6
-        )  # no place reads what comes after
+        )  # no position reads later tokens
     assert not any("mask" in name for name in lm.state_dict())

@@ -234,9 +234,9 @@ def test_gpipe_does_not_fit_as_in_the_paper_and_depth_makes_room() -> None:
 
 
 @needs_flop_counter
-def test_one_worker_reaches_what_its_paper_states() -> None:
-    """The 355M-parameter GPT (24 blocks of 1024) runs on one device; the hardware file's share
-    of the peak is fitted to it."""
+def test_one_worker_reaches_the_throughput_of_its_paper() -> None:
+    """The 355M-parameter GPT (24 blocks of 1024) reaches the paper's 45 TFLOP/s on one device;
+    the hardware file's share of the peak is fitted to it."""
     problem = predicted_2bw.make_problem(predicted_2bw.count_gpt(1024, 24), 1)
     candidate = Candidate("pipedream_flush", 1, 1, 8, 1, False)
     costs = Costing(problem, candidate, list_layouts(1, 1)[0], UnitSums(problem, 8)).compute_costs(
@@ -283,7 +283,7 @@ def test_the_command_prints_a_table(
     assert code == 2 and "error: --seeds: plan_2bw: " in error
 
 
-# ---- what other operations than products move
+# ---- bytes that operations other than products move
 
 
 @needs_flop_counter
@@ -296,7 +296,7 @@ def test_operations_without_flops_cost_what_they_move() -> None:
     assert (relu.forward_moved, relu.backward_moved) == (2 * 4 * 4, 3 * 4 * 4)
 
 
-# ---- blocks with losses of their own
+# ---- blocks with auxiliary losses
 
 NETWORK = nn.Sequential(
     nn.Linear(8, 6, bias=False), nn.ReLU(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False)

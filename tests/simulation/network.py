@@ -48,7 +48,7 @@ from ipu_pipe.launcher import Launch
 CLOSED = "Connection closed by peer"
 UNITS = (0.0, 1e-4, 1e-3, 1e-2, 0.1)  # seconds, of which a seed draws the scale of its delays
 LONGEST = 20  # deadlines after which a run must have ended
-HELD_BACK = 0.8  # of the deadline: a message that comes so late is no fault
+HELD_BACK = 0.8  # share of the deadline by which a message may be late without a fault
 REPLACED = "isend irecv send recv all_gather all_reduce barrier all_gather_object gather_object broadcast_object_list".split()
 REPLACED += [
     "get_rank",
@@ -270,7 +270,7 @@ class Network:
         self._hold_back_in = self.random.randrange(1, 200) if holds_back else -1
         self._unit, self._pauses = self.random.choice(UNITS), self.random.choice((0.02, 0.3, 0.9))
         self._events: List[Tuple[float, float, int, bool, Callable[[], Optional[Rank]]]] = []
-        self._numbered = self._in_flight = 0  # events in all; events to come that are no timeouts
+        self._numbered = self._in_flight = 0  # events in all; future events other than timeouts
         self._main, self._fault = _make_taken_baton(), ""
         self._is_over = False
         self._everyone = Group(tuple(range(ranks)))
@@ -792,7 +792,7 @@ class Network:
         )
         objects[:] = pickle.loads(values[src])
 
-    # ---- in the place of what the library calls
+    # ---- replacements of functions that the library calls
 
     def answer_within(self, seconds: float, ask: Callable[[], Any]) -> Any:
         """Return `ask()`, whose answer must come within `seconds`."""

@@ -20,7 +20,7 @@ def isPopdistEnvSet() -> bool:
 
 
 def _read_number(name: str, default: int) -> int:
-    if isPopdistEnvSet() and not _initialised:  # [U] what PopDist does then
+    if isPopdistEnvSet() and not _initialised:  # [U] PopDist's reaction
         raise RuntimeError("call popdist.init() first")
     return int(os.environ.get(name, str(default)))
 

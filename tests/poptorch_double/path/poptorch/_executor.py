@@ -355,7 +355,7 @@ class PoplarExecutor:
         launcher_ipus = options._ipus_per_replica
         if launcher_ipus is not None and launcher_ipus != _device.round_up(
             per_replica
-        ):  # [U] what the launcher's devices do then
+        ):  # [U] the launcher's reaction
             raise make_cpp_error(
                 f"The model uses {per_replica} IPUs, but popdist.poptorch.Options has {launcher_ipus}"
             )
@@ -579,7 +579,7 @@ class PoplarExecutor:
         if self._training:
             _wrapping.unwrap(self._user_model)
 
-    # ---- profile.pop, in a form of our own that the double of pva reads
+    # ---- profile.pop, in a form that the double of pva reads
 
     def _begin_profile(self) -> None:
         engine = dict(self._options._Popart.options.get("engineOptions", {}))

@@ -64,7 +64,7 @@ def _format_value(optimizer: Any, name: str, value: Any, family: str) -> Tuple[A
     for one in values:
         is_number = isinstance(one, numbers.Number) and type(one).__module__ != "numpy"
         assert is_number, f"Expected a number for {name} but got {one} instead"
-    # the documentation calls lr always variable; the code asks whether it was given, which is the stricter
+    # the documentation calls lr always variable; the code checks whether it was passed, which is stricter
     return value, optimizer.variable_attrs.isConstant(name)
 
 
@@ -137,7 +137,7 @@ def choose_mean_strategy(description: Description, options: Any) -> Any:
     return options.Training.meanAccumulationAndReplicationReductionStrategy
 
 
-# PopART's names of what it keeps of each parameter (patterns/adamdecompose.cpp, adaptivedecompose.cpp), and torch's
+# PopART's names of the state of each parameter (patterns/adamdecompose.cpp, adaptivedecompose.cpp), and torch's
 STATES = {
     "ADAM": {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___", "step": "Step___"},
     "RMSPROP": {"square_avg": "Accl1___", "grad_avg": "Accl2___", "momentum_buffer": "Accl3___"},

@@ -19,7 +19,8 @@ from poptorch import _optimizers, _trace, enums
 from poptorch._errors import DoubleRefuses, make_cpp_error, make_py_error
 from poptorch._trace import Layout, Trace
 
-NARROWED = {torch.float64: torch.float32, torch.int64: torch.int32}  # what the IPU has instead
+# the IPU's types in place of wider ones
+NARROWED = {torch.float64: torch.float32, torch.int64: torch.int32}
 WIDE = 2**31
 
 
@@ -56,7 +57,7 @@ class Program:
         self.buffers: List[Dict[str, torch.Tensor]] = []
         self.twin: Optional[_optimizers.Twin] = None
         self.loss_at: Optional[int] = None
-        self.static: Any = None  # outputs of the trace, for what is no tensor
+        self.static: Any = None  # outputs of the trace other than tensors
         self.strategy: Any = None
         self._random = torch.Generator().manual_seed(seed).get_state()
         self.seed = seed

@@ -231,7 +231,7 @@ class Trace(TorchFunctionMode):
             Op(name, self.active, tuple(map(id, inputs)), tuple(map(id, outputs)), loss)
         )
 
-    # -- what remains
+    # -- needed operations
 
     def keep_needed(
         self, outputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]

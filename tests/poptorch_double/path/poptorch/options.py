@@ -139,8 +139,8 @@ def _popart_kind(value: Any) -> str:
     return "container" if isinstance(value, (list, tuple, set, dict)) else type(value).__name__
 
 
-# ---- methods that set one option: name -> where it is kept ("": declared, "new": or made, "popart"), under which key, converted,
-# ---- and what PopTorch demands of the value beyond its type
+# ---- methods that set one option: name -> its place ("": declared, "new": declared or created, "popart"), its key, a conversion,
+# ---- and PopTorch's condition on the value besides its type
 
 PARTIALS = {torch.float: "float", torch.half: "half"}
 SYNTHETIC = DATA["popart_enums_as_int"]["syntheticDataMode"]
