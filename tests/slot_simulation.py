@@ -1,4 +1,4 @@
-"""The rules of the pipelines played out slot by slot: what the closed forms are tested against."""
+"""Play the rules of the pipelines slot by slot: the reference for the tests of the closed forms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def simulate(
     slots: Slots = {}
     length = 0
     for first in range(0, microbatches, batch):
-        played = play_policy(
+        result = play_policy(
             POLICIES[pipeline],
             stages,
             min(batch, microbatches - first),
@@ -45,32 +45,37 @@ def simulate(
             turn,
             timeline.local,
         )
-        for kind, rows in played.slots.items():
+        for kind, rows in result.slots.items():
             for s, row in enumerate(rows):
                 slots.update(
                     {(s, kind.value, first + m): slot + length for m, slot in enumerate(row)}
                 )
-        length += played.length
+        length += result.length
     return Simulated(
-        slots, length, [_updates(slots, s, microbatches, accumulate) for s in range(stages)]
+        slots,
+        length,
+        [_find_update_slots(slots, s, microbatches, accumulate) for s in range(stages)],
     )
 
 
-def _updates(slots: Slots, stage: int, microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
+def _find_update_slots(
+    slots: Slots, stage: int, microbatches: int, accumulate: int
+) -> List[Tuple[int, int]]:
     batches = [
         range(k * accumulate, (k + 1) * accumulate) for k in range(microbatches // accumulate)
     ]
     return [(max(slots[stage, "B", m] for m in batch), k) for k, batch in enumerate(batches)]
 
 
-# --- plain policies: what a stage does next, given what earlier slots completed
+# --- plain policies: the next passes of a stage after those of earlier slots
 
 
 class Sight:
-    """What the stage `stage` sees when it chooses: the passes that each stage has done, its own last one, the sizes.
+    """The view of the stage `stage` when it chooses: the passes that each stage has done, its own
+    last one, the sizes.
 
-    Every stage takes the microbatches in order, so that counts say all. P `stages`, M `microbatches`, N = `accumulate`
-    microbatches per update; `turn` as in Method.
+    Every stage takes the microbatches in order, so that counts suffice. P `stages`, M
+    `microbatches`, N = `accumulate` microbatches per update; `turn` as in Method.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ Policy = Callable[[Sight], Tuple[Kind, ...]]
 
 
 class PolicySlots(NamedTuple):
-    """The slot of every pass, by kind, stage and microbatch, and how many slots there are."""
+    """The slot of every pass, by kind, stage and microbatch, and the number of slots."""
 
     slots: Dict[Kind, List[List[int]]]
     length: int
@@ -129,7 +134,7 @@ def play_policy(
     sight = Sight(stages, microbatches, accumulate, turn if stages > 1 else 0, local)
     slots: Dict[Kind, List[List[int]]] = {kind: [[] for _ in range(stages)] for kind in PASSES}
 
-    def choose(stage: int) -> List[Action]:
+    def choose_actions(stage: int) -> List[Action]:
         sight.stage = stage
         return [Action(kind, sight.done[kind][stage], stage) for kind in policy(sight)]
 
@@ -138,7 +143,7 @@ def play_policy(
         sight.done[action.kind][action.stage] += 1
         sight.last[action.stage] = action.kind
 
-    length = play_slots(stages, choose, complete)
+    length = play_slots(stages, choose_actions, complete)
     assert min(sight.done[Kind.BACKWARD]) == microbatches, f"no stage goes on after slot {length}"
     return PolicySlots(slots, length)
 
@@ -150,33 +155,34 @@ def _choose_one(sight: Sight, forward: bool, backward: bool) -> Tuple[Kind, ...]
     return (FORWARD,) if forward else (BACKWARD,) if backward else ()
 
 
-def sequential(sight: Sight) -> Tuple[Kind, ...]:
-    """Let a microbatch in when none is under way."""
+def choose_sequential(sight: Sight) -> Tuple[Kind, ...]:
+    """Choose a forward at stage 0 only if no microbatch is in flight."""
     enters = sight.stage > 0 or sight.in_flight < 1
     return _choose_one(sight, sight.can(FORWARD) and enters, sight.can(BACKWARD))
 
 
-def fill_drain(sight: Sight) -> Tuple[Kind, ...]:
-    """Run all forwards of the batch, then all backwards in the order of the forwards."""
+def choose_fill_drain(sight: Sight) -> Tuple[Kind, ...]:
+    """Choose all forwards of the batch, then all backwards in the order of the forwards."""
     filled = sight.done[FORWARD][sight.stage] == sight.microbatches
     return _choose_one(sight, sight.can(FORWARD), sight.can(BACKWARD) and filled)
 
 
-def capped_1f1b(sight: Sight) -> Tuple[Kind, ...]:
-    """Keep at most P-s microbatches in flight on stage s."""
+def choose_capped_1f1b(sight: Sight) -> Tuple[Kind, ...]:
+    """Choose passes with at most P-s microbatches in flight on stage s."""
     fits = sight.in_flight < sight.stages - sight.stage
     return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 
-def pipedream_1f1b(sight: Sight) -> Tuple[Kind, ...]:
-    """Keep at most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead (F2)."""
+def choose_pipedream_1f1b(sight: Sight) -> Tuple[Kind, ...]:
+    """Choose passes with at most P microbatches in flight, counted at stage 0 only, so that
+    stage 1 runs ahead (F2)."""
     fits = sight.stage > 0 or sight.in_flight < sight.stages
     return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 
-def local_sgd(sight: Sight) -> Tuple[Kind, ...]:
-    """Run `pipedream_1f1b` over the steps of a round, R replicas (N here) in turn: a replica's next step waits for its previous
-    one."""
+def choose_local_sgd(sight: Sight) -> Tuple[Kind, ...]:
+    """Choose as `choose_pipedream_1f1b` over the steps of a round, R replicas (N here) in turn:
+    a replica's next step waits for its previous one."""
     previous = sight.done[FORWARD][sight.stage] - sight.accumulate  # this replica's previous step
     fits = (sight.stage > 0 or sight.in_flight < sight.stages) and sight.done[BACKWARD][
         sight.stage
@@ -184,34 +190,37 @@ def local_sgd(sight: Sight) -> Tuple[Kind, ...]:
     return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 
-def dataflow(sight: Sight) -> Tuple[Kind, ...]:
-    """Run in every step a forward of what arrived and a backward of what came back."""
+def choose_dataflow(sight: Sight) -> Tuple[Kind, ...]:
+    """Choose in every step a forward of the arrived activation and a backward of the arrived
+    gradient."""
     forward = sight.can(FORWARD)
     backward = sight.can(BACKWARD, besides=FORWARD if forward and sight.turn == 0 else None)
     return (FORWARD,) * forward + (BACKWARD,) * backward
 
 
-def local(sight: Sight) -> Tuple[Kind, ...]:
-    """Run in every step a forward of what arrived and, at once, its backward from the stage's own loss."""
+def choose_local(sight: Sight) -> Tuple[Kind, ...]:
+    """Choose in every step a forward of the arrived activation and, at once, its backward from
+    the stage's own loss."""
     return PASSES if sight.can(FORWARD) else ()
 
 
-def local_shared(sight: Sight) -> Tuple[Kind, ...]:
-    """Run as `local`, but begin a batch only when the next stage is through the previous one."""
+def choose_local_shared(sight: Sight) -> Tuple[Kind, ...]:
+    """Choose as `choose_local`, but begin a batch only when the next stage has finished the
+    previous one."""
     microbatch, following = sight.done[FORWARD][sight.stage], sight.stage + 1
     begins = microbatch % sight.accumulate == 0 and following < sight.stages
     waits = begins and sight.done[BACKWARD][following] < microbatch
-    return () if waits else local(sight)
+    return () if waits else choose_local(sight)
 
 
 POLICIES: Dict[Timeline, Policy] = {
-    Timeline.SEQUENTIAL: sequential,
-    Timeline.FILL_DRAIN: fill_drain,
-    Timeline.ONE_F_ONE_B_FLUSH: capped_1f1b,
-    Timeline.ONE_F_ONE_B: pipedream_1f1b,
-    Timeline.ONE_F_ONE_B_CAPPED: capped_1f1b,
-    Timeline.LOCAL_SGD: local_sgd,
-    Timeline.DATAFLOW: dataflow,
-    Timeline.LOCAL: local,
-    Timeline.LOCAL_SHARED: local_shared,
+    Timeline.SEQUENTIAL: choose_sequential,
+    Timeline.FILL_DRAIN: choose_fill_drain,
+    Timeline.ONE_F_ONE_B_FLUSH: choose_capped_1f1b,
+    Timeline.ONE_F_ONE_B: choose_pipedream_1f1b,
+    Timeline.ONE_F_ONE_B_CAPPED: choose_capped_1f1b,
+    Timeline.LOCAL_SGD: choose_local_sgd,
+    Timeline.DATAFLOW: choose_dataflow,
+    Timeline.LOCAL: choose_local,
+    Timeline.LOCAL_SHARED: choose_local_shared,
 }

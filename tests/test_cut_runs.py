@@ -146,7 +146,7 @@ def test_modules_of_stages_are_compiled_and_agree_within_rounding(tmp_path: Path
         2, "train", arguments, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")
     )
     assert output.code == 0, output.error
-    assert_close(
+    assert_states_close(
         read_weights(tmp_path / "emulator", 3), read_weights(tmp_path / "processes", 3), atol=1e-5
     )
     with pytest.raises(BadInput, match="model.compile: true"):

@@ -1,4 +1,5 @@
-"""What the wheel holds and how its commands are called; tests/wheel_commands.py runs them in an environment of their own."""
+"""Test what the wheel contains and how its commands are named; tests/wheel_commands.py runs them
+in an environment of their own."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def test_the_wheel_has_all_folders() -> None:
 
 
 def test_the_description_on_an_index_leads_nowhere_into_the_clone() -> None:
-    """Story: README was the description as it is; on an index its picture and its links into docs/ were broken."""
+    """The description for a package index has no links into the clone. Story: it was README as
+    it is, with a broken picture and broken links into docs/."""
     pytest.importorskip("setuptools")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     text = runpy.run_path(str(ROOT / "setup.py"))["describe"]()
@@ -59,7 +61,7 @@ def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert shipped.find_config("configs/mlp_digits.yaml") == Path("configs/mlp_digits.yaml")
 
 
-@pytest.mark.parametrize("called, expected", [
+@pytest.mark.parametrize("command, expected", [
     ("tools/train.py", "run: python tools/fetch_data.py x; tools/train.py"),
     ("/usr/bin/ipu-pipe", "run: ipu-pipe fetch-data x; ipu-pipe train"),
     ("C:/bin/ipu-pipe.exe", "run: ipu-pipe fetch-data x; ipu-pipe train"),
@@ -67,20 +69,22 @@ def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ("/a/pytest/__main__.py", "run: python tools/fetch_data.py x; tools/train.py"),
 ])  # fmt: skip
 def test_commands_are_named_as_they_are_called(
-    called: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    command: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [called])
+    monkeypatch.setattr(sys, "argv", [command])
     assert shipped.name_commands("run: python tools/fetch_data.py x; tools/train.py") == expected
 
 
-def test_what_runs_from_a_clone_alone_keeps_its_name() -> None:
-    """Story: the wheel's help named `ipu-pipe bench`, a command that does not exist."""
+def test_tools_of_the_clone_keep_their_names() -> None:
+    """A tool that exists in a clone alone keeps its path. Story: the wheel's help named
+    `ipu-pipe bench`, a command that does not exist."""
     line = "python tools/bench.py, tools/reproduce.py NAME"
     assert shipped.name_commands(line, "ipu-pipe") == line
 
 
-def _without_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As where the library is installed and the user's folder has no models."""
+def hide_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Make `models` importable neither from the clone nor from the user's folder, as after an
+    installation."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "models"]:
         monkeypatch.delitem(sys.modules, name)
     paths = [path for path in sys.path if not (Path(path or ".") / "models").is_dir()]
@@ -94,7 +98,7 @@ def _without_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_models_come_with_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _without_models(monkeypatch, tmp_path)
+    hide_models(monkeypatch, tmp_path)
     package: Any = ModuleType("ipu_pipe.models")
     package.__path__ = [str(ROOT / "models")]
     monkeypatch.setitem(sys.modules, "ipu_pipe.models", package)
@@ -104,7 +108,7 @@ def test_models_come_with_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_the_users_own_models_come_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _without_models(monkeypatch, tmp_path)
+    hide_models(monkeypatch, tmp_path)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mlp.py").write_text("def mlp(): return 'mine'\n")
     assert resolve_entry("models.mlp:mlp", "model.entry")() == "mine"
@@ -117,8 +121,9 @@ CHECK = (
 )
 
 
-def check_torchvision(environment: Path, packages: Path) -> str:
-    """Run tools/check_torchvision.py where `packages` come before the installed ones; return what it prints."""
+def run_torchvision_check(environment: Path, packages: Path) -> str:
+    """Run tools/check_torchvision.py with `packages` before the installed ones, and return its
+    output."""
     words = [
         sys.executable,
         "-c",
@@ -137,7 +142,7 @@ def test_an_environment_has_no_torchvision_that_cannot_be_imported(tmp_path: Pat
     packages.mkdir()
     write_broken_torchvision(packages)
     for _ in range(2):  # an environment is installed again
-        (line,) = check_torchvision(tmp_path, packages).splitlines()
+        (line,) = run_torchvision_check(tmp_path, packages).splitlines()
         assert "torchvision 0.1.2" in line and "operator torchvision::nms does not exist" in line
         assert list(packages.iterdir()) == []
         moved = {path.name for path in (tmp_path / "torchvision_aside").iterdir()}
@@ -148,7 +153,7 @@ def test_an_environment_has_no_torchvision_that_cannot_be_imported(tmp_path: Pat
 def test_a_torchvision_that_can_be_imported_stays(tmp_path: Path) -> None:
     write_broken_torchvision(tmp_path)
     (tmp_path / "torchvision" / "__init__.py").write_text("")
-    assert check_torchvision(tmp_path, tmp_path) == ""
+    assert run_torchvision_check(tmp_path, tmp_path) == ""
     assert (tmp_path / "torchvision").is_dir()
 
 
@@ -161,7 +166,8 @@ def test_readme_names_the_pair_that_is_tested(name: str) -> None:
 
 
 def test_ci_runs_as_on_a_machine_that_was_never_used(tmp_path: Path) -> None:
-    """Story: tests read a text in the cache of the machine that CI ran on, and failed on every other one."""
+    """CI runs with an empty home, cache and temporary folder. Story: tests read a text in the
+    cache of the machine that CI ran on, and failed on every other one."""
     home = tmp_path / "home"
     (home / ".config" / "pip").mkdir(parents=True)
     for name in (".config/pip/pip.conf", ".npmrc"):
@@ -178,18 +184,21 @@ def test_ci_runs_as_on_a_machine_that_was_never_used(tmp_path: Path) -> None:
         words, env=variables, stdout=subprocess.PIPE, text=True, timeout=60, check=True
     )
     lines = done.stdout.splitlines()
-    seen = dict(line.split("=", 1) for line in lines if "=" in line)
-    assert not [name for name in seen if name.startswith("IPU_PIPE_")]
-    assert seen["PIP_CONFIG_FILE"] == str(home / ".config" / "pip" / "pip.conf")
-    assert seen["NPM_CONFIG_USERCONFIG"] == str(home / ".npmrc") and seen["PYENV_ROOT"] == "set"
-    folders = [seen[name] for name in ("HOME", "XDG_CACHE_HOME", "TMPDIR")]
+    environment = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert not [name for name in environment if name.startswith("IPU_PIPE_")]
+    assert environment["PIP_CONFIG_FILE"] == str(home / ".config" / "pip" / "pip.conf")
+    assert (
+        environment["NPM_CONFIG_USERCONFIG"] == str(home / ".npmrc")
+        and environment["PYENV_ROOT"] == "set"
+    )
+    folders = [environment[name] for name in ("HOME", "XDG_CACHE_HOME", "TMPDIR")]
     printed = [line for line in lines if line and "=" not in line]
     assert set(printed) == {f"{folder}:" for folder in folders} and str(home) not in folders
     assert not [folder for folder in folders if Path(folder).exists()]
 
 
 def test_every_test_is_run_by_make_test_or_by_make_test_slow() -> None:
-    """CI runs both, so that none is left out and none runs twice."""
+    """Each test runs in exactly one of `make test` and `make test-slow`, and CI runs both."""
     makefile = (ROOT / "Makefile").read_text()
     (default,) = re.findall(
         r"^addopts = .* -m '([^']*)'", (ROOT / "pyproject.toml").read_text(), re.MULTILINE

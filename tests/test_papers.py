@@ -1,4 +1,5 @@
-"""docs/results/papers.md: what it names exists, and each status is that of the stored verdicts."""
+"""Test docs/results/papers.md: the files and experiments that it names exist, and each status
+agrees with the stored verdicts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def list_experiments() -> FrozenSet[str]:
     return frozenset(one.name for one in find_experiments([]))
 
 
-def read_rows() -> List[Row]:
+def read_paper_rows() -> List[Row]:
     """Return the rows of the papers' tables, cell by cell."""
     lines = (RESULTS / "papers.md").read_text(encoding="utf-8").splitlines()
     cells = [
@@ -55,7 +56,8 @@ def list_numbers(text: str) -> List[int]:
 
 
 def compute_status(name: str, claims: str) -> str:
-    """Return the status of some claims of an experiment, of all where none are named; in counts where they differ."""
+    """Return the status of the numbered claims of an experiment (of all if `claims` is empty),
+    as counts where they differ."""
     file = RESULTS / name / "results.json"
     if not file.is_file():
         return NOT_RUN
@@ -74,8 +76,9 @@ def compute_status(name: str, claims: str) -> str:
     return ", ".join(f"{word} {counts[word]}" for word in WORDS if counts[word])
 
 
-def check_row(command: str, status: str) -> None:
-    """Fail if a name is none, or if the status is another than the stored one's."""
+def assert_row_is_right(command: str, status: str) -> None:
+    """Assert that every name in a row exists and that the status equals the one computed from
+    the stored verdicts."""
     names = re.findall(r"`([^`]+)`((?: \d+(?: to \d+)?,?)*)", command)
     if not names:
         assert status in (NOT_RUN, UNDECIDED)
@@ -90,14 +93,14 @@ def check_row(command: str, status: str) -> None:
 
 
 def test_each_status_is_that_of_the_stored_verdicts() -> None:
-    rows = read_rows()
+    rows = read_paper_rows()
     assert len(rows) > 80
     for row in rows:
-        check_row(row[2], row[3])
+        assert_row_is_right(row[2], row[3])
 
 
 def test_every_experiment_and_file_is_on_the_page_and_exists() -> None:
-    rows = read_rows()
+    rows = read_paper_rows()
     named = {name for row in rows for name in re.findall(r"`([a-z_0-9]+)`", row[2])}
     assert (list_experiments() - OF_NO_PAPER) | set(FIGURES) == named
     for row in rows:
@@ -112,7 +115,7 @@ def test_every_experiment_and_file_is_on_the_page_and_exists() -> None:
 )  # fmt: skip
 def test_a_wrong_row_fails(command: str, status: str) -> None:
     with pytest.raises(AssertionError):
-        check_row(command, status)
+        assert_row_is_right(command, status)
 
 
 def test_the_core_hours_of_all_experiments_are_those_of_their_files() -> None:

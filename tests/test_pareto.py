@@ -1,4 +1,4 @@
-"""tools/pareto.py on training losses that are written here instead of trained."""
+"""Test tools/pareto.py on training losses that the test writes instead of training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ KINDS = ("backpropagation", "greedy", "3 chunks")
 
 
 def train_as_written(grid: Any, out: Path, request: Any) -> None:
-    """Write the log of every run: all losses fall below 1.5 but those of greedy training, of which one run diverges."""
+    """Write the log of every run of a grid: all losses fall below 1.5 but those of greedy
+    training, of which one run diverges."""
     for label in grid.rows:
         losses: List[Optional[float]] = [
             2.3,

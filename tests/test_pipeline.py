@@ -1,4 +1,5 @@
-"""A loop of one's own over `Pipeline` gives the weights, buffers and losses of `ipu_pipe.train`, bit for bit, on the emulator."""
+"""Compare a loop of one's own over `Pipeline` with `ipu_pipe.train` on the emulator: weights,
+buffers and losses are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def test_a_loop_gives_the_bits_of_train(name: str, tmp_path: Path) -> None:
     assert loop.losses == losses
 
 
-def test_dropout_is_drawn_as_by_train(tmp_path: Path) -> None:
+def test_dropout_draws_as_in_train(tmp_path: Path) -> None:
     case = CASES["pipemare_t1_t2"]
     expected, _ = train_with_config(case, tmp_path / "run", dropout=0.3)
     loop = Loop(case, dropout=0.3)
@@ -102,7 +103,8 @@ def test_dropout_is_drawn_as_by_train(tmp_path: Path) -> None:
     "name", ["pipedream", "pipemare_t1_t2", "pb_sc_lwp", "pipedream_2bw", "local_sgd"]
 )
 def test_drains_and_rates_matter(name: str) -> None:
-    """Else the comparisons above would show nothing."""
+    """Check that drains and learning rates change the weights; otherwise the comparisons above
+    would show nothing."""
     models = []
     for drains, rate_late in ((True, False), (False, False), (True, True)):
         loop = Loop(CASES[name])
@@ -152,7 +154,8 @@ QUICK = {
 
 @pytest.mark.parametrize("name", mark_slow(RESUMED, QUICK.__contains__))
 def test_a_saved_state_goes_on_to_the_same_bits(name: str) -> None:
-    """At every step where it may drain, from a new object before its first step and from one that has made some."""
+    """A state resumes bitwise at every step that may drain, in a new object and in one that has
+    made steps."""
     case = CASES[name]
     for at in (3, 6):
         straight = Loop(case)
@@ -183,9 +186,9 @@ def test_a_state_goes_through_a_file(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         # a new scheduler's, that it stepped before the optimizer
         warnings.simplefilter("error", UserWarning)
-        for each in (loop, again):
-            each.run(4, 8, drains=False)
-            each.close()
+        for each_loop in (loop, again):
+            each_loop.run(4, 8, drains=False)
+            each_loop.close()
     # rates aside, which are the caller's
     assert again.pipe.updates == loop.pipe.updates
     with pytest.raises(BadInput, match="^load_state_dict: lacks"):
@@ -198,9 +201,10 @@ def test_a_state_goes_through_a_file(tmp_path: Path) -> None:
 
 
 def test_a_state_has_the_settings_of_the_optimizers_groups() -> None:
-    """As torch's own load_state_dict has: a scheduler that computes a rate from the last one goes on rightly."""
+    """A loaded state restores the settings of the groups, as torch's load_state_dict does, so
+    that a scheduler that computes a rate from the previous one continues correctly."""
 
-    def make(
+    def make_scheduled_pipeline(
         optimizer_class: Any = torch.optim.SGD, **keys: Any
     ) -> Tuple[ipu_pipe.Pipeline, Any, Any]:
         torch.manual_seed(0)
@@ -212,12 +216,12 @@ def test_a_state_has_the_settings_of_the_optimizers_groups() -> None:
         return pipe, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
     x, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
-    pipe, optimizer, scheduler = make()
+    pipe, optimizer, scheduler = make_scheduled_pipeline()
     for _ in range(5):
         pipe.step(x, y)
         scheduler.step()
     state, saved = pipe.state_dict(), scheduler.state_dict()
-    again, other, going_on = make()
+    again, other, going_on = make_scheduled_pipeline()
     again.load_state_dict(state)
     going_on.load_state_dict(saved)
     # also before the first step
@@ -226,18 +230,18 @@ def test_a_state_has_the_settings_of_the_optimizers_groups() -> None:
         5,
         optimizer.param_groups[0]["lr"],
     )
-    for each, plan in ((pipe, scheduler), (again, going_on)):
-        each.step(x, y)
-        plan.step()
+    for pipeline, its_scheduler in ((pipe, scheduler), (again, going_on)):
+        pipeline.step(x, y)
+        its_scheduler.step()
     assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != 0.1
     assert again.updates == 6
     assert_same(pipe.model.state_dict(), again.model.state_dict())
     with pytest.raises(
         BadInput, match="^load_state_dict: state of SGD: this pipeline's optimizer is Adam"
     ):
-        make(torch.optim.Adam)[0].load_state_dict(state)
+        make_scheduled_pipeline(torch.optim.Adam)[0].load_state_dict(state)
     with pytest.raises(BadInput, match="^clip: 1.0: must be a pair"):
-        make(clip=1.0)
+        make_scheduled_pipeline(clip=1.0)
 
 
 def test_the_optimizer_stays_the_callers_handle() -> None:
@@ -258,10 +262,11 @@ def test_the_optimizer_stays_the_callers_handle() -> None:
 
 
 def test_each_group_has_its_own_rates_and_momentum() -> None:
-    """gpipe with two groups, under OneCycleLR, is the plain loop; a parameter in no group does not change."""
+    """gpipe with two groups under OneCycleLR equals the plain loop; a parameter in no group does
+    not change."""
     case = Case("gpipe", 2)
 
-    def make(model: nn.Module) -> Any:
+    def make_grouped_optimizer(model: nn.Module) -> Any:
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for name, p in model.named_parameters() if p.dim() == 1 and name != "0.bias"]
         optimizer = torch.optim.SGD(
@@ -274,7 +279,7 @@ def test_each_group_has_its_own_rates_and_momentum() -> None:
         )
 
     plain = make_perceptron()
-    optimizer, scheduler = make(plain)
+    optimizer, scheduler = make_grouped_optimizer(plain)
     for k in range(8):
         x, y = make_loop_batch(case, k)
         optimizer.zero_grad()
@@ -283,7 +288,7 @@ def test_each_group_has_its_own_rates_and_momentum() -> None:
         optimizer.step()
         scheduler.step()
     model = make_perceptron()
-    optimizer, scheduler = make(model)
+    optimizer, scheduler = make_grouped_optimizer(model)
     with make_case_pipeline(case, model, optimizer) as pipe:
         for k in range(8):
             pipe.step(*make_loop_batch(case, k))
@@ -293,7 +298,8 @@ def test_each_group_has_its_own_rates_and_momentum() -> None:
 
 
 def test_a_late_stage_steps_by_the_settings_of_its_batch() -> None:
-    """The rate drops to 0 after step 2: in-flight updates keep theirs, and later ones change nothing."""
+    """If the rate drops to 0 after step 2, in-flight updates keep their rates and later updates
+    change nothing."""
     loop = Loop(CASES["pipedream"])
     for k in range(6):
         if k == 3:
@@ -302,7 +308,7 @@ def test_a_late_stage_steps_by_the_settings_of_its_batch() -> None:
     other = Loop(CASES["pipedream"])
     for k in range(3):
         other.pipe.step(*make_loop_batch(other.case, k))
-    weights = [dict(each.close().named_parameters()) for each in (loop, other)]
+    weights = [dict(each_loop.close().named_parameters()) for each_loop in (loop, other)]
     for name in weights[0]:
         assert torch.equal(weights[0][name], weights[1][name])
 
@@ -320,7 +326,7 @@ def test_a_plateau_scheduler_needs_nothing_special() -> None:
 
 
 def test_other_optimizers_and_loaded_states() -> None:
-    """AdamW whose state was loaded: gpipe goes on as the plain loop."""
+    """With an AdamW whose state was loaded, gpipe continues as the plain loop does."""
     case = Case("gpipe", 2)
     plain = make_perceptron()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -423,32 +429,33 @@ def test_evaluation_and_prediction_see_the_newest_weights() -> None:
 
 
 def test_on_update_sees_each_stage_after_its_step() -> None:
-    seen: Dict[int, List[int]] = {}
+    stages_by_update: Dict[int, List[int]] = {}
     loop = Loop(CASES["pipedream"])
     averages = {id(p): p.detach().clone() for p in loop.model.parameters()}
 
-    def average(update: int, stage: int, parameters: List[nn.Parameter]) -> None:
-        seen.setdefault(update, []).append(stage)
+    def update_averages(update: int, stage: int, parameters: List[nn.Parameter]) -> None:
+        stages_by_update.setdefault(update, []).append(stage)
         for p in parameters:
             averages[id(p)].lerp_(p.detach(), 0.5)
 
-    loop.pipe.on_update(average)
+    loop.pipe.on_update(update_averages)
     loop.run(0, 4)
     model = loop.close()
-    assert seen == {k: [0, 1, 2, 3] for k in range(4)}
+    assert stages_by_update == {k: [0, 1, 2, 3] for k in range(4)}
     assert not any(torch.equal(averages[id(p)], p) for p in model.parameters())
 
 
 def test_on_update_sees_replicas_of_their_own_before_and_after_their_average() -> None:
-    """Rounds of 3 steps of 4 replicas; the last one ends early."""
+    """In rounds of 3 steps with 4 replicas, `on_update` gets each replica's weights, then their
+    average; the last round ends early."""
     loop = Loop(CASES["local_sgd_rounds"])
     weights: Dict[Any, List[torch.Tensor]] = {}
 
-    def note(update: Any, stage: int, parameters: List[nn.Parameter]) -> None:
+    def record_weights(update: Any, stage: int, parameters: List[nn.Parameter]) -> None:
         flat = torch.cat([p.detach().flatten() for p in parameters])
         weights.setdefault((int(update), update.averaged, stage), []).append(flat)
 
-    loop.pipe.on_update(note)
+    loop.pipe.on_update(record_weights)
     loop.run(0, 5, drains=False)
     model = loop.close()
     counts = {
@@ -457,7 +464,7 @@ def test_on_update_sees_replicas_of_their_own_before_and_after_their_average() -
     expected = {
         (k, averaged): n for (k, averaged), n in counts.items() if not averaged or k in (2, 4)
     }
-    assert {key: len(found) for key, found in weights.items()} == {
+    assert {key: len(copies) for key, copies in weights.items()} == {
         (k, averaged, stage): n for (k, averaged), n in expected.items() for stage in range(4)
     }
     for k in (2, 4):
@@ -468,10 +475,10 @@ def test_on_update_sees_replicas_of_their_own_before_and_after_their_average() -
     assert torch.equal(weights[4, True, 3][0], torch.cat(last))
 
 
-# ---- what is refused, at the call, with nothing half done
+# ---- refusals: at the call, without any change
 
 
-def test_a_batch_must_divide() -> None:
+def test_a_batch_must_divide_into_microbatches() -> None:
     loop = Loop(Case("pipedream_flush", 4))
     x, y = make_loop_batch(loop.case, 0)
     for arguments in ((x[:14], y[:14]), (x, y[:8]), (x[:0], y[:0])):
@@ -527,7 +534,7 @@ def test_leaving_with_an_exception_does_not_drain() -> None:
         loop.pipe.drain()
 
 
-def test_a_loss_that_is_not_finite_is_reported_when_it_leaves() -> None:
+def test_a_loss_that_is_not_finite_is_reported_when_its_update_leaves() -> None:
     loop = Loop(CASES["pipedream"])
     loop.run(0, 1, drains=False)
     x, y = make_loop_batch(loop.case, 1)
@@ -552,7 +559,8 @@ ROUNDS = {
 
 @pytest.mark.parametrize("name", sorted(ROUNDS))
 def test_rounds_drain_at_their_end_only(name: str) -> None:
-    """Within a round calls that drain are refused and change nothing; closing leaves out the end of the round, and says so."""
+    """Within a round, calls that drain are refused and change nothing; closing leaves out the
+    end of the round and warns."""
     case, length = ROUNDS[name]
     plain, loop = Loop(case), Loop(case)
     plain.run(0, 8, drains=False)
@@ -575,13 +583,13 @@ def test_rounds_drain_at_their_end_only(name: str) -> None:
             with pytest.raises(ValueError, match=f"next time is after {following}"):
                 call()
     models = []
-    for each in (plain, loop):
-        says: Any = contextlib.nullcontext()
-        if not each.pipe.can_drain:
-            says = pytest.warns(UserWarning, match="^close: .*without that step")
-        with says:
-            models.append(each.close().state_dict())
-        assert each.pipe.in_flight == 0 and len(each.losses) == 8
+    for each_loop in (plain, loop):
+        expectation: Any = contextlib.nullcontext()
+        if not each_loop.pipe.can_drain:
+            expectation = pytest.warns(UserWarning, match="^close: .*without that step")
+        with expectation:
+            models.append(each_loop.close().state_dict())
+        assert each_loop.pipe.in_flight == 0 and len(each_loop.losses) == 8
     assert_same(*models)
 
 
@@ -589,17 +597,17 @@ def test_rounds_drain_at_their_end_only(name: str) -> None:
 STATE = {"format": 1, "model": {}, "optimizer": {}, "plain": {}, "updates": 0, "drains": []}
 
 
-def refuse_under_no_grad(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
+def step_under_no_grad(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
     with torch.no_grad():
         pipe.step(x, y)
 
 
-def refuse_under_autocast(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
+def step_under_autocast(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         pipe.step(x, y)
 
 
-def refuse_another_mode(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
+def step_in_another_mode(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
     pipe.model[3].eval()
     try:
         pipe.step(x, y)
@@ -607,14 +615,14 @@ def refuse_another_mode(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
         pipe.model[3].train()
 
 
-def refuse_other_parameters(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
+def step_with_other_parameters(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
     parameters = pipe.optimizer.param_groups[0]["params"]
-    own = parameters[0]
-    parameters[0] = nn.Parameter(own.detach().clone())
+    first = parameters[0]
+    parameters[0] = nn.Parameter(first.detach().clone())
     try:
         pipe.step(x, y)
     finally:
-        parameters[0] = own
+        parameters[0] = first
 
 
 CALLS: List[Any] = [
@@ -629,10 +637,10 @@ CALLS: List[Any] = [
     lambda pipe, x, y: pipe.step(microbatches=[(x, y), x]),
     lambda pipe, x, y: pipe.load_state_dict({}),
     lambda pipe, x, y: pipe.load_state_dict({**STATE, "method": "naive"}),
-    refuse_under_no_grad,
-    refuse_under_autocast,
-    refuse_another_mode,
-    refuse_other_parameters,
+    step_under_no_grad,
+    step_under_autocast,
+    step_in_another_mode,
+    step_with_other_parameters,
 ]
 
 
@@ -640,7 +648,8 @@ CALLS: List[Any] = [
     "name", ["pipedream_n2", "pipemare_recompute", "gpipe_clip_global", "local_overlapping_n3"]
 )
 def test_calls_that_are_refused_change_nothing(name: str) -> None:
-    """Neither weights nor counters: the loop goes on to the bits of one that has not made them."""
+    """A refused call changes neither weights nor counters: the loop continues to the bits of one
+    without such calls."""
     case = CASES[name]._replace(microbatches=2)
     plain, loop = Loop(case), Loop(case)
     plain.run(0, 6, drains=False)
@@ -648,7 +657,7 @@ def test_calls_that_are_refused_change_nothing(name: str) -> None:
         counts = loop.pipe.updates, loop.pipe.in_flight, loop.pipe.finished
         for call in CALLS:
             # a mode is compared with that of the first step
-            if k == 0 and call is refuse_another_mode:
+            if k == 0 and call is step_in_another_mode:
                 continue
             with pytest.raises(
                 (ValueError, RuntimeError), match="^(step|load_state_dict): [^\n]*$"
@@ -685,14 +694,14 @@ def test_calls_that_are_refused_change_nothing(name: str) -> None:
     ],
 )
 def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None:
-    """By the table of refusals that configs have, in the words of the arguments."""
+    """`Pipeline` refuses by the same table as a config, in the words of its arguments."""
     model = make_perceptron()
     keys = {"stages": STAGES, **arguments}
     optimizer = keys.pop("optimizer", make_sgd)(model.parameters())
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput) as error:
         pipe = ipu_pipe.Pipeline(model, nn.functional.cross_entropy, optimizer, **keys)
         pipe.step(*make_loop_batch(Case("gpipe", 4), 0))
-    assert any(fault.startswith(line) for fault in refused.value.faults), refused.value.faults
+    assert any(fault.startswith(line) for fault in error.value.faults), error.value.faults
 
 
 def test_modules_keep_the_modes_that_they_come_with() -> None:
@@ -730,7 +739,8 @@ def test_the_schedule_and_its_versions() -> None:
 
 @pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
 def test_microbatches_have_weights(method: str, tmp_path: Path) -> None:
-    """As by `train` with the same weights; microbatches of weight 0 and updates without any weight among them."""
+    """Weights of microbatches count as in `train`, also weights of 0 and updates without any
+    weight."""
 
     def weigh(y: torch.Tensor) -> float:
         return float((y == 0).sum())
@@ -747,13 +757,14 @@ def test_microbatches_have_weights(method: str, tmp_path: Path) -> None:
 
 
 def test_stages_are_planned_for_a_hardware():
-    """Story: a fault said to name the devices, for which there was no argument."""
+    """Stages can be planned for a hardware. Story: a message requested the devices, for which
+    there was no argument."""
     layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stages = {"count": 2, "by": "hardware"}
-    how = {"stages": stages, "microbatches": 2, "hardware": "m2000"}
-    with ipu_pipe.Pipeline(model, nn.functional.cross_entropy, optimizer, **how) as pipe:
+    keys = {"stages": stages, "microbatches": 2, "hardware": "m2000"}
+    with ipu_pipe.Pipeline(model, nn.functional.cross_entropy, optimizer, **keys) as pipe:
         assert pipe.microbatches == 2
         pipe.step(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
         assert len(pipe.partition) == 2

@@ -1,4 +1,5 @@
-"""Arguments and behaviours of `Pipeline` one by one: what each does on the emulator, and that two ranks do the same."""
+"""Test arguments and behaviours of `Pipeline` one by one: the effect of each on the emulator,
+and the same effect on two ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ GREEDY = Case("local_greedy", 2, stages=["5"])
 REPLICAS = Case("pipedream_flush", 4, replicas=2)
 
 
-def make_arguments(**keys: Any) -> ipu_pipe.Pipeline:
+def make_default_pipeline(**keys: Any) -> ipu_pipe.Pipeline:
     model = keys.pop("model", None) or make_perceptron()
     optimizer = keys.pop("optimizer", None) or make_sgd(model.parameters())
     return ipu_pipe.Pipeline(
@@ -43,7 +44,8 @@ def make_arguments(**keys: Any) -> ipu_pipe.Pipeline:
     )
 
 
-def run_to_the_end(work: Any, folder: Path) -> None:
+def run_until_both_ranks_end(work: Any, folder: Path) -> None:
+    """Run `work` on two ranks, and assert that both reached its end."""
     run_in_group(2, work, folder)
     assert all((folder / f"{rank}.ended").exists() for rank in range(2))
 
@@ -75,9 +77,9 @@ def run_to_the_end(work: Any, folder: Path) -> None:
 def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None:
     model = make_perceptron()
     optimizer = make_sgd(model.parameters())
-    with pytest.raises(BadInput) as refused:
-        make_arguments(model=model, optimizer=optimizer, **arguments)
-    assert refused.value.faults[0].startswith(line), refused.value.faults
+    with pytest.raises(BadInput) as error:
+        make_default_pipeline(model=model, optimizer=optimizer, **arguments)
+    assert error.value.faults[0].startswith(line), error.value.faults
     # the optimizer is the caller's again
     optimizer.step()
 
@@ -85,24 +87,24 @@ def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(BadInput, match="^device: cuda: this machine has no usable CUDA device"):
-        make_arguments(device="cuda").step(*make_loop_batch(Case("gpipe", 4), 0))
+        make_default_pipeline(device="cuda").step(*make_loop_batch(Case("gpipe", 4), 0))
 
 
 # ---- device and deadline
 
 
-def test_the_device_is_the_models_own_or_the_one_that_is_given() -> None:
+def test_the_device_is_the_models_or_the_argument() -> None:
     for arguments in (
         {},
         {"device": "cpu"},
         {"device": torch.device("cpu")},
         {"backend_args": {"device": "cpu"}},
     ):
-        pipe = make_arguments(deadline=20, **arguments)
+        pipe = make_default_pipeline(deadline=20, **arguments)
         assert (pipe._config.backend.device, pipe._config.backend.deadline) == ("cpu", 20)
         pipe.close()
-    assert make_arguments()._config.backend.deadline == 300
-    assert make_arguments(backend_args={"deadline": 7})._config.backend.deadline == 7
+    assert make_default_pipeline()._config.backend.deadline == 300
+    assert make_default_pipeline(backend_args={"deadline": 7})._config.backend.deadline == 7
 
 
 def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,11 +162,11 @@ def fail_in_a_call(rank: int, folder: Path) -> None:
     "work",
     mark_slow([call_late, call_another_method, fail_in_a_call], lambda work: work is call_late),
 )
-def test_a_lost_rank_is_named_with_the_call_that_it_has_not_made(work: Any, tmp_path: Path) -> None:
-    run_to_the_end(work, tmp_path)
+def test_a_lost_rank_is_named_with_its_missing_call(work: Any, tmp_path: Path) -> None:
+    run_until_both_ranks_end(work, tmp_path)
 
 
-def be_late_within_the_deadline(rank: int, folder: Path) -> None:
+def call_late_within_the_deadline(rank: int, folder: Path) -> None:
     loop = Loop(PIPEDREAM, backend="distributed", deadline=20)
     for k in range(5):
         # long enough for the place to be published, and taken back
@@ -176,13 +178,13 @@ def be_late_within_the_deadline(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 @needs_processes
 def test_a_rank_may_come_late_to_a_call(tmp_path: Path) -> None:
-    run_in_group(2, be_late_within_the_deadline, tmp_path)
+    run_in_group(2, call_late_within_the_deadline, tmp_path)
 
 
 # ---- the process group
 
 
-def give_groups(rank: int, folder: Path) -> None:
+def pass_process_groups(rank: int, folder: Path) -> None:
     everyone = dist.new_group([0, 1])
     alone = [dist.new_group([r]) for r in range(2)]
     loop = Loop(PIPEDREAM, process_group=everyone, **ON_TWO)
@@ -198,10 +200,10 @@ def give_groups(rank: int, folder: Path) -> None:
 
 @needs_processes
 def test_a_process_group_has_all_ranks(tmp_path: Path) -> None:
-    run_in_group(2, give_groups, tmp_path)
+    run_in_group(2, pass_process_groups, tmp_path)
 
 
-def have_no_cpu_backend(rank: int, folder: Path) -> None:
+def remove_the_cpu_backend(rank: int, folder: Path) -> None:
     dist.get_backend_config = lambda group=None: "cuda:nccl"
     with pytest.raises(BadInput, match="the process group .cuda:nccl. has no backend for the CPU"):
         Loop(PIPEDREAM, **ON_TWO)
@@ -209,7 +211,7 @@ def have_no_cpu_backend(rank: int, folder: Path) -> None:
 
 @needs_processes
 def test_a_group_without_a_backend_for_the_cpu_is_refused(tmp_path: Path) -> None:
-    run_in_group(2, have_no_cpu_backend, tmp_path)
+    run_in_group(2, remove_the_cpu_backend, tmp_path)
 
 
 # ---- settings of the auxiliary heads
@@ -224,7 +226,7 @@ def select_heads(state: Dict[str, Any]) -> Dict[str, torch.Tensor]:
 
 
 def train_heads(**keys: Any) -> Tuple[Dict[str, Any], Dict[str, Any]]:
-    """Return the states of a loop with local heads after one and four updates."""
+    """Return the states of a loop with local heads after one update and after four."""
     loop = Loop(GREEDY, **keys)
     loop.run(0, 1)
     first = loop.pipe.state_dict()
@@ -239,15 +241,15 @@ def test_heads_have_settings_of_their_own() -> None:
     # the first update has the first group's rate in both
     assert_same(same[0]["model"], default[0]["model"])
     # later the scheduler changes the group's, and not the heads'
-    assert not torch.equal(_get_head(same[1]), _get_head(default[1]))
+    assert not torch.equal(get_head(same[1]), get_head(default[1]))
     still = train_heads(heads={"lr": 0.0, "weight_decay": 0.0})
-    assert torch.equal(_get_head(still[0]), _get_head(still[1]))
-    assert not torch.equal(_get_head(default[0]), _get_head(default[1]))
+    assert torch.equal(get_head(still[0]), get_head(still[1]))
+    assert not torch.equal(get_head(default[0]), get_head(default[1]))
     # settings that are left out are the group's
     assert set(default[1]["optimizer"]) == set(still[1]["optimizer"])
 
 
-def _get_head(state: Dict[str, Any]) -> torch.Tensor:
+def get_head(state: Dict[str, Any]) -> torch.Tensor:
     heads = select_heads(state)
     assert heads, list(state["model"])
     return torch.cat([value.flatten() for value in heads.values()])
@@ -350,7 +352,7 @@ def test_one_process_has_all_of_a_sharded_state() -> None:
 # ---- the whole model
 
 
-def hold_whole_model(rank: int, folder: Path) -> None:
+def compare_whole_models(rank: int, folder: Path) -> None:
     for name in ("pipedream", "local_greedy", "replicas"):
         loop = Loop(SHARDED[name], share=take_share, **ON_TWO)
         loop.run(0, 4)
@@ -382,14 +384,14 @@ def test_rank_0_has_the_whole_model_or_every_rank(tmp_path: Path) -> None:
             assert model is loop.model
             torch.save(model.state_dict(), tmp_path / f"{name}.pt")
         loop.close()
-    run_in_group(2, hold_whole_model, tmp_path)
+    run_in_group(2, compare_whole_models, tmp_path)
 
 
 # ---- evaluation and prediction
 
 
 class MeanMargin:
-    """The mean difference of the greatest two outputs, as an object of torchmetrics counts."""
+    """Mean difference of the two greatest outputs, with the interface of a torchmetrics metric."""
 
     def __init__(self) -> None:
         self.reset()
@@ -406,15 +408,16 @@ class MeanMargin:
         return self.total / self.count
 
 
-def compute_share_right(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def compute_accuracy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (output.argmax(1) == y).double().mean()
 
 
-METRICS = {"right": compute_share_right, "margin": MeanMargin()}
+METRICS = {"right": compute_accuracy, "margin": MeanMargin()}
 
 
-def measure(loop: Loop) -> Dict[str, Any]:
-    """Return what evaluations and predictions give after four updates; some modules are in evaluation mode."""
+def measure_after_four_updates(loop: Loop) -> Dict[str, Any]:
+    """Return the results of evaluations and predictions after four updates; some modules are in
+    evaluation mode."""
     loop.run(0, 4, drains=False)
     x, y = make_loop_batch(Case("gpipe", 3), 50)
     # the last batch is smaller: a mean over batches would differ
@@ -435,7 +438,7 @@ def measure(loop: Loop) -> Dict[str, Any]:
 def compare_measures(rank: int, folder: Path) -> None:
     for name in ("pipedream", "local_greedy", "replicas"):
         expected = torch.load(folder / f"{name}.pt")
-        measured = measure(Loop(SHARDED[name], share=take_share, **ON_TWO))
+        measured = measure_after_four_updates(Loop(SHARDED[name], share=take_share, **ON_TWO))
         assert torch.allclose(measured.pop("output"), expected.pop("output"), rtol=1e-12)
         for key, values in expected.items():
             assert list(measured[key]) == list(values)
@@ -443,9 +446,9 @@ def compare_measures(rank: int, folder: Path) -> None:
 
 
 @needs_processes
-def test_every_rank_measures_what_the_emulator_does(tmp_path: Path) -> None:
+def test_every_rank_measures_the_same_as_the_emulator(tmp_path: Path) -> None:
     for name in ("pipedream", "local_greedy", "replicas"):
-        measured = measure(Loop(SHARDED[name]))
+        measured = measure_after_four_updates(Loop(SHARDED[name]))
         assert measured["named"] == pytest.approx(measured["whole"], rel=1e-12)
         assert measured["loss"] == {"loss": measured["named"]["loss"]}
         assert measured["listed"]["accuracy"] == pytest.approx(measured["named"]["right"])
@@ -457,7 +460,7 @@ def test_every_rank_measures_what_the_emulator_does(tmp_path: Path) -> None:
 # ---- reduction, allow_nonfinite, stages_per_device
 
 
-def reduce_fast(rank: int, folder: Path) -> None:
+def compare_fast_reduction(rank: int, folder: Path) -> None:
     loop = Loop(REPLICAS, share=take_share, reduction="fast", **ON_TWO)
     loop.run()
     assert loop.pipe._config.reduction == "fast"
@@ -476,27 +479,28 @@ def test_replicas_reduce_fast(tmp_path: Path) -> None:
     loop = Loop(REPLICAS)
     loop.run()
     torch.save(loop.close().state_dict(), tmp_path / "exact.pt")
-    run_in_group(2, reduce_fast, tmp_path)
+    run_in_group(2, compare_fast_reduction, tmp_path)
 
 
-def run_into_nan(loop: Loop, steps: int = 6) -> List[str]:
-    """Return what each step gave: the updates that left, or the fault; batch 1 gives a loss that is not finite."""
-    given: List[str] = []
+def train_into_nan(loop: Loop, steps: int = 6) -> List[str]:
+    """Return the result of each step, its updates or its fault; batch 1 gives a loss that is not
+    finite."""
+    outcomes: List[str] = []
     for k in range(steps):
         x, y = make_loop_batch(loop.case, k)
         try:
-            given.append(str(loop.pipe.step(x * float("nan") if k == 1 else x, y)))
+            outcomes.append(str(loop.pipe.step(x * float("nan") if k == 1 else x, y)))
         except Divergence as error:
-            given.append(str(error).split(":")[0])
+            outcomes.append(str(error).split(":")[0])
             break
-    return given
+    return outcomes
 
 
-def diverge(rank: int, folder: Path) -> None:
+def compare_divergences(rank: int, folder: Path) -> None:
     expected = torch.load(folder / "emulator.pt")
     for allowed in (False, True):
         loop = Loop(PIPEDREAM, allow_nonfinite=allowed, **ON_TWO)
-        assert run_into_nan(loop) == expected[allowed]
+        assert train_into_nan(loop) == expected[allowed]
         loop.pipe.abort()
 
 
@@ -505,14 +509,14 @@ def test_a_loss_that_is_not_finite_is_allowed_or_ends_all_ranks(tmp_path: Path) 
     expected = {}
     for allowed in (False, True):
         loop = Loop(PIPEDREAM, allow_nonfinite=allowed)
-        expected[allowed] = run_into_nan(loop)
+        expected[allowed] = train_into_nan(loop)
         loop.pipe.abort()
     assert expected[False][-1].startswith("update 1 ") and "loss=nan" in str(expected[True])
     torch.save(expected, tmp_path / "emulator.pt")
-    run_in_group(2, diverge, tmp_path)
+    run_in_group(2, compare_divergences, tmp_path)
 
 
-def interleave(rank: int, folder: Path) -> None:
+def compare_interleaved_stages(rank: int, folder: Path) -> None:
     loop = Loop(Case("interleaved_1f1b", 4, stages=STAGES), stages_per_device=2, **ON_TWO)
     loop.run()
     assert list(loop.pipe._require_job().placement) == [0, 1, 0, 1]
@@ -528,7 +532,7 @@ def test_devices_have_several_stages(tmp_path: Path) -> None:
     loop = Loop(Case("interleaved_1f1b", 4, stages=STAGES), stages_per_device=2)
     loop.run()
     torch.save(loop.close().state_dict(), tmp_path / "emulator.pt")
-    run_in_group(2, interleave, tmp_path)
+    run_in_group(2, compare_interleaved_stages, tmp_path)
 
 
 # ---- how an update shows itself

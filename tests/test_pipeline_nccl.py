@@ -1,4 +1,5 @@
-"""`Pipeline` over channels of nccl, of which a double holds up what nccl holds up, gives the emulator's bits."""
+"""Compare `Pipeline` over channels of nccl with the emulator, bit for bit; a double of nccl
+enforces nccl's restrictions."""
 
 from __future__ import annotations
 
@@ -30,10 +31,13 @@ NAMES = (
 )
 
 
-def make_doubles(doubles: List[NcclDouble]) -> Any:
-    """Return a function that makes groups of gloo in the place of nccl's, and adds their double to `doubles`."""
+def make_channel_factory(doubles: List[NcclDouble]) -> Any:
+    """Return a function that makes gloo groups in place of nccl's, and appends their double to
+    `doubles`."""
 
-    def make(job: Job, layout: RankLayout, tied: Sequence[Link]) -> Optional[Dict[Link, Any]]:
+    def make_double_channels(
+        job: Job, layout: RankLayout, tied: Sequence[Link]
+    ) -> Optional[Dict[Link, Any]]:
         channels: Dict[Link, Any] = {}
         for replica in range(layout.replicas):
             for link in list_links(layout.stages, job.method, tied):
@@ -53,21 +57,21 @@ def make_doubles(doubles: List[NcclDouble]) -> Any:
             double.watch(piece, job.optimizer)
         return channels
 
-    return make
+    return make_double_channels
 
 
-def loop_over_channels(rank: int, folder: Path) -> None:
+def compare_over_channels(rank: int, folder: Path) -> None:
     for name in NAMES:
         case = ON_PROCESSES[name]
         doubles: List[NcclDouble] = []
-        engine.make_channels = make_doubles(doubles)
+        engine.make_channels = make_channel_factory(doubles)
         # the pipeline is built from a microbatch that is not in the first batch
         example = tuple(part[:4] for part in make_loop_batch(case, 90))
         loop = Loop(case, share=take_share, example=example, backend="distributed", deadline=60)
         loop.pipe.evaluate([make_loop_batch(case, 80)])
         loop.run(0, 4)
         loop.pipe.drain()
-        assert not doubles[0].pending(), "receives are posted while the pipeline is empty"
+        assert not doubles[0].count_pending(), "receives are posted while the pipeline is empty"
         loop.pipe.evaluate([make_loop_batch(case, 80)])
         loop.run(4, 8)
         state = loop.close().state_dict()
@@ -83,4 +87,4 @@ def test_channels_give_the_emulators_bits(tmp_path: Path) -> None:
         loop.pipe.drain()
         loop.run(4, 8)
         torch.save(loop.close().state_dict(), tmp_path / f"{name}.pt")
-    run_in_group(2, loop_over_channels, tmp_path)
+    run_in_group(2, compare_over_channels, tmp_path)

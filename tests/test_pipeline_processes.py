@@ -1,4 +1,5 @@
-"""A loop of one's own over `Pipeline` on processes gives the emulator's weights, losses and steps of leaving, bit for bit."""
+"""Compare a loop of one's own over `Pipeline` on processes with the emulator: weights, losses
+and the steps that return an update are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -32,12 +33,13 @@ from tests.support.slow import mark_slow
 from tests.test_pipeline import CASES
 
 pytestmark = needs_processes
-# their delays are not the pipeline's own
+# methods whose delays are drawn, so that processes refuse them
 EMULATED = ("pipemare_hogwild", "randomized_pipedream", "randomized_nag")
 
 
-def place(name: str, case: Case) -> Case:
-    """Return the case on two processes: blocks and orders of passes need one each, replicas are whole pipelines."""
+def place_on_two_processes(name: str, case: Case) -> Case:
+    """Return the case with as many stages or replicas as two processes need: blocks and orders
+    of passes need one stage each, replicas are whole pipelines."""
     method = METHODS[case.method]
     has_one_stage = method.order is not None and method.order.stages_per_device == 1
     if method.structure is not None or has_one_stage:
@@ -45,11 +47,13 @@ def place(name: str, case: Case) -> Case:
     return case._replace(replicas=2) if case.replicas > 1 else case
 
 
-ON_PROCESSES = {name: place(name, case) for name, case in CASES.items() if name not in EMULATED}
+ON_PROCESSES = {
+    name: place_on_two_processes(name, case) for name, case in CASES.items() if name not in EMULATED
+}
 
 
 def take_needed(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tuple[Any, Any]:
-    """Return what this rank needs, after a collective of the caller's own."""
+    """Return the inputs and labels that this rank needs, after a collective of the caller's own."""
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 2
@@ -205,15 +209,15 @@ CALLED = ["gpipe", "pipedream", "local_greedy", "local_sgd_rounds", "diloco"]
 
 
 def record_updates(name: str, **keys: Any) -> Dict[int, List[Any]]:
-    """Return by stage what a function of `on_update` is called with."""
+    """Return the arguments of the calls of an `on_update` function, by stage."""
     loop = Loop(ON_PROCESSES[name], share=take_share, **keys)
     calls: Dict[int, List[Any]] = {}
 
-    def note(update: Any, stage: int, parameters: List[nn.Parameter]) -> None:
+    def record_call(update: Any, stage: int, parameters: List[nn.Parameter]) -> None:
         weights = [p.detach().clone() for p in parameters]
         calls.setdefault(stage, []).append((int(update), update.averaged, weights))
 
-    loop.pipe.on_update(note)
+    loop.pipe.on_update(record_call)
     loop.run()
     loop.close()
     return calls
@@ -244,7 +248,7 @@ def test_functions_are_called_after_updates_as_on_the_emulator(tmp_path: Path) -
 # ---- errors: one line each, on every rank
 
 
-def shuffle_alone(rank: int, folder: Path) -> None:
+def shuffle_on_each_rank(rank: int, folder: Path) -> None:
     loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 20})
     with pytest.raises(RunFault) as fault:
         for k in range(8):
@@ -283,7 +287,7 @@ def call_differently(rank: int, folder: Path) -> None:
     end_rank(folder, rank)
 
 
-ERRORS = [shuffle_alone, fail_on_one_rank, call_differently]
+ERRORS = [shuffle_on_each_rank, fail_on_one_rank, call_differently]
 
 
 @pytest.mark.parametrize("work", mark_slow(ERRORS, lambda work: work is not call_differently))

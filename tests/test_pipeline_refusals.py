@@ -1,6 +1,8 @@
-"""Configs and `Pipeline` refuse alike, each in its own words, and nothing has changed then.
+"""Check that configs and `Pipeline` refuse the same models and arguments, each in its own words,
+and change nothing.
 
-Not here: PopTorch, and what `Pipeline` has no argument for (plateau schedules, `ema`, `hardware`, `model.compile`).
+Not here: PopTorch, and features that `Pipeline` has no argument for (plateau schedules, `ema`,
+`hardware`, `model.compile`).
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ OF_A_CONFIG = re.compile(
 )
 
 
-class Refused(NamedTuple):
-    """Arguments of `Pipeline`, of which a config has some as keys, and the beginnings of both faults."""
+class Refusal(NamedTuple):
+    """Arguments of `Pipeline`, some of which are keys of a config, and the expected beginnings
+    of both faults."""
 
     arguments: Dict[str, Any]
     of_config: str
@@ -45,7 +48,7 @@ class Refused(NamedTuple):
     batch: str = "floats"
 
 
-def make_batch(kind: str, samples: int) -> Tuple[torch.Tensor, torch.Tensor]:
+def make_batch_of_kind(kind: str, samples: int) -> Tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
     y = torch.randint(0, 5, (samples,), generator=generator)
@@ -57,15 +60,15 @@ def make_batch(kind: str, samples: int) -> Tuple[torch.Tensor, torch.Tensor]:
 # ---- models
 
 
-def append(*modules: nn.Module) -> Callable[[], nn.Module]:
-    """Return a function that makes a model of two stages, the second with more modules."""
+def add_layers(*modules: nn.Module) -> Callable[[], nn.Module]:
+    """Return a function that makes a model of two stages, the second with these modules added."""
     return lambda: nn.Sequential(
         nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), *modules, nn.Linear(8, 5)
     ).double()
 
 
-class Counter(nn.Module):
-    """A buffer that the forward changes and reads."""
+class CountingLayer(nn.Module):
+    """Layer with a buffer that the forward changes and reads."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class ListState(nn.Sequential):
         return []
 
 
-class WithParameter(nn.Module):
+class ExtraParameter(nn.Module):
     def __init__(self, parameter: Any) -> None:
         super().__init__()
         self.added = parameter
@@ -90,14 +93,14 @@ class WithParameter(nn.Module):
         return x
 
 
-class WithBuffer(WithParameter):
+class ExtraBuffer(ExtraParameter):
     def __init__(self, buffer: torch.Tensor) -> None:
         nn.Module.__init__(self)
         self.register_buffer("added", buffer)
 
 
-class Fields(nn.Module):
-    """Outputs in a mapping, which no plain loss takes."""
+class MappingModel(nn.Module):
+    """Model that returns a mapping, which no plain loss accepts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,13 +110,13 @@ class Fields(nn.Module):
         return {"logits": self.layers(x), "others": x}
 
 
-class Mean(nn.Module):
+class TokenMean(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mean(1)
 
 
-class Shared(nn.Module):
-    """The first and the last layer have one weight."""
+class SharedWeightModel(nn.Module):
+    """Model whose first and last layer share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,9 +136,9 @@ class TrainedLoss(nn.Module):
         return cross_entropy(output, y) * self.scale
 
 
-def embed(**keys: Any) -> Callable[[], nn.Module]:
+def embed_tokens(**keys: Any) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(
-        nn.Embedding(5, 8, **keys), Mean(), nn.Linear(8, 8), nn.Linear(8, 5)
+        nn.Embedding(5, 8, **keys), TokenMean(), nn.Linear(8, 8), nn.Linear(8, 5)
     ).double()
 
 
@@ -144,7 +147,7 @@ def make_weight_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), normed, nn.Linear(8, 5)).double()
 
 
-def fail(output: Any, y: Any) -> Any:
+def raise_error(output: Any, y: Any) -> Any:
     raise KeyError("a loss of one's own")
 
 
@@ -154,168 +157,173 @@ T2, DELAYED = {"t2": {}}, {"clip": (1.0, "delayed_global")}
 GLOBAL = {"clip": (1.0, "global")}
 
 
-def local(**keys: Any) -> Dict[str, Any]:
+def choose_local_greedy(**keys: Any) -> Dict[str, Any]:
     return {"method": "local_greedy", **keys}
 
 
-def args(method: str, **keys: Any) -> Dict[str, Any]:
+def set_args(method: str, **keys: Any) -> Dict[str, Any]:
     return {"method": method, "method_args": keys}
 
 
-REFUSED: Dict[str, Refused] = {
+REFUSED: Dict[str, Refusal] = {
     # by the method's table and the sizes
-    "unknown method": Refused({"method": "pipdream"}, "configure: method: pipdream", "method: pipdream"),
-    "no microbatches": Refused({"microbatches": 0}, "configure: gradient_accumulation: 0", "microbatches: 0"),
-    "2bw of few": Refused({"method": "pipedream_2bw", "microbatches": 1}, "gradient_accumulation: 1", "microbatches: 1"),
-    "another's key": Refused(args("gpipe", local_steps=3), "configure: method_args.local_steps: 3", "method_args.local_steps: 3"),
-    "precision": Refused({"precision": "16.16"}, "configure: precision: 16.16", "precision: 16.16"),
-    "replicas 0": Refused({"replicas": 0}, "configure: replicas: 0", "replicas: 0"),
-    "norm": Refused({"clip": (-1.0, "stage")}, "configure: clip.norm: -1", "clip: -1"),
-    "scope": Refused({"clip": (1.0, "all")}, "configure: clip.scope: all", "clip: all"),
-    "backend": Refused({"backend": "tpu"}, "configure: backend.name: tpu", "backend: tpu"),
-    "stages": Refused({"stages": ["nowhere"]}, "stages: ", "stages: "),
-    "auto": Refused({"stages": "auto"}, "configure: stages: auto", "stages: auto"),
-    "by devices": Refused({"stages": {"count": 2, "by": "hardware"}}, "configure: stages.by: hardware", "stages.by: hardware"),
-    "recompute": Refused({"method": "pipemare", "recompute": True}, "configure: recompute: true", "recompute: True"),
-    "recompute and delay": Refused(
-        {**args("pipemare", constant_delay={"updates": 1}), "recompute": True},
+    "unknown method": Refusal({"method": "pipdream"}, "configure: method: pipdream", "method: pipdream"),
+    "no microbatches": Refusal({"microbatches": 0}, "configure: gradient_accumulation: 0", "microbatches: 0"),
+    "2bw of few": Refusal({"method": "pipedream_2bw", "microbatches": 1}, "gradient_accumulation: 1", "microbatches: 1"),
+    "another's key": Refusal(
+        set_args("gpipe", local_steps=3), "configure: method_args.local_steps: 3", "method_args.local_steps: 3"
+    ),
+    "precision": Refusal({"precision": "16.16"}, "configure: precision: 16.16", "precision: 16.16"),
+    "replicas 0": Refusal({"replicas": 0}, "configure: replicas: 0", "replicas: 0"),
+    "norm": Refusal({"clip": (-1.0, "stage")}, "configure: clip.norm: -1", "clip: -1"),
+    "scope": Refusal({"clip": (1.0, "all")}, "configure: clip.scope: all", "clip: all"),
+    "backend": Refusal({"backend": "tpu"}, "configure: backend.name: tpu", "backend: tpu"),
+    "stages": Refusal({"stages": ["nowhere"]}, "stages: ", "stages: "),
+    "auto": Refusal({"stages": "auto"}, "configure: stages: auto", "stages: auto"),
+    "by devices": Refusal({"stages": {"count": 2, "by": "hardware"}}, "configure: stages.by: hardware", "stages.by: hardware"),
+    "recompute": Refusal({"method": "pipemare", "recompute": True}, "configure: recompute: true", "recompute: True"),
+    "recompute and delay": Refusal(
+        {**set_args("pipemare", constant_delay={"updates": 1}), "recompute": True},
         "configure: method_args.constant_delay", "method_args.constant_delay",
     ),
     # clipping
-    "clip flushes": Refused(DELAYED, "clip.scope: delayed_global", "clip: delayed_global"),
-    "clip old": Refused({"method": "pipedream", **GLOBAL}, "clip.scope: global", "clip: global"),
-    "clip replicas": Refused({"method": "local_sgd", **GLOBAL}, "clip.scope: global", "clip: global"),
-    "clip single": Refused({"method": "randomized_pipedream", **DELAYED}, "clip.scope: delayed", "clip: delayed"),
-    "clip single by all": Refused({"method": "randomized_pipedream", **GLOBAL}, "clip.scope: global", "clip: global"),
-    "clip warm-up": Refused({"method": "pipemare", "warmup": 2, **DELAYED}, "clip.scope: delayed", "clip: delayed"),
-    "clip blocks": Refused(local(**GLOBAL), "clip.scope: global", "clip: global"),
-    "clip overlaps": Refused({"method": "local_overlapping", "clip": (1.0, "stage")}, "clip: local_over", "clip: local_over"),
+    "clip flushes": Refusal(DELAYED, "clip.scope: delayed_global", "clip: delayed_global"),
+    "clip old": Refusal({"method": "pipedream", **GLOBAL}, "clip.scope: global", "clip: global"),
+    "clip replicas": Refusal({"method": "local_sgd", **GLOBAL}, "clip.scope: global", "clip: global"),
+    "clip single": Refusal({"method": "randomized_pipedream", **DELAYED}, "clip.scope: delayed", "clip: delayed"),
+    "clip single by all": Refusal({"method": "randomized_pipedream", **GLOBAL}, "clip.scope: global", "clip: global"),
+    "clip warm-up": Refusal({"method": "pipemare", "warmup": 2, **DELAYED}, "clip.scope: delayed", "clip: delayed"),
+    "clip blocks": Refusal(choose_local_greedy(**GLOBAL), "clip.scope: global", "clip: global"),
+    "clip overlaps": Refusal({"method": "local_overlapping", "clip": (1.0, "stage")}, "clip: local_over", "clip: local_over"),
     # replicas and microbatches of methods that step by themselves
-    "replicas of replicas": Refused({"method": "local_sgd", "replicas": 2}, "replicas: 2", "replicas: 2"),
-    "replicas single": Refused({"method": "randomized_pipedream", "replicas": 2}, "replicas: 2", "replicas: 2"),
-    "many of one": Refused({"method": "local_sgd", "microbatches": 2}, "gradient_accumulation: 2", "microbatches: 2"),
-    "many single": Refused(
+    "replicas of replicas": Refusal({"method": "local_sgd", "replicas": 2}, "replicas: 2", "replicas: 2"),
+    "replicas single": Refusal({"method": "randomized_pipedream", "replicas": 2}, "replicas: 2", "replicas: 2"),
+    "many of one": Refusal({"method": "local_sgd", "microbatches": 2}, "gradient_accumulation: 2", "microbatches: 2"),
+    "many single": Refusal(
         {"method": "randomized_pipedream", "microbatches": 2}, "gradient_accumulation: 2", "microbatches: 2"
     ),
-    "replicas gather": Refused(
-        {**args("local_greedy", block_accumulation=[1, 2]), "replicas": 2}, "replicas: 2", "replicas: 2"
+    "replicas gather": Refusal(
+        {**set_args("local_greedy", block_accumulation=[1, 2]), "replicas": 2}, "replicas: 2", "replicas: 2"
     ),
-    "replicas overlap": Refused({"method": "local_overlapping", "replicas": 2}, "replicas: 2", "replicas: 2"),
-    "replicas mean square": Refused(
-        {**args("pipedream", delay_compensation={"adaptive": True}), "replicas": 2}, "replicas: 2", "replicas: 2"
+    "replicas overlap": Refusal({"method": "local_overlapping", "replicas": 2}, "replicas: 2", "replicas: 2"),
+    "replicas mean square": Refusal(
+        {**set_args("pipedream", delay_compensation={"adaptive": True}), "replicas": 2}, "replicas: 2", "replicas: 2"
     ),
     # blocks
-    "rates of no blocks": Refused(args("gpipe", block_rates=[1, 1]), "method_args.block_rates", "method_args.block_rates"),
-    "rates of few": Refused(args("local_greedy", block_rates=[1]), "method_args.block_rates", "method_args.block_rates"),
-    "gathers few": Refused(args("local_greedy", block_accumulation=[1]), "method_args.block_acc", "method_args.block_acc"),
-    "head of none": Refused(args("gpipe", head="a:b"), "method_args.head", "method_args.head"),
-    "gathers overlap": Refused(
-        args("local_overlapping", block_accumulation=[1, 2]), "method_args.block_acc", "method_args.block_acc"
+    "rates of no blocks": Refusal(set_args("gpipe", block_rates=[1, 1]), "method_args.block_rates", "method_args.block_rates"),
+    "rates of few": Refusal(set_args("local_greedy", block_rates=[1]), "method_args.block_rates", "method_args.block_rates"),
+    "gathers few": Refusal(set_args("local_greedy", block_accumulation=[1]), "method_args.block_acc", "method_args.block_acc"),
+    "head of none": Refusal(set_args("gpipe", head="a:b"), "method_args.head", "method_args.head"),
+    "gathers overlap": Refusal(
+        set_args("local_overlapping", block_accumulation=[1, 2]), "method_args.block_acc", "method_args.block_acc"
     ),
     # rules
-    "weights and compensation": Refused(
-        {**args("pipedream", delay_compensation={}), "microbatches": 2, "loss_weight": "tokens"},
+    "weights and compensation": Refusal(
+        {**set_args("pipedream", delay_compensation={}), "microbatches": 2, "loss_weight": "tokens"},
         "method_args.delay_compensation", "method_args.delay_compensation",
     ),
-    "t2 of one version": Refused(args("gpipe", t2={}), "configure: method_args.t2", "method_args.t2"),
-    "t2 and prediction": Refused(
-        args("pipemare", t2={}, weight_prediction={}), "configure: method_args.t2", "method_args.t2"
+    "t2 of one version": Refusal(set_args("gpipe", t2={}), "configure: method_args.t2", "method_args.t2"),
+    "t2 and prediction": Refusal(
+        set_args("pipemare", t2={}, weight_prediction={}), "configure: method_args.t2", "method_args.t2"
     ),
-    "compensation of two versions": Refused(
-        args("pipemare", delay_compensation={}), "configure: method_args.delay", "method_args.delay"
+    "compensation of two versions": Refusal(
+        set_args("pipemare", delay_compensation={}), "configure: method_args.delay", "method_args.delay"
     ),
-    "feedback and spikes": Refused(
-        args("pipelined_backprop", error_feedback={}, spike_compensation={}),
+    "feedback and spikes": Refusal(
+        set_args("pipelined_backprop", error_feedback={}, spike_compensation={}),
         "configure: method_args.error_feedback", "method_args.error_feedback",
     ),
-    "nesterov": Refused(
-        args("pipelined_backprop", spike_compensation={}), "method_args.spike_compensation: optimizer.nesterov",
+    "nesterov": Refusal(
+        set_args("pipelined_backprop", spike_compensation={}), "method_args.spike_compensation: optimizer.nesterov",
         "method_args.spike_compensation: optimizer.nesterov", make_optimizer=NESTEROV,
     ),
-    "no velocity": Refused(
-        args("pipedream", weight_prediction={"form": "velocity"}), "method_args.weight_prediction: optimizer.momentum",
+    "no velocity": Refusal(
+        set_args("pipedream", weight_prediction={"form": "velocity"}), "method_args.weight_prediction: optimizer.momentum",
         "method_args.weight_prediction: optimizer.momentum", make_optimizer=PLAIN_SGD,
     ),
-    "adam spikes": Refused(
-        args("pipedream", spike_compensation={}), "method_args.spike_compensation: adam",
+    "adam spikes": Refusal(
+        set_args("pipedream", spike_compensation={}), "method_args.spike_compensation: adam",
         "method_args.spike_compensation: adam", make_optimizer=torch.optim.Adam,
     ),
-    "adam predicts": Refused({"method": "spectrain"}, "method: adam", "method: adam", make_optimizer=torch.optim.Adam),
-    # what the method does to the model
-    "counter of replicas": Refused({"replicas": 2}, "model: 3.count", "model: 3.count", append(Counter())),
-    "counter of rounds": Refused({"method": "local_sgd"}, "model: 3.count", "model: 3.count", append(Counter())),
-    "written weight": Refused(
+    "adam predicts": Refusal({"method": "spectrain"}, "method: adam", "method: adam", make_optimizer=torch.optim.Adam),
+    # requirements of the method on the model
+    "counter of replicas": Refusal({"replicas": 2}, "model: 3.count", "model: 3.count", add_layers(CountingLayer())),
+    "counter of rounds": Refusal({"method": "local_sgd"}, "model: 3.count", "model: 3.count", add_layers(CountingLayer())),
+    "written weight": Refusal(
         {"method": "pipedream"}, "model: 0.weight: the forward writes", "model: 0.weight: the forward writes",
-        embed(max_norm=0.5), batch="tokens",
+        embed_tokens(max_norm=0.5), batch="tokens",
     ),
-    "written weight of replicas": Refused(
-        {"replicas": 2}, "model: 0.weight: the forward writes", "model: 0.weight: the forward writes", embed(max_norm=0.5),
+    "written weight of replicas": Refusal(
+        {"replicas": 2}, "model: 0.weight: the forward writes", "model: 0.weight: the forward writes", embed_tokens(max_norm=0.5),
         batch="tokens",
     ),
-    "derived weight": Refused(
+    "derived weight": Refusal(
         {"method": "pipemare"}, "model: with pipemare the backward", "model: with pipemare the backward", make_weight_norm
     ),
-    "tied weight": Refused({"method": "pipedream", "stages": ["b"]}, "stages: ", "stages: ", Shared),
+    "tied weight": Refusal({"method": "pipedream", "stages": ["b"]}, "stages: ", "stages: ", SharedWeightModel),
     # rows of a file, which the test writes
-    "order of forwards": Refused(
+    "order of forwards": Refusal(
         {"method": "rows", "rows": ["0F1,0F0,,,0B0,0B1", ",1F1,1F0,1B0,1B1"]}, "method_args.file", "method_args.file",
-        append(nn.BatchNorm1d(8)),
+        add_layers(nn.BatchNorm1d(8)),
     ),
-    "order of backwards": Refused(
+    "order of backwards": Refusal(
         {"method": "rows", "stages": ["b"], "rows": ["0F0,0F1,,,0B1,0B0", ",1F0,1F1,1B1,1B0"]}, "method_args.file",
-        "method_args.file", Shared,
+        "method_args.file", SharedWeightModel,
     ),
     # the model and the loss
-    "lazy": Refused({}, "model: 3: is lazy", "model: 3: is lazy", append(nn.LazyLinear(8))),
-    "wrapped": Refused(
+    "lazy": Refusal({}, "model: 3: is lazy", "model: 3: is lazy", add_layers(nn.LazyLinear(8))),
+    "wrapped": Refusal(
         {"stages": 1}, "model: is wrapped", "model: is wrapped", lambda: nn.DataParallel(make_perceptron())
     ),
-    "sparse": Refused({}, "model: 0: gradients must", "model: 0: gradients must", embed(sparse=True), batch="tokens"),
-    "state": Refused({}, "model: state_dict", "model: state_dict", lambda: ListState(*make_perceptron())),
-    "complex weight": Refused(
+    "sparse": Refusal({}, "model: 0: gradients must", "model: 0: gradients must", embed_tokens(sparse=True), batch="tokens"),
+    "state": Refusal({}, "model: state_dict", "model: state_dict", lambda: ListState(*make_perceptron())),
+    "complex weight": Refusal(
         {}, "model: 3.added: complex", "model: 3.added: complex",
-        append(WithParameter(nn.Parameter(torch.zeros(2, dtype=torch.complex128)))),
+        add_layers(ExtraParameter(nn.Parameter(torch.zeros(2, dtype=torch.complex128)))),
     ),
-    "sparse buffer": Refused(
-        {}, "model: 3.added: is not a dense", "model: 3.added: is not a dense", append(WithBuffer(torch.zeros(3).to_sparse()))
+    "sparse buffer": Refusal(
+        {}, "model: 3.added: is not a dense", "model: 3.added: is not a dense",
+        add_layers(ExtraBuffer(torch.zeros(3).to_sparse())),
     ),
-    "complex buffer": Refused(
-        {}, "model: 3.count: complex", "model: 3.count: complex", append(Counter(torch.complex128))
+    "complex buffer": Refusal(
+        {}, "model: 3.count: complex", "model: 3.count: complex", add_layers(CountingLayer(torch.complex128))
     ),
-    "trained loss": Refused({}, "loss: TrainedLoss", "loss: TrainedLoss", loss=TrainedLoss()),
-    "failing loss": Refused({}, "loss: it fails", "loss: it fails", loss=fail),
-    # a model that was converted to fewer bits has its own again
-    "failing loss in bfloat16": Refused({"method": "pipedream", "precision": "bfloat16"}, "loss: it", "loss: it", loss=fail),
-    "failing loss in mixed": Refused({"precision": "bfloat16_mixed"}, "loss: it", "loss: it", loss=fail),
-    "failing model": Refused({}, "model: it fails", "model: it fails", batch="narrow"),
-    "fields": Refused({"stages": 1}, "model: returns", "model: returns", Fields),
-    "vector": Refused(
+    "trained loss": Refusal({}, "loss: TrainedLoss", "loss: TrainedLoss", loss=TrainedLoss()),
+    "failing loss": Refusal({}, "loss: it fails", "loss: it fails", loss=raise_error),
+    # the model gets its original precision back
+    "failing loss in bfloat16": Refusal(
+        {"method": "pipedream", "precision": "bfloat16"}, "loss: it", "loss: it", loss=raise_error
+    ),
+    "failing loss in mixed": Refusal({"precision": "bfloat16_mixed"}, "loss: it", "loss: it", loss=raise_error),
+    "failing model": Refusal({}, "model: it fails", "model: it fails", batch="narrow"),
+    "fields": Refusal({"stages": 1}, "model: returns", "model: returns", MappingModel),
+    "vector": Refusal(
         {}, "loss: must return one", "loss: must return one", loss=functools.partial(cross_entropy, reduction="none")
     ),
-    "constant": Refused({}, "loss: depends on no", "loss: depends on no", loss=lambda output, y: torch.zeros(())),
-    "labels": Refused({}, "data: label 1", "step: y: label 1", batch="other labels"),
-    "weight": Refused({"loss_weight": "words"}, "loss_weight: words", "loss_weight: words"),
+    "constant": Refusal({}, "loss: depends on no", "loss: depends on no", loss=lambda output, y: torch.zeros(())),
+    "labels": Refusal({}, "data: label 1", "step: y: label 1", batch="other labels"),
+    "weight": Refusal({"loss_weight": "words"}, "loss_weight: words", "loss_weight: words"),
 }  # fmt: skip
 # on processes alone
-ON_PROCESSES: Dict[str, Refused] = {
-    "no pipeline": Refused({"method": "randomized_pipedream"}, "method: randomized", "method: randomized"),
-    "drawn delays": Refused(
-        args("pipemare", hogwild={"max": 4, "mean": 2}), "method_args.hogwild", "method_args.hogwild"
+ON_PROCESSES: Dict[str, Refusal] = {
+    "no pipeline": Refusal({"method": "randomized_pipedream"}, "method: randomized", "method: randomized"),
+    "drawn delays": Refusal(
+        set_args("pipemare", hogwild={"max": 4, "mean": 2}), "method_args.hogwild", "method_args.hogwild"
     ),
-    "tied and corrected": Refused(
-        {**args("pipedream_2bw", weight_prediction={}), "microbatches": 2, "stages": ["b"]},
-        "method_args.weight_prediction", "method_args.weight_prediction", Shared,
+    "tied and corrected": Refusal(
+        {**set_args("pipedream_2bw", weight_prediction={}), "microbatches": 2, "stages": ["b"]},
+        "method_args.weight_prediction", "method_args.weight_prediction", SharedWeightModel,
     ),
     "clip old": REFUSED["clip old"],
     "counter of replicas": REFUSED["counter of replicas"]._replace(arguments={"replicas": 2, "stages": 1}),
 }  # fmt: skip
 
 
-class Batches:
-    """A data source of one microbatch."""
+class OneBatchSource:
+    """Data source that returns one microbatch each time."""
 
     def __init__(self, kind: str) -> None:
-        self._batch = make_batch(kind, SAMPLES)
+        self._batch = make_batch_of_kind(kind, SAMPLES)
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         return EPOCH * 4
@@ -327,7 +335,9 @@ class Batches:
         yield self._batch
 
 
-def choose_arguments(case: Refused, folder: Path) -> Dict[str, Any]:
+def complete_arguments(case: Refusal, folder: Path) -> Dict[str, Any]:
+    """Return the arguments of a case with defaults; rows of a schedule become a file in
+    `folder`."""
     arguments = {"method": "gpipe", "stages": ["2"], **case.arguments}
     rows = arguments.pop("rows", None)
     if rows:
@@ -337,9 +347,9 @@ def choose_arguments(case: Refused, folder: Path) -> Dict[str, Any]:
     return arguments
 
 
-def ask_config(case: Refused, folder: Path, **others: Any) -> List[str]:
+def list_config_faults(case: Refusal, folder: Path, **others: Any) -> List[str]:
     """Return the faults of `configure` and `train`."""
-    arguments = {**choose_arguments(case, folder), **others}
+    arguments = {**complete_arguments(case, folder), **others}
     keys = {
         "micro_batch_size": SAMPLES,
         "precision": "float64",
@@ -354,8 +364,8 @@ def ask_config(case: Refused, folder: Path, **others: Any) -> List[str]:
             if key not in ("microbatches", "clip", "warmup", "backend")
         }
     )
-    alone = arguments["method"] in ("local_sgd", "randomized_pipedream")
-    keys["gradient_accumulation"] = arguments.get("microbatches", 1 if alone else 2)
+    has_one_microbatch = arguments["method"] in ("local_sgd", "randomized_pipedream")
+    keys["gradient_accumulation"] = arguments.get("microbatches", 1 if has_one_microbatch else 2)
     if "clip" in arguments:
         keys["clip"] = dict(zip(("norm", "scope"), arguments["clip"]))
     if "warmup" in arguments:
@@ -365,23 +375,24 @@ def ask_config(case: Refused, folder: Path, **others: Any) -> List[str]:
         }
     if "backend" in arguments:
         keys["backend"] = {"name": arguments["backend"]}
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput) as error:
         ipu_pipe.train(
             ipu_pipe.configure(**keys),
             folder / "run",
             model=case.make_model(),
-            data=Batches(case.batch),  # type: ignore[arg-type]
+            data=OneBatchSource(case.batch),  # type: ignore[arg-type]
             loss=case.loss,
             optimizer=case.make_optimizer,
             quiet=True,
             overwrite=True,
         )
-    return refused.value.faults
+    return error.value.faults
 
 
-def ask_pipeline(case: Refused, folder: Path, **others: Any) -> List[str]:
-    """Return the faults of `Pipeline` and its first step. The model and its optimizer stay as they were."""
-    arguments = {**choose_arguments(case, folder), **others}
+def list_pipeline_faults(case: Refusal, folder: Path, **others: Any) -> List[str]:
+    """Return the faults of `Pipeline` and its first step; assert that model and optimizer are
+    unchanged."""
+    arguments = {**complete_arguments(case, folder), **others}
     arguments.setdefault(
         "microbatches", None if arguments["method"] in ("local_sgd", "randomized_pipedream") else 2
     )
@@ -389,24 +400,25 @@ def ask_pipeline(case: Refused, folder: Path, **others: Any) -> List[str]:
     # as after `from_pretrained`
     model.eval()
     optimizer = case.make_optimizer(model.parameters())
-    before = describe(model)
-    x, y = make_batch(case.batch, 16)
-    with pytest.raises(BadInput) as refused:
+    before = snapshot_model(model)
+    x, y = make_batch_of_kind(case.batch, 16)
+    with pytest.raises(BadInput) as error:
         pipe = ipu_pipe.Pipeline(model, case.loss, optimizer, **arguments)
         pipe.step(x, y)
     if "pipe" in locals():
         assert pipe.updates == pipe.in_flight == 0
-    assert describe(model) == before and not optimizer.state
+    assert snapshot_model(model) == before and not optimizer.state
     # the optimizer may go into another pipeline
     if case.make_model is make_perceptron:
         ipu_pipe.Pipeline(
             model, cross_entropy, optimizer, stages=["2"], microbatches=2, **others
         ).close()
-    return refused.value.faults
+    return error.value.faults
 
 
-def describe(model: nn.Module) -> Any:
-    """Return what a refusal must not change: modules and their modes, tensors and their values."""
+def snapshot_model(model: nn.Module) -> Any:
+    """Return everything that a refusal must not change: modules and their modes, tensors and
+    their values."""
     modules = [
         (name, type(module), module.training, len(module._forward_hooks))
         for name, module in model.named_modules()
@@ -422,7 +434,9 @@ def describe(model: nn.Module) -> Any:
     return modules, facts, values
 
 
-def check(case: Refused, by_config: List[str], by_pipeline: List[str]) -> None:
+def assert_both_refuse(case: Refusal, by_config: List[str], by_pipeline: List[str]) -> None:
+    """Assert one fault from each side, with the beginnings of the case and no word of a config
+    in `Pipeline`'s."""
     assert any(fault.startswith(case.of_config) for fault in by_config), by_config
     assert any(fault.startswith(case.of_pipeline) for fault in by_pipeline), by_pipeline
     # one line a fault
@@ -431,18 +445,20 @@ def check(case: Refused, by_config: List[str], by_pipeline: List[str]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_both_doors_refuse_in_their_own_words(name: str, tmp_path: Path) -> None:
+def test_config_and_pipeline_refuse_in_their_own_words(name: str, tmp_path: Path) -> None:
     case = REFUSED[name]
-    check(case, ask_config(case, tmp_path), ask_pipeline(case, tmp_path))
+    assert_both_refuse(
+        case, list_config_faults(case, tmp_path), list_pipeline_faults(case, tmp_path)
+    )
 
 
-def refuse_on_processes(rank: int, folder: Path) -> None:
+def compare_refusals_on_processes(rank: int, folder: Path) -> None:
     for case in ON_PROCESSES.values():
-        faults = ask_config(case, folder, backend="distributed")
-        by_pipeline = ask_pipeline(case, folder, backend="distributed")
-        check(case, faults, by_pipeline)
+        faults = list_config_faults(case, folder, backend="distributed")
+        by_pipeline = list_pipeline_faults(case, folder, backend="distributed")
+        assert_both_refuse(case, faults, by_pipeline)
 
 
 @needs_processes
-def test_both_doors_refuse_on_processes(tmp_path: Path) -> None:
-    run_in_group(2, refuse_on_processes, tmp_path)
+def test_config_and_pipeline_refuse_on_processes(tmp_path: Path) -> None:
+    run_in_group(2, compare_refusals_on_processes, tmp_path)

@@ -1,4 +1,5 @@
-"""A saved state goes on to the same bits: every method of the table, every scope of clipping, every step that may drain."""
+"""Check that a saved state resumes bitwise: every method of the table, every scope of clipping,
+every step that may drain."""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ class Variant(NamedTuple):
 
     method: str
     keys: Dict[str, Any] = {}
-    makes: str = "sgd"
+    optimizer_name: str = "sgd"
     stages: Any = ["2", "4", "6"]
 
 
-def change(method: str, **args: Any) -> Variant:
+def vary_method(method: str, **args: Any) -> Variant:
     return Variant(method, {"method_args": args})
 
 
@@ -53,44 +54,45 @@ ADAPTIVE = {"scale": 0.1, "adaptive": True}
 # each with state of its own
 VARIANTS: Dict[str, Variant] = {
     **{name: Variant(name) for name in METHODS if name != "rows"},
-    "pipemare_t1_t2": change("pipemare", t1={"anneal_updates": 5}, t2={"decay": 0.5}),
+    "pipemare_t1_t2": vary_method("pipemare", t1={"anneal_updates": 5}, t2={"decay": 0.5}),
     "pipemare_warmup": Variant("pipemare", {"warmup": 3, "method_args": {"t2": {}}}),
-    "pipemare_hogwild": change("pipemare", hogwild={"max": 4, "mean": 2}),
-    "pipemare_recompute": change("pipemare", recompute={"segments": 2}),
-    "pb_sc_lwp": change("pipelined_backprop", spike_compensation={}, weight_prediction={"form": "velocity"}),
-    "pb_difference": change("pipelined_backprop", weight_prediction={"form": "difference"}),
-    "pb_feedback": change("pipelined_backprop", error_feedback={}),
+    "pipemare_hogwild": vary_method("pipemare", hogwild={"max": 4, "mean": 2}),
+    "pipemare_recompute": vary_method("pipemare", recompute={"segments": 2}),
+    "pb_sc_lwp": vary_method("pipelined_backprop", spike_compensation={}, weight_prediction={"form": "velocity"}),
+    "pb_difference": vary_method("pipelined_backprop", weight_prediction={"form": "difference"}),
+    "pb_feedback": vary_method("pipelined_backprop", error_feedback={}),
     "pb_split": Variant("pipelined_backprop", {"method_args": {"split_backward": True}, "stages_per_device": 2}),
     "pipedream_n2": Variant("pipedream", {"microbatches": 2}),
-    "pipedream_adaptive": change("pipedream", delay_compensation=ADAPTIVE),
-    "pipedream_adam": Variant("pipedream", makes="adam"),
+    "pipedream_adaptive": vary_method("pipedream", delay_compensation=ADAPTIVE),
+    "pipedream_adam": Variant("pipedream", optimizer_name="adam"),
     "pipedream_replicas": Variant("pipedream", {"replicas": 2}),
     "pipedream_weights": Variant("pipedream", {"loss_weight": lambda y: float((y == 0).sum()), "microbatches": 2}),
     "gpipe_mixed": Variant("gpipe", {"precision": "bfloat16_mixed"}),
     "pipedream_mixed": Variant("pipedream", {"precision": "bfloat16_mixed"}, "adam"),
     "pipedream_2bw_replicas": Variant("pipedream_2bw", {"replicas": 2}),
-    "local_greedy_blocks": change("local_greedy", block_rates=[1, 2, 1, 1], block_accumulation=[1, 2, 1, 3]),
-    "local_greedy_adam": Variant("local_greedy", makes="adam"),
-    "local_sgd_rounds": change("local_sgd", local_steps=3, replicas=2),
+    "local_greedy_blocks": vary_method("local_greedy", block_rates=[1, 2, 1, 1], block_accumulation=[1, 2, 1, 3]),
+    "local_greedy_adam": Variant("local_greedy", optimizer_name="adam"),
+    "local_sgd_rounds": vary_method("local_sgd", local_steps=3, replicas=2),
     "local_sgd_adam": Variant("local_sgd", {"method_args": {"local_steps": 3}}, "adam"),
-    "diloco": change("local_sgd", local_steps=3, outer={"name": "sgd", "lr": 0.7, "momentum": 0.9}),
-    "diloco_streams": change(
+    "diloco": vary_method("local_sgd", local_steps=3, outer={"name": "sgd", "lr": 0.7, "momentum": 0.9}),
+    "diloco_streams": vary_method(
         "local_sgd", local_steps=4, outer={"name": "sgd", "fragments": 2, "delay": 1, "mix": 0.5, "momentum": 0.9}
     ),
-    "randomized_nag": change("randomized_pipedream", nag=0.5),
+    "randomized_nag": vary_method("randomized_pipedream", nag=0.5),
     "rows": Variant("rows", {"rows": ROWS}, stages=["4"]),
     "rows_backwards": Variant("rows", {"rows": BACKWARDS}, stages=["4"]),
 }  # fmt: skip
 
 
-def make_batch(k: int, samples: int = 24) -> Tuple[torch.Tensor, torch.Tensor]:
+def make_float_batch(k: int, samples: int = 24) -> Tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(k)
     x = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
     return x, torch.randint(0, 3, (samples,), generator=generator)
 
 
 class Training:
-    """A loop of one's own over a variant, with a scheduler; its parts are saved and loaded as docs/own_loop.md says."""
+    """Training loop of one's own over a variant, with a scheduler; it saves and loads its parts
+    as in docs/own_loop.md."""
 
     def __init__(self, variant: Variant, scope: Optional[str], folder: Path) -> None:
         torch.manual_seed(0)
@@ -104,9 +106,9 @@ class Training:
             file = folder / "rows.csv"
             file.write_text(keys.pop("rows"), encoding="utf-8")
             keys.update(method_args={"file": str(file)}, microbatches=4)
-        make = torch.optim.Adam if variant.makes == "adam" else torch.optim.SGD
-        settings: Dict[str, Any] = {} if variant.makes == "adam" else {"momentum": 0.9}
-        self.optimizer = make(self.model.parameters(), lr=0.05, **settings)
+        optimizer_class = torch.optim.Adam if variant.optimizer_name == "adam" else torch.optim.SGD
+        settings: Dict[str, Any] = {} if variant.optimizer_name == "adam" else {"momentum": 0.9}
+        self.optimizer = optimizer_class(self.model.parameters(), lr=0.05, **settings)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         clip = None if scope is None else (0.1, scope)
         self.pipe = ipu_pipe.Pipeline(
@@ -125,7 +127,7 @@ class Training:
         return {"pipe": self.pipe, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
     def step(self, k: int) -> None:
-        x, y = make_batch(k)
+        x, y = make_float_batch(k)
         dtype = next(self.model.parameters()).dtype
         updates = self.pipe.step(x.to(dtype), y)
         self.losses += [(update.index, update.loss, update.blocks) for update in updates]
@@ -142,7 +144,7 @@ class Training:
             part.load_state_dict(states[name])
 
     def end(self) -> Dict[str, Any]:
-        """Close the pipeline. Return everything that a run leaves."""
+        """Close the pipeline, and return the final states of model, pipeline and optimizer."""
         state = self.pipe.state_dict() if self.pipe.can_drain else {}
         self.losses += [(update.index, update.loss, update.blocks) for update in self.pipe.close()]
         return {
@@ -153,7 +155,7 @@ class Training:
 
 
 def flatten(value: Any, name: str = "") -> Dict[str, Any]:
-    """Return the leaves of nested mappings and lists by a name."""
+    """Return the leaves of nested mappings and lists, by path."""
     if isinstance(value, (dict, list, tuple)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         leaves: Dict[str, Any] = {}
@@ -178,7 +180,7 @@ def assert_same_ends(expected: Any, actual: Any) -> None:
 
 
 def list_scopes(variant: Variant) -> List[Optional[str]]:
-    """Return the scopes of clipping that a method has."""
+    """Return the scopes of clipping that a method supports."""
     method = METHODS[variant.method]
     if method.structure is not None and method.structure.overlap:
         return [None]
@@ -197,7 +199,7 @@ def list_scopes(variant: Variant) -> List[Optional[str]]:
 def resume_everywhere(
     variant: Variant, scope: Optional[str], folder: Path
 ) -> Tuple[List[int], torch.Tensor]:
-    """Compare the runs that go on from each saved state with those that saved them.
+    """Compare the runs that resume from each saved state with the runs that saved them.
 
     Return the steps of the states, and the weights of the last run.
     """
@@ -212,7 +214,7 @@ def resume_everywhere(
                 files[k + 1] = straight.save()
         expected = straight.end()
         for at, content in files.items():
-            # a new object before its first step, and once for each run one that has made other steps
+            # a new object before its first step and, once for each run, one that has made other steps
             for before in (0, USED) if at == min(files) else (0,):
                 resumed = Training(variant, scope, folder)
                 for k in range(before):

@@ -1,4 +1,5 @@
-"""What a pipeline shows of itself: schedule, versions, trace and memory, on the emulator and on processes."""
+"""Test the views of a pipeline: schedule, versions, trace and memory, on the emulator and on
+processes."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def test_a_notebook_shows_the_page_of_a_trace(tmp_path: Path) -> None:
     assert html.unescape(content) == page and "<script" in page and "<" not in content
     assert json.dumps(shown.analysis)
     assert str(shown.analysis["devices"][0]["index"]) in repr(shown)
-    # by default into a folder of its own, again and again
+    # by default each call writes into a new folder
     first, second = loop.pipe.trace(), loop.pipe.trace()
     assert first is not None and second is not None and first.file != second.file
     assert ipu_pipe.analyze_run(first.file)["method"] == "pipedream"
@@ -112,25 +113,25 @@ def test_a_trace_that_was_not_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_memory_is_planned_for_every_method(name: str) -> None:
     loop, other = Loop(CASES[name]), Loop(CASES[name])
-    for each in (loop, other):
-        each.run(0, 3, drains=False)
+    for each_loop in (loop, other):
+        each_loop.run(0, 3, drains=False)
     memory = loop.pipe.memory()
     assert [row["index"] for row in memory["stages"]] == [*range(len(loop.pipe.partition))]
-    lags = loop.pipe.versions.greatest_lag().tolist()
-    assert [row["forward_delay"] for row in memory["stages"]] == lags
+    delays = loop.pipe.versions.greatest_lag().tolist()
+    assert [row["forward_delay"] for row in memory["stages"]] == delays
     size = sum(p.numel() * p.element_size() for p in loop.model.parameters())
     assert sum(row["weight_bytes"] for row in memory["stages"]) >= size
     assert memory["peak_memory"][0]["weights"] >= size
     assert json.dumps(memory)
-    for each in (loop, other):
-        each.run(3, 5, drains=False)
+    for each_loop in (loop, other):
+        each_loop.run(3, 5, drains=False)
     assert_same(other.close().state_dict(), loop.close().state_dict())
 
 
 # ---- processes
 
 
-def show(rank: int, folder: Path) -> None:
+def compare_shown_traces(rank: int, folder: Path) -> None:
     for name in NAMES:
         case = ON_PROCESSES[name]
         keys: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
@@ -162,4 +163,4 @@ def show(rank: int, folder: Path) -> None:
 
 @needs_processes
 def test_the_trace_of_processes_is_measured(tmp_path: Path) -> None:
-    run_in_group(2, show, tmp_path)
+    run_in_group(2, compare_shown_traces, tmp_path)

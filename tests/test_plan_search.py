@@ -1,4 +1,5 @@
-"""The planner's search does little and finds the same: passes played one by one, bounds, and trying all."""
+"""Test that the planner's search does little work and finds the same plans: bounds, and passes
+played one by one, against trying all candidates."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ from ipu_pipe.schedule.timelines import make_schedule
 PIPELINES = ["pipedream_2bw", "pipedream_flush", "gpipe"]
 
 
-def slow(seed: int, devices: int = 8) -> Hardware:
-    """Return servers of two or four devices of 1 FLOP a second, whose links are anything between fast and the bottleneck."""
+def make_slow_servers(seed: int, devices: int = 8) -> Hardware:
+    """Return servers of two or four devices of 1 FLOP a second, with links between fast and the
+    bottleneck."""
     rng = np.random.default_rng(seed)
     rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1.0}}
     figures: Dict[str, Any] = {
@@ -54,35 +56,40 @@ def slow(seed: int, devices: int = 8) -> Hardware:
     return read_hardware(figures, "here")
 
 
-def problem(seed: int, memory: float = 1e9, devices: int = 8, count: int = 8) -> Problem:
-    """Return units of any size on such hardware."""
+def make_problem_on_slow_links(
+    seed: int, memory: float = 1e9, devices: int = 8, count: int = 8
+) -> Problem:
+    """Return a problem of units of random sizes on servers with slow links."""
     rng = np.random.default_rng(seed)
     units = tuple(
         Unit(f"unit{i}", f, 2 * f, int(rng.integers(0, 30)), 4.0 * rng.integers(1, 9), 40.0)
         for i, f in enumerate(rng.integers(1, 9, count).astype(float).tolist())
     )
-    return Problem(units, 8.0, slow(seed, devices), memory, "float32", 1)
+    return Problem(units, 8.0, make_slow_servers(seed, devices), memory, "float32", 1)
 
 
-def every(given: Problem, asked: List[Candidate]) -> List[Prediction]:
-    """Return all candidates that fit, on every layout, each played."""
-    result = []
-    for candidate in asked:
+def predict_all(problem: Problem, candidates: List[Candidate]) -> List[Prediction]:
+    """Return the played prediction of every candidate that fits, on every layout."""
+    predictions = []
+    for candidate in candidates:
         for layout in list_layouts(candidate.depth, candidate.width):
-            costing = Costing(given, candidate, layout, UnitSums(given, candidate.micro_batch_size))
+            costing = Costing(
+                problem, candidate, layout, UnitSums(problem, candidate.micro_batch_size)
+            )
             starts = costing.find_cut()
-            result += [predict_cut(costing, starts)] if starts is not None else []
-    return result
+            predictions += [predict_cut(costing, starts)] if starts is not None else []
+    return predictions
 
 
 @pytest.mark.parametrize("memory", [1e9, 3000.0])
 def test_slow_links_hide_nothing_from_the_search(memory: float) -> None:
-    """What it shows is the best of all played, and those that it does not show are counted by what they are."""
+    """The search lists the best of all played candidates, and counts the others by the reason
+    why it left them out."""
     for seed in (0, 3):
-        task = problem(seed, memory)
-        asked = list(list_candidates(PIPELINES, 8, 8, 16))
-        result, rates, fits = search(task, asked, 5), {}, set()
-        for plan in every(task, asked):
+        task = make_problem_on_slow_links(seed, memory)
+        candidates = list(list_candidates(PIPELINES, 8, 8, 16))
+        result, rates, fits = search(task, candidates, 5), {}, set()
+        for plan in predict_all(task, candidates):
             rates[plan.candidate.shape] = max(
                 plan.samples_per_second, rates.get(plan.candidate.shape, 0.0)
             )
@@ -91,53 +98,57 @@ def test_slow_links_hide_nothing_from_the_search(memory: float) -> None:
         assert best == pytest.approx(sorted(rates.values(), reverse=True)[:5], rel=1e-12)
         shown = {plan.candidate.shape for plan in result.best}
         assert result.refused.get(ALIKE, 0) == sum(
-            candidate.shape in shown for candidate in asked
+            candidate.shape in shown for candidate in candidates
         ) - len(result.best)
         assert result.refused.get(NO_ROOM, 0) <= sum(
-            one not in fits and one.shape not in shown for one in asked
+            candidate not in fits and candidate.shape not in shown for candidate in candidates
         )
-        assert sum(result.refused.values()) + len(result.best) == len(asked)
+        assert sum(result.refused.values()) + len(result.best) == len(candidates)
 
 
 def test_bounds_hold_where_messages_wait() -> None:
-    """All-reduces and activations that share links: neither the bound of what a cut costs nor the time without waiting is above
-    what is played."""
-    met = 0
+    """If all-reduces and activations share links, neither the bound of a cut nor the time
+    without waiting is above the played time."""
+    with_waits = 0
     for seed in (20, 21):
-        task = problem(seed)
-        for asked in list_candidates(PIPELINES, 8, 8, 32, (False,)):
-            for layout in list_layouts(asked.depth, asked.width):
-                costing = Costing(task, asked, layout, UnitSums(task, asked.micro_batch_size))
+        task = make_problem_on_slow_links(seed)
+        for candidate in list_candidates(PIPELINES, 8, 8, 32, (False,)):
+            for layout in list_layouts(candidate.depth, candidate.width):
+                costing = Costing(
+                    task, candidate, layout, UnitSums(task, candidate.micro_batch_size)
+                )
                 starts = costing.find_cut()
                 assert starts is not None
-                pipeline, count = costing.make_batch_times(starts), asked.gradient_accumulation
+                pipeline, count = costing.make_batch_times(starts), candidate.gradient_accumulation
                 least = costing.bound_seconds(pipeline.costs)
                 # a batch of a pipeline that never empties may be a little shorter than those around it
                 most = pipeline.compute(count).seconds * (
-                    1.003 if not METHODS[asked.method].flushes else 1 + 1e-9
+                    1.003 if not METHODS[candidate.method].flushes else 1 + 1e-9
                 )
                 assert max(least, pipeline.compute_uncontended_seconds(count)) <= most, (
-                    asked,
+                    candidate,
                     layout,
                 )
-                met += pipeline.compute_uncontended_seconds(count) < most * 0.99
-    assert met > 20
+                with_waits += pipeline.compute_uncontended_seconds(count) < most * 0.99
+    assert with_waits > 20
 
 
-def played_one_by_one(monkeypatch: pytest.MonkeyPatch) -> List[int]:
-    """Return passes of the schedules that are played pass by pass from now on."""
+def count_played_passes(monkeypatch: pytest.MonkeyPatch) -> List[int]:
+    """Patch the clock's player of single passes, and return a list that gets the count of each
+    call."""
     counts: List[int] = []
 
-    def counting(schedule: Schedule, costs: Costs, updates: int) -> Any:
+    def time_and_count(schedule: Schedule, costs: Costs, updates: int) -> Any:
         counts.append(2 * schedule.stages * schedule.microbatches)
         return time_first_updates(schedule, costs, updates)
 
-    monkeypatch.setattr(batch_times, "time_first_updates", counting)
+    monkeypatch.setattr(batch_times, "time_first_updates", time_and_count)
     return counts
 
 
 def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search's bounds and the clock's fast path spare most of them: a count, the same on every machine."""
+    """The search's bounds and the clock's fast path save most passes; their count is the same on
+    every machine."""
     embedding = Unit(
         "0",
         0.0,
@@ -168,49 +179,57 @@ def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.Mon
     units = (embedding, *(replace(block, name=str(i)) for i in range(1, 65)), norm, head)
     hardware = read_hardware("v100x8").with_devices(32)
     task = Problem(units, 4096.0, hardware, hardware.device.usable_bytes, "float16", 2)
-    asked = list(list_candidates(PIPELINES, 32, len(units), 256))
-    played = played_one_by_one(monkeypatch)
-    answer = search(task, asked, 10)
+    candidates = list(list_candidates(PIPELINES, 32, len(units), 256))
+    counts = count_played_passes(monkeypatch)
+    answer = search(task, candidates, 10)
     assert len(answer.best) == 10
-    assert 0 < sum(played) < 45_000, sum(played)
+    assert 0 < sum(counts) < 45_000, sum(counts)
 
 
 @pytest.mark.parametrize(
     "name", ["gpipe", "pipedream_flush", "pipedream_2bw", "pipedream", "pipemare", "local_greedy"]
 )
-def test_without_meetings_the_clock_is_found_slot_by_slot(name: str) -> None:
-    """To the bit; with meetings nothing is earlier on the clock."""
+def test_the_fast_path_equals_the_clock_without_contention(name: str) -> None:
+    """Without messages that meet on a link, the fast path equals the clock bitwise; with them
+    the clock is never earlier."""
     rng = np.random.default_rng(0)
-    met = {True: 0, False: 0}
+    trials = {True: 0, False: 0}
     for trial in range(24):
         P, N = int(rng.integers(1, 6)), int(rng.integers(6, 9))
         schedule = make_schedule(resolve_method(name), P, 5 * N, N)
 
-        def some(count: int, scale: float) -> Tuple[float, ...]:
+        def draw_seconds(count: int, scale: float) -> Tuple[float, ...]:
             return tuple((scale * rng.random(count)).tolist())
 
-        def messages(count: int, name: str, scale: float) -> Tuple[Transfer, ...]:
+        def draw_transfers(count: int, name: str, scale: float) -> Tuple[Transfer, ...]:
             wires = [("wire",) if trial % 2 else (f"{name} {i}",) for i in range(count)]
             return tuple(
                 Transfer(*both, links)
-                for both, links in zip(zip(some(count, scale), some(count, 0.5)), wires)
+                for both, links in zip(
+                    zip(draw_seconds(count, scale), draw_seconds(count, 0.5)), wires
+                )
             )
 
         costs = Costs(
-            some(P, 1), some(P, 2), some(P, 0.5), onward=messages(P - 1, "on", 0.2), back=messages(P - 1, "back", 0.2),
-            reduce=messages(P, "sum", 1.0),
-        )  # fmt: skip
-        ends, meet = time_uncontended(schedule, costs, 3)
+            draw_seconds(P, 1),
+            draw_seconds(P, 2),
+            draw_seconds(P, 0.5),
+            onward=draw_transfers(P - 1, "on", 0.2),
+            back=draw_transfers(P - 1, "back", 0.2),
+            reduce=draw_transfers(P, "sum", 1.0),
+        )
+        ends, messages_meet = time_uncontended(schedule, costs, 3)
         real = clock(schedule, costs).end[Kind.UPDATE][:, :3]
-        assert (real == ends).all() if not meet else (real >= ends).all()
+        assert (real == ends).all() if not messages_meet else (real >= ends).all()
         assert (time_first_updates(schedule, costs, 3) == real).all()
-        met[meet] += 1
-    assert min(met.values()) >= 4
+        trials[messages_meet] += 1
+    assert min(trials.values()) >= 4
 
 
 def test_no_steady_state_is_faster_than_the_slowest_stage() -> None:
-    """GPipe, where gradients wait for the last stages' all-reduces: batches of 4, 8 and 12 are on a line that the second stage
-    sets, from about 14 on the first one does."""
+    """In this GPipe gradients wait for the last stages' all-reduces: the times of batches of 4,
+    8 and 12 are on a line that the second stage determines, from about 14 on one that the first
+    stage determines."""
     out, back = ("from 0", "to 1"), ("from 1", "to 0")
     servers = ("from 0", "to 0"), ("from 1", "to 1")
     costs = Costs(

@@ -1,4 +1,5 @@
-"""Optimizer state in streaming memory: planned where nothing fits without, at the price of its traffic."""
+"""Test the optimizer state in streaming memory: it is planned where nothing fits without it, at
+the cost of its traffic."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ KEY = "backend.ipu.tensor_locations.optimizer.on_chip: false"
 UNITS = tuple(Unit(f"unit{i}", 5.0, 10.0, 1000, 4.0, 40.0) for i in range(4))
 
 
-def problem(memory: float, **device: Any) -> Problem:
-    """Return four units of 1000 float32 weights with Adam, 16 bytes of each on the device without streaming, 8 of them state."""
+def make_streaming_problem(memory: float, **device: Any) -> Problem:
+    """Return a problem of four units of 1000 float32 weights with Adam: each weight takes 16
+    bytes on the device, 8 of them state that may be streamed."""
     rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1.0}}
     figures: Dict[str, Any] = {
         "devices": 2,
@@ -39,10 +41,10 @@ def problem(memory: float, **device: Any) -> Problem:
 
 
 def test_state_leaves_the_device_and_costs_its_traffic_at_each_update() -> None:
-    on_chip = problem(1e6)
-    asked = Candidate("pipedream_flush", 2, 1, 1, 4, False)
+    on_chip = make_streaming_problem(1e6)
+    candidate = Candidate("pipedream_flush", 2, 1, 1, 4, False)
     result = [
-        predict_cut(Costing(task, asked, list_layouts(2, 1)[0], UnitSums(task, 1)), [0, 2])
+        predict_cut(Costing(task, candidate, list_layouts(2, 1)[0], UnitSums(task, 1)), [0, 2])
         for task in (on_chip, replace(on_chip, streamed=True))
     ]
     state = 2 * 1000 * 8  # of a stage
@@ -55,15 +57,16 @@ def test_state_leaves_the_device_and_costs_its_traffic_at_each_update() -> None:
 
 
 def test_it_is_planned_where_nothing_else_fits_and_printed() -> None:
-    """Not where something fits, nor on devices without such memory, nor beyond what that holds."""
+    """It is not planned where another plan fits, on devices without streaming memory, or beyond
+    the size of that memory."""
 
-    def plan(given: Problem) -> Any:
-        return make_plan(given, ["pipedream_flush"], 2, 8)
+    def make_flushed_plan(problem: Problem) -> Any:
+        return make_plan(problem, ["pipedream_flush"], 2, 8)
 
     enough, little = 40_000.0, 20_000.0  # a stage of two units: 32 kB, 16 kB of them state
-    usual = plan(problem(enough))
+    usual = make_flushed_plan(make_streaming_problem(enough))
     assert usual.plans and not usual.problem.streamed and usual.smallest_change is None
-    result = plan(problem(little))
+    result = make_flushed_plan(make_streaming_problem(little))
     assert (
         result.plans
         and result.problem.streamed
@@ -78,14 +81,18 @@ def test_it_is_planned_where_nothing_else_fits_and_printed() -> None:
         "optimizer state in streaming memory, whose traffic takes" in p["binding"]
         for p in convert_to_json(result)["plans"]
     )
-    assert not plan(problem(little, streaming_bytes=None, streaming_bandwidth=None)).plans
-    assert not plan(problem(little, streaming_bytes=15_999.0)).plans
-    assert plan(problem(little, streaming_bytes=16e3)).plans
-    assert "optimizer state in streaming memory" in str(plan(problem(1000.0)).smallest_change)
+    assert not make_flushed_plan(
+        make_streaming_problem(little, streaming_bytes=None, streaming_bandwidth=None)
+    ).plans
+    assert not make_flushed_plan(make_streaming_problem(little, streaming_bytes=15_999.0)).plans
+    assert make_flushed_plan(make_streaming_problem(little, streaming_bytes=16e3)).plans
+    assert "optimizer state in streaming memory" in str(
+        make_flushed_plan(make_streaming_problem(1000.0)).smallest_change
+    )
 
 
 def test_the_key_is_read_and_written(tmp_path: Path, capsys: Any) -> None:
-    """Of a config for PopTorch; `gc200` has streaming memory."""
+    """The key of a PopTorch config is read and written; `gc200` has streaming memory."""
     file, planned = tmp_path / "c.yaml", tmp_path / "planned.yaml"
     keys: Dict[str, Any] = {
         "model": {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 256, "layers": 4, "classes": 10}},
@@ -96,10 +103,10 @@ def test_the_key_is_read_and_written(tmp_path: Path, capsys: Any) -> None:
     hardware = read_hardware("pod4")
     assert not make_problem(load_config(file), UNITS, 8.0, hardware).streamed
     code = 0.2 * hardware.device.memory_bytes.value
-    asked = [str(file), "--hardware", "pod4", "--devices", "1", "--json", "--write", str(planned)]
-    command.main([*asked, "--memory", str(code + 2e6)])
+    options = [str(file), "--hardware", "pod4", "--devices", "1", "--json", "--write", str(planned)]
+    command.main([*options, "--memory", str(code + 2e6)])
     assert json.loads(capsys.readouterr().out)["smallest_change"] == f"{KEY}, as in this plan"
     assert load_config(planned).ipu.tensor_locations.optimizer.on_chip is False
     assert make_problem(load_config(planned), UNITS, 8.0, hardware).streamed
-    command.main([*asked, "--overwrite"])
+    command.main([*options, "--overwrite"])
     assert load_config(planned).ipu.tensor_locations.optimizer.on_chip is None

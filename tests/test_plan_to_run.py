@@ -1,4 +1,5 @@
-"""The loop that docs/planner.md tells: plan, write, train on processes, predicted beside measured."""
+"""Run the loop of docs/planner.md: plan, write a config, train on processes, and compare
+prediction and measurement."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ links: [{name: sockets, bandwidth: 1e9, latency: 100e-6}]
 
 @pytest.mark.slow
 @needs_processes
-def test_what_is_planned_trains_on_as_many_processes_and_is_reported_beside_what_was_measured(
+def test_a_plan_trains_on_processes_and_is_compared_with_the_measurement(
     tmp_path: Path, capsys: Any
 ) -> None:
-    hardware, planned, out = (tmp_path / name for name in ("two.yaml", "planned.yaml", "run"))
+    hardware, config_file, out = (tmp_path / name for name in ("two.yaml", "planned.yaml", "run"))
     hardware.write_text(HARDWARE)
     digits = [
         str(ROOT / "configs" / "mlp_digits.yaml"),
@@ -48,24 +49,26 @@ def test_what_is_planned_trains_on_as_many_processes_and_is_reported_beside_what
             str(hardware),
             "--json",
             "--write",
-            str(planned),
+            str(config_file),
         ]
     )
     output = capsys.readouterr()
     best = json.loads(output.out)["plans"][0]
     assert (best["depth"], best["width"]) == (2, 1)
-    assert f"torchrun --nproc_per_node 2 tools/train.py {planned}" in output.err
-    assert load_config(planned).stages == best["stages"]
+    assert f"torchrun --nproc_per_node 2 tools/train.py {config_file}" in output.err
+    assert load_config(config_file).stages == best["stages"]
 
-    ran = forked.run_ranks(2, "train", [str(planned), "--out", str(out)], GLOO_SOCKET_IFNAME="lo")
-    assert ran.code == 0, ran.error[-2000:]
+    launch = forked.run_ranks(
+        2, "train", [str(config_file), "--out", str(out)], GLOO_SOCKET_IFNAME="lo"
+    )
+    assert launch.code == 0, launch.error[-2000:]
     measured = read_summary(out)["throughput_samples_per_second"]
     match = re.search(
         r"predicted on two: ([0-9.]+) samples/s, measured: ([0-9.]+); the prediction is",
-        ran.printed,
+        launch.printed,
     )
-    assert match is not None, ran.printed
+    assert match is not None, launch.printed
     assert float(match.group(1)) == pytest.approx(best["samples_per_second"], abs=0.06)
     assert float(match.group(2)) == pytest.approx(measured, abs=0.06)
     ratio = float(match.group(1)) / float(match.group(2))
-    assert ("finding: the prediction is off" in ran.printed) == (not 0.5 <= ratio <= 2)
+    assert ("finding: the prediction is off" in launch.printed) == (not 0.5 <= ratio <= 2)

@@ -1,4 +1,5 @@
-"""Jobs that are built by shape, to be looked at: the same figures as those of numbers, and numbers where shapes do not tell."""
+"""Test jobs that are built from shapes to be analyzed: their figures equal those of jobs with
+numbers, and models that read numbers get them."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ DATA = {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 32, 
 LARGE = {"entry": "models.resnet:preact_resnet32", "args": {"classes": 10}}
 
 
-def config(**keys: Any) -> Any:
-    """Of a model with more numbers than `SMALL`."""
+def configure_large_model(**keys: Any) -> Any:
+    """Return a config of a model with more numbers than `SMALL`."""
     return configure(
         **{
             "model": LARGE,
@@ -44,8 +45,11 @@ def config(**keys: Any) -> Any:
     pytest.param({"method": "local_chunked", "method_args": {"blocks": 2}}, marks=pytest.mark.slow),
     pytest.param({"method": "local_overlapping"}, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_shapes_tell_what_the_numbers_do(keys: Any) -> None:
-    shapes, numbers = build_for_planning(config(**keys)), build(config(**keys))
+def test_shapes_give_the_same_figures_as_numbers(keys: Any) -> None:
+    shapes, numbers = (
+        build_for_planning(configure_large_model(**keys)),
+        build(configure_large_model(**keys)),
+    )
     assert shapes.example[0].is_meta and not numbers.example[0].is_meta
     assert shapes.footprint == numbers.footprint and build_memory_table(
         shapes
@@ -53,8 +57,8 @@ def test_shapes_tell_what_the_numbers_do(keys: Any) -> None:
     assert format_plan(shapes) == format_plan(numbers)
 
 
-class Looks(nn.Sequential):
-    """Its weights are made from numbers."""
+class ValueReader(nn.Sequential):
+    """Model whose constructor reads the values of a weight."""
 
     def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(3072, 200), nn.ReLU(), nn.Linear(200, 10))
@@ -62,21 +66,23 @@ class Looks(nn.Sequential):
 
 
 def make_recurrent() -> nn.Module:
-    """Return a model of which the CPU's kernel keeps other things than shapes show."""
+    """Return a model whose CPU kernel saves other tensors than shapes show."""
     read = lambda m, x: m.out(m.rnn(x.flatten(1).view(-1, 32, 96))[0][:, -1])  # noqa: E731
     return Composed(read, rnn=nn.LSTM(96, 200, batch_first=True), out=nn.Linear(200, 10))
 
 
-@pytest.mark.parametrize("entry", ["Looks", "make_recurrent"])
-def test_what_shapes_do_not_tell_is_built_of_numbers(entry: str) -> None:
-    chosen = config(model={"entry": f"tests.test_planning:{entry}"}, stages=1)
-    assert not build_for_planning(chosen).example[0].is_meta
+@pytest.mark.parametrize("entry", ["ValueReader", "make_recurrent"])
+def test_a_model_that_reads_values_is_built_with_numbers(entry: str) -> None:
+    config = configure_large_model(model={"entry": f"tests.test_planning:{entry}"}, stages=1)
+    assert not build_for_planning(config).example[0].is_meta
 
 
-def test_a_small_model_is_built_as_it_is() -> None:
+def test_a_small_model_is_built_with_numbers() -> None:
     assert (
         not build_for_planning(
-            config(model={"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}})
+            configure_large_model(
+                model={"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}}
+            )
         )
         .example[0]
         .is_meta
@@ -84,15 +90,17 @@ def test_a_small_model_is_built_as_it_is() -> None:
 
 
 def test_faults_are_those_of_a_run() -> None:
-    """Also those of labels, which shapes do not have."""
+    """A job that is built from shapes reports the faults of a run, also those of labels, which
+    have no shapes."""
     for keys in ({"stages": ["layer9"]}, {"model": {**LARGE, "args": {"classes": 5}}}):
-        assert list_faults(lambda: build_for_planning(config(**keys))) == list_faults(
-            lambda: build(config(**keys))
-        )
+        assert list_faults(
+            lambda: build_for_planning(configure_large_model(**keys))
+        ) == list_faults(lambda: build(configure_large_model(**keys)))
 
 
 def test_a_language_models_shapes_are_those_of_its_numbers() -> None:
-    """Its norms, activations, positions and attention, forward and backward."""
+    """Norms, activations, positions and attention have the same costs with shapes as with
+    numbers, forward and backward."""
     model, x = (
         transformer_lm(vocabulary=50, width=32, heads=2, blocks=3, context=16),
         torch.zeros(2, 16, dtype=torch.int64),

@@ -1,4 +1,5 @@
-"""A learning rate that follows evaluations: torch's ReduceLROnPlateau, the same on processes and after a resume."""
+"""Test a learning rate that follows evaluations: it equals torch's ReduceLROnPlateau, on
+processes and after a resume too."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ SETS = [
 ]  # fmt: skip
 
 
-def go(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
-    return train(load_config(DIGITS, [*SETS, *sets]), out, quiet=True, **how)
+def train_with_sets(out: Path, *sets: str, **keys: Any) -> Dict[str, Any]:
+    return train(load_config(DIGITS, [*SETS, *sets]), out, quiet=True, **keys)
 
 
 def list_rates(out: Path) -> List[float]:
@@ -33,7 +34,7 @@ def list_rates(out: Path) -> List[float]:
 def test_rates_are_those_of_torchs_scheduler_after_each_evaluation(
     metric: str, tmp_path: Path
 ) -> None:
-    go(
+    train_with_sets(
         tmp_path / "run",
         "steps=16",
         f"lr_schedule={{name: plateau, metric: {metric}, args: {ARGS}}}",
@@ -59,9 +60,9 @@ def test_rates_are_those_of_torchs_scheduler_after_each_evaluation(
 
 def test_a_resume_continues_it_and_processes_have_its_rates(tmp_path: Path) -> None:
     plateau = f"lr_schedule={{name: plateau, warmup_steps: 3, args: {ARGS}}}"
-    go(tmp_path / "cut", "steps=6", plateau)
-    go(tmp_path / "cut", "steps=12", plateau, resume=True)
-    go(tmp_path / "whole", "steps=12", plateau)
+    train_with_sets(tmp_path / "cut", "steps=6", plateau)
+    train_with_sets(tmp_path / "cut", "steps=12", plateau, resume=True)
+    train_with_sets(tmp_path / "whole", "steps=12", plateau)
     assert list_rates(tmp_path / "cut") == list_rates(tmp_path / "whole")
     assert_same_state(tmp_path / "cut", tmp_path / "whole", 12)
     sets = [

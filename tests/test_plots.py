@@ -1,4 +1,4 @@
-"""Figures stand alone: what is written on them."""
+"""Test that figures are self-contained: their titles, notes and legends."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def test_a_figure_has_its_title_above_and_its_note_below(tmp_path: Path) -> None
     note = "5,000 images; " + describe_seeds([1, 0])
     with open_figure(tmp_path / "f.png", (4, 3), 2, title="What it shows", note=note) as panels:
         plot_mean_with_range(panels[0], [0, 1], [[1.0, 3.0], [2.0, 2.0]])
-    drawn: Any = panels[0].figure
-    assert drawn.get_suptitle() == "What it shows"
-    assert drawn.get_supxlabel().replace("\n", " ") == note
+    figure: Any = panels[0].figure
+    assert figure.get_suptitle() == "What it shows"
+    assert figure.get_supxlabel().replace("\n", " ") == note
     assert list(panels[0].lines[0].get_ydata()) == [2.0, 2.0]
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 

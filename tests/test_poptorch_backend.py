@@ -1,5 +1,6 @@
-"""Training on the double of PopTorch gives the emulator's weights, bit for bit where the accumulation is a power of two; and
-what goes wrong on a device is retried or told in one line. Nothing here ran on an IPU."""
+"""Compare training on the double of PopTorch with the emulator: weights are equal bit for bit
+where the accumulation is a power of two; and errors of a device are retried or reported in one
+line. Nothing here ran on an IPU."""
 
 from __future__ import annotations
 
@@ -68,10 +69,11 @@ EVALUATION = 7  # calls: 50 test samples, 8 a call on 4 stages
 PLAIN = {"name": "sgd", "lr": 0.05}
 
 
-def both(
+def compare_with_emulator(
     tmp_path: Path, method: str = "gpipe", name: str = "residual", ipu: Any = None, **keys: Any
 ) -> Any:
-    """Run by the emulator and on the double: equal in weights, close in what is measured of them."""
+    """Run on the double and on the emulator, assert equal weights and close losses and
+    evaluations, and return both summaries."""
     ours = train_small_run(make_ipu_config(method, "poptorch", ipu, **keys), tmp_path / "ipu", name)
     theirs = train_small_run(
         make_ipu_config(method, **{**keys, "precision": "float32"}), tmp_path / "emulator", name
@@ -104,7 +106,7 @@ SAME: Dict[str, Dict[str, Any]] = {
     "two chunks, BatchNorm": {"method": "local_chunked", "stages": ["1", "4"]},
     "the last layers alone": {"method": "last_layers", "name": "convolution", "optimizer": ADAM},
     "rates by block": {"method": "local_greedy", "name": "mlp", "method_args": {"block_rates": [1, 0.5, 2, 1]}},
-    "32.32, all said": {
+    "32.32, all set": {
         "precision": "32.32", "recompute": True,
         "ipu": {"mean_reduction_strategy": "post_and_loss", "loss_scaling": 128, "stochastic_rounding": True,
                 "output_mode": "every_n", "output_return_period": 1, "inference_device_iterations": 7},
@@ -115,39 +117,41 @@ SAME: Dict[str, Dict[str, Any]] = {
 def test_a_rate_that_changes_at_an_evaluation_reaches_the_device(
     tmp_path: Path, poptorch: Any
 ) -> None:
-    """Story: evaluations detach, attaching writes back what was read at the detachment, and the new rate was set before."""
+    """Story: evaluations detach the device, attaching restores the rate read at the detachment,
+    and the new rate was set before."""
     step = {"name": "step", "milestones": [1], "gamma": 0.1}
-    how: Dict[str, Any] = {
+    keys: Dict[str, Any] = {
         "lr_schedule": step,
         "steps": None,
         "epochs": 2,
         "checkpoint": {},
         "gradient_accumulation": 64,
     }
-    both(tmp_path, name="mlp", **how)
+    compare_with_emulator(tmp_path, name="mlp", **keys)
     for folder, on in (
         ("ipu", "poptorch"),
         ("emulator", "emulator"),
     ):  # and a run that is resumed there
         shutil.rmtree(find_checkpoint(tmp_path / folder))
         (tmp_path / folder / "summary.json").unlink()
-        train_small_run(make_ipu_config(on=on, **how), tmp_path / folder, "mlp", resume=True)
+        train_small_run(make_ipu_config(on=on, **keys), tmp_path / folder, "mlp", resume=True)
     assert_same_weights(tmp_path / "ipu", tmp_path / "emulator")
 
 
-@pytest.mark.parametrize("played", [False, True])
+@pytest.mark.parametrize("has_scheduler", [False, True])
 def test_the_updates_of_a_call_have_the_rate_of_its_first(
-    tmp_path: Path, poptorch: Any, played: bool
+    tmp_path: Path, poptorch: Any, has_scheduler: bool
 ) -> None:
-    """A warm-up and a cosine were refused: as Graphcore's own training code, a call holds the rate."""
+    """A call of several updates keeps one rate, as in Graphcore's own training code. Story: a
+    warm-up and a cosine were refused."""
 
-    def hold(k: int) -> float:
+    def hold_rate(k: int) -> float:
         return [0.2, 0.2, 1.0, 1.0, 0.5, 0.5][min(k, 5)]
 
-    def move(k: int) -> float:
-        return hold(k) if k % 2 == 0 else 7.0
+    def change_rate_within_calls(k: int) -> float:
+        return hold_rate(k) if k % 2 == 0 else 7.0
 
-    if not played:
+    if not has_scheduler:
         train_small_run(
             make_ipu_config(on="poptorch", ipu={"device_iterations": 2}, lr_schedule=COSINE),
             tmp_path / "cosine",
@@ -157,13 +161,16 @@ def test_the_updates_of_a_call_have_the_rate_of_its_first(
         rates = [build(whole, make_ipu_model("mlp"), Source()).rate(k) for k in (0, 0, 2, 2, 4, 4)]
         assert read_column(tmp_path / "cosine", "lr") == rates and len(set(rates)) > 1
         return
-    for on, ipu, factor in (("poptorch", {"device_iterations": 2}, move), ("emulator", None, hold)):
+    for on, ipu, factor in (
+        ("poptorch", {"device_iterations": 2}, change_rate_within_calls),
+        ("emulator", None, hold_rate),
+    ):
 
-        def schedule(optimizer: Any, factor: Any = factor) -> Any:
+        def make_scheduler(optimizer: Any, factor: Any = factor) -> Any:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
         train_small_run(
-            make_ipu_config(on=on, ipu=ipu), tmp_path / on, "mlp", lr_scheduler=schedule
+            make_ipu_config(on=on, ipu=ipu), tmp_path / on, "mlp", lr_scheduler=make_scheduler
         )
     assert_same_weights(tmp_path / "poptorch", tmp_path / "emulator")
     assert read_column(tmp_path / "poptorch", "lr") == read_column(tmp_path / "emulator", "lr")
@@ -203,7 +210,7 @@ def test_labels_stay_in_float32() -> None:
 # which `make test` runs
 QUICK = {
     "pipeline with BatchNorm", "sharded, a weight of two IPUs", "replicas", "asynchronous loading", "rates by block",
-    "32.32, all said",
+    "32.32, all set",
 }  # fmt: skip
 
 
@@ -215,10 +222,10 @@ def test_weights_are_the_emulators_to_the_bit(poptorch: Any, tmp_path: Path, cas
         and "ipus" not in keys.get("ipu", {})
         and "stages" not in keys
     ):
-        keys["stages"] = ["1", "2", "4"]  # 4 stages: a sum alone is no stage worth an IPU
+        keys["stages"] = ["1", "2", "4"]  # 4 stages: a sum alone is not worth an IPU
     if keys.get("name") == "convolution":
         keys.setdefault("stages", ["1", "2", "3"])
-    ours, _ = both(tmp_path, **keys)
+    ours, _ = compare_with_emulator(tmp_path, **keys)
     assert ours["backend"] == "poptorch" and ours["device"] == "ipu"
 
 
@@ -248,25 +255,25 @@ def test_half_precision_ends_in_a_float32_model(
     assert weight.dtype == torch.float32
     assert_close_losses(tmp_path / "half", tmp_path / "float32", 2e-3)
     assert torch.equal(weight, weight.half().float()) == (precision == "16.16")
-    assert compilation(poptorch).optimizer["variables"]["loss_scaling"][0] == 128.0
-    called = poptorch.recorded.of("PoplarExecutor.__call__")
-    assert called and all(
-        "float16" in str(call["args"]) and "float32" not in str(call["args"]) for call in called
+    assert find_compilation(poptorch).optimizer["variables"]["loss_scaling"][0] == 128.0
+    calls = poptorch.recorded.of("PoplarExecutor.__call__")
+    assert calls and all(
+        "float16" in str(call["args"]) and "float32" not in str(call["args"]) for call in calls
     )
 
 
-# ---- what PopTorch was asked
+# ---- the calls of PopTorch
 
 
-def compilation(poptorch: Any, training: bool = True) -> Any:
+def find_compilation(poptorch: Any, training: bool = True) -> Any:
     return next(c for c in poptorch.recorded.compilations if c.training == training)
 
 
-def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(
+def test_stages_blocks_and_the_loss_are_laid_out_as_in_the_model(
     poptorch: Any, tmp_path: Path
 ) -> None:
     train_small_run(make_ipu_config(on="poptorch"), tmp_path, "mlp")
-    compiled = compilation(poptorch)
+    compiled = find_compilation(poptorch)
     assert (
         compiled.strategy == "PipelinedExecution"
         and compiled.forward_stages == 4
@@ -287,7 +294,7 @@ def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(
         "weight_decay",
         "nesterov",
     }  # the rate alone may change
-    evaluated = compilation(poptorch, training=False)
+    evaluated = find_compilation(poptorch, training=False)
     assert (
         evaluated.options["device_iterations"] == 4 and evaluated.strategy == "PipelinedExecution"
     )
@@ -295,7 +302,7 @@ def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(
 
 def test_local_losses_are_computed_where_their_blocks_are(poptorch: Any, tmp_path: Path) -> None:
     train_small_run(make_ipu_config("local_greedy", on="poptorch"), tmp_path, "mlp")
-    compiled = compilation(poptorch)
+    compiled = find_compilation(poptorch)
     local = [("cross_entropy", ipu) for ipu in range(4)]
     assert [(loss.function, loss.ipu) for loss in compiled.losses] == [*local, ("identity_loss", 3)]
     heads = {name: ipu for name, ipu in compiled.parameters.items() if "heads" in name}
@@ -356,7 +363,7 @@ def test_times_cycles_and_profiles_are_reported(poptorch: Any, tmp_path: Path) -
         and device["exchange_in_bytes"] == 2000
     )
     assert report["profiles"]["training"]["ipus"] == 4 and "inference" in report["profiles"]
-    engine = compilation(poptorch).options["engineOptions"]
+    engine = find_compilation(poptorch).options["engineOptions"]
     assert engine["debug.instrument"] == engine["autoReport.all"] == "true"
     assert engine["profiler.blocks.filter"] == "stage.*"
     trace = read_trace_file(tmp_path / "run")
@@ -373,15 +380,16 @@ def test_times_cycles_and_profiles_are_reported(poptorch: Any, tmp_path: Path) -
 def test_the_first_call_is_the_warm_up_and_its_updates_share_its_time(
     poptorch: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Updates were timed one by one: those of a call after its first took no time, so that throughput came out too high."""
+    """Updates of one call share its time. Story: updates were timed one by one, so that all but
+    the first of a call took no time, and throughput came out too high."""
     now, takes = [0.0], iter([100.0, 1.0, 1.0])
 
-    class Clocked(poptorch.PoplarExecutor):  # type: ignore[misc,name-defined]
+    class ClockedExecutor(poptorch.PoplarExecutor):  # type: ignore[misc,name-defined]
         def __call__(self, *args: Any) -> Any:
             now[0] += next(takes) if self._training else 0.0
             return super().__call__(*args)
 
-    monkeypatch.setattr(sys.modules["poptorch._executor"], "PoplarExecutor", Clocked)
+    monkeypatch.setattr(sys.modules["poptorch._executor"], "PoplarExecutor", ClockedExecutor)
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     summary = train_small_run(
         make_ipu_config(on="poptorch", ipu={"device_iterations": 2}), tmp_path, "mlp"
@@ -394,30 +402,32 @@ def test_the_first_call_is_the_warm_up_and_its_updates_share_its_time(
 
 
 def test_callbacks_see_the_newest_weights_or_none(poptorch: Any, tmp_path: Path) -> None:
-    """They saw the initial ones for the whole run."""
-    seen: Dict[str, List[Any]] = {}
+    """Story: callbacks got the initial weights for the whole run."""
+    values_by_event: Dict[str, List[Any]] = {}
 
-    class Watch(Callback):
+    class WeightRecorder(Callback):
         def on_step(self, moment: Any) -> None:
-            seen.setdefault("step", []).append(moment.model)
+            values_by_event.setdefault("step", []).append(moment.model)
 
         def on_evaluation(self, moment: Any) -> None:
             self.on_checkpoint(moment)
 
         def on_checkpoint(self, moment: Any) -> None:
             weights = {name: value.clone() for name, value in moment.model.state_dict().items()}
-            seen.setdefault("at rest", []).append((moment.step, weights))
+            values_by_event.setdefault("at rest", []).append((moment.step, weights))
 
         on_end = on_checkpoint
 
     train_small_run(
         make_ipu_config(on="poptorch", evaluate={"every": 0.3}),
         tmp_path,
-        callbacks=[Watch()],
+        callbacks=[WeightRecorder()],
         model=make_ipu_model("mlp"),
     )
-    assert seen["step"] == [None] * 6 and [step for step, _ in seen["at rest"]] == [2, 4, 6, 6, 6]
-    for step, weights in seen["at rest"]:
+    assert values_by_event["step"] == [None] * 6 and [
+        step for step, _ in values_by_event["at rest"]
+    ] == [2, 4, 6, 6, 6]
+    for step, weights in values_by_event["at rest"]:
         assert_same(weights, read_weights(tmp_path, step))
 
 
@@ -441,9 +451,10 @@ def test_a_resumed_run_ends_with_the_same_weights(
     assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
 
 
-def both_halves(tmp_path: Path, first: Any, second: Any, optimizer: Any = SGD) -> None:
-    """A run of which the last two updates are made with other keys of `backend.ipu`."""
-    interrupted(tmp_path, make_ipu_config(on="poptorch", optimizer=optimizer, ipu=first), 4)
+def train_in_two_halves(tmp_path: Path, first: Any, second: Any, optimizer: Any = SGD) -> None:
+    """Train four updates with `first` as `backend.ipu`, then resume for two updates with
+    `second`."""
+    interrupt_run(tmp_path, make_ipu_config(on="poptorch", optimizer=optimizer, ipu=first), 4)
     train_small_run(
         make_ipu_config(on="poptorch", optimizer=optimizer, ipu=second),
         tmp_path,
@@ -457,7 +468,8 @@ def both_halves(tmp_path: Path, first: Any, second: Any, optimizer: Any = SGD) -
 def test_velocities_follow_the_loss_scaling_when_a_run_is_resumed(
     poptorch: Any, tmp_path: Path, combined: bool
 ) -> None:
-    """PopTorch keeps them times the loss scaling: taken as they were, the momentum was off by the ratio."""
+    """PopTorch stores velocities times the loss scaling. Story: they were loaded unchanged, and
+    the momentum was off by the ratio."""
     first, second = (
         {"use_combined_accum": combined, "loss_scaling": scaling} for scaling in (128.0, 4.0)
     )
@@ -466,12 +478,12 @@ def test_velocities_follow_the_loss_scaling_when_a_run_is_resumed(
         tmp_path / "straight",
         "mlp",
     )
-    both_halves(tmp_path / "scaled", first, second)
+    train_in_two_halves(tmp_path / "scaled", first, second)
     assert_same_weights(tmp_path / "straight", tmp_path / "scaled")
     if combined:
         train_small_run(make_ipu_config(), tmp_path / "other", "mlp")
     else:  # PopTorch would misread the other type's memory
-        both_halves(tmp_path / "other", {}, {"velocity_accum_type": "float16"})
+        train_in_two_halves(tmp_path / "other", {}, {"velocity_accum_type": "float16"})
     assert_states_close(
         read_weights(tmp_path / "straight"),
         read_weights(tmp_path / "other"),
@@ -492,7 +504,8 @@ CHANGES = [[0, 2.0], [2, 64.0], [5, 0.5]]
 def test_a_loss_scaling_that_changes_in_a_run_changes_no_weight(
     poptorch: Any, tmp_path: Path, ipu: Any, optimizer: Any
 ) -> None:
-    """PopTorch keeps velocities times the loss scaling: they are rescaled where it changes, and after a resume."""
+    """PopTorch stores velocities times the loss scaling: they are rescaled where it changes, and
+    after a resume."""
     train_small_run(
         make_ipu_config(on="poptorch", ipu=ipu, optimizer=optimizer), tmp_path / "straight", "mlp"
     )
@@ -501,7 +514,7 @@ def test_a_loss_scaling_that_changes_in_a_run_changes_no_weight(
     )
     train_small_run(changing, tmp_path / "changing", "mlp")
     assert_same_weights(tmp_path / "straight", tmp_path / "changing")
-    interrupted(tmp_path / "resumed", changing, 4)
+    interrupt_run(tmp_path / "resumed", changing, 4)
     train_small_run(changing, tmp_path / "resumed", "mlp", resume=True)
     assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
     assert not poptorch.recorded.warnings
@@ -515,41 +528,42 @@ def test_a_loss_scaling_that_changes_in_a_run_changes_no_weight(
 def test_velocities_of_the_other_variant_are_refused(
     poptorch: Any, tmp_path: Path, combined: bool
 ) -> None:
-    """Their names differ: PopTorch warned, and went on without momentum."""
+    """Velocities of the other variant have other names. Story: PopTorch warned, and training
+    continued without momentum."""
     with pytest.raises(BadInput, match="use_combined_accum: .*the other variant.*init_from"):
-        both_halves(
+        train_in_two_halves(
             tmp_path, {"use_combined_accum": combined}, {"use_combined_accum": not combined}
         )
     assert not poptorch.recorded.warnings
 
 
-def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: Path) -> None:
-    interrupted(tmp_path, make_ipu_config(on="poptorch", optimizer=ADAM), 4)
+def test_a_state_with_a_missing_name_is_refused(poptorch: Any, tmp_path: Path) -> None:
+    interrupt_run(tmp_path, make_ipu_config(on="poptorch", optimizer=ADAM), 4)
 
-    def import_less(*args: Any) -> Any:
+    def import_without_entry(*args: Any) -> Any:
         state = import_state(*args)
         return state._replace(
             tensors={k: v for k, v in state.tensors.items() if k != "Accl2___body.model.3.bias"}
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ipu_engine, "import_state", import_less)
+        patch.setattr(ipu_engine, "import_state", import_without_entry)
         with pytest.raises(BadInput, match="--resume: .* has no Accl2___body.model.3.bias "):
             train_small_run(
                 make_ipu_config(on="poptorch", optimizer=ADAM), tmp_path, "mlp", resume=True
             )
-    interrupted(tmp_path / "sgd", make_ipu_config(on="poptorch"), 4)
+    interrupt_run(tmp_path / "sgd", make_ipu_config(on="poptorch"), 4)
 
-    def import_unscaled(
+    def import_without_scale(
         optimizer: Any, *args: Any
-    ) -> Any:  # an earlier version's checkpoint, which does not say its scale
+    ) -> Any:  # an earlier version's checkpoint, without its scale
         for state in optimizer.state.values():
             for entry in [entry for entry in state if "velocity_scaling" in entry]:
                 del state[entry]
         return import_state(optimizer, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ipu_engine, "import_state", import_unscaled)
+        patch.setattr(ipu_engine, "import_state", import_without_scale)
         with pytest.raises(BadInput, match="backend.ipu.loss_scaling: 2.0: "):
             train_small_run(
                 make_ipu_config(on="poptorch", ipu={"loss_scaling": 2.0}),
@@ -561,7 +575,8 @@ def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: 
 
 @pytest.mark.parametrize("scaling", [1.0, 64.0])
 def test_nesterov_momentum_is_pytorchs(poptorch: Any, tmp_path: Path, scaling: float) -> None:
-    """It was refused, though PopTorch has it: right where the mean is kept running (PopART takes the accumulator as it is)."""
+    """Nesterov momentum equals PyTorch's if the mean is a running mean (PopART reads the
+    accumulator as it is). Story: it was refused, though PopTorch has it."""
     nesterov = {**SGD, "nesterov": True}
     running = {"mean_reduction_strategy": "running", "loss_scaling": scaling}
     train_small_run(
@@ -571,8 +586,8 @@ def test_nesterov_momentum_is_pytorchs(poptorch: Any, tmp_path: Path, scaling: f
     assert_states_close(read_weights(tmp_path / "emulator"), read_weights(tmp_path / "ipu"), 1e-6)
 
 
-def interrupted(out: Path, settings: Any, at: int) -> None:
-    """A run that is stopped before update `at`."""
+def interrupt_run(out: Path, settings: Any, at: int) -> None:
+    """Train until an interrupt before update `at`."""
     with pytest.raises(KeyboardInterrupt):
         train_small_run(settings, out, "mlp", data=Source(at * 16, KeyboardInterrupt()))
 
@@ -581,15 +596,15 @@ def test_weights_change_the_backend_and_optimizer_state_does_not(
     poptorch: Any, tmp_path: Path
 ) -> None:
     for first, second in (("emulator", "poptorch"), ("poptorch", "emulator")):
-        interrupted(tmp_path / first, make_ipu_config(on=first, optimizer=PLAIN), 4)
+        interrupt_run(tmp_path / first, make_ipu_config(on=first, optimizer=PLAIN), 4)
         train_small_run(
             make_ipu_config(on=second, optimizer=PLAIN), tmp_path / first, "mlp", resume=True
         )
     assert_same_weights(tmp_path / "emulator", tmp_path / "poptorch")
-    interrupted(tmp_path / "ours", make_ipu_config(on="poptorch"), 4)
+    interrupt_run(tmp_path / "ours", make_ipu_config(on="poptorch"), 4)
     with pytest.raises(BadInput, match="PopTorch's, which only backend.name poptorch"):
         train_small_run(make_ipu_config(), tmp_path / "ours", "mlp", resume=True)
-    interrupted(tmp_path / "torch", make_ipu_config(), 4)
+    interrupt_run(tmp_path / "torch", make_ipu_config(), 4)
     with pytest.raises(BadInput, match="torch.optim's, of which PopTorch can load none"):
         train_small_run(make_ipu_config(on="poptorch"), tmp_path / "torch", "mlp", resume=True)
     initial = tmp_path / "torch" / "checkpoints" / "step-4" / "model.safetensors"
@@ -629,7 +644,7 @@ def test_a_second_error_before_the_next_checkpoint_ends_the_run(
         RunFault, match=r"\(IPU_RESET\) for the second time since the last checkpoint.*--resume"
     ):
         train_small_run(make_ipu_config(on="poptorch", checkpoint={"every": None}), tmp_path, "mlp")
-    assert poptorch._device.held == {}
+    assert poptorch._device.ipus_by_holder == {}
 
 
 MEMORY, ATTACHING = "poplar_graph_memory_allocation_error", "poptorch_cpp_error"
@@ -654,7 +669,7 @@ def test_both_families_of_errors_are_reported_in_one_line(
     )
 
 
-def test_ctrl_c_leaves_no_wrapper_and_no_ipu_held(poptorch: Any, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_wrapper_and_no_ipu_in_use(poptorch: Any, tmp_path: Path) -> None:
     model = make_ipu_model("residual")
 
     def list_kinds() -> Any:
@@ -668,14 +683,14 @@ def test_ctrl_c_leaves_no_wrapper_and_no_ipu_held(poptorch: Any, tmp_path: Path)
     settings = make_ipu_config(on="poptorch", stages=["1", "2", "4"])
     with pytest.raises(KeyboardInterrupt):
         train_small_run(settings, tmp_path, model=model)
-    assert list_kinds() == before and poptorch._device.held == {}
+    assert list_kinds() == before and poptorch._device.ipus_by_holder == {}
     assert_same(dict(model.state_dict()), read_weights(tmp_path, 4))  # of the last checkpoint
     train_small_run(settings, tmp_path, model=model)
-    assert list_kinds() == before and poptorch._device.held == {}
+    assert list_kinds() == before and poptorch._device.ipus_by_holder == {}
     assert_same(dict(model.state_dict()), read_weights(tmp_path))
 
 
-def test_a_loss_that_is_no_number_ends_the_run(poptorch: Any, tmp_path: Path) -> None:
+def test_a_nan_loss_ends_the_run(poptorch: Any, tmp_path: Path) -> None:
     with pytest.raises(RunFault, match="update 0 of method gpipe: the training loss is nan"):
         train_small_run(
             make_ipu_config(on="poptorch"),
@@ -695,11 +710,11 @@ def test_a_divergence_in_a_block_stays_one(poptorch: Any) -> None:
 # ---- before anything compiles
 
 
-def faults(settings: Any, name: str = "mlp", **keys: Any) -> List[str]:
+def list_build_faults(settings: Any, name: str = "mlp", **keys: Any) -> List[str]:
     return list_faults(build, settings, **{"model": make_ipu_model(name), "data": Source(), **keys})
 
 
-def make_odd() -> nn.Module:
+def make_odd_model() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 64), Odd())
 
 
@@ -711,7 +726,7 @@ UNFIT: List[Tuple[Dict[str, Any], Dict[str, Any], List[str]]] = [
     ({}, {"name": "convolution"}, ["5 IPUs: IPUs are reserved by powers of 2, here 8", "auto_round_num_ipus"]),
     ({"replicas": 2, "stages": ["1", "2", "4"]}, {"name": "residual"},
      ["backend.ipu.broadcast_buffers: true", "1.inner.0.running_mean", "GroupNorm"]),
-    ({"stages": ODD_STAGES}, {"model": make_odd()},
+    ({"stages": ODD_STAGES}, {"model": make_odd_model()},
      ["model: 1.2.table.values: used by stages 1, 2 on IPUs 1, 2", "backend.ipu.ipus"]),
     ({}, {"name": "tied"}, ["model: 1.0.weight: used by stages 1, 3 on IPUs 1, 3"]),
     ({"method": "local_greedy"}, {"name": "tied"},
@@ -727,10 +742,10 @@ UNFIT: List[Tuple[Dict[str, Any], Dict[str, Any], List[str]]] = [
 
 
 @pytest.mark.parametrize("keys, parts, words", UNFIT)
-def test_models_that_no_pipeline_of_ipus_has_are_refused(
+def test_models_that_ipus_cannot_pipeline_are_refused(
     poptorch: Any, keys: Any, parts: Any, words: List[str]
 ) -> None:
-    (fault,) = faults(make_ipu_config(on="poptorch", **keys), **parts)
+    (fault,) = list_build_faults(make_ipu_config(on="poptorch", **keys), **parts)
     assert all(part in fault for part in words), fault
 
 
@@ -743,16 +758,20 @@ def test_a_weight_is_accepted_where_it_changes_nothing(poptorch: Any) -> None:
 
 
 def test_a_buffer_of_two_stages_may_be_sharded_or_on_one_ipu(poptorch: Any) -> None:
-    build(make_ipu_config("naive", "poptorch", stages=ODD_STAGES), model=make_odd(), data=Source())
+    build(
+        make_ipu_config("naive", "poptorch", stages=ODD_STAGES),
+        model=make_odd_model(),
+        data=Source(),
+    )
     build(
         make_ipu_config(on="poptorch", stages=ODD_STAGES, ipu={"ipus": [0, 1, 1, 1]}),
-        model=make_odd(),
+        model=make_odd_model(),
         data=Source(),
     )
 
 
-def make_unfaithful(what: str) -> nn.Module:
-    """Return a model that PopTorch would accept and compute otherwise."""
+def make_unfaithful_model(what: str) -> nn.Module:
+    """Return a model that PopTorch would accept but compute differently."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         x = m.inner(x)
@@ -774,14 +793,16 @@ def make_unfaithful(what: str) -> nn.Module:
     ("counter", "model: 0.seen: training writes an integer buffer"),
     ("no_grad", r"model: mean in 0.*: torch.no_grad\(\) has no effect inside a forward"),
 ])  # fmt: skip
-def test_what_poptorch_would_compute_otherwise_is_refused_by_name(
+def test_models_that_poptorch_computes_differently_are_refused_by_name(
     poptorch: Any, what: str, message: str
 ) -> None:
-    (fault,) = faults(make_ipu_config(on="poptorch", stages=["1"]), model=make_unfaithful(what))
+    (fault,) = list_build_faults(
+        make_ipu_config(on="poptorch", stages=["1"]), model=make_unfaithful_model(what)
+    )
     assert re.match(message, fault), fault
     build(
         make_ipu_config(on="poptorch", stages=["1"]),
-        model=make_unfaithful("nothing"),
+        model=make_unfaithful_model("nothing"),
         data=Source(),
     )
 
@@ -791,28 +812,28 @@ def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any)
     biased = nn.Sequential(
         nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 1, 1), nn.Flatten(), nn.Linear(12, 4)
     )
-    (fault,) = faults(make_ipu_config(**keys), model=biased)
+    (fault,) = list_build_faults(make_ipu_config(**keys), model=biased)
     assert fault.startswith("precision: 16.32: ") and "bias=False" in fault
     x, y = torch.zeros(64, 12, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
 
-    class Normalized(nn.Linear):
+    class FloatLinear(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x.float())
 
-    class Bytes(TensorData):
+    class ByteData(TensorData):
         def _normalize(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    (fault,) = faults(
-        make_ipu_config(**keys), model=Normalized(12, 4), data=Bytes((x, y), (x, y), 5)
+    (fault,) = list_build_faults(
+        make_ipu_config(**keys), model=FloatLinear(12, 4), data=ByteData((x, y), (x, y), 5)
     )
     assert fault.startswith("precision: 16.32: inputs are uint8")
 
 
-def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_taken(
+def test_groups_may_differ_in_all_settings_but_the_rate(
     poptorch: Any,
 ) -> None:
-    def how(**of_biases: float) -> Dict[str, Any]:
+    def make_groups(**of_biases: float) -> Dict[str, Any]:
         net = make_ipu_model("mlp")
         wide, biases = (
             [p for p in net.parameters() if (p.dim() > 1) is many] for many in (True, False)
@@ -820,10 +841,10 @@ def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_
         groups: Any = [{"params": wide}, {"params": biases, **of_biases}]
         return {"model": net, "optimizer": torch.optim.SGD(groups, lr=0.05)}
 
-    (fault,) = faults(make_ipu_config(on="poptorch"), **how(lr=0.1))
+    (fault,) = list_build_faults(make_ipu_config(on="poptorch"), **make_groups(lr=0.1))
     assert fault.startswith("optimizer: parameter groups with different learning rates: ")
-    build(make_ipu_config(on="poptorch"), data=Source(), **how(weight_decay=0.1))
-    build(make_ipu_config(), data=Source(), **how(lr=0.1))
+    build(make_ipu_config(on="poptorch"), data=Source(), **make_groups(weight_decay=0.1))
+    build(make_ipu_config(), data=Source(), **make_groups(lr=0.1))
 
 
 def test_an_optimizer_of_the_users_own_is_translated(poptorch: Any, tmp_path: Path) -> None:
@@ -848,9 +869,11 @@ def test_compiling_alone_needs_no_ipu_and_trains_nothing(
 ) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "0")
     ipu = {"compile_only": True, "offline_target": 2, "executable_cache": "cache"}
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_error:
         train_small_run(make_ipu_config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
-    assert left.value.code == 0 and "compiled for 4 IPUs x replicas 1" in capsys.readouterr().out
+    assert (
+        exit_error.value.code == 0 and "compiled for 4 IPUs x replicas 1" in capsys.readouterr().out
+    )
     assert [c.training for c in poptorch.recorded.compilations] == [
         True,
         False,
@@ -874,7 +897,7 @@ def test_data_that_cannot_go_to_another_process_is_refused(poptorch: Any, tmp_pa
 # ---- launchers
 
 
-def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(
+def test_poprun_sets_replicas_and_no_forbidden_method_is_called(
     poptorch: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     settings = {"replicas": 2, "stages": 2}
@@ -887,7 +910,8 @@ def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(
     train_small_run(make_ipu_config(on="poptorch", **settings), tmp_path / "poprun", "mlp")
     assert_same_weights(tmp_path / "poprun", tmp_path / "emulator")
     assert (
-        compilation(poptorch).options["replication_factor"] == 2 and compilation(poptorch).ipus == 4
+        find_compilation(poptorch).options["replication_factor"] == 2
+        and find_compilation(poptorch).ipus == 4
     )
     with pytest.raises(BadInput, match=r"replicas: 4: poprun started 2 \(--num-replicas\)"):
         train_small_run(
@@ -901,8 +925,8 @@ def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(
 
 @pytest.mark.slow
 def test_instances_evaluate_shares_of_the_test_set(tmp_path: Path) -> None:
-    """Two instances of poprun, one of which has a batch more; both make as many calls, since their replicas wait for one
-    another."""
+    """Two instances of poprun, one with an additional batch, make the same number of calls,
+    since their replicas wait for each other."""
     write_pictures(tmp_path, 2, train=8, val=150)
     keys = [
         "model.entry=models.mlp:mlp",
@@ -951,12 +975,12 @@ def test_an_sdk_that_is_not_switched_on_is_reported(poptorch: Any, monkeypatch: 
 
     real = builtins.__import__
 
-    def without(name: str, *rest: Any, **keys: Any) -> Any:
+    def fail_to_import_poptorch(name: str, *rest: Any, **keys: Any) -> Any:
         if name == "poptorch":
             raise ImportError("Unable to import PopTorch, activate your Poplar SDK")
         return real(name, *rest, **keys)
 
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(builtins, "__import__", fail_to_import_poptorch)
     with pytest.raises(BadInput, match="backend.name: poptorch: .*Unable to import PopTorch"):
         row.start(make_ipu_config(on="poptorch"), {})
 
@@ -970,18 +994,18 @@ SHORT = [
 ]
 
 
-def test_without_poptorch_the_command_says_so_in_one_line(
+def test_without_poptorch_the_command_prints_one_line(
     monkeypatch: Any, capsys: Any, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(ROOT)
     out = str(tmp_path / "run")
     arguments = [DIGITS, "--set", *SHORT, "method=gpipe", "--out", out]
-    code, _, printed = run_here(tool, *arguments, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 2 and len(printed.splitlines()) == 1
+    code, _, errors = run_here(tool, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    assert code == 2 and len(errors.splitlines()) == 1
     assert (
-        printed.startswith("error: backend.name: poptorch: ") and "backend.name=emulator" in printed
+        errors.startswith("error: backend.name: poptorch: ") and "backend.name=emulator" in errors
     )
-    assert all(part in printed for part in ("Poplar SDK 3.4", "Python 3.8", "torch 2.0.1"))
+    assert all(part in errors for part in ("Poplar SDK 3.4", "Python 3.8", "torch 2.0.1"))
     assert not Path(out).exists()
 
 
@@ -1011,8 +1035,9 @@ def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
 # ---- the analysis of a run
 
 
-def check_one_device(folder: Path, busy_share: float) -> Dict[str, Any]:
-    """Check that a run's analysis, in text, JSON and a comparison, says nothing of single IPUs or stages; return it."""
+def assert_one_device(folder: Path, busy_share: float) -> Dict[str, Any]:
+    """Assert that a run's analysis, in text, JSON and a comparison, names no single IPU or
+    stage, and return it."""
     analysis: Dict[str, Any] = analyze_run(folder)
     (device,) = analysis["devices"]
     assert device["covers"] == "all IPUs" and device["busy_ns"] > 0
@@ -1045,17 +1070,18 @@ def check_one_device(folder: Path, busy_share: float) -> Dict[str, Any]:
 def test_the_analysis_takes_all_ipus_as_one_device(
     stages: int, replicas: int, tmp_path: Path, poptorch: Any, monkeypatch: Any, capsys: Any
 ) -> None:
-    """Story: the host sees calls of all IPUs together as device 0, and every other device was reported as idle, 100 %."""
+    """Story: the host sees calls of all IPUs together as device 0, and every other device was
+    reported as 100 % idle."""
     deep = nn.Sequential(*[nn.Linear(12, 12) for _ in range(7)], nn.Linear(12, 4))
     train_small_run(
         make_ipu_config("pipedream_flush", "poptorch", stages=stages, replicas=replicas),
         tmp_path / "ipu",
         model=deep,
     )
-    check_one_device(tmp_path / "ipu", 16 / (16 + 2 * stages - 2))
+    assert_one_device(tmp_path / "ipu", 16 / (16 + 2 * stages - 2))
     png, html = tmp_path / "timeline.png", tmp_path / "page.html"
-    asked = (str(tmp_path / "ipu"), "--png", str(png), "--html", str(html))
-    code, _, _ = run_here(analyze_tool, *asked, monkeypatch=monkeypatch, capsys=capsys)
+    arguments = (str(tmp_path / "ipu"), "--png", str(png), "--html", str(html))
+    code, _, _ = run_here(analyze_tool, *arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert (
         code == 0 and png.read_bytes()[1:4] == b"PNG" and '"covers": "all IPUs"' in html.read_text()
     )
@@ -1066,7 +1092,7 @@ def test_the_analysis_of_other_executions_of_all_ipus(
     method: str, busy_share: float, tmp_path: Path, poptorch: Any
 ) -> None:
     train_small_run(make_ipu_config(method, "poptorch", stages=4), tmp_path / "ipu", "mlp")
-    analysis = check_one_device(tmp_path / "ipu", busy_share)
+    analysis = assert_one_device(tmp_path / "ipu", busy_share)
     train_small_run(make_ipu_config(method, stages=4), tmp_path / "emulator", "mlp")
     # device 0 of the emulator's trace is another device than all IPUs
     for figure in compute_differences(analysis, analyze_run(tmp_path / "emulator")):
@@ -1075,7 +1101,7 @@ def test_the_analysis_of_other_executions_of_all_ipus(
 
 @pytest.mark.parametrize("blocks", mark_slow([2, 4], lambda blocks: blocks == 2))
 def test_the_analysis_of_blocks_on_ipus_of_their_own(blocks: int, tmp_path: Path) -> None:
-    """Each is a device with its stage; checkpoints and evaluations are not the bubble's."""
+    """Each block is a device with its stage; checkpoints and evaluations do not count as bubble."""
     keys = [*SHORT[:-1], "checkpoint.every=2", "method=local_greedy", f"stages={blocks}"]
     decoupled = ["backend.name=poptorch", "backend.ipu.local=decoupled"]
     arguments = [DIGITS, "--set", *keys, *decoupled, "--out", str(tmp_path / "run")]
@@ -1094,7 +1120,8 @@ def test_the_analysis_of_blocks_on_ipus_of_their_own(blocks: int, tmp_path: Path
 
 @pytest.mark.slow
 def test_blocks_do_not_wait_for_results_that_are_read_late(tmp_path: Path) -> None:
-    """Rank 0 reads losses for a line of metrics alone: sends of the others' results would wait for it, and it for activations."""
+    """Rank 0 reads losses only for a line of metrics: if the other ranks waited to send their
+    results, and rank 0 for activations, all would deadlock."""
     keys = [
         "steps=40",
         "log.tensorboard=false",
@@ -1115,7 +1142,8 @@ def test_blocks_do_not_wait_for_results_that_are_read_late(tmp_path: Path) -> No
 
 
 def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) -> None:
-    """Decoupled, by a launcher's variables: one block gathers two updates' gradients; then with a device error in one process."""
+    """Decoupled blocks under a launcher's variables equal the emulator, with a block that
+    accumulates over two updates; then a device error occurs in one process."""
     keys = [
         *SHORT[:-1],
         "method=local_greedy",

@@ -1,6 +1,8 @@
-"""The double of PopTorch refuses and computes what PopTorch 3.4 does, of what this library's own calls can reach.
+"""Test the double of PopTorch: it refuses and computes as PopTorch 3.4 does, within the calls that
+this library makes.
 
-Sources: PopTorch and PopART, branches sdk-release-3.4 (file names are beside the tests). Nothing here ran on an IPU.
+Sources: PopTorch and PopART, branches sdk-release-3.4 (file names are beside the tests). Nothing
+here ran on an IPU.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ DATA = json.loads((HERE / "poptorch_double" / "api.json").read_text())
 
 
 @pytest.fixture(autouse=True)
-def many_ipus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for several models at once, where a machine has room for the largest alone."""
+def provide_many_ipus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Provide IPUs for several models at once; by default the machine has as many as the largest
+    model needs."""
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "64")
 
 
-class Forward(nn.Module):
-    """A model whose forward is a function of itself, the input and the label."""
+class FunctionModel(nn.Module):
+    """Model whose forward is a function of itself, the input and the label."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -47,19 +50,19 @@ class Forward(nn.Module):
         return self.function(self, x, y)
 
 
-def plain(m: Any, x: Any, y: Any) -> Any:
+def forward_plainly(m: Any, x: Any, y: Any) -> Any:
     out = m.a(x)
     return out if y is None else (out, F.cross_entropy(out, y))
 
 
-def data(count: int) -> Tuple[Any, Any]:
+def draw_labeled_samples(count: int) -> Tuple[Any, Any]:
     generator = torch.Generator().manual_seed(7)
     return torch.randn(count, 4, generator=generator), torch.randint(
         0, 3, (count,), generator=generator
     )
 
 
-def pipeline(poptorch: Any, ipus: Sequence[int] = (0, 1), accumulation: int = 4) -> Any:
+def build_options(poptorch: Any, ipus: Sequence[int] = (0, 1), accumulation: int = 4) -> Any:
     """Return options of a pipeline of blocks A, B, ... on the given IPUs."""
     stages = [poptorch.Stage("ABCDEFGH"[i]).ipu(ipu) for i, ipu in enumerate(ipus)]
     options = poptorch.Options().setExecutionStrategy(poptorch.PipelinedExecution(*stages))
@@ -67,10 +70,10 @@ def pipeline(poptorch: Any, ipus: Sequence[int] = (0, 1), accumulation: int = 4)
     return options
 
 
-def training(
-    poptorch: Any, forward: Any = plain, options: Any = None, optimizer: Any = None
+def make_training_model(
+    poptorch: Any, forward: Any = forward_plainly, options: Any = None, optimizer: Any = None
 ) -> Any:
-    model = Forward(forward)
+    model = FunctionModel(forward)
     result = (
         optimizer(model.parameters())
         if optimizer
@@ -79,7 +82,8 @@ def training(
     return poptorch.trainingModel(model, options, result)
 
 
-def refused(error: Any, message: str, call: Callable[[], Any]) -> None:
+def assert_raises_with(error: Any, message: str, call: Callable[[], Any]) -> None:
+    """Assert that `call` raises `error` with `message` in its text."""
     with pytest.raises(error) as caught:
         call()
     assert message in str(caught.value), str(caught.value)
@@ -116,11 +120,12 @@ WRONG: List[Tuple[Any, Any, str]] = [
 def test_wrong_names_and_values_are_refused(
     poptorch: Any, call: Any, error: Any, message: str
 ) -> None:
-    refused(error or poptorch.Error, message, lambda: call(poptorch))
+    assert_raises_with(error or poptorch.Error, message, lambda: call(poptorch))
 
 
-def test_errors_are_no_runtime_errors(poptorch: Any) -> None:
-    """python/poptorch.cpp makes them of Exception: what catches RuntimeError alone lets them pass."""
+def test_errors_are_not_runtime_errors(poptorch: Any) -> None:
+    """python/poptorch.cpp derives errors from Exception: `except RuntimeError` does not catch
+    them."""
     assert not issubclass(poptorch.Error, RuntimeError) and issubclass(
         poptorch.RecoverableError, poptorch.Error
     )
@@ -128,7 +133,7 @@ def test_errors_are_no_runtime_errors(poptorch: Any) -> None:
 
 def test_options_are_frozen_by_a_model(poptorch: Any) -> None:
     options = poptorch.Options()
-    result = training(poptorch, options=options)
+    result = make_training_model(poptorch, options=options)
     for change in (
         lambda o: o.deviceIterations(2),
         lambda o: o.Training.gradientAccumulation(2),
@@ -136,15 +141,19 @@ def test_options_are_frozen_by_a_model(poptorch: Any) -> None:
         lambda o: o.TensorLocations.numIOTiles(32),
         lambda o: o.setExecutionStrategy(poptorch.ShardedExecution()),
     ):
-        refused(AttributeError, "Can't modify frozen Options", lambda c=change: c(options))
-        refused(AttributeError, "Can't modify frozen", lambda c=change: c(result.options))
+        assert_raises_with(
+            AttributeError, "Can't modify frozen Options", lambda c=change: c(options)
+        )
+        assert_raises_with(
+            AttributeError, "Can't modify frozen", lambda c=change: c(result.options)
+        )
 
 
 # ---- blocks, stages, IPUs
 
 
-def in_blocks(*ids: str) -> Callable[..., Any]:
-    """a, b and c, each in a block, the loss in the last."""
+def make_blocks(*ids: str) -> Callable[..., Any]:
+    """Return a forward of layers a, b and c, each in its block, with the loss in the last."""
 
     def forward(m: Any, x: Any, y: Any) -> Any:
         import poptorch
@@ -157,14 +166,14 @@ def in_blocks(*ids: str) -> Callable[..., Any]:
     return forward
 
 
-def overlapped(m: Any, x: Any, y: Any) -> Any:
+def forward_with_overlap(m: Any, x: Any, y: Any) -> Any:
     import poptorch
 
     x = poptorch.set_overlap_for_input(x, poptorch.OverlapMode.OverlapAccumulationLoop)
     return F.cross_entropy(m.a(x), y)
 
 
-def tied(m: Any, x: Any, y: Any) -> Any:
+def forward_with_tied_weight(m: Any, x: Any, y: Any) -> Any:
     import poptorch
 
     poptorch.Block.start("A")
@@ -174,54 +183,57 @@ def tied(m: Any, x: Any, y: Any) -> Any:
 
 
 LAYOUTS = [
-    (in_blocks("A", "B", "D"), lambda p: pipeline(p, [0, 1, 2, 3], 7), "stage 2 is missing"),
-    (in_blocks("A", "B", "C"), lambda p: pipeline(p, [0, 1], 7), "Unknown Block 'C' list of expected Blocks: ['A', 'B']"),
-    (in_blocks("A", "B", "A"), lambda p: pipeline(p, [0, 1], 7), "can not be consumed in an earlier stage"),
-    (in_blocks("A", "B", "B"), lambda p: pipeline(p, [0, 1], 2), "number of pipeline stages (3)"),
-    (in_blocks("A", "B", "C"), lambda p: pipeline(p, [0, 1, 2], 5), "must reserve a minimum of 4"),
-    (in_blocks("A", "B", "B"), lambda p: pipeline(p, [0, 63], 3).replicationFactor(2), "Too many IPUs requested (128)"),
-    (overlapped, lambda p: p.Options(), "Overlapped IO is not supported with poptorch.PipelinedExecution"),
-    (tied, lambda p: pipeline(p), "Can not copy variable tensor a.weight between virtual graphs"),
+    (make_blocks("A", "B", "D"), lambda p: build_options(p, [0, 1, 2, 3], 7), "stage 2 is missing"),
+    (make_blocks("A", "B", "C"), lambda p: build_options(p, [0, 1], 7), "Unknown Block 'C' list of expected Blocks: ['A', 'B']"),
+    (make_blocks("A", "B", "A"), lambda p: build_options(p, [0, 1], 7), "can not be consumed in an earlier stage"),
+    (make_blocks("A", "B", "B"), lambda p: build_options(p, [0, 1], 2), "number of pipeline stages (3)"),
+    (make_blocks("A", "B", "C"), lambda p: build_options(p, [0, 1, 2], 5), "must reserve a minimum of 4"),
+    (make_blocks("A", "B", "B"), lambda p: build_options(p, [0, 63], 3).replicationFactor(2), "Too many IPUs requested (128)"),
+    (forward_with_overlap, lambda p: p.Options(), "Overlapped IO is not supported with poptorch.PipelinedExecution"),
+    (forward_with_tied_weight, lambda p: build_options(p), "Can not copy variable tensor a.weight between virtual graphs"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("forward, options, message", LAYOUTS)
-def test_layouts_that_no_pipeline_has_are_refused(
+def test_impossible_layouts_are_refused(
     poptorch: Any, forward: Any, options: Any, message: str
 ) -> None:
-    result = options(poptorch)
-    parts = result.Training.gradient_accumulation * result.replication_factor
-    refused(
+    chosen = options(poptorch)
+    parts = chosen.Training.gradient_accumulation * chosen.replication_factor
+    assert_raises_with(
         (poptorch.Error, AssertionError),
         message,
-        lambda: training(poptorch, forward, result)(*data(2 * parts)),
+        lambda: make_training_model(poptorch, forward, chosen)(*draw_labeled_samples(2 * parts)),
     )
 
 
 def test_an_inference_pipeline_wants_as_many_device_iterations_as_stages(poptorch: Any) -> None:
     run = poptorch.inferenceModel(
-        Forward(in_blocks("A", "B", "B")), pipeline(poptorch, accumulation=1)
+        FunctionModel(make_blocks("A", "B", "B")),
+        build_options(poptorch, accumulation=1),
     )
-    refused(
-        poptorch.Error, "deviceIterations must be greater than or equal", lambda: run(data(2)[0])
+    assert_raises_with(
+        poptorch.Error,
+        "deviceIterations must be greater than or equal",
+        lambda: run(draw_labeled_samples(2)[0]),
     )
 
 
 # ---- forwards
 
 
-def ungraded(m: Any, x: Any, y: Any) -> Any:
+def forward_under_no_grad(m: Any, x: Any, y: Any) -> Any:
     with torch.no_grad():
         x = m.a(x)
     return F.cross_entropy(m.b(x), y)
 
 
-def counting(m: Any, x: Any, y: Any) -> Any:
+def forward_that_counts(m: Any, x: Any, y: Any) -> Any:
     m.steps += 1
     return F.cross_entropy(m.a(x), y)
 
 
-def reassigning(m: Any, x: Any, y: Any) -> Any:
+def forward_that_reassigns(m: Any, x: Any, y: Any) -> Any:
     m.seen = m.seen + 1
     return F.cross_entropy(m.a(x), y)
 
@@ -233,10 +245,10 @@ FORWARDS: List[Tuple[Any, str, str]] = [
     (lambda m, x, y: F.cross_entropy(m.a(x).detach(), y), "Error", "depends on no parameter"),
     (lambda m, x, y: F.cross_entropy(m.a(x) * x.sum().item(), y), "Error", "item"),
     (lambda m, x, y: F.cross_entropy(m.a(x), y).backward(), "Error", "gradients and hooks"),
-    (counting, "DoubleRefuses", "the forward changes steps"),
-    (reassigning, "Error", "Buffer seen is reassigned within the model when calling the forward method."),
-    # RequiresGrad.cpp: what needs a gradient follows a node's inputs alone
-    (ungraded, "DoubleRefuses", "torch.no_grad() has no effect"),
+    (forward_that_counts, "DoubleRefuses", "the forward changes steps"),
+    (forward_that_reassigns, "Error", "Buffer seen is reassigned within the model when calling the forward method."),
+    # RequiresGrad.cpp: whether a node needs a gradient depends on its inputs alone
+    (forward_under_no_grad, "DoubleRefuses", "torch.no_grad() has no effect"),
     (lambda m, x, y: F.cross_entropy(Own.apply(m.a(x)), y), "DoubleRefuses", ""),
     # TypeInferenceHandler.cpp: a tensor of the host in the graph
     (lambda m, x, y: F.cross_entropy(m.a(x) * m.host, y), "Error", "expected an IPU tensor, got a CPU tensor"),
@@ -253,15 +265,15 @@ def test_forwards_that_cannot_be_compiled_are_refused(
     poptorch: Any, forward: Any, error: str, message: str
 ) -> None:
     kinds = {"Error": poptorch.Error, "DoubleRefuses": poptorch._errors.DoubleRefuses}
-    refused(
+    assert_raises_with(
         kinds.get(error, NotImplementedError),
         message,
-        lambda: training(poptorch, forward)(*data(2)),
+        lambda: make_training_model(poptorch, forward)(*draw_labeled_samples(2)),
     )
 
 
 def test_integer_buffers_are_constants(poptorch: Any, monkeypatch: Any) -> None:
-    """JitDispatch.cpp, addParameter: they are never updated, and not copied back."""
+    """JitDispatch.cpp, addParameter: integer buffers are never updated, and not copied back."""
 
     def forward(m: Any, x: Any, y: Any) -> Any:
         m.count.add_(1)
@@ -269,8 +281,8 @@ def test_integer_buffers_are_constants(poptorch: Any, monkeypatch: Any) -> None:
         return m.count.clone(), F.cross_entropy(m.a(x) * m.count, y)
 
     options = poptorch.Options().deviceIterations(2).outputMode(poptorch.OutputMode.All)
-    result = training(poptorch, forward, options)
-    counts, _ = result(*data(4))
+    result = make_training_model(poptorch, forward, options)
+    counts, _ = result(*draw_labeled_samples(4))
     assert counts.tolist() == [1, 1]
     state = result.model.state_dict()
     assert state["count"] == 0 and state["seen"] == 2
@@ -282,18 +294,24 @@ def test_integer_buffers_are_constants(poptorch: Any, monkeypatch: Any) -> None:
 def test_the_batch_has_to_be_a_multiple_and_then_the_same(poptorch: Any) -> None:
     options = poptorch.Options().deviceIterations(2).replicationFactor(2)
     options.Training.gradientAccumulation(2)
-    result = training(poptorch, options=options)
-    refused(AssertionError, "Invalid batch dimension", lambda: result(*data(12)))
-    x, y = data(16)
-    result(x, y)
-    refused(poptorch.Error, "Shape mismatch for x", lambda: result(x[:8], y))
-    refused(poptorch.Error, "Data type mismatch for x", lambda: result(x.double(), y))
-    refused(poptorch.Error, "Type mismatch for y", lambda: result(x, None))
-    refused(
-        poptorch.Error, "requires_grad", lambda: training(poptorch)(x.clone().requires_grad_(), y)
+    result = make_training_model(poptorch, options=options)
+    assert_raises_with(
+        AssertionError, "Invalid batch dimension", lambda: result(*draw_labeled_samples(12))
     )
-    refused(
-        poptorch.Error, "Unsupported tensor input type", lambda: training(poptorch)(x.bfloat16(), y)
+    x, y = draw_labeled_samples(16)
+    result(x, y)
+    assert_raises_with(poptorch.Error, "Shape mismatch for x", lambda: result(x[:8], y))
+    assert_raises_with(poptorch.Error, "Data type mismatch for x", lambda: result(x.double(), y))
+    assert_raises_with(poptorch.Error, "Type mismatch for y", lambda: result(x, None))
+    assert_raises_with(
+        poptorch.Error,
+        "requires_grad",
+        lambda: make_training_model(poptorch)(x.clone().requires_grad_(), y),
+    )
+    assert_raises_with(
+        poptorch.Error,
+        "Unsupported tensor input type",
+        lambda: make_training_model(poptorch)(x.bfloat16(), y),
     )
 
 
@@ -312,7 +330,7 @@ def test_output_modes(poptorch: Any, mode: str, period: Any, rows: Sequence[int]
         .deviceIterations(4)
         .outputMode(getattr(poptorch.OutputMode, mode), period)
     )
-    run = poptorch.inferenceModel(Forward(lambda m, x, y: (x + 0, x.sum())), options)
+    run = poptorch.inferenceModel(FunctionModel(lambda m, x, y: (x + 0, x.sum())), options)
     x = torch.arange(8.0)
     out, sums = run(x)
     assert out.tolist() == list(rows)
@@ -322,38 +340,38 @@ def test_output_modes(poptorch: Any, mode: str, period: Any, rows: Sequence[int]
 # ---- optimizers
 
 
-def updates(
+def run_updates(
     poptorch: Any, optimizer: Callable[..., Any], count: int = 3, **training_options: Any
 ) -> Any:
-    """Return the executor after so many updates of two microbatches."""
+    """Return the executor after `count` updates of two microbatches."""
     options = poptorch.Options()
     options.Training.gradientAccumulation(2)
     for name, value in training_options.items():
         getattr(options.Training, name)(value)
-    result = training(poptorch, options=options, optimizer=optimizer)
+    result = make_training_model(poptorch, options=options, optimizer=optimizer)
     for _ in range(count):
-        result(*data(8))
+        result(*draw_labeled_samples(8))
     return result
 
 
-def reference(optimizer: Callable[..., Any], count: int = 3) -> Dict[str, torch.Tensor]:
-    """Return the weights of plain PyTorch."""
-    model = Forward(plain)
-    plain_optimizer, (x, y) = optimizer(model.parameters()), data(8)
+def train_with_pytorch(optimizer: Callable[..., Any], count: int = 3) -> Dict[str, torch.Tensor]:
+    """Return the weights after the same updates in plain PyTorch."""
+    model = FunctionModel(forward_plainly)
+    plain_optimizer, (x, y) = optimizer(model.parameters()), draw_labeled_samples(8)
     for _ in range(count):
         plain_optimizer.zero_grad()
         for part in range(2):
-            (plain(model, x[part * 4 :][:4], y[part * 4 :][:4])[1] / 2).backward()
+            (forward_plainly(model, x[part * 4 :][:4], y[part * 4 :][:4])[1] / 2).backward()
         plain_optimizer.step()
     return model.state_dict()
 
 
-def sgd(module: Any, **more: Any) -> Callable[..., Any]:
+def choose_sgd(module: Any, **more: Any) -> Callable[..., Any]:
     return lambda ps: module.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01, **more)
 
 
-def assert_close(made: Any, weights: Dict[str, torch.Tensor]) -> None:
-    state = made.model.state_dict()
+def assert_weights_close(executor: Any, weights: Dict[str, torch.Tensor]) -> None:
+    state = executor.model.state_dict()
     assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in weights.items())
 
 
@@ -362,26 +380,27 @@ def assert_close(made: Any, weights: Dict[str, torch.Tensor]) -> None:
 def test_velocities_are_kept_times_their_scale_under_popart_names(
     poptorch: Any, scale: float, combined: bool
 ) -> None:
-    """compoundscalarhelper.hpp; sgd1decompose.cpp, sgd2decompose.cpp. The scale of the separate variant is the loss scaling."""
+    """compoundscalarhelper.hpp; sgd1decompose.cpp, sgd2decompose.cpp: velocities are stored
+    times a scale, which is the loss scaling in the separate variant."""
     settings = {"velocity_scaling": scale, "use_combined_accum": True} if combined else {}
-    result = updates(poptorch, sgd(poptorch.optim, loss_scaling=scale, **settings))
-    assert_close(result, reference(sgd(torch.optim)))
+    result = run_updates(poptorch, choose_sgd(poptorch.optim, loss_scaling=scale, **settings))
+    assert_weights_close(result, train_with_pytorch(choose_sgd(torch.optim)))
     state = result._optimizer.state_dict()["ipu_state"]
     prefix = "Accl___" if combined else "Accl1___"
     assert {name[: len(prefix)] for name in state} == {prefix} and f"{prefix}a.weight" in state
-    plain_state = updates(
-        poptorch, sgd(poptorch.optim, **({"use_combined_accum": True} if combined else {}))
+    plain_state = run_updates(
+        poptorch, choose_sgd(poptorch.optim, **({"use_combined_accum": True} if combined else {}))
     )
     one = plain_state._optimizer.state_dict()["ipu_state"][f"{prefix}a.weight"]
     assert torch.allclose(state[f"{prefix}a.weight"], one * scale, atol=1e-5 * scale)
 
 
 def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(poptorch: Any) -> None:
-    """poptorch.cpp, writeOptimizerState; devicex.cpp, updateOptimizerTensors."""
-    source = updates(poptorch, sgd(poptorch.optim))
+    """Sources: poptorch.cpp, writeOptimizerState; devicex.cpp, updateOptimizerTensors."""
+    source = run_updates(poptorch, choose_sgd(poptorch.optim))
     state = source._optimizer.state_dict()["ipu_state"]
     del state["Accl1___a.bias"]
-    result = updates(poptorch, sgd(poptorch.optim), 1)
+    result = run_updates(poptorch, choose_sgd(poptorch.optim), 1)
     optimizer = result._optimizer
     result.copyWeightsToHost()
     optimizer.param_groups[0]["lr"] = 0.5
@@ -390,12 +409,12 @@ def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(popt
     assert "ignoring missing state Accl1___a.bias" in poptorch.recorded.warnings[-1]
     assert optimizer.param_groups[0]["lr"] == 0.5 and result._description.groups[0]["lr"][0] == 0.5
     plain_state = torch.optim.Optimizer.state_dict(optimizer)
-    refused(
+    assert_raises_with(
         RuntimeError, "Only IPU optimizer states", lambda: optimizer.load_state_dict(plain_state)
     )
     state["Accl1___a.weight"] = state["Accl1___a.weight"].half()
     optimizer.load_state_dict({**optimizer.state_dict(), "ipu_state": state})
-    refused(
+    assert_raises_with(
         poptorch._errors.DoubleRefuses, "Accl1___a.weight", lambda: result.setOptimizer(optimizer)
     )
 
@@ -407,67 +426,71 @@ def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(popt
     (lambda p, ps: p.optim.SGD(ps, lr=0.1, maximize=True), AssertionError, "maximize=True has no meaning"),
     (lambda p, ps: p.optim.SGD(list(ps)[1:], lr=0.1), AssertionError, "in no group of the optimizer: a.weight"),
 ])  # fmt: skip
-def test_optimizers_that_no_ipu_has_are_refused(
+def test_unsupported_optimizers_are_refused(
     poptorch: Any, optimizer: Any, error: Any, message: str
 ) -> None:
-    refused(
-        error, message, lambda: training(poptorch, optimizer=lambda ps: optimizer(poptorch, ps))
+    assert_raises_with(
+        error,
+        message,
+        lambda: make_training_model(poptorch, optimizer=lambda ps: optimizer(poptorch, ps)),
     )
 
 
 def test_constants_of_a_compiled_optimizer_do_not_change(poptorch: Any) -> None:
-    result = updates(poptorch, sgd(poptorch.optim), 1)
+    result = run_updates(poptorch, choose_sgd(poptorch.optim), 1)
     optimizer = result._optimizer
     optimizer.param_groups[0]["lr"] = 0.2
     result.setOptimizer(optimizer)
     optimizer.variable_attrs.markAsConstant("momentum")
-    refused(poptorch.Error, "momentum", lambda: result.setOptimizer(optimizer))
+    assert_raises_with(poptorch.Error, "momentum", lambda: result.setOptimizer(optimizer))
 
 
 # ---- weights and devices
 
 
 def test_the_host_sees_trained_weights_when_it_touches_them(poptorch: Any) -> None:
-    result = training(poptorch)
+    result = make_training_model(poptorch)
     model = result.model
     before = model.a.weight.detach().clone()
-    result(*data(2))
+    result(*draw_labeled_samples(2))
     copies = lambda: poptorch.recorded.events.count(("copyWeightsToHost", 0))  # noqa: E731
     assert copies() == 0 and not torch.equal(model.a.weight, before) and copies() == 1
-    result(*data(2))
+    result(*draw_labeled_samples(2))
     assert (
         result.copyWeightsToHostIfNeeded()
         and not result.copyWeightsToHostIfNeeded()
         and copies() == 2
     )
-    result(*data(2))
+    result(*draw_labeled_samples(2))
     result.destroy()
-    assert type(model) is Forward and type(model.a.weight) is nn.Parameter
-    refused(
+    assert type(model) is FunctionModel and type(model.a.weight) is nn.Parameter
+    assert_raises_with(
         RuntimeError,
         "already been wrapped",
         lambda: [poptorch.trainingModel(model) for _ in range(2)],
     )
 
 
-def test_devices_are_held_and_given_back(poptorch: Any, monkeypatch: Any) -> None:
+def test_devices_are_attached_and_released(poptorch: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "2")
     assert poptorch.ipuHardwareIsAvailable(2) and not poptorch.ipuHardwareIsAvailable(4)
-    result = training(poptorch, in_blocks("A", "B", "B"), pipeline(poptorch))
-    inference = poptorch.inferenceModel(Forward(plain))
-    result(*data(8))
-    refused(poptorch.Error, "Failed to acquire 1 IPU(s)", lambda: inference(data(2)[0]))
+    result = make_training_model(poptorch, make_blocks("A", "B", "B"), build_options(poptorch))
+    inference = poptorch.inferenceModel(FunctionModel(forward_plainly))
+    result(*draw_labeled_samples(8))
+    assert_raises_with(
+        poptorch.Error, "Failed to acquire 1 IPU(s)", lambda: inference(draw_labeled_samples(2)[0])
+    )
     result.detachFromDevice()
-    inference(data(2)[0])
-    refused(poptorch.Error, "Failed to acquire 2 IPU(s)", result.attachToDevice)
+    inference(draw_labeled_samples(2)[0])
+    assert_raises_with(poptorch.Error, "Failed to acquire 2 IPU(s)", result.attachToDevice)
     inference.destroy()
     result.attachToDevice()
-    refused(poptorch.Error, "Device is already attached", result.attachToDevice)
+    assert_raises_with(poptorch.Error, "Device is already attached", result.attachToDevice)
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "0")
-    refused(
+    assert_raises_with(
         poptorch.Error,
         "No IPU detected",
-        lambda: poptorch.inferenceModel(Forward(plain))(data(2)[0]),
+        lambda: poptorch.inferenceModel(FunctionModel(forward_plainly))(draw_labeled_samples(2)[0]),
     )
 
 
@@ -479,40 +502,48 @@ def test_devices_are_held_and_given_back(poptorch: Any, monkeypatch: Any) -> Non
 def test_an_offline_target_compiles_and_does_not_run(
     poptorch: Any, change: Any, message: str
 ) -> None:
-    """CompilerImpl.cpp: it takes neither a device's id nor a cycle counter."""
-    result = training(poptorch, options=poptorch.Options().useOfflineIpuTarget(2))
-    result.compile(*data(2))
-    refused(AssertionError, "Trying to run a model on an offline device", lambda: result(*data(2)))
+    """CompilerImpl.cpp: an offline target accepts neither a device's id nor a cycle counter."""
+    result = make_training_model(poptorch, options=poptorch.Options().useOfflineIpuTarget(2))
+    result.compile(*draw_labeled_samples(2))
+    assert_raises_with(
+        AssertionError,
+        "Trying to run a model on an offline device",
+        lambda: result(*draw_labeled_samples(2)),
+    )
     options = poptorch.Options().useOfflineIpuTarget(2)
     change(options)
-    refused(poptorch.Error, message, lambda: training(poptorch, options=options).compile(*data(2)))
+    assert_raises_with(
+        poptorch.Error,
+        message,
+        lambda: make_training_model(poptorch, options=options).compile(*draw_labeled_samples(2)),
+    )
 
 
-def test_faults_of_the_device_can_be_ordered_and_lose_it(poptorch: Any, monkeypatch: Any) -> None:
+def test_an_ordered_fault_loses_the_device(poptorch: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "8")
-    result = training(poptorch)
+    result = make_training_model(poptorch)
     poptorch.recorded.fail("execute", 2)
-    result(*data(2))
+    result(*draw_labeled_samples(2))
     with pytest.raises(poptorch.RecoverableError) as caught:
-        result(*data(2))
+        result(*draw_labeled_samples(2))
     assert (
         caught.value.recovery_action == "IPU_RESET"
         and caught.value.type == "poplar_recoverable_error"
     )
-    refused(
-        poptorch.RecoverableError, "simulated", lambda: result(*data(2))
+    assert_raises_with(
+        poptorch.RecoverableError, "simulated", lambda: result(*draw_labeled_samples(2))
     )  # this executor is lost
-    refused(
+    assert_raises_with(
         poptorch.RecoverableError, "simulated", result.model.state_dict
-    )  # and what it had trained
-    training(poptorch)(*data(2))
+    )  # and so are the trained weights
+    make_training_model(poptorch)(*draw_labeled_samples(2))
 
 
 # ---- data and launchers
 
 
 class Items(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Items before `at`, with the process that made them, which ends there."""
+    """Data set of items with the id of the loading process, which exits at item `at`."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -527,26 +558,28 @@ class Items(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def test_a_worker_is_a_process_of_its_own_whose_batches_are_overwritten(poptorch: Any) -> None:
-    how = {
+    arguments = {
         "batch_size": None, "drop_last": False, "mode": poptorch.DataLoaderMode.Async, "shuffle": False,
         "auto_distributed_partitioning": False, "async_options": {"load_indefinitely": False},
     }  # fmt: skip
-    loader = poptorch.DataLoader(poptorch.Options(), Items(9), **how)
-    taken = list(loader)
-    assert len(taken) == 4 and taken[0][0].isnan().all() and taken[0][1].tolist() == [-1]
-    breaking = poptorch.DataLoader(poptorch.Options(), Items(1), **how)
+    loader = poptorch.DataLoader(poptorch.Options(), Items(9), **arguments)
+    batches = list(loader)
+    assert len(batches) == 4 and batches[0][0].isnan().all() and batches[0][1].tolist() == [-1]
+    breaking = poptorch.DataLoader(poptorch.Options(), Items(1), **arguments)
     source = iter(breaking)
     batch, process = next(source)
     assert batch.tolist() == [0, 0] and int(process) != os.getpid()
-    refused(AssertionError, "An error occurred in the data fetcher", lambda: next(source))
-    refused(
+    assert_raises_with(
+        AssertionError, "An error occurred in the data fetcher", lambda: next(source)
+    )
+    assert_raises_with(
         poptorch.Error,
         "failed to start",
-        lambda: poptorch.DataLoader(poptorch.Options(), Items(0), **how),
+        lambda: poptorch.DataLoader(poptorch.Options(), Items(0), **arguments),
     )
     # drop_last=True is the default
     with pytest.raises(ValueError, match="batch_size=None option disables auto-batching"):
-        poptorch.DataLoader(poptorch.Options(), Items(9), **{**how, "drop_last": True})
+        poptorch.DataLoader(poptorch.Options(), Items(9), **{**arguments, "drop_last": True})
 
 
 def test_popdist_fills_the_options_in_and_keeps_them(poptorch: Any, monkeypatch: Any) -> None:
@@ -554,7 +587,7 @@ def test_popdist_fills_the_options_in_and_keeps_them(poptorch: Any, monkeypatch:
 
     for name, value in {"NUM_INSTANCES": 2, "INSTANCE_INDEX": 1, "NUM_LOCAL_REPLICAS": 4}.items():
         monkeypatch.setenv(f"POPDIST_{name}", str(value))
-    refused(RuntimeError, "popdist.init()", lambda: popdist.poptorch.Options())
+    assert_raises_with(RuntimeError, "popdist.init()", lambda: popdist.poptorch.Options())
     popdist.init()
     options = popdist.poptorch.Options(ipus_per_replica=2)
     assert isinstance(options, poptorch.Options) and popdist.getNumTotalReplicas() == 8
@@ -567,4 +600,6 @@ def test_popdist_fills_the_options_in_and_keeps_them(poptorch: Any, monkeypatch:
         target: Any = options
         for part in name.split("."):
             target = getattr(target, part)
-        refused(RuntimeError, f"Cannot call `{name}` with popdist.poptorch.Options", target)
+        assert_raises_with(
+            RuntimeError, f"Cannot call `{name}` with popdist.poptorch.Options", target
+        )

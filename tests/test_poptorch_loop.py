@@ -1,4 +1,5 @@
-"""A loop of one's own over `Pipeline` on the double of PopTorch gives the weights of `train` there, and the emulator's.
+"""Compare a loop of one's own over `Pipeline` on the double of PopTorch with `train` on it and with
+the emulator.
 
 Nothing here ran on an IPU.
 """
@@ -32,8 +33,9 @@ SAMPLES = 2  # of a microbatch
 SGD: Dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 
 
-class Case(NamedTuple):
-    """A training of `UPDATES` updates; `ipu`: the section `backend.ipu`; `others`: arguments that a config has too."""
+class IpuCase(NamedTuple):
+    """A training of `UPDATES` updates; `ipu`: the section `backend.ipu`; `others`: arguments
+    that a config has too."""
 
     method: str = "gpipe"
     name: str = "mlp"
@@ -49,31 +51,34 @@ class Case(NamedTuple):
 
 RESIDUAL_STAGES = ["1", "2", "4"]
 TWO_REPLICAS = {"broadcast_buffers": False, "auto_round_num_ipus": True}
-CASES: Dict[str, Case] = {
-    "gpipe": Case(others={"stages": RESIDUAL_STAGES}, name="residual"),
-    "pipedream_flush": Case(
+CASES: Dict[str, IpuCase] = {
+    "gpipe": IpuCase(others={"stages": RESIDUAL_STAGES}, name="residual"),
+    "pipedream_flush": IpuCase(
         "pipedream_flush", optimizer=torch.optim.AdamW, settings={"lr": 0.01, "weight_decay": 0.1}
     ),
-    "sharded": Case("naive", microbatches=2),
-    "clipped": Case(clip=(0.1, "global")),
-    "replicas": Case(replicas=2, ipu=TWO_REPLICAS),
-    "calls of 2": Case(per_call=2),
-    "calls of 3, replicas": Case(replicas=2, per_call=3, ipu=TWO_REPLICAS),
-    "local losses": Case("local_greedy"),
-    "local losses, calls of 2": Case("local_greedy", per_call=2),
-    "rates by block": Case("local_greedy", others={"method_args": {"block_rates": [1, 0.5, 2, 1]}}),
-    "last layers": Case("last_layers"),
-    "loss scaling": Case(ipu={"loss_scaling": [[0, 2.0], [2, 64.0]]}),
+    "sharded": IpuCase("naive", microbatches=2),
+    "clipped": IpuCase(clip=(0.1, "global")),
+    "replicas": IpuCase(replicas=2, ipu=TWO_REPLICAS),
+    "calls of 2": IpuCase(per_call=2),
+    "calls of 3, replicas": IpuCase(replicas=2, per_call=3, ipu=TWO_REPLICAS),
+    "local losses": IpuCase("local_greedy"),
+    "local losses, calls of 2": IpuCase("local_greedy", per_call=2),
+    "rates by block": IpuCase(
+        "local_greedy", others={"method_args": {"block_rates": [1, 0.5, 2, 1]}}
+    ),
+    "last layers": IpuCase("last_layers"),
+    "loss scaling": IpuCase(ipu={"loss_scaling": [[0, 2.0], [2, 64.0]]}),
 }
 
 
-def compute_factor(k: int) -> float:
+def compute_rate_factor(k: int) -> float:
     """Return the share of the learning rate in update k."""
     return 1.0 / (1 + k / 4)
 
 
-def make_batch(case: Case, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return the batch of update k: of each replica the microbatches that `train` reads, one replica after another."""
+def make_replicated_batch(case: IpuCase, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return the batch of update k: the microbatches that `train` reads, one replica after
+    another."""
     source, count = Source(), case.replicas
     first = k * case.microbatches
     numbers = [(first + i) * count + r for r in range(count) for i in range(case.microbatches)]
@@ -81,14 +86,15 @@ def make_batch(case: Case, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
-class Loop:
-    """A loop of one's own over a case, on PopTorch's double or the emulator; a call of the double has several updates."""
+class IpuLoop:
+    """Loop of one's own over a case, on PopTorch's double or the emulator; a call of the double
+    has several updates."""
 
-    def __init__(self, case: Case, backend: str = "poptorch", **keys: Any) -> None:
+    def __init__(self, case: IpuCase, backend: str = "poptorch", **keys: Any) -> None:
         self.case, self.is_on_ipus = case, backend == "poptorch"
         self.model = make_ipu_model(case.name)
         self.optimizer = case.optimizer(self.model.parameters(), **case.settings)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, compute_factor)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, compute_rate_factor)
         arguments: Dict[str, Any] = {
             "clip": case.clip,
             "replicas": case.replicas,
@@ -109,16 +115,22 @@ class Loop:
         self.losses: List[Any] = []
 
     def run(self, first: int = 0, last: int = UPDATES) -> None:
-        """Make these updates; the updates of a call have the learning rate of its first."""
-        given = self.pipe.updates_per_call
+        """Make the updates first..last-1; the updates of a call have the learning rate of its
+        first."""
+        updates_per_step = self.pipe.updates_per_call
         for begin in range(first, last, self.case.per_call):
-            batches = [make_batch(self.case, k) for k in range(begin, begin + self.case.per_call)]
-            for number in range(0, len(batches), given):
-                together = batches[number : number + given]
-                x, y = (torch.cat(parts) for parts in zip(*together))
+            batches = [
+                make_replicated_batch(self.case, k)
+                for k in range(begin, begin + self.case.per_call)
+            ]
+            for number in range(0, len(batches), updates_per_step):
+                step_batches = batches[number : number + updates_per_step]
+                x, y = (torch.cat(parts) for parts in zip(*step_batches))
                 updates = self.pipe.step(x, y)
                 if self.is_on_ipus:
-                    assert [update.index for update in updates] == list(range(begin, begin + given))
+                    assert [update.index for update in updates] == list(
+                        range(begin, begin + updates_per_step)
+                    )
                 self.losses += [update.loss for update in updates]
             for _ in batches:
                 self.scheduler.step()
@@ -128,7 +140,7 @@ class Loop:
         return dict(self.model.state_dict())
 
 
-def train_on_double(case: Case, folder: Path) -> Dict[str, torch.Tensor]:
+def train_on_double(case: IpuCase, folder: Path) -> Dict[str, torch.Tensor]:
     """Train the case by `train`, and return the weights."""
     clip = None if case.clip is None else {"norm": case.clip[0], "scope": case.clip[1]}
     settings = make_ipu_config(
@@ -146,7 +158,9 @@ def train_on_double(case: Case, folder: Path) -> Dict[str, torch.Tensor]:
         folder,
         case.name,
         optimizer=lambda groups: case.optimizer(groups, **case.settings),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, compute_factor),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, compute_rate_factor
+        ),
     )
     return read_weights(folder)
 
@@ -161,30 +175,30 @@ def test_a_loop_gives_the_weights_of_train_and_of_the_emulator(
 ) -> None:
     case = CASES[name]
     expected = train_on_double(case, tmp_path)
-    loop, emulated = Loop(case), Loop(case, "emulator")
-    assert loop.pipe.updates_per_call == case.per_call and emulated.pipe.updates_per_call == 1
-    for each in (loop, emulated):
-        each.run()
+    loop, emulator_loop = IpuLoop(case), IpuLoop(case, "emulator")
+    assert loop.pipe.updates_per_call == case.per_call and emulator_loop.pipe.updates_per_call == 1
+    for each_loop in (loop, emulator_loop):
+        each_loop.run()
     assert loop.pipe.finished == loop.pipe.updates == UPDATES and loop.pipe.in_flight == 0
     weights = loop.close()
     # a checkpoint has the auxiliary heads too
     assert_same(weights, {key: value for key, value in expected.items() if key in weights})
-    assert_states_close(weights, emulated.close(), 1e-6)
+    assert_states_close(weights, emulator_loop.close(), 1e-6)
     assert loop.losses == read_column(tmp_path, "train_loss")
-    assert loop.losses == pytest.approx(emulated.losses, rel=1e-6)
-    assert poptorch._device.held == {}
+    assert loop.losses == pytest.approx(emulator_loop.losses, rel=1e-6)
+    assert poptorch._device.ipus_by_holder == {}
     # else the comparison would show nothing
     start = make_ipu_model(case.name).state_dict()
     assert any(not torch.equal(start[key], value) for key, value in weights.items())
 
 
 def test_groups_have_rates_of_their_own(poptorch: Any) -> None:
-    def make(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    def make_two_groups(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
         first, *others = parameters
         return torch.optim.SGD([{"params": [first], "lr": 0.2}, {"params": others}], **settings)
 
-    case = Case(optimizer=make)
-    loops = [Loop(case), Loop(case, "emulator")]
+    case = IpuCase(optimizer=make_two_groups)
+    loops = [IpuLoop(case), IpuLoop(case, "emulator")]
     for loop in loops:
         loop.run(0, 3)
         loop.optimizer.param_groups[0]["lr"] = 0.001
@@ -193,13 +207,13 @@ def test_groups_have_rates_of_their_own(poptorch: Any) -> None:
 
 
 def test_a_rate_that_stays_is_not_sent_again(poptorch: Any) -> None:
-    loop = Loop(CASES["gpipe"])
+    loop = IpuLoop(CASES["gpipe"])
     for k in range(3):
-        loop.pipe.step(*make_batch(loop.case, k))
+        loop.pipe.step(*make_replicated_batch(loop.case, k))
     assert "PoplarExecutor.setOptimizer" not in poptorch.recorded.names()
     loop.scheduler.step()
     loop.scheduler.step()
-    loop.pipe.step(*make_batch(loop.case, 3))
+    loop.pipe.step(*make_replicated_batch(loop.case, 3))
     assert poptorch.recorded.names().count("PoplarExecutor.setOptimizer") == 1
     loop.pipe.abort()
 
@@ -208,11 +222,12 @@ def test_a_rate_that_stays_is_not_sent_again(poptorch: Any) -> None:
 
 
 def test_it_evaluates_and_predicts_on_the_ipus(poptorch: Any) -> None:
-    """As the emulator, before the first step and between steps, on any number of samples; and training goes on."""
+    """Evaluation and prediction equal the emulator's before the first step and between steps,
+    for any number of samples, and training continues."""
     case = CASES["calls of 2"]
-    x, y = make_batch(case, 7)
+    x, y = make_replicated_batch(case, 7)
     loops = [
-        Loop(case, backend, example=(x[:SAMPLES], y[:SAMPLES]))
+        IpuLoop(case, backend, example=(x[:SAMPLES], y[:SAMPLES]))
         for backend in ("poptorch", "emulator")
     ]
     for first in (0, 2, 4):
@@ -232,7 +247,7 @@ def test_it_evaluates_and_predicts_on_the_ipus(poptorch: Any) -> None:
 
 
 def test_memory_schedule_and_trace_are_those_of_the_ipus(poptorch: Any, tmp_path: Path) -> None:
-    loop = Loop(CASES["calls of 2"], trace=range(4))
+    loop = IpuLoop(CASES["calls of 2"], trace=range(4))
     loop.run()
     memory = loop.pipe.memory()
     assert len(memory["stages"]) == 4 and memory["stages"][0]["weight_copies"] == 1
@@ -247,15 +262,15 @@ SAVED = ["gpipe", "pipedream_flush", "calls of 2", "local losses"]
 
 @pytest.mark.parametrize("name", mark_slow(SAVED, lambda name: name == "calls of 2"))
 def test_a_saved_state_goes_on_to_the_same_bits(poptorch: Any, name: str) -> None:
-    """From a new object before its first step, and from one that has made some."""
+    """A state resumes bitwise in a new object, and in one that has made steps."""
     case = CASES[name]
-    straight = Loop(case)
+    straight = IpuLoop(case)
     straight.run(0, 4)
     state, rate = copy.deepcopy(straight.pipe.state_dict()), straight.scheduler.state_dict()
     straight.run(4, UPDATES)
     expected = straight.close()
     for steps_before in (0, 2):
-        resumed = Loop(case)
+        resumed = IpuLoop(case)
         resumed.run(0, steps_before)
         resumed.pipe.load_state_dict(state)
         resumed.scheduler.load_state_dict(rate)
@@ -266,36 +281,36 @@ def test_a_saved_state_goes_on_to_the_same_bits(poptorch: Any, name: str) -> Non
 
 
 def test_weights_change_the_backend_and_optimizer_state_does_not(poptorch: Any) -> None:
-    plain = Case(settings={"lr": 0.05})
-    ended = []
+    plain = IpuCase(settings={"lr": 0.05})
+    weights = []
     for first, second in (("emulator", "poptorch"), ("poptorch", "emulator")):
-        loop, other = Loop(plain, first), Loop(plain, second)
+        loop, other = IpuLoop(plain, first), IpuLoop(plain, second)
         loop.run(0, 4)
         other.pipe.load_state_dict(loop.pipe.state_dict())
         loop.close()
         for k in range(4, UPDATES):
-            other.pipe.step(*make_batch(plain, k))
-        ended.append(other.close())
-    assert_states_close(*ended, 1e-6)
+            other.pipe.step(*make_replicated_batch(plain, k))
+        weights.append(other.close())
+    assert_states_close(*weights, 1e-6)
     states = {}
     for backend in ("poptorch", "emulator"):
-        loop = Loop(Case(), backend)
+        loop = IpuLoop(IpuCase(), backend)
         loop.run(0, 2)
         states[backend] = loop.pipe.state_dict()
         loop.close()
     with pytest.raises(BadInput, match="^load_state_dict: the optimizer state is PopTorch's"):
-        Loop(Case(), "emulator").pipe.load_state_dict(states["poptorch"])
-    loop = Loop(Case())
+        IpuLoop(IpuCase(), "emulator").pipe.load_state_dict(states["poptorch"])
+    loop = IpuLoop(IpuCase())
     loop.pipe.load_state_dict(states["emulator"])
     with pytest.raises(BadInput, match="^load_state_dict: the optimizer state is torch.optim's"):
         loop.run(2, 3)
-    assert poptorch._device.held == {}
+    assert poptorch._device.ipus_by_holder == {}
 
 
 def test_a_state_inside_a_call_is_refused(poptorch: Any) -> None:
     one, two = (
-        Loop(CASES["gpipe"]),
-        Loop(Case(name="residual", per_call=2, others=CASES["gpipe"].others)),
+        IpuLoop(CASES["gpipe"]),
+        IpuLoop(IpuCase(name="residual", per_call=2, others=CASES["gpipe"].others)),
     )
     one.run(0, 3)
     two.pipe.load_state_dict(one.pipe.state_dict())
@@ -308,11 +323,11 @@ def test_a_state_inside_a_call_is_refused(poptorch: Any) -> None:
 
 def test_a_batch_that_does_not_fit_changes_nothing(poptorch: Any) -> None:
     case = CASES["calls of 2"]
-    straight = Loop(case)
+    straight = IpuLoop(case)
     straight.run()
     expected = straight.close()
-    loop = Loop(case)
-    x, y = make_batch(case, 0)
+    loop = IpuLoop(case)
+    x, y = make_replicated_batch(case, 0)
     pairs = [(x[i : i + 1], y[i : i + 1]) for i in range(32)]
     for call, line in (
         (lambda: loop.pipe.step(x[:31], y[:31]), "31 samples does not divide into 32 microbatches"),
@@ -332,8 +347,8 @@ def test_a_batch_that_does_not_fit_changes_nothing(poptorch: Any) -> None:
     assert_same(loop.close(), expected)
 
 
-def test_the_caller_neither_steps_nor_watches_updates(poptorch: Any) -> None:
-    loop = Loop(Case())
+def test_the_caller_can_neither_step_nor_watch_updates(poptorch: Any) -> None:
+    loop = IpuLoop(IpuCase())
     with pytest.raises(BadInput, match="^on_update: PopTorch keeps the weights on the IPUs"):
         loop.pipe.on_update(lambda update, stage, parameters: None)
     loop.run(0, 1)
@@ -347,7 +362,7 @@ def test_the_caller_neither_steps_nor_watches_updates(poptorch: Any) -> None:
     with pytest.raises(RunFault, match="an earlier call has failed"):
         loop.run(1, 2)
     loop.pipe.close()
-    assert poptorch._device.held == {}
+    assert poptorch._device.ipus_by_holder == {}
 
 
 REFUSED: List[Tuple[Dict[str, Any], str]] = [
@@ -371,14 +386,14 @@ REFUSED: List[Tuple[Dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("keys", "line"), REFUSED)
-def test_what_poptorch_cannot_do_is_refused_as_by_train(
+def test_unsupported_arguments_are_refused_as_by_train(
     poptorch: Any, keys: Dict[str, Any], line: str
 ) -> None:
     arguments = {"method": "gpipe", "microbatches": 16, **keys}
     ipu, model = arguments.pop("ipu", {}), make_ipu_model("mlp")
     optimizer = arguments.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
-    x, y = make_batch(Case(microbatches=arguments["microbatches"]), 0)
-    with pytest.raises(BadInput) as refused:
+    x, y = make_replicated_batch(IpuCase(microbatches=arguments["microbatches"]), 0)
+    with pytest.raises(BadInput) as error:
         pipe = ipu_pipe.Pipeline(
             model,
             nn.functional.cross_entropy,
@@ -388,7 +403,7 @@ def test_what_poptorch_cannot_do_is_refused_as_by_train(
             **arguments,
         )
         pipe.step(x, y)
-    assert any(fault.startswith(line) for fault in refused.value.faults), refused.value.faults
+    assert any(fault.startswith(line) for fault in error.value.faults), error.value.faults
     assert "PoplarExecutor.compile" not in poptorch.recorded.names()
 
 
@@ -404,16 +419,16 @@ def test_several_instances_of_poprun_are_refused(poptorch: Any) -> None:
 
 
 def test_a_state_of_another_optimizer_is_refused(poptorch: Any) -> None:
-    loop = Loop(Case())
+    loop = IpuLoop(IpuCase())
     loop.run(0, 1)
     state = loop.pipe.state_dict()
     loop.close()
-    other = Loop(Case(optimizer=torch.optim.Adam, settings={"lr": 0.01}))
+    other = IpuLoop(IpuCase(optimizer=torch.optim.Adam, settings={"lr": 0.01}))
     with pytest.raises(
         BadInput, match="^load_state_dict: state of SGD: this pipeline's optimizer is Adam"
     ):
         other.pipe.load_state_dict(state)
-    # a state of an earlier version does not say whose it is
+    # a state of an earlier version does not name its optimizer
     del state["settings"]
     other.pipe.load_state_dict(state)
     with pytest.raises(BadInput, match="^load_state_dict: the optimizer state has no "):
@@ -421,30 +436,34 @@ def test_a_state_of_another_optimizer_is_refused(poptorch: Any) -> None:
 
 
 def test_an_optimizer_that_has_stepped_is_refused(poptorch: Any) -> None:
-    loop = Loop(Case())
+    loop = IpuLoop(IpuCase())
     parameter = loop.model[0][0].weight
     loop.optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
     with pytest.raises(BadInput, match="^optimizer: its state is torch.optim's"):
         loop.run(0, 1)
 
 
-def test_a_loss_that_is_no_number_ends_the_loop(poptorch: Any) -> None:
-    loop = Loop(CASES["calls of 2"])
-    x, y = (torch.cat(parts) for parts in zip(make_batch(loop.case, 0), make_batch(loop.case, 1)))
+def test_a_nan_loss_ends_the_loop(poptorch: Any) -> None:
+    loop = IpuLoop(CASES["calls of 2"])
+    x, y = (
+        torch.cat(parts)
+        for parts in zip(make_replicated_batch(loop.case, 0), make_replicated_batch(loop.case, 1))
+    )
     with pytest.raises(
         Divergence, match="^update 0 of method gpipe: .* is nan.*allow_nonfinite=True"
     ):
         loop.pipe.step(x * math.nan, y)
     loop.pipe.close()
-    assert poptorch._device.held == {}
+    assert poptorch._device.ipus_by_holder == {}
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_device_error_ends_the_loop_since_its_batches_are_not_kept(
     poptorch: Any, is_saved: bool
 ) -> None:
-    """Repeating the updates since the last state would have read the example in place of batches that are gone."""
-    loop = Loop(Case())
+    """Story: repeating the updates since the last state would have read the example in place of
+    batches that no longer exist."""
+    loop = IpuLoop(IpuCase())
     loop.run(0, 2)
     if is_saved:
         loop.pipe.state_dict()
@@ -453,15 +472,15 @@ def test_a_device_error_ends_the_loop_since_its_batches_are_not_kept(
     with pytest.raises(RunFault, match=line):
         loop.run(2, 3)
     loop.pipe.close()
-    assert poptorch._device.held == {}
+    assert poptorch._device.ipus_by_holder == {}
 
 
 def test_an_exception_in_the_loop_releases_the_ipus(poptorch: Any) -> None:
-    loop = Loop(Case())
+    loop = IpuLoop(IpuCase())
     with pytest.raises(KeyboardInterrupt), loop.pipe:
         loop.run(0, 1)
         raise KeyboardInterrupt
-    assert poptorch._device.held == {}
+    assert poptorch._device.ipus_by_holder == {}
     assert not any(len(module._forward_pre_hooks) for module in loop.model.modules())
 
 

@@ -1,5 +1,6 @@
-"""Jobs start on the double with exactly the IPUs that they need, by PopTorch's loader and its process; and go on, or end in one
-line, where a device, the data or a figure fails. Nothing here ran on an IPU."""
+"""Test that jobs start on the double with exactly the IPUs that they need, load data by
+PopTorch's loader and its process, and continue, or end in one line, if a device, the data or a
+measurement fails. Nothing here ran on an IPU."""
 
 from __future__ import annotations
 
@@ -47,17 +48,17 @@ ASYNC = {"data_loading": {"mode": "async"}}
 def test_a_pods_job_starts_with_exactly_its_ipus(
     path: Path, poptorch: Any, monkeypatch: Any
 ) -> None:
-    stated, job = load_config(path), build_small_pod_job(path)
+    config, job = load_config(path), build_small_pod_job(path)
     pod = int(re.findall(r"pod(\d+)", path.stem)[0])
-    assert stated.data.name == "image_folder" and stated.precision == "16.16"
+    assert config.data.name == "image_folder" and config.precision == "16.16"
     if path.stem.startswith("pod"):
-        batch = stated.micro_batch_size * stated.gradient_accumulation * stated.replicas
-        assert stated.epochs == 90 and stated.optimizer.lr == pytest.approx(0.1 * batch / 256)
-    if stated.backend.ipu.local == "decoupled":
-        assert stated.backend.ipu.ipu_ids == [0, 1, 2, 3] and "4 blocks on 4 IPUs" in job.note
-        start_blocks(job, poptorch, monkeypatch, pod)
+        batch = config.micro_batch_size * config.gradient_accumulation * config.replicas
+        assert config.epochs == 90 and config.optimizer.lr == pytest.approx(0.1 * batch / 256)
+    if config.backend.ipu.local == "decoupled":
+        assert config.backend.ipu.ipu_ids == [0, 1, 2, 3] and "4 blocks on 4 IPUs" in job.note
+        compile_blocks(job, poptorch, monkeypatch, pod)
         return
-    assert len(job.partition) == stated.stages and stated.stages * stated.replicas == pod
+    assert len(job.partition) == config.stages and config.stages * config.replicas == pod
     engine = make_engine(job, 0)
     x, y = engine.feed.take()  # type: ignore[attr-defined]
     executors = engine.executors  # type: ignore[attr-defined]
@@ -65,27 +66,28 @@ def test_a_pods_job_starts_with_exactly_its_ipus(
         len(x) == job.global_batch_size and x.dtype == convert_input(job.example[0], "16.16").dtype
     )
     executors.training.compile(x, y)
-    assert sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod
+    assert sum(poptorch._device.ipus_by_holder.values()) == poptorch._device.largest[0] == pod
     executors.training.detachFromDevice()
     executors.make_inference()
     assert (
-        sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod
+        sum(poptorch._device.ipus_by_holder.values()) == poptorch._device.largest[0] == pod
     )  # by all replicas
     assert [result.ipus for result in poptorch.recorded.compilations] == [pod, pod]
     result = poptorch.recorded.compilations[0]
     assert (
-        result.forward_stages == stated.stages
-        and result.micro_batch[0][0] == stated.micro_batch_size
+        result.forward_stages == config.stages
+        and result.micro_batch[0][0] == config.micro_batch_size
     )
     assert path.stem.startswith("graphcore") or result.options["location_optimizer"]["onChip"] == 0
     (loader,) = poptorch.recorded.of("DataLoader")
     assert loader["mode"] == poptorch.DataLoaderMode.Async and loader["drop_last"] is False
     engine.abort()
-    assert poptorch._device.held == {}
+    assert poptorch._device.ipus_by_holder == {}
 
 
-def start_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
-    """Every rank's block, one after the other in this process."""
+def compile_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
+    """Compile every rank's block, one after the other in this process, and assert that each has
+    its own IPU."""
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", str(pod))
     engines = []
     for rank in range(pod):
@@ -100,7 +102,7 @@ def start_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
             convert_input(torch.cat([one] * count), "16.16"), torch.cat([y] * count)
         )
         engines.append(engine)
-    assert sorted(poptorch._device.held_ids) == list(range(pod))
+    assert sorted(poptorch._device.holder_by_id) == list(range(pod))
     for engine in engines:
         engine.abort()
 
@@ -108,14 +110,14 @@ def start_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
 # ---- small runs
 
 
-def config(ipu: Any = None, **keys: Any) -> Any:
-    """Four updates of 4 microbatches on two IPUs."""
+def configure_small_run(ipu: Any = None, **keys: Any) -> Any:
+    """Return a config of four updates of 4 microbatches on two IPUs."""
     return ipu_runs.make_ipu_config(
         on="poptorch", ipu=ipu, **{"gradient_accumulation": 4, "steps": 4, "stages": 2, **keys}
     )
 
 
-def run(settings: Any, out: Path, **keys: Any) -> None:
+def run_small(settings: Any, out: Path, **keys: Any) -> None:
     ipu_runs.train_small_run(settings, out, "two", **keys)
 
 
@@ -147,13 +149,13 @@ def test_a_fault_of_the_loading_process_is_reported_with_its_cause(
     ]
     for at, error, kind, line in cases:
         with pytest.raises(kind) as caught:
-            run(config(ASYNC), tmp_path, data=Source(at, error))
+            run_small(configure_small_run(ASYNC), tmp_path, data=Source(at, error))
         assert str(caught.value) == line
     with pytest.raises(
         RunFault,
         match="the worker process exited without an error message .*: is there room .*/dev/shm",
     ):
-        run(config(ASYNC), tmp_path, data=Source(9, SystemExit(1)))
+        run_small(configure_small_run(ASYNC), tmp_path, data=Source(9, SystemExit(1)))
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -162,7 +164,7 @@ def test_a_report_is_removed_when_the_feed_is_closed(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     options = poptorch.Options()
-    calls = Calls(Source(), config(), 10, range(2), range(1))
+    calls = Calls(Source(), configure_small_run(), 10, range(2), range(1))
     feed = Feed(calls, DataLoading(mode="async", sharing_strategy="fork"), options)
     assert [path.suffix for path in tmp_path.glob("ipu_pipe-*")] == [".json"] and len(
         feed.take()
@@ -171,34 +173,35 @@ def test_a_report_is_removed_when_the_feed_is_closed(
     assert list(tmp_path.glob("ipu_pipe-*")) == []
 
 
-class Together(Source):
-    """Gives microbatches one by one or together, and keeps which were asked for."""
+class RecordingSource(Source):
+    """Data source that records the indices of each request for several microbatches."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: List[Any] = []
+        self.requests: List[Any] = []
 
     def train_batches(self, epoch: int, indices: Any, size: int) -> Any:
-        self.asked.append(list(indices))
-        pairs = [super(Together, self).train_batch(epoch, index, size) for index in indices]
+        self.requests.append(list(indices))
+        pairs = [super(RecordingSource, self).train_batch(epoch, index, size) for index in indices]
         return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
 
 def test_a_calls_microbatches_are_read_together(poptorch: Any, tmp_path: Path) -> None:
-    """One microbatch was asked for at a time, so that no more threads decoded images than it had samples."""
-    source = Together()
-    run(config(), tmp_path / "together", data=source)
-    run(config(), tmp_path / "alone")
-    assert [*range(4)] in source.asked and max(map(len, source.asked)) == 4
+    """Story: microbatches were requested one at a time, so that no more threads decoded images
+    than a microbatch has samples."""
+    source = RecordingSource()
+    run_small(configure_small_run(), tmp_path / "together", data=source)
+    run_small(configure_small_run(), tmp_path / "alone")
+    assert [*range(4)] in source.requests and max(map(len, source.requests)) == 4
     assert_same_weights(tmp_path / "together", tmp_path / "alone")
 
 
 def test_images_are_read_by_a_forked_process(poptorch: Any, tmp_path: Path) -> None:
-    """It had none of the threads that were made before the fork, and waited for them without end."""
+    """Story: a forked process has no threads of its parent, and waited for them without end."""
     write_pictures(tmp_path, 4, train=4, val=4)
     source = ImageFolder(str(tmp_path), seed=1, size=8, threads=1)
     first = source.train_batch(0, 0, 2)  # its threads are there
-    settings = config(gradient_accumulation=2, method="naive")
+    settings = configure_small_run(gradient_accumulation=2, method="naive")
     calls = Calls(source, settings, 4, range(2), range(1))
     feed = Feed(calls, DataLoading(mode="async", sharing_strategy="fork"), poptorch.Options())
     x, y = feed.take()
@@ -213,44 +216,45 @@ def test_images_are_read_by_a_forked_process(poptorch: Any, tmp_path: Path) -> N
 def test_a_lost_device_that_cannot_be_read_gives_its_ipus_back(
     poptorch: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    """destroy() raises before it frees anything, and the error's calls hold the session: with as many IPUs as the job needs the
-    next session finds them only once all that is gone."""
-    run(config(), tmp_path / "plain")
+    """destroy() raises before it frees anything, and the frames of the error refer to the
+    session: with exactly as many IPUs as the job needs, the next session gets them only after
+    all of that is gone."""
+    run_small(configure_small_run(), tmp_path / "plain")
     for optimizer in (ipu_runs.SGD, {"name": "adam", "lr": 0.01}):
         poptorch.recorded.fail("execute", 14)  # 13 calls evaluate
-        run(config(optimizer=optimizer), tmp_path / "lost")
+        run_small(configure_small_run(optimizer=optimizer), tmp_path / "lost")
         assert "restarting from update 0; repeating 0 updates" in capsys.readouterr().err
         if optimizer["name"] == "sgd":
             assert_same_weights(tmp_path / "plain", tmp_path / "lost")
-    assert poptorch._device.largest == [2] and poptorch._device.held == {}
+    assert poptorch._device.largest == [2] and poptorch._device.ipus_by_holder == {}
 
 
-def test_a_fault_that_is_kept_holds_no_ipu(poptorch: Any, tmp_path: Path) -> None:
+def test_a_stored_fault_keeps_no_ipu_in_use(poptorch: Any, tmp_path: Path) -> None:
     poptorch.recorded.fail(
         "execute", 15, poptorch.UnrecoverableError("dead", "poplar_unrecoverable_error")
     )
     with pytest.raises(RunFault, match="poplar_unrecoverable_error: dead") as caught:
-        run(config(), tmp_path)
-    assert poptorch._device.held == {} and caught.value.__cause__ is not None
+        run_small(configure_small_run(), tmp_path)
+    assert poptorch._device.ipus_by_holder == {} and caught.value.__cause__ is not None
 
 
 def test_compiling_alone_takes_the_ipus_of_one_model(
     poptorch: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    with pytest.raises(SystemExit) as left:
-        run(config({"compile_only": True, **ASYNC}), tmp_path)
+    with pytest.raises(SystemExit) as exit_error:
+        run_small(configure_small_run({"compile_only": True, **ASYNC}), tmp_path)
     assert (
-        left.value.code == 0
+        exit_error.value.code == 0
         and "compiled for 2 IPUs x replicas 1; nothing was run" in capsys.readouterr().out
     )
     assert [event for event, _ in poptorch.recorded.events if event in ("compile", "attach", "detach")] == [
         "compile", "attach", "detach", "compile", "attach",
     ]  # fmt: skip
-    assert poptorch._device.held == {} and poptorch.recorded.of("DataLoader") == []
+    assert poptorch._device.ipus_by_holder == {} and poptorch.recorded.of("DataLoader") == []
 
 
 def test_all_replicas_evaluate_and_round_to_nearest(poptorch: Any, tmp_path: Path) -> None:
-    run(config({"stochastic_rounding": True}, replicas=2), tmp_path)
+    run_small(configure_small_run({"stochastic_rounding": True}, replicas=2), tmp_path)
     training, inference = (
         next(c.options for c in poptorch.recorded.compilations if c.training == kind)
         for kind in (True, False)
@@ -269,25 +273,34 @@ def test_all_replicas_evaluate_and_round_to_nearest(poptorch: Any, tmp_path: Pat
 # ---- optimizers
 
 
-def test_the_optimizer_that_is_given_counts_not_the_configs(poptorch: Any) -> None:
-    def job(ipu: Any, given: Any, **keys: Any) -> Any:
-        return build(config(ipu, **keys), make_ipu_model("two"), Source(), optimizer=given)
+def test_the_optimizer_of_the_caller_counts_not_the_configs(poptorch: Any) -> None:
+    def build_job(ipu: Any, users_optimizer: Any, **keys: Any) -> Any:
+        return build(
+            configure_small_run(ipu, **keys),
+            make_ipu_model("two"),
+            Source(),
+            optimizer=users_optimizer,
+        )
 
     adam = functools.partial(torch.optim.Adam, lr=0.1)
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    job({"velocity_accum_type": "float16"}, sgd, optimizer={"name": "adam"})
-    job({}, sgd, optimizer={"name": "sgd", "momentum": 0.9, "nesterov": True})
+    build_job({"velocity_accum_type": "float16"}, sgd, optimizer={"name": "adam"})
+    build_job({}, sgd, optimizer={"name": "sgd", "momentum": 0.9, "nesterov": True})
     with pytest.raises(BadInput, match="backend.ipu.use_combined_accum: true: "):
-        job({"use_combined_accum": True}, adam)
+        build_job({"use_combined_accum": True}, adam)
     with pytest.raises(BadInput, match="optimizer.nesterov: true: "):
-        job({}, functools.partial(sgd, momentum=0.9, nesterov=True))
-    job({"mean_reduction_strategy": "running"}, functools.partial(sgd, momentum=0.9, nesterov=True))
+        build_job({}, functools.partial(sgd, momentum=0.9, nesterov=True))
+    build_job(
+        {"mean_reduction_strategy": "running"}, functools.partial(sgd, momentum=0.9, nesterov=True)
+    )
     with pytest.raises(BadInput, match="clip.norm: 1.0: "):
-        job({}, functools.partial(torch.optim.RMSprop, lr=0.1), clip={"norm": 1.0})
+        build_job({}, functools.partial(torch.optim.RMSprop, lr=0.1), clip={"norm": 1.0})
 
 
 def test_combined_velocities_are_scaled_as_the_loss_is(poptorch: Any, tmp_path: Path) -> None:
-    run(config({"use_combined_accum": True, "loss_scaling": 64.0}, steps=2), tmp_path)
+    run_small(
+        configure_small_run({"use_combined_accum": True, "loss_scaling": 64.0}, steps=2), tmp_path
+    )
     groups = next(c.optimizer["groups"] for c in poptorch.recorded.compilations if c.training)
     assert {group["velocity_scaling"][0] for group in groups} == {64.0}
 
@@ -295,20 +308,18 @@ def test_combined_velocities_are_scaled_as_the_loss_is(poptorch: Any, tmp_path: 
 # ---- around it
 
 
-def test_class_weights_are_refused_with_what_to_do_instead(poptorch: Any, tmp_path: Path) -> None:
+def test_class_weights_are_refused_with_a_remedy(poptorch: Any, tmp_path: Path) -> None:
     with pytest.raises(RunFault, match=r"Parameter .weight. is unsupported .*reduction='none'"):
-        run(config(), tmp_path, loss=nn.CrossEntropyLoss(weight=torch.ones(4)))
+        run_small(configure_small_run(), tmp_path, loss=nn.CrossEntropyLoss(weight=torch.ones(4)))
 
 
-def test_a_run_does_not_end_for_want_of_a_time(
-    poptorch: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    def none(self: Any) -> Any:
+def test_a_run_continues_without_latencies(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    def raise_mismatch(self: Any) -> Any:
         raise AssertionError("Internal PopTorch error: mismatching number of start timestamps")
 
     for name in ("getLatency", "getHostIpuLatency", "cycleCount"):
-        monkeypatch.setattr(poptorch.PoplarExecutor, name, none)
-    run(config({"log_cycle_count": True}), tmp_path)
+        monkeypatch.setattr(poptorch.PoplarExecutor, name, raise_mismatch)
+    run_small(configure_small_run({"log_cycle_count": True}), tmp_path)
     content = read_json(tmp_path / "ipu.json")
     assert (
         set(content["latency_seconds"]) == {"compute", "ipu_to_host"}
@@ -317,40 +328,40 @@ def test_a_run_does_not_end_for_want_of_a_time(
     assert CallTimes(range(1)).latency == {}
 
 
-def test_importing_needs_a_stderr_that_is_a_file(poptorch: Any, monkeypatch: Any) -> None:
+def test_poptorch_is_imported_with_a_stderr_that_is_a_file(poptorch: Any, monkeypatch: Any) -> None:
     import builtins
 
-    real, seen = builtins.__import__, []
+    real, descriptors = builtins.__import__, []
 
-    def importing(name: str, *rest: Any, **keys: Any) -> Any:
+    def import_and_record(name: str, *rest: Any, **keys: Any) -> Any:
         if name == "poptorch":
-            seen.append(sys.stderr.fileno())
+            descriptors.append(sys.stderr.fileno())
         return real(name, *rest, **keys)
 
     notebook = io.StringIO()
-    monkeypatch.setattr(builtins, "__import__", importing)
+    monkeypatch.setattr(builtins, "__import__", import_and_record)
     monkeypatch.setattr(sys, "stderr", notebook)
-    row.start(config(), {})
-    assert len(seen) == 1 and sys.stderr is notebook
+    row.start(configure_small_run(), {})
+    assert len(descriptors) == 1 and sys.stderr is notebook
 
 
 @pytest.mark.parametrize(("version", "taken_down"), [("2.0.1+cpu", 0), ("2.4.0", 1)])
 def test_a_group_that_could_hang_when_taken_down_stays(
     version: str, taken_down: int, monkeypatch: Any
 ) -> None:
-    called: List[int] = []
+    calls: List[int] = []
     group = SimpleNamespace(
         is_initialized=lambda: True,
         barrier=lambda: None,
-        destroy_process_group=lambda: called.append(1),
+        destroy_process_group=lambda: calls.append(1),
     )
     monkeypatch.setattr(processes, "dist", group)
     monkeypatch.setattr(torch, "__version__", version)
     processes.leave()
-    assert len(called) == taken_down
+    assert len(calls) == taken_down
 
 
-class Operations(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: List[str] = []
@@ -360,19 +371,19 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_transformers_ask_for_no_operation_that_poptorch_has_not() -> None:
+def test_transformers_use_no_operation_that_poptorch_lacks() -> None:
     sizes = {"width": 16, "heads": 2, "dropout": 0.0}
     tokens = torch.randint(1, 9, (2, 7), generator=torch.Generator().manual_seed(0))
     translation = transformer_translation(9, 9, layers=1, feedforward=8, **sizes)  # type: ignore[arg-type]
     for model, x in ((transformer_lm(9, blocks=1, context=8, **sizes), tokens),  # type: ignore[arg-type]
                      (translation, torch.stack((tokens, tokens), 1))):  # fmt: skip
-        with Operations() as asked, torch.no_grad():
+        with OperationRecorder() as recorder, torch.no_grad():
             whole = model(x)
-        assert asked.seen and not any("tril" in name or "triu" in name for name in asked.seen)
+        assert recorder.seen and not any("tril" in name or "triu" in name for name in recorder.seen)
         assert whole.shape[-1] == 7
     lm = transformer_lm(9, blocks=1, context=8, **sizes)  # type: ignore[arg-type]
     with torch.no_grad():
         assert torch.allclose(
             lm(tokens)[..., :4], lm(tokens[:, :4]), atol=1e-6
-        )  # no place reads what comes after
+        )  # no position reads later tokens
     assert not any("mask" in name for name in lm.state_dict())

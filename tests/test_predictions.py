@@ -1,4 +1,5 @@
-"""What the planner predicts beside what papers measured: docs/results/predictions.md, and the costs that its tables rest on."""
+"""Compare the planner's predictions with the measurements of papers:
+docs/results/predictions.md, and the costs behind its tables."""
 
 from __future__ import annotations
 
@@ -39,21 +40,23 @@ from tools.experiments.experiment import PredictedRows, make_prediction
 from tools.experiments.verdicts import CONTRADICTED, SHOWN, judge_exactly
 
 RATE = {"peak_flops": 1.0, "achievable_share": 1}
-counts = pytest.mark.skipif(FlopCounterMode is None, reason="this PyTorch counts no FLOPs")
+needs_flop_counter = pytest.mark.skipif(
+    FlopCounterMode is None, reason="this PyTorch counts no FLOPs"
+)
 
 
-def written(name: str) -> Dict[str, Any]:
-    """Return a table as it stands in docs/."""
+def read_stored_table(name: str) -> Dict[str, Any]:
+    """Return a table of docs/results/."""
     return dict(
         json.loads((ROOT / "docs" / "results" / name / "results.json").read_text(encoding="utf-8"))
     )
 
 
-def same_as_docs(name: str, found: PredictedRows) -> None:
-    """What is computed is what docs/ shows, in whole percents."""
-    table = written(name)
-    assert len(table["rows"]) == len(found.rows)
-    for row, computed in zip(table["rows"], found.rows):
+def assert_same_as_docs(name: str, prediction: PredictedRows) -> None:
+    """Assert that the computed rows equal the rows in docs/, in whole percents."""
+    table = read_stored_table(name)
+    assert len(table["rows"]) == len(prediction.rows)
+    for row, computed in zip(table["rows"], prediction.rows):
         numbers = {key: value for key, value in row.items() if isinstance(value, float)}
         assert {key: computed[key] for key in numbers} == pytest.approx(numbers, rel=0.01, abs=0.11)
         words = [
@@ -67,11 +70,12 @@ def same_as_docs(name: str, found: PredictedRows) -> None:
 
 
 @pytest.mark.slow
-@counts
+@needs_flop_counter
 def test_the_local_papers_speedups_are_predicted_within_eight_points() -> None:
-    """Nothing is fitted: model, hardware's file and schedule alone. Better than the balanced bound by far."""
+    """Without fitting, from model, hardware file and schedule alone, the predictions are far
+    better than the balanced bound."""
     speedups = predicted_local.predict_speedups()
-    same_as_docs("plan_local_table1", speedups)
+    assert_same_as_docs("plan_local_table1", speedups)
     errors = [abs(row["error"]) for row in speedups.rows]
     assert sum(errors) / 7 <= 8
     assert [verdict.verdict for verdict in speedups.verdicts] == [CONTRADICTED] * 7 + [SHOWN] * 2
@@ -82,11 +86,12 @@ def test_the_local_papers_speedups_are_predicted_within_eight_points() -> None:
 
 
 @pytest.mark.slow
-@counts
+@needs_flop_counter
 def test_the_local_papers_memory_is_in_order() -> None:
-    """Of one network on one machine: without recomputation most by far, local least; of all rows nine pairs in ten."""
+    """For one network on one machine, backpropagation without recomputation needs most memory by
+    far, and local training least; over all rows nine pairs in ten are in order."""
     result = predicted_local.predict_memory()
-    same_as_docs("plan_local_table3", result)
+    assert_same_as_docs("plan_local_table3", result)
     by: Dict[Any, Dict[str, float]] = {}
     for row in result.rows:
         by.setdefault((row["network"], row["samples"], row["devices"]), {})[row["method"]] = row[
@@ -103,7 +108,7 @@ def test_the_local_papers_memory_is_in_order() -> None:
 def test_pipemares_columns_are_predicted_within_two_percent() -> None:
     """With fairseq's vocabularies IWSLT's Transformer has its 42,864,640 parameters."""
     pipemare = predicted_pipemare.predict_pipemare()
-    same_as_docs("plan_pipemare", pipemare)
+    assert_same_as_docs("plan_pipemare", pipemare)
     errors = [
         float(row["error"].rstrip("%"))
         for row in pipemare.rows
@@ -120,10 +125,11 @@ def test_pipemares_columns_are_predicted_within_two_percent() -> None:
     ]  # 2(P-i) + 2 at heads, 2(S-j) + 2 inside
 
 
-@counts
+@needs_flop_counter
 def test_two_buffered_pipelines_beat_the_others_as_printed() -> None:
-    """Figure 6: the order of the four systems at both batches, and the printed ratios within a third."""
-    printed = {row[:3]: row[3] for row in predicted_2bw.RATIOS}
+    """Figure 6: the four systems have the printed order at both batches, and the printed ratios
+    within a third."""
+    printed_ratios = {row[:3]: row[3] for row in predicted_2bw.RATIOS}
     rates = {
         (width, batch): predicted_2bw.predict_throughputs(width, depth, batch)
         for _, width, depth in predicted_2bw.MODELS
@@ -131,18 +137,20 @@ def test_two_buffered_pipelines_beat_the_others_as_printed() -> None:
     }
     for rate in rates.values():
         assert rate["pipedream_2bw"] > rate["pipedream_flush"] > rate["gpipe"] > rate["naive"]
-    for (one, other, batch), ratio in printed.items():
+    for (one, other, batch), ratio in printed_ratios.items():
         widths = [1920] if other == "naive" else [1920, 2560]
         greatest = max(rates[width, batch][one] / rates[width, batch][other] for width in widths)
         assert 0.75 < greatest / ratio < 1.25, (one, other, batch)
 
 
-@counts
+@needs_flop_counter
 def test_tensor_parallelism_loses_between_servers() -> None:
     """The abstract's 1.3 times on one server and 20 times on eight are predicted as 1.2 and 26."""
     ratios = [predicted_2bw.compare_tensor_parallel(*row[1:5]) for row in predicted_2bw.TENSOR]
     stored = {
-        row["what"]: row["small"] for row in written("plan_2bw")["rows"] if "tensor" in row["what"]
+        row["what"]: row["small"]
+        for row in read_stored_table("plan_2bw")["rows"]
+        if "tensor" in row["what"]
     }
     assert (
         list(stored.values()) == pytest.approx(ratios, rel=0.01)
@@ -152,7 +160,8 @@ def test_tensor_parallelism_loses_between_servers() -> None:
 
 
 def test_tensor_parallelism_by_hand() -> None:
-    """Two units of 4 and 8 FLOPs forward, 1 a second; all-reduces of 16 bytes at 16 bytes a second among two of four devices."""
+    """Two units of 4 and 8 FLOPs forward at 1 FLOP a second; all-reduces of 16 bytes at 16 bytes
+    a second between two of four devices."""
     device = {
         "memory_bytes": 1e9,
         "usable_share": 1,
@@ -207,9 +216,9 @@ def test_the_planner_compares_tensor_parallelism(
         ] > 0
 
 
-@counts
-def test_gpipe_does_not_fit_where_the_paper_found_so_and_depth_makes_room() -> None:
-    """Figures 7 and 9."""
+@needs_flop_counter
+def test_gpipe_does_not_fit_as_in_the_paper_and_depth_makes_room() -> None:
+    """Sources: figures 7 and 9 of the paper."""
     memory = predicted_2bw.predict_memory()
     limit = predicted_2bw.make_problem(predicted_2bw.count_gpt(1920), 8).memory_bytes
     assert sorted(memory, key=lambda method: memory[method])[-2:] == ["pipedream_2bw", "gpipe"]
@@ -217,14 +226,17 @@ def test_gpipe_does_not_fit_where_the_paper_found_so_and_depth_makes_room() -> N
     sizes = [predicted_2bw.find_largest_model(depth) / 1e9 for depth in (4, 8, 16)]
     assert sizes == sorted(sizes) and sizes[0] < 2.2 < sizes[1]  # 2.2 billion need eight stages
     stored = {
-        row["what"]: row["small"] for row in written("plan_2bw")["rows"] if row["figure"] == "9"
+        row["what"]: row["small"]
+        for row in read_stored_table("plan_2bw")["rows"]
+        if row["figure"] == "9"
     }
     assert list(stored.values())[:3] == pytest.approx(sizes, abs=0.06)
 
 
-@counts
-def test_one_worker_reaches_what_its_paper_states() -> None:
-    """The 355M-parameter GPT (24 blocks of 1024) on one device; the hardware file's share of the peak is fitted to it."""
+@needs_flop_counter
+def test_one_worker_reaches_the_throughput_of_its_paper() -> None:
+    """The 355M-parameter GPT (24 blocks of 1024) reaches the paper's 45 TFLOP/s on one device;
+    the hardware file's share of the peak is fitted to it."""
     problem = predicted_2bw.make_problem(predicted_2bw.count_gpt(1024, 24), 1)
     candidate = Candidate("pipedream_flush", 1, 1, 8, 1, False)
     costs = Costing(problem, candidate, list_layouts(1, 1)[0], UnitSums(problem, 8)).compute_costs(
@@ -234,13 +246,17 @@ def test_one_worker_reaches_what_its_paper_states() -> None:
     assert 8 * flops / (costs.forward[0] + costs.backward[0]) == pytest.approx(45e12, rel=0.01)
 
 
-@counts
+@needs_flop_counter
 def test_the_planner_chooses_depths_as_printed() -> None:
-    """Three of four, of which the dearest to find is left to the command; the fourth is told."""
+    """Check two of the printed depths; the third is expensive and left to the command, and the
+    page reports that the fourth differs."""
     assert (
         predicted_2bw.choose_depth(1920, 2048) == 8 and predicted_2bw.choose_depth(2560, 512) == 16
     )
-    assert sum("the planner's choice" in text for text in written("plan_2bw")["differences"]) == 1
+    assert (
+        sum("the planner's choice" in text for text in read_stored_table("plan_2bw")["differences"])
+        == 1
+    )
 
 
 def test_the_command_prints_a_table(
@@ -257,8 +273,8 @@ def test_the_command_prints_a_table(
         "plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], [less])
     )
     monkeypatch.setattr(catalogue, "TABLE_2BW", prediction)
-    code, printed, _ = run("plan_2bw", "--json", "--out", tmp_path)
-    content = json.loads(printed)
+    code, output, _ = run("plan_2bw", "--json", "--out", tmp_path)
+    content = json.loads(output)
     assert code == 0
     assert content["rows"] == [row] and content["agrees"] is False and content["source"]
     assert content["verdicts"][0]["verdict"] == "contradicted"
@@ -267,26 +283,27 @@ def test_the_command_prints_a_table(
     assert code == 2 and "error: --seeds: plan_2bw: " in error
 
 
-# ---- what other operations than products move
+# ---- bytes that operations other than products move
 
 
-@counts
+@needs_flop_counter
 def test_operations_without_flops_cost_what_they_move() -> None:
-    """A ReLU reads and writes; back it reads the gradient and the result, and writes. Views and products move nothing here."""
+    """A ReLU reads and writes; its backward reads the gradient and the result, and writes. Views
+    and products move no bytes in this model."""
     model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.ReLU(), nn.Unflatten(1, (2, 2)))
     linear, relu, view = count_units(model, torch.zeros(3, 8)).units
     assert (linear.forward_moved, linear.forward_flops, view.forward_moved) == (0.0, 64.0, 0.0)
     assert (relu.forward_moved, relu.backward_moved) == (2 * 4 * 4, 3 * 4 * 4)
 
 
-# ---- blocks with losses of their own
+# ---- blocks with auxiliary losses
 
 NETWORK = nn.Sequential(
     nn.Linear(8, 6, bias=False), nn.ReLU(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False)
 )
 
 
-@counts
+@needs_flop_counter
 def test_heads_are_counted_and_a_block_spares_the_gradient_of_its_input() -> None:
     x = torch.zeros(4, 8)
     units = count_units(NETWORK, x).units
@@ -298,22 +315,22 @@ def test_heads_are_counted_and_a_block_spares_the_gradient_of_its_input() -> Non
     assert all(p.device.type == "cpu" for p in NETWORK.parameters())
 
 
-@counts
+@needs_flop_counter
 def test_blocks_end_where_one_activation_crosses() -> None:
-    def skip(m: Any, x: torch.Tensor) -> Any:
+    def forward_with_skip(m: Any, x: torch.Tensor) -> Any:
         x = m.a(x)
         return m.c(m.b(x.relu()) + x)
 
     model, x = (
-        Composed(skip, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)),
+        Composed(forward_with_skip, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)),
         torch.zeros(2, 8),
     )
     with pytest.raises(BadInput, match="cannot begin at b: a skip connection crosses"):
         count_blocks(model, x, count_units(model, x).units)
 
 
-def simple(lockstep: bool = True, host: Any = None) -> Any:
-    """Return hardware whose device does a FLOP a second, and moves bytes at once."""
+def make_unit_hardware(lockstep: bool = True, host: Any = None) -> Any:
+    """Return hardware whose device does a FLOP a second and moves bytes at once."""
     rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1}}
     device = {"memory_bytes": 1e9, "usable_share": 1, "memory_bandwidth": 1e15, "rates": rates}
     links = [{"name": "all", "bandwidth": 1e15, "latency": 0.0}]
@@ -322,8 +339,9 @@ def simple(lockstep: bool = True, host: Any = None) -> Any:
     )
 
 
-def blocks(units: Any, head: float = 0.2, spared: float = 1 / 3) -> BlockUnits:
-    """Heads of `head` FLOPs, and so large a part of a backward is spared."""
+def make_block_units(units: Any, head: float = 0.2, spared: float = 1 / 3) -> BlockUnits:
+    """Return block units: a head of `head` FLOPs after each unit, and as the first of a block a
+    unit without the share `spared` of its backward."""
     heads = tuple(Unit("", head, 2 * head, 0, 0.0, 0.0) for _ in units[1:])
     first = tuple(
         Unit(u.name, u.forward_flops, u.backward_flops * (1 - spared), 0, 4.0, 0.0) for u in units
@@ -334,10 +352,12 @@ def blocks(units: Any, head: float = 0.2, spared: float = 1 / 3) -> BlockUnits:
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_a_block_takes_its_passes_its_head_and_no_gradient_of_its_input(lockstep: bool) -> None:
     units = tuple(Unit(str(i), 1.0, 3.0, 0, 4.0, 0.0) for i in range(4))
-    problem = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units))
-    asked = Candidate("local_greedy", 2, 1, 1, 8, False)
+    problem = Problem(
+        units, 4.0, make_unit_hardware(lockstep), 1e9, "float32", 0, make_block_units(units)
+    )
+    candidate = Candidate("local_greedy", 2, 1, 1, 8, False)
     prediction = predict_cut(
-        Costing(problem, asked, list_layouts(2, 1)[0], UnitSums(problem, 1)), [0, 2]
+        Costing(problem, candidate, list_layouts(2, 1)[0], UnitSums(problem, 1)), [0, 2]
     )
     assert prediction.work == pytest.approx([8 + 0.6, 8 - 1.0])
     assert prediction.seconds == pytest.approx(8 * 8.6, rel=1e-6)
@@ -350,13 +370,24 @@ def test_a_block_takes_its_passes_its_head_and_no_gradient_of_its_input(lockstep
 def test_the_search_is_exact_with_blocks(
     lockstep: bool, work: Any, head: float, spared: float
 ) -> None:
-    """The best local configuration is found by bounds as by trying all, and its cut is the best of all cuts."""
+    """The bounds find the best local configuration that trying all finds, and its cut is the
+    best of all cuts."""
     units = tuple(Unit(str(i), w, 3 * w, 0, 4.0, 0.0) for i, w in enumerate(work))
-    problem = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units, head, spared))
-    asked = list(list_candidates(["local_greedy", "pipedream_flush"], 4, len(units), 8, (False,)))
-    best = search(problem, asked, 3).best
+    problem = Problem(
+        units,
+        4.0,
+        make_unit_hardware(lockstep),
+        1e9,
+        "float32",
+        0,
+        make_block_units(units, head, spared),
+    )
+    candidates = list(
+        list_candidates(["local_greedy", "pipedream_flush"], 4, len(units), 8, (False,))
+    )
+    best = search(problem, candidates, 3).best
     rates = []
-    for candidate in asked:
+    for candidate in candidates:
         for layout in list_layouts(candidate.depth, candidate.width):
             costing = Costing(
                 problem, candidate, layout, UnitSums(problem, candidate.micro_batch_size)
@@ -383,16 +414,17 @@ def test_the_search_is_exact_with_blocks(
 
 
 def test_in_lock_step_all_wait_for_samples_from_the_host() -> None:
-    """Eight microbatches, a second each; elsewhere samples come beside the passes."""
+    """With eight microbatches of a second each, lock-step devices wait for samples; others
+    receive them beside the passes."""
     units = tuple(Unit(str(i), 1.0, 2.0, 0, 4.0, 0.0) for i in range(2))
-    asked = Candidate("pipedream_flush", 2, 1, 1, 8, False)
+    candidate = Candidate("pipedream_flush", 2, 1, 1, 8, False)
     host = {"bandwidth": 4.0, "latency": 0.0}
     result = {}
     for lockstep in (True, False):
         for link in (None, host):
-            problem = Problem(units, 4.0, simple(lockstep, link), 1e9, "float32", 0)
+            problem = Problem(units, 4.0, make_unit_hardware(lockstep, link), 1e9, "float32", 0)
             result[lockstep, link is host] = predict_cut(
-                Costing(problem, asked, list_layouts(2, 1)[0], UnitSums(problem, 1)), [0, 1]
+                Costing(problem, candidate, list_layouts(2, 1)[0], UnitSums(problem, 1)), [0, 1]
             )
     assert result[True, True].seconds == pytest.approx(result[True, False].seconds + 8)
     assert result[False, True].seconds == result[False, False].seconds

@@ -1,4 +1,5 @@
-"""What the probe sees: stored and sent bytes, random modules, and weights that a backward would read too old."""
+"""Test the observation of a model: saved and sent bytes, random modules, and weights whose
+version a backward would miss."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def observe(model: nn.Module, x: torch.Tensor, y: torch.Tensor = LABELS) -> Obse
     return observe_training(model, x, y, lambda x, y: F.cross_entropy(model(x), y))
 
 
-def make_times() -> nn.Module:
+def make_scaled_weight() -> nn.Module:
     """Return a layer that multiplies its weight before it uses it."""
     return Composed(
         lambda m, x: F.linear(x.flatten(1), m.weight * 1), weight=nn.Parameter(torch.randn(4, 192))
@@ -34,21 +35,22 @@ def run_under_autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.inner(x).float()  # type: ignore[no-any-return]
 
 
-def _head(channels: int) -> Any:
+def make_pooling_head(channels: int) -> Any:
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 4))
 
 
 def test_a_first_layer_is_free_to_derive_weights() -> None:
-    """No gradient of its input is wanted, so its backward reads no weight at all."""
-    assert observe(make_times(), IMAGES).derived == []
+    """A first layer may derive weights: its input needs no gradient, so its backward reads no
+    weight."""
+    assert observe(make_scaled_weight(), IMAGES).derived == []
 
 
-def _weight_norm() -> nn.Module:
+def make_normed_convolution() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 6, 3))
 
 
 @pytest.mark.parametrize("model, guilty", [
-    (nn.Sequential(nn.Conv2d(3, 3, 1), make_times()), ["1.weight"]),
+    (nn.Sequential(nn.Conv2d(3, 3, 1), make_scaled_weight()), ["1.weight"]),
     (Composed(run_under_autocast, inner=nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 4))), ["inner.2.weight"]),
     (
         nn.Sequential(nn.Conv2d(3, 6, 3), nn.InstanceNorm2d(6, affine=True), nn.Flatten(), nn.Linear(216, 4)),
@@ -65,19 +67,21 @@ def test_derived_weights_are_named(model: nn.Module, guilty: Any) -> None:
     reason="torch 2.1's weight norm",
 )
 def test_weight_norm_is_named() -> None:
-    result = observe(nn.Sequential(nn.Conv2d(3, 3, 1), _weight_norm(), _head(6)), IMAGES).derived
+    result = observe(
+        nn.Sequential(nn.Conv2d(3, 3, 1), make_normed_convolution(), make_pooling_head(6)), IMAGES
+    ).derived
     assert result == ["1.parametrizations.weight.original0", "1.parametrizations.weight.original1"]
 
 
-def _plain() -> nn.Module:
+def make_ordinary_layers() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.3), nn.Conv2d(6, 6, 3), nn.GroupNorm(2, 6), nn.PReLU(),
-        _head(6),
+        make_pooling_head(6),
     )  # fmt: skip
 
 
-def make_text() -> nn.Module:
-    """Return attention, recurrence and embedding."""
+def make_text_layers() -> nn.Module:
+    """Return a model with attention, recurrence and embedding."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         h = m.norm(m.embed(x))
@@ -88,20 +92,22 @@ def make_text() -> nn.Module:
     return Composed(forward, **parts, recur=nn.GRU(4, 4, batch_first=True), head=nn.Linear(4, 4))
 
 
-def test_ordinary_layers_are_not_accused_and_are_left_as_found() -> None:
-    model = _plain()
+def test_ordinary_layers_derive_no_weights_and_are_unchanged() -> None:
+    model = make_ordinary_layers()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert observe(model, IMAGES).derived == []
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    assert observe(make_text(), torch.randint(0, 9, (2, 5))).derived == []
-    half, images = _plain().bfloat16(), IMAGES.bfloat16()
+    assert observe(make_text_layers(), torch.randint(0, 9, (2, 5))).derived == []
+    half, images = make_ordinary_layers().bfloat16(), IMAGES.bfloat16()
     assert observe(half, images).derived == []
 
 
 def test_random_modules_are_those_that_draw() -> None:
-    assert observe_effects(_plain(), IMAGES).draws == {"3": 1}
-    assert list(observe_effects(make_text(), torch.randint(0, 9, (2, 5))).draws) == ["attend"]
+    assert observe_effects(make_ordinary_layers(), IMAGES).draws == {"3": 1}
+    assert list(observe_effects(make_text_layers(), torch.randint(0, 9, (2, 5))).draws) == [
+        "attend"
+    ]
 
 
 def test_recurrent_layers_with_dropout_of_their_own_draw_unkeyed_on_a_gpu() -> None:

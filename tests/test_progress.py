@@ -1,4 +1,5 @@
-"""What a run shows while it goes on, where there is no terminal: plain lines at intervals, by a clock that the test turns."""
+"""Test the progress of a run without a terminal: plain lines at intervals, by a clock that the
+test sets."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from ipu_pipe.run.progress import Bar, Lines, Progress
 DIGITS = "configs/mlp_digits.yaml"
 
 
-class Turned:
-    """A clock that stands until it is turned."""
+class ManualClock:
+    """Clock whose time the test sets."""
 
     now = 100.0
 
@@ -29,11 +30,11 @@ class Turned:
         return self.now
 
 
-def lines_of(
+def collect_lines(
     updates: int, seconds: float, per_epoch: Optional[int], evaluates: bool = False
 ) -> List[str]:
-    """Return what a run says whose updates take so long."""
-    clock, lines = Turned(), []
+    """Return the lines of a run of `updates` updates of `seconds` each."""
+    clock, lines = ManualClock(), []
     bar = Bar(0, per_epoch, Lines(updates, per_epoch, lines.append, clock))
     for done in range(1, updates + 1):
         clock.now += seconds
@@ -46,7 +47,7 @@ def lines_of(
 
 
 def test_a_line_every_half_minute() -> None:
-    lines = lines_of(updates=100, seconds=1.0, per_epoch=1000)
+    lines = collect_lines(updates=100, seconds=1.0, per_epoch=1000)
     assert [line.partition(",")[0] for line in lines] == [
         "update 30/100",
         "update 60/100",
@@ -56,30 +57,30 @@ def test_a_line_every_half_minute() -> None:
 
 
 def test_a_line_at_an_epochs_end_though_not_more_than_one_a_second() -> None:
-    slow = lines_of(updates=30, seconds=1.0, per_epoch=10)
+    slow = collect_lines(updates=30, seconds=1.0, per_epoch=10)
     assert [line.partition(":")[0] for line in slow] == [
         f"update {n}0/30, epoch {n}" for n in (1, 2, 3)
     ]
-    quick = lines_of(updates=125, seconds=0.03, per_epoch=10)
+    quick = collect_lines(updates=125, seconds=0.03, per_epoch=10)
     assert [line.partition(":")[0] for line in quick] == [
         f"update {n}0/125, epoch {n}" for n in (4, 8, 12)
     ]
 
 
-def test_without_epochs_lines_name_none() -> None:
-    lines = lines_of(updates=40, seconds=1.0, per_epoch=None)
+def test_lines_without_epochs_name_no_epoch() -> None:
+    lines = collect_lines(updates=40, seconds=1.0, per_epoch=None)
     assert lines == ["update 30/40: loss 1.000 accuracy 0.500, 64 samples/s"]
 
 
 def test_an_epochs_end_and_its_evaluation_are_one_line() -> None:
-    lines = lines_of(updates=35, seconds=1.0, per_epoch=20, evaluates=True)
+    lines = collect_lines(updates=35, seconds=1.0, per_epoch=20, evaluates=True)
     assert lines == [
         "update 20/35, epoch 1: loss 1.000 accuracy 0.500, 64 samples/s, test loss 0.500 accuracy 0.750"
     ]
 
 
 @pytest.mark.parametrize("colours", ["", "1"])
-def test_what_is_no_terminal_gets_no_carriage_returns(
+def test_output_to_a_file_has_no_carriage_returns(
     monkeypatch: pytest.MonkeyPatch, colours: str
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", colours)
@@ -89,12 +90,12 @@ def test_what_is_no_terminal_gets_no_carriage_returns(
     with Progress().show_bar(3, 0, 3) as bar:
         for _ in range(3):
             bar.advance(1.0, None, 8.0)
-    printed: Any = sys.stderr.getvalue()
+    output: Any = sys.stderr.getvalue()
     lines = [
         f"update {n}/3, epoch {e}: loss 1.000, 8 samples/s"
         for n, e in ((1, 0.33), (2, 0.67), (3, 1), (3, 1))
     ]
-    assert printed.split("\n") == [*lines, ""]
+    assert output.split("\n") == [*lines, ""]
 
 
 # ---- --quiet
@@ -106,7 +107,7 @@ def test_what_is_no_terminal_gets_no_carriage_returns(
 def test_quiet_training_prints_nothing(
     tmp_path: Path, more: List[str], monkeypatch: Any, capsys: Any
 ) -> None:
-    asked = [
+    arguments = [
         DIGITS,
         "--set",
         "steps=2",
@@ -116,7 +117,7 @@ def test_quiet_training_prints_nothing(
         tmp_path / "run",
         "--quiet",
     ]
-    done = run_here(train_command, *asked, monkeypatch=monkeypatch, capsys=capsys)
+    done = run_here(train_command, *arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert done == (0, "", "")
     assert (tmp_path / "run" / "summary.json").exists() == ("--dry-run" not in more)
 
@@ -135,14 +136,14 @@ def test_quiet_runs_print_faults_and_json_alone(
     train(load_config(DIGITS, ["steps=1"]), tmp_path, quiet=True)
     assert capsys.readouterr() == ("", "")
     weights = tmp_path / "checkpoints" / "step-1"
-    asked = [DIGITS, "--quiet", "--evaluate", weights]
-    done = run_here(train_command, *asked, monkeypatch=monkeypatch, capsys=capsys)
+    arguments = [DIGITS, "--quiet", "--evaluate", weights]
+    done = run_here(train_command, *arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == 0 and "test_loss" in json.loads(done.stdout)
 
 
 def test_quiet_collect_writes_and_prints_nothing(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    asked = [DIGITS, "--methods", "gpipe", "--steps", "0", "--out", tmp_path, "--quiet"]
-    assert run_here(collect, *asked, monkeypatch=monkeypatch, capsys=capsys) == (0, "", "")
+    arguments = [DIGITS, "--methods", "gpipe", "--steps", "0", "--out", tmp_path, "--quiet"]
+    assert run_here(collect, *arguments, monkeypatch=monkeypatch, capsys=capsys) == (0, "", "")
     assert (tmp_path / "memory.json").is_file()

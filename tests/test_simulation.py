@@ -8,7 +8,13 @@ import pytest
 
 from tests.simulation.cases import DEADLINE, Case
 from tests.simulation.network import Loss, Network
-from tests.simulation.ranks import check_run, prepare, run_seeds, split_by_case, train
+from tests.simulation.ranks import (
+    check_run,
+    prepare_case,
+    run_seeds,
+    split_by_case,
+    train_on_network,
+)
 from tests.support.runs import needs_processes
 from tests.support.slow import mark_slow
 
@@ -31,8 +37,8 @@ def test_no_more_messages_are_kept_than_microbatches_are_in_flight() -> None:
         "method": "pipedream_flush", "stages": 2, "gradient_accumulation": 16, "steps": 1, "micro_batch_size": 16,
         "evaluate": {"every": 0}, "log": {"tensorboard": False},
     }  # fmt: skip
-    prepared = prepare(Case("mlp", 3, 2, keys))
-    report = train(prepared, Network(1, 2, DEADLINE))[0].result.report
+    prepared = prepare_case(Case("mlp", 3, 2, keys))
+    report = train_on_network(prepared, Network(1, 2, DEADLINE))[0].result.report
     message = 16 * 4 * 4  # bytes: samples, width, float32
     in_flight, posted = 2, 3
     losses = 16 * 4 * 8  # sent once an update
@@ -46,7 +52,7 @@ def test_a_rank_may_be_lost_at_any_call() -> None:
         "method": "gpipe", "stages": 2, "gradient_accumulation": 1, "steps": 2, "micro_batch_size": 1, "replicas": 2,
         "clip": {"norm": 1.0, "scope": "global"}, "evaluate": {"steps": 1}, "log": {"tensorboard": False},
     }  # fmt: skip
-    prepared = prepare(Case("mlp", 2, 2, keys))
+    prepared = prepare_case(Case("mlp", 2, 2, keys))
     for at in range(1, prepared.calls[0], 3):
         check_run(prepared, Network(at, 4, DEADLINE, Loss(0, at, is_killed=True)))
     for at in range(1, prepared.calls[1], 5):

@@ -19,7 +19,7 @@ REPORTED = 80  # blocks of seeds, about a thousand seeds, after which the count 
 LONGEST = 900  # seconds of a case, after which something waits outside of the network
 
 
-def run_block(seeds: Tuple[int, ...]) -> List[str]:
+def run_block_of_seeds(seeds: Tuple[int, ...]) -> List[str]:
     """Return the failures of seeds that share a case."""
     import torch
 
@@ -34,26 +34,26 @@ def run_block(seeds: Tuple[int, ...]) -> List[str]:
 
 
 def main() -> int:
-    """Run the seeds that were asked for."""
+    """Run the seeds that the arguments name."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     from tests.simulation.ranks import split_by_case
 
     blocks, begin, failed = (
-        split_by_case(range(asked.start, asked.start + asked.seeds)),
+        split_by_case(range(arguments.start, arguments.start + arguments.seeds)),
         time.monotonic(),
         0,
     )
-    with ProcessPoolExecutor(asked.jobs) as pool:
-        for number, failures in enumerate(pool.map(run_block, blocks)):
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        for number, failures in enumerate(pool.map(run_block_of_seeds, blocks)):
             for failure in failures:
                 print(failure, flush=True)
             failed += len(failures)
             if number % REPORTED == 0 or number == len(blocks) - 1:
-                seeds = blocks[number][-1] + 1 - asked.start
+                seeds = blocks[number][-1] + 1 - arguments.start
                 print(
                     f"{seeds - failed} of {seeds} seeds passed in {time.monotonic() - begin:.0f} s",
                     flush=True,

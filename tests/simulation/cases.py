@@ -1,4 +1,5 @@
-"""What simulated ranks train: a case is drawn from its number, and the emulator says what must come of it."""
+"""Draw what simulated ranks train from a case's number, and compute the expected result on the
+emulator."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ VARIANTS: Dict[str, List[Dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run. `keys`: of its config; `stop_after`: updates after which it is asked to end; `through_channels`: messages go
-    through groups of nccl."""
+    """A run. `keys`: of its config; `stop_after`: the number of updates after which early
+    stopping is requested; `through_channels`: messages use groups of nccl."""
 
     model: str
     layers: int
@@ -70,8 +71,8 @@ class Case:
 
 
 class Result(NamedTuple):
-    """What came of a run on the main rank: losses by update, evaluations, states of its checkpoints (the last at the end), and
-    what was measured."""
+    """Result of a run on the main rank: losses by update, evaluations, states of its checkpoints
+    (the last at the end), and the report of its measurements."""
 
     losses: List[float]
     evaluations: List[List[EvaluationResult]]
@@ -79,11 +80,11 @@ class Result(NamedTuple):
     report: Optional[Report] = None
 
 
-def draw_case(draw: random.Random) -> Case:
-    """Return a case, which may be refused: not every method goes with everything."""
-    devices = draw.choice((2, 2, 2, 3, 3, 4))
-    model = draw.choice(("mlp", "mlp", "tied", "norm", "dropout", "skipping"))
-    family = draw.choice(
+def draw_case(rng: random.Random) -> Case:
+    """Return a random case, which may be refused: not every method supports every key."""
+    devices = rng.choice((2, 2, 2, 3, 3, 4))
+    model = rng.choice(("mlp", "mlp", "tied", "norm", "dropout", "skipping"))
+    family = rng.choice(
         (
             "whole",
             "whole",
@@ -96,90 +97,88 @@ def draw_case(draw: random.Random) -> Case:
             "rows",
         )
     )
-    stages = devices * draw.choice((1, 1, 1, 2)) + draw.choice((0, 0, 0, 1))
+    stages = devices * rng.choice((1, 1, 1, 2)) + rng.choice((0, 0, 0, 1))
     keys: Dict[str, Any] = {}
     if family == "whole":
-        keys["method"] = draw.choice(WHOLE)
-        keys["method_args"] = draw.choice([{}, *VARIANTS.get(keys["method"], [])])
+        keys["method"] = rng.choice(WHOLE)
+        keys["method_args"] = rng.choice([{}, *VARIANTS.get(keys["method"], [])])
     elif family == "by device":
-        keys["method"] = draw.choice(BY_DEVICE)
+        keys["method"] = rng.choice(BY_DEVICE)
         order = METHODS[keys["method"]].order
         assert order is not None
-        per_device = order.stages_per_device if order.fixed else draw.choice((1, 2))
+        per_device = order.stages_per_device if order.fixed else rng.choice((1, 2))
         stages = devices * per_device
         if not order.fixed:
             keys["stages_per_device"] = per_device
     elif family == "virtual":
-        devices, per_device = draw.choice((2, 2, 2, 3)), draw.choice((1, 2))
+        devices, per_device = rng.choice((2, 2, 2, 3)), rng.choice((1, 2))
         keys.update(
-            method=draw.choice(("pipedream", "pipelined_backprop")), stages_per_device=per_device
+            method=rng.choice(("pipedream", "pipelined_backprop")), stages_per_device=per_device
         )
-        if per_device == 1 or draw.random() < 0.5:
+        if per_device == 1 or rng.random() < 0.5:
             keys["method_args"] = {"split_backward": True}
         stages = per_device * devices
     elif family == "rows":
-        file = draw.choice(list(FILES))
+        file = rng.choice(list(FILES))
         keys.update(method="rows", method_args={"file": str(Path(__file__).with_name(file))})
-        devices, stages, model = 2, 4, draw.choice((model, "skipping"))
+        devices, stages, model = 2, 4, rng.choice((model, "skipping"))
     elif family == "local":
-        keys["method"], stages = draw.choice(LOCAL), devices
-        model = draw.choice(("mlp", "norm", "dropout"))
+        keys["method"], stages = rng.choice(LOCAL), devices
+        model = rng.choice(("mlp", "norm", "dropout"))
         if keys["method"] == "local_chunked":
             keys["method_args"] = {"blocks": devices}
     else:
         keys.update(
             method="local_sgd",
-            method_args={"replicas": draw.choice((2, 3)), "local_steps": draw.choice((1, 2))},
+            method_args={"replicas": rng.choice((2, 3)), "local_steps": rng.choice((1, 2))},
         )
         stages = min(stages, 4)
     row = METHODS[keys["method"]]
-    accumulate = (
-        draw.choice((1, 1, 2, 3)) if row.order is None else devices * draw.choice((1, 1, 2))
-    )
+    accumulate = rng.choice((1, 1, 2, 3)) if row.order is None else devices * rng.choice((1, 1, 2))
     if family == "rows":
         accumulate = FILES[file]
     if keys["method"] == "pipedream_2bw":
         accumulate = max(accumulate, stages)
     if family == "virtual":
-        accumulate = draw.choice((1, 2))
+        accumulate = rng.choice((1, 2))
     keys["gradient_accumulation"] = (
         1 if family == "local_sgd" or keys["method"] == "naive" else accumulate
     )
-    if draw.random() < 0.25 and devices < 4 and family != "local_sgd":
+    if rng.random() < 0.25 and devices < 4 and family != "local_sgd":
         keys["replicas"] = 2
-    if draw.random() < 0.3 and family in ("whole", "by device", "virtual"):
+    if rng.random() < 0.3 and family in ("whole", "by device", "virtual"):
         keys["clip"] = {
             "norm": 0.3,
-            "scope": draw.choice(("stage", "global" if row.flushes else "delayed_global")),
+            "scope": rng.choice(("stage", "global" if row.flushes else "delayed_global")),
         }
-    keys["optimizer"] = draw.choice((
+    keys["optimizer"] = rng.choice((
         {"name": "adamw", "lr": 0.01, "weight_decay": 0.01}, *2 * ({"name": "sgd", "lr": 0.05, "momentum": 0.9},)
     ))  # fmt: skip
     # a few more than fill the pipeline where it never drains
     updates = (
-        draw.randint(2, 3)
+        rng.randint(2, 3)
         if row.flushes
-        else max(2, min(stages + draw.randint(0, 2), 5) // accumulate)
+        else max(2, min(stages + rng.randint(0, 2), 5) // accumulate)
     )
     keys["steps"] = 2 * keys["method_args"]["local_steps"] if family == "local_sgd" else updates
     keys["stages"] = stages
-    keys["micro_batch_size"] = 2 if model == "norm" else draw.choice((1, 2))
-    keys["evaluate"] = {"steps": 2} if draw.random() < 0.15 else {"every": 0}
-    if draw.random() < 0.2:
-        keys["checkpoint"] = {"every": draw.choice((1, 2))}
-    stops = None
-    if draw.random() < 0.4:
+    keys["micro_batch_size"] = 2 if model == "norm" else rng.choice((1, 2))
+    keys["evaluate"] = {"steps": 2} if rng.random() < 0.15 else {"every": 0}
+    if rng.random() < 0.2:
+        keys["checkpoint"] = {"every": rng.choice((1, 2))}
+    stop_after = None
+    if rng.random() < 0.4:
         keys["steps"] += 1 if family != "local_sgd" else int(keys["method_args"]["local_steps"])
-        stops = draw.randint(1, keys["steps"] - 2)
-    layers = stages + draw.choice((0, 1)) if model != "tied" else max(stages, 4)
-    through_channels = draw.random() < 0.25
+        stop_after = rng.randint(1, keys["steps"] - 2)
+    layers = stages + rng.choice((0, 1)) if model != "tied" else max(stages, 4)
+    through_channels = rng.random() < 0.25
     if "replicas" in keys:  # two, whose sum has one order
-        keys["reduction"] = draw.choice(("exact", "fast"))
-    return Case(model, layers, devices, keys, stops, through_channels)
+        keys["reduction"] = rng.choice(("exact", "fast"))
+    return Case(model, layers, devices, keys, stop_after, through_channels)
 
 
-class Skipping(nn.Module):
-    """Values skip stages."""
+class SkippingModel(nn.Module):
+    """Model whose first activation skips stages."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -198,11 +197,11 @@ class Skipping(nn.Module):
         return self.head(x + first)  # type: ignore[no-any-return]
 
 
-def make_model(name: str, count: int) -> nn.Module:
+def make_simulated_model(name: str, count: int) -> nn.Module:
     """Return a small model, with the same weights each time."""
     torch.manual_seed(7)
     if name == "skipping":
-        return Skipping(count)
+        return SkippingModel(count)
     layers: List[nn.Module] = []
     for number in range(count - 1):
         linear = nn.Linear(WIDTH, WIDTH)
@@ -216,17 +215,17 @@ def make_model(name: str, count: int) -> nn.Module:
 
 
 @functools.lru_cache(maxsize=1)
-def make_data() -> TensorData:
-    """Return random samples."""
-    draw = torch.Generator().manual_seed(5)
+def make_simulated_data() -> TensorData:
+    """Return random samples, the same each time."""
+    generator = torch.Generator().manual_seed(5)
     x, y = (
-        torch.randn(512, WIDTH, generator=draw),
-        torch.randint(0, CLASSES, (512,), generator=draw),
+        torch.randn(512, WIDTH, generator=generator),
+        torch.randint(0, CLASSES, (512,), generator=generator),
     )
     return TensorData((x, y), (x[:4], y[:4]), 0)
 
 
-def make_config(case: Case, backend: str) -> Config:
+def make_case_config(case: Case, backend: str) -> Config:
     """Return a case's config."""
     backend_keys = {"name": backend, **({"deadline": DEADLINE} if backend == "distributed" else {})}
     log = {"trace": None, "tensorboard": False}
@@ -235,11 +234,15 @@ def make_config(case: Case, backend: str) -> Config:
 
 def build_job(case: Case, backend: str = "distributed") -> Job:
     """Return the job of a rank, or of the emulator."""
-    return build(make_config(case, backend), make_model(case.model, case.layers), make_data())
+    return build(
+        make_case_config(case, backend),
+        make_simulated_model(case.model, case.layers),
+        make_simulated_data(),
+    )
 
 
-def drive(flow: Flow, job: Job, case: Case) -> Result:
-    """Train as `run.loop` does, and return what came of it."""
+def train_job(flow: Flow, job: Job, case: Case) -> Result:
+    """Train as `run.loop` does, and return the result."""
     engine = flow.engine
     result = Result([], [], [])
     end = job.updates
@@ -253,32 +256,33 @@ def drive(flow: Flow, job: Job, case: Case) -> Result:
         if flow.given < job.updates and evaluates:
             result.evaluations.append(engine.evaluate())
         if flow.given < job.updates and saves:
-            result.states.append(_copy(engine.collect_state()))
+            result.states.append(copy_state(engine.collect_state()))
         if case.stop_after is not None and flow.given < end:
-            end = min(end, run_on_main(lambda: find_end(flow, case)))
+            end = min(end, run_on_main(lambda: find_stopping_end(flow, case)))
     result.losses.extend(step.loss for _, step in flow.drain())
     if job.config.evaluate.steps:
         result.evaluations.append(engine.evaluate())
-    result.states.append(_copy(engine.collect_state()))
+    result.states.append(copy_state(engine.collect_state()))
     return result
 
 
-def find_end(flow: Flow, case: Case) -> int:
-    """Return the end of a run that is asked to stop when `stop_after` updates are known, on the main rank."""
+def find_stopping_end(flow: Flow, case: Case) -> int:
+    """Return the update at which a run ends that is stopped once `stop_after` updates are known
+    on the main rank."""
     if flow.left < (case.stop_after or 0):
         return flow.given + 10**6
     return flow.given if flow.is_empty else flow.find_end(flow.left - 1)
 
 
-def _copy(state: Optional[CheckpointState]) -> Optional[CheckpointState]:
+def copy_state(state: Optional[CheckpointState]) -> Optional[CheckpointState]:
     """Return a state that training no longer changes."""
     return copy.deepcopy(state)
 
 
-def emulate(case: Case) -> Result:
-    """Return what the emulator makes of a case."""
+def emulate_case(case: Case) -> Result:
+    """Return the result of a case on the emulator."""
     job = build_job(case, "emulator")
     flow = Flow(job, is_planned=True)
-    result = drive(flow, job, case)
+    result = train_job(flow, job, case)
     flow.engine.close()
     return result

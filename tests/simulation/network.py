@@ -1,14 +1,14 @@
-"""torch.distributed in one process: ranks are threads of which one runs at a time, and a seed decides what comes when.
+"""Simulate torch.distributed in one process: ranks are threads of which one runs at a time, and a seed decides the order.
 
     rank 0   F0 isend | F1 isend | wait .............. B0      the clock is virtual: it jumps to the next event
-    rank 1   ....... wait | F0 .. isend | wait ....... B0      at every call a rank may be held up
+    rank 1   ....... wait | F0 .. isend | wait ....... B0      at every call a rank may be delayed
     events   -------x--------x-----------x------->  deliveries, resumptions, timeouts, by time
 
-Messages of gloo are matched by source, target and tag; those of a channel (nccl) by source and target, and its first use holds
-a rank up until the other uses it, too. A message is on its way when both sides have posted it, and takes a time that is drawn;
-among those of one tag or channel the order is kept. Stricter than either: a message must fit its receive in shape and dtype; a
-tensor that is sent must not change, nor a receive's buffer be written, until it is through; no message may be forgotten, or left
-over at the end. What breaks a rule is a `BrokenRule`, as is a deadlock, with what each rank waits for.
+Messages of gloo are matched by source, target and tag. Those of a channel (nccl) are matched by source and target, and its
+first use blocks a rank until the other uses it, too. A message is in flight once both sides have posted it, and arrives after a
+random time, in order among those of one tag or channel. The rules are stricter than either backend's: a message must fit its
+receive in shape and dtype; a tensor must not change, nor a receive's buffer be written, until the operation is complete; no
+message may be forgotten, or remain at the end. A broken rule raises `BrokenRule`, as does a deadlock, with the wait of each rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ipu_pipe.launcher import Launch
 CLOSED = "Connection closed by peer"
 UNITS = (0.0, 1e-4, 1e-3, 1e-2, 0.1)  # seconds, of which a seed draws the scale of its delays
 LONGEST = 20  # deadlines after which a run must have ended
-HELD_BACK = 0.8  # of the deadline: a message that comes so late is no fault
+HELD_BACK = 0.8  # share of the deadline by which a message may be late without a fault
 REPLACED = "isend irecv send recv all_gather all_reduce barrier all_gather_object gather_object broadcast_object_list".split()
 REPLACED += [
     "get_rank",
@@ -63,15 +63,16 @@ POISON = -77  # in a buffer of integers that nothing has come into
 
 
 class BrokenRule(AssertionError):
-    """The code under test has broken a rule of the network, or all of its ranks wait."""
+    """Raised if the code under test breaks a rule of the network, or if all of its ranks wait."""
 
 
-class Ended(BaseException):
-    """Ends the thread of a rank that is killed, or whose network has come to its end."""
+class RankExit(BaseException):
+    """Ends the thread of a rank that is killed, or whose network has ended."""
 
 
 class Loss(NamedTuple):
-    """What happens to a rank at its call number `at`: it is killed, or else stopped, and goes on to hold its connections."""
+    """Loss of a rank at its call number `at`: it is killed, or else stopped with its connections
+    open."""
 
     rank: int
     at: int
@@ -79,7 +80,8 @@ class Loss(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a rank ended: the result, or what it raised; neither where it was lost. `seconds`, `place`: when, and as which one."""
+    """How a rank ended: its result or its exception, neither if it was lost; the time in
+    seconds, and its place in the order of ends."""
 
     result: Any = None
     error: Optional[BaseException] = None
@@ -89,7 +91,7 @@ class Outcome(NamedTuple):
 
 @dataclass(eq=False)
 class Group:
-    """Ranks that were grouped; `is_channel`: by nccl. `touched`: those that have used it."""
+    """A group of ranks; `is_channel`: of nccl. `touched`: the ranks that have used it."""
 
     ranks: Tuple[int, ...]
     is_channel: bool = False
@@ -99,7 +101,7 @@ class Group:
 
 @dataclass(eq=False)
 class Completion:
-    """What a rank can wait for. `error`: why it failed."""
+    """An event that ranks wait for. `error`: the reason why it failed."""
 
     is_done: bool = False
     error: Optional[str] = None
@@ -108,10 +110,11 @@ class Completion:
 
 @dataclass(eq=False)
 class Rank:
-    """A rank's thread, which runs when it has the baton; `token`: of what it waits for, so that it is resumed once."""
+    """A rank's thread, which runs while it has the baton; `token`: identifies its current wait,
+    so that it is resumed once."""
 
     number: int
-    baton: threading.Lock = field(default_factory=lambda: _make_baton())
+    baton: threading.Lock = field(default_factory=lambda: _make_taken_baton())
     calls: int = 0
     naps: int = 0  # since its newest call
     waits_for: str = ""
@@ -119,13 +122,13 @@ class Rank:
     has_timed_out: bool = False
     limit: Optional[float] = None  # of calls that take none
     is_stopped: bool = False
-    has_failed: bool = False  # something that it asked for has ended with an error
+    has_failed: bool = False  # an operation of it has ended with an error
     outcome: Optional[Outcome] = None
 
 
 @dataclass(eq=False)
 class Post:
-    """One side of a message: a tensor sent, or a buffer."""
+    """One side of a message: a tensor to send, or a buffer to receive into."""
 
     rank: Rank
     other: int
@@ -143,7 +146,8 @@ class Post:
 
 
 class Work:
-    """What isend, irecv and collectives return. It must not be forgotten before it is through."""
+    """Handle of isend, irecv and collectives. It must not be forgotten before the operation is
+    complete."""
 
     def __init__(
         self,
@@ -156,14 +160,15 @@ class Work:
         self._rank = network.current
 
     def wait(self, timeout: Optional[timedelta] = None) -> None:
-        """Wait until it is through. Raise `RuntimeError` after the limit, or if the other side is gone."""
+        """Wait until the operation is complete. Raise `RuntimeError` after the limit, or if the
+        other side is lost."""
         limit = self._network.limit if timeout is None else timeout.total_seconds()
         self._network.call(f"wait for {self._label}")
         self._network.wait(self._through, self._label, limit)
         self._finish()
 
     def is_completed(self) -> bool:
-        """Return whether it is through."""
+        """Return whether the operation is complete."""
         if self._through.error is not None:
             self._rank.has_failed = True
             raise RuntimeError(self._through.error)
@@ -175,7 +180,7 @@ class Work:
 
 
 class Collective:
-    """One call of a group: what its ranks bring, by rank."""
+    """One call of a collective: the values of its ranks, by rank."""
 
     def __init__(self, kind: Tuple[Any, ...]) -> None:
         self.kind = kind
@@ -184,7 +189,7 @@ class Collective:
 
 
 class Store:
-    """The store at which the ranks have met, kept by rank 0, or by the launcher."""
+    """Store of the rendezvous, on rank 0 or on the launcher."""
 
     def __init__(self, network: Network, has_agent: bool) -> None:
         self._network, self.has_agent = network, has_agent
@@ -193,30 +198,30 @@ class Store:
 
     @property
     def timeout(self) -> timedelta:
-        """Return how long torch waits, where nothing else is said."""
+        """Return torch's default timeout."""
         return timedelta(seconds=self._network.limit)
 
     def add(self, key: str, number: int) -> int:
         """Add to a counter and return it."""
-        return self._ask(f"add {key}", lambda: self._add(key, number))
+        return self._request(f"add {key}", lambda: self._add(key, number))
 
     def set(self, key: str, value: str) -> None:
-        """Set a value, without waiting for the store."""
+        """Set a value without waiting for the store."""
         self._send(f"set {key}", lambda: self._values.update({key: value}), Completion())
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of these were set."""
-        return self._ask(f"check {keys}", lambda: all(key in self._values for key in keys))
+        """Return whether all of these keys are set."""
+        return self._request(f"check {keys}", lambda: all(key in self._values for key in keys))
 
     def get(self, key: str) -> bytes:
-        """Return a value that was set."""
-        return self._ask(f"get {key}", lambda: self._values[key].encode())
+        """Return the value of a key."""
+        return self._request(f"get {key}", lambda: self._values[key].encode())
 
     def _add(self, key: str, number: int) -> int:
         self._counts[key] = self._counts.get(key, 0) + number
         return self._counts[key]
 
-    def _ask(self, what: str, act: Callable[[], Any]) -> Any:
+    def _request(self, what: str, act: Callable[[], Any]) -> Any:
         answer: List[Any] = []
         done = Completion()
         self._send(what, lambda: answer.append(act()), done)
@@ -236,15 +241,17 @@ class Store:
                 network.complete(done, CLOSED)
                 return
             act()
-            network.after(network.draw_delay(), lambda: network.complete(done))
+            network.schedule(network.draw_delay(), lambda: network.complete(done))
 
-        network.after(network.draw_delay(), arrive)
+        network.schedule(network.draw_delay(), arrive)
 
 
 class Network:
-    """The network of a run: `run(work)` calls `work(rank)` on each of its ranks. In `installed`, it is torch.distributed.
+    """The network of a run: `run(work)` calls `work(rank)` on each of its ranks. Within
+    `install()`, it replaces torch.distributed.
 
-    `limit`: seconds, of waits that take none. `loss`: of a rank. `holds_back`: one message is `HELD_BACK` of the deadline late.
+    `limit`: seconds, of waits without a limit of their own. `loss`: of a rank. `holds_back`: one
+    message is late by `HELD_BACK` of the deadline.
     """
 
     def __init__(
@@ -263,13 +270,11 @@ class Network:
         self._hold_back_in = self.random.randrange(1, 200) if holds_back else -1
         self._unit, self._pauses = self.random.choice(UNITS), self.random.choice((0.02, 0.3, 0.9))
         self._events: List[Tuple[float, float, int, bool, Callable[[], Optional[Rank]]]] = []
-        self._numbered = self._in_flight = 0  # events in all; events to come that are no timeouts
-        self._main, self._fault = _make_baton(), ""
+        self._numbered = self._in_flight = 0  # events in all; future events other than timeouts
+        self._main, self._fault = _make_taken_baton(), ""
         self._is_over = False
         self._everyone = Group(tuple(range(ranks)))
-        self._groups: List[
-            Tuple[Dict[int, Any], Group]
-        ] = []  # what ranks have asked for, the group
+        self._groups: List[Tuple[Dict[int, Any], Group]] = []  # values of the ranks, the group
         self._grouped = [0] * ranks  # by rank, its calls of new_group
         self._sends: Dict[Any, Deque[Post]] = {}
         self._receives: Dict[Any, Deque[Post]] = {}
@@ -283,8 +288,8 @@ class Network:
 
     # ---- time
 
-    def after(self, seconds: float, act: Callable[[], Any], is_timeout: bool = False) -> None:
-        """Call `act` in so many seconds; it may return a rank that goes on."""
+    def schedule(self, seconds: float, act: Callable[[], Any], is_timeout: bool = False) -> None:
+        """Call `act` after `seconds`; it may return a rank that continues."""
         self._numbered += 1
         self._in_flight += not is_timeout
         heapq.heappush(
@@ -293,32 +298,34 @@ class Network:
         )
 
     def draw_delay(self) -> float:
-        """Return a delay in seconds, which may be nothing."""
+        """Return a random delay in seconds, which may be 0."""
         return self._unit * self.random.choice((0.0, 0.1, 1.0, self.random.expovariate(1.0)))
 
     def complete(self, what: Completion, error: Optional[str] = None) -> None:
-        """Let what was waited for be done."""
+        """Mark `what` as done, and resume the ranks that wait for it."""
         if what.is_done:
             return
         what.is_done, what.error = True, error
         for rank, token in what.waiting:
-            self.after(self.draw_delay(), lambda rank=rank, token=token: self._resume(rank, token))
+            self.schedule(
+                self.draw_delay(), lambda rank=rank, token=token: self._resume(rank, token)
+            )
 
     def _resume(self, rank: Rank, token: object) -> Optional[Rank]:
         return rank if rank.token is token and not rank.is_stopped else None
 
     def call(self, what: str) -> None:
-        """Begin a call of the running rank, which may be lost at it, or held up."""
+        """Count a call of the running rank, which may be lost or delayed at it."""
         rank = self.current
         rank.calls += 1
         loss = self.loss
         if self._is_over or rank.outcome is not None:
-            raise Ended
+            raise RankExit
         if loss is not None and (loss.rank, loss.at) == (rank.number, rank.calls):
             self.lost_at = self.now
             rank.has_failed = True
             if loss.is_killed:
-                raise Ended
+                raise RankExit
             rank.is_stopped, rank.waits_for = True, f"nothing: stopped at {what}"
             self._switch()
         rank.naps = 0
@@ -326,7 +333,7 @@ class Network:
             self._pause(self.draw_delay())
 
     def sleep(self, seconds: float) -> None:
-        """Let the running rank sleep: the longer, the more often it does nothing else."""
+        """Let the running rank sleep: longer each time it only sleeps."""
         self._pause(max(seconds, min(seconds * 2.0**self.current.naps, 1.0)))
         self.current.naps += 1
 
@@ -334,13 +341,14 @@ class Network:
         rank = self.current
         rank.token = token = object()
         rank.waits_for = "a moment to pass"
-        self.after(seconds, lambda: self._resume(rank, token))
+        self.schedule(seconds, lambda: self._resume(rank, token))
         self._switch()
 
     def wait(
         self, what: Completion, label: str, limit: Optional[float], error: type = RuntimeError
     ) -> None:
-        """Let the running rank wait until something is done. Raise `error` after the limit, or if it failed."""
+        """Let the running rank wait until `what` is done. Raise `error` after the limit, or if
+        it failed."""
         rank = self.current
         if not what.is_done:
             rank.token = token = object()
@@ -352,7 +360,7 @@ class Network:
                 return self._resume(rank, token)
 
             if limit is not None:
-                self.after(limit, time_out, is_timeout=True)
+                self.schedule(limit, time_out, is_timeout=True)
             self._switch()
         if not what.is_done:
             rank.has_failed = True
@@ -362,14 +370,14 @@ class Network:
             raise RuntimeError(what.error)
 
     def _switch(self) -> None:
-        """Let events happen until a rank goes on, and wait for the baton if that is another one."""
+        """Play events until a rank continues, and wait for the baton if it is another rank."""
         rank = self.current
         due = self._find_next()
         if due is not rank:
             self._hand_over(due)
             rank.baton.acquire()
         if self._is_over:
-            raise Ended
+            raise RankExit
 
     def _hand_over(self, due: Optional[Rank]) -> None:
         if due is None:
@@ -413,7 +421,7 @@ class Network:
         return "\n  ".join([what, *lines])
 
     def break_rule(self, why: str) -> None:
-        """End the run for a rule that is broken: the first is told."""
+        """End the run because of a broken rule; only the first is reported."""
         self._fault = (
             self._fault or f"at {self.now:.6f} s, while rank {self.current.number} runs: {why}"
         )
@@ -421,14 +429,16 @@ class Network:
     # ---- the ranks
 
     def run(self, work: Callable[[int], Any]) -> List[Outcome]:
-        """Call `work(rank)` on all ranks, and return how they ended. Raise `BrokenRule`."""
+        """Call `work(rank)` on all ranks, and return their outcomes. Raise `BrokenRule`."""
         threads = [
-            threading.Thread(target=self._live, args=(rank, work), daemon=True)
+            threading.Thread(target=self._run_rank, args=(rank, work), daemon=True)
             for rank in self.ranks
         ]
         for thread, rank in zip(threads, self.ranks):
             rank.token = token = object()
-            self.after(self.draw_delay(), lambda rank=rank, token=token: self._resume(rank, token))
+            self.schedule(
+                self.draw_delay(), lambda rank=rank, token=token: self._resume(rank, token)
+            )
             thread.start()
         due = self._find_next()
         if due is not None:
@@ -452,13 +462,13 @@ class Network:
             raise BrokenRule(self._fault)
         return [rank.outcome or Outcome() for rank in self.ranks]
 
-    def _live(self, rank: Rank, work: Callable[[int], Any]) -> None:
+    def _run_rank(self, rank: Rank, work: Callable[[int], Any]) -> None:
         rank.baton.acquire()
         outcome = Outcome()
         try:
             if not self._is_over:
                 outcome = Outcome(work(rank.number))
-        except Ended:
+        except RankExit:
             pass
         except BaseException as error:
             outcome = Outcome(None, error)
@@ -486,7 +496,8 @@ class Network:
         )
 
     def _close(self, rank: Rank) -> None:
-        """Close the connections of a rank that has ended: what others wait for from it fails, or has just come through."""
+        """Close the connections of a rank that has ended: operations that others wait for fail,
+        or have just completed."""
         for send, receive in list(self._on_way):
             if rank in (send.rank, receive.rank) and self.random.random() < 0.5:
                 self._on_way.remove((send, receive))
@@ -501,7 +512,8 @@ class Network:
                     ]
                 )
         for (group, _), collective in self._collectives.items():
-            ranks = self._group_of(group).ranks  # one that has ended well has sent all of its part
+            ranks = self._find_group(group).ranks
+            # a rank that has ended well has sent all of its part
             if rank.number in ranks and (
                 len(collective.values) < len(ranks)
                 or rank.has_failed
@@ -515,7 +527,7 @@ class Network:
     def _fail_later(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
             if not completion.is_done:
-                self.after(
+                self.schedule(
                     self.draw_delay(),
                     lambda completion=completion: self.complete(completion, CLOSED),
                 )
@@ -526,7 +538,7 @@ class Network:
                 for post in posts:
                     self.break_rule(f"left over at the end: {post.label}, which {what}")
         for (group, _), collective in self._collectives.items():
-            missing = {*self._group_of(group).ranks} - {*collective.values}
+            missing = {*self._find_group(group).ranks} - {*collective.values}
             if missing:
                 self.break_rule(
                     f"left over at the end: {collective.kind} of a group, without ranks {missing}"
@@ -535,17 +547,18 @@ class Network:
     # ---- messages
 
     def isend(self, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
-        """Send a tensor, which must not change until it is through."""
+        """Send a tensor, which must not change until the operation is complete."""
         return self._post("isend", self._sends, tensor, dst, group, tag)
 
     def irecv(self, tensor: torch.Tensor, src: int, group: Any = None, tag: int = 0) -> Work:
-        """Let a message come into a tensor."""
+        """Receive a message into a tensor, which must not be read or written until the operation
+        is complete."""
         with torch.no_grad():
             tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)
         return self._post("irecv", self._receives, tensor, src, group, tag)
 
     def send(self, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
-        """Send a tensor and wait until it is through."""
+        """Send a tensor, and wait until the operation is complete."""
         self.isend(tensor, dst, group, tag).wait()
 
     def recv(self, tensor: torch.Tensor, src: int, group: Any = None, tag: int = 0) -> None:
@@ -574,7 +587,7 @@ class Network:
             rank.has_failed = True
             raise RuntimeError(CLOSED)
         if members.is_channel:
-            self._touch(members)
+            self._wait_for_first_use(members)
         post = Post(rank, other, tensor, label, Completion())
         pair = (rank.number, other) if queues is self._sends else (other, rank.number)
         key = (id(members), *pair, tag)
@@ -584,7 +597,7 @@ class Network:
             self._carry(key, sends.popleft(), receives.popleft())
         return Work(self, post.through, label)
 
-    def _touch(self, group: Group) -> None:
+    def _wait_for_first_use(self, group: Group) -> None:
         """Wait until both ranks of a channel use it for the first time."""
         group.touched.add(self.current.number)
         group.use = group.use or Completion()
@@ -598,7 +611,8 @@ class Network:
         )
 
     def _carry(self, key: Any, send: Post, receive: Post) -> None:
-        """Let a message come through in a while, later than those before it of the same tag or channel."""
+        """Deliver a message after a random time, later than earlier ones of the same tag or
+        channel."""
         link = send.rank.number, receive.rank.number
         if link not in self._slow:  # the first message waits until the connection is made
             self._slow[link] = self.random.choice((1.0, 1.0, 1.0, 5.0))
@@ -610,7 +624,7 @@ class Network:
             delay = HELD_BACK * self._deadline
         moment = self._last[key] = max(self._last.get(key, 0.0), self.now + delay)
         self._on_way.append((send, receive))
-        self.after(moment - self.now, lambda: self._deliver(send, receive))
+        self.schedule(moment - self.now, lambda: self._deliver(send, receive))
 
     def _deliver(self, send: Post, receive: Post) -> None:
         if (send, receive) not in self._on_way:
@@ -625,7 +639,7 @@ class Network:
         else:
             receive.tensor.detach().copy_(send.tensor)
             self.complete(receive.through)
-            self.after(self.draw_delay(), lambda: self.complete(send.through))
+            self.schedule(self.draw_delay(), lambda: self.complete(send.through))
 
     # ---- groups and collectives
 
@@ -642,19 +656,19 @@ class Network:
         return list(group.ranks)
 
     def is_initialized(self) -> bool:
-        """Return that all ranks have joined."""
+        """Return True: all ranks have joined."""
         return True
 
     def is_nccl_available(self) -> bool:
-        """Return that channels may be asked for."""
+        """Return True: channels may be used."""
         return True
 
     def destroy_process_group(self) -> None:
-        """Leave."""
+        """Leave the process group."""
         self.call("destroy_process_group")
 
     def new_group(self, ranks: Sequence[int], timeout: Any = None, backend: str = "gloo") -> Group:
-        """Make a group, which all ranks must do in the same order."""
+        """Make a group; all ranks must make their groups in the same order."""
         number = self._grouped[self.current.number]
         self._grouped[self.current.number] += 1
         if number == len(self._groups):
@@ -663,15 +677,16 @@ class Network:
         self._collect(("new_group", tuple(ranks), backend), None, None, self.current.limit)
         return group
 
-    def _group_of(self, number: int) -> Group:
+    def _find_group(self, number: int) -> Group:
         return self._everyone if number < 0 else self._groups[number][1]
 
     def _begin(
         self, kind: Tuple[Any, ...], value: Any, group: Optional[Group]
     ) -> Tuple[Collective, Completion]:
-        """Bring a value to the next collective of a group, which is through on each rank in its own time."""
+        """Add a value to the next collective of a group, which completes on each rank at a time
+        of its own."""
         number = next((n for n, (_, other) in enumerate(self._groups) if other is group), -1)
-        members, rank = self._group_of(number), self.current
+        members, rank = self._find_group(number), self.current
         self.call(f"{kind} of ranks {members.ranks}")
         index = self._collected.get((number, rank.number), 0)
         self._collected[number, rank.number] = index + 1
@@ -684,7 +699,7 @@ class Network:
         collective.values[rank.number] = value
         if len(collective.values) == len(members.ranks):
             for completion in collective.through.values():
-                self.after(
+                self.schedule(
                     self.draw_delay(), lambda completion=completion: self.complete(completion)
                 )
         elif any(self.ranks[other].outcome is not None for other in members.ranks):
@@ -733,7 +748,7 @@ class Network:
         group: Any = None,
         async_op: bool = False,
     ) -> Work:
-        """Put the sum of all ranks' elements into a tensor, or the greatest: no other operation is used."""
+        """Put the sum or the maximum over all ranks into a tensor: no other operation is used."""
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
         content = _to_bytes(tensor)
         collective, through = self._begin(
@@ -763,7 +778,7 @@ class Network:
     def gather_object(
         self, value: Any, objects: Optional[List[Any]] = None, dst: int = 0, group: Any = None
     ) -> None:
-        """Gather a value of each rank on one."""
+        """Gather a value of each rank on rank `dst`."""
         values = self._collect(("gather_object", dst), pickle.dumps(value), group)
         if (objects is not None) != (self.current.number == dst):
             self.break_rule("gather_object: a list of objects must be on the target alone")
@@ -777,10 +792,10 @@ class Network:
         )
         objects[:] = pickle.loads(values[src])
 
-    # ---- in the place of what the library calls
+    # ---- replacements of functions that the library calls
 
     def answer_within(self, seconds: float, ask: Callable[[], Any]) -> Any:
-        """Return `ask()`; what it asks for must come within so many seconds."""
+        """Return `ask()`, whose answer must come within `seconds`."""
         rank = self.current
         rank.limit = seconds
         try:
@@ -789,8 +804,9 @@ class Network:
             rank.limit = None
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Be torch.distributed, the clock and the store of the library's processes."""
+    def install(self) -> Iterator[None]:
+        """Replace torch.distributed, the clock and the store of the library's processes by this
+        network."""
         clock = SimpleNamespace(
             monotonic=lambda: self.now, perf_counter_ns=lambda: int(self.now * 1e9), sleep=self.sleep,
             perf_counter=lambda: self.now,
@@ -830,8 +846,8 @@ class Network:
                 setattr(module, name, value)
 
 
-def _make_baton() -> threading.Lock:
-    """Return a lock that nobody has handed over yet."""
+def _make_taken_baton() -> threading.Lock:
+    """Return a lock that is taken until another thread hands it over."""
     baton = threading.Lock()
     baton.acquire()
     return baton

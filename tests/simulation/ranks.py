@@ -1,4 +1,5 @@
-"""One seed: a case, a network and perhaps a lost rank; what comes of it must be the emulator's, or name who was lost."""
+"""Run one seed: a case, a network and perhaps a lost rank. The result must equal the emulator's,
+or the error must name the lost rank."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.pipeline.flow import Flow
-from tests.simulation.cases import DEADLINE, Case, Result, build_job, draw_case, drive, emulate
+from tests.simulation.cases import (
+    DEADLINE,
+    Case,
+    Result,
+    build_job,
+    draw_case,
+    emulate_case,
+    train_job,
+)
 from tests.simulation.network import Loss, Network, Outcome, format_error
 
 SHARED = 12  # seeds of one case
@@ -31,7 +40,8 @@ SLACK = 60.0  # virtual seconds that ranks may go on after a loss before they wa
 
 
 class Prepared(NamedTuple):
-    """A case, what the emulator makes of it, the job of each rank, and the calls of each rank in a run without a loss."""
+    """A case, its result on the emulator, the job of each rank, and the calls of each rank in a
+    run without a loss."""
 
     case: Case
     expected: Result
@@ -39,31 +49,31 @@ class Prepared(NamedTuple):
     calls: List[int]
 
 
-def prepare(case: Case) -> Prepared:
+def prepare_case(case: Case) -> Prepared:
     """Return a case ready to run. Raise `BadInput` if it is refused."""
-    expected, jobs = emulate(case), []
+    expected, jobs = emulate_case(case), []
     with mock.patch.object(dist, "get_world_size", lambda: case.ranks):
         for rank in range(case.ranks):
             with mock.patch.object(dist, "get_rank", lambda rank=rank: rank):
                 jobs.append(build_job(case))
     prepared, network = Prepared(case, expected, jobs, []), Network(0, case.ranks, DEADLINE)
     network.has_one_clock = True  # as most seeds have: a rank is lost at one of these calls
-    train(prepared, network)
+    train_on_network(prepared, network)
     prepared.calls.extend(rank.calls for rank in network.ranks)
     return prepared
 
 
 def prepare_number(number: int) -> Prepared:
     """Return case number `number`, ready to run."""
-    draw = random.Random(number)
+    rng = random.Random(number)
     for _ in range(50):
         with contextlib.suppress(BadInput):
-            return prepare(draw_case(draw))
-    raise AssertionError(f"case {number}: nothing that can be trained was drawn")
+            return prepare_case(draw_case(rng))
+    raise AssertionError(f"case {number}: no drawn case can be trained")
 
 
-def train(prepared: Prepared, network: Network) -> List[Outcome]:
-    """Run a case on a network, and return how its ranks ended."""
+def train_on_network(prepared: Prepared, network: Network) -> List[Outcome]:
+    """Run a case on a network, and return the outcomes of its ranks."""
     case = prepared.case
     jobs = copy.deepcopy(prepared.jobs)
 
@@ -71,7 +81,7 @@ def train(prepared: Prepared, network: Network) -> List[Outcome]:
         job = jobs[rank]
         flow = Flow(job, is_planned=True)
         try:
-            result = drive(flow, job, case)
+            result = train_job(flow, job, case)
         except BaseException:
             flow.engine.abort()
             raise
@@ -81,12 +91,12 @@ def train(prepared: Prepared, network: Network) -> List[Outcome]:
         return result
 
     channels = _make_channels if case.through_channels else lambda job, layout, tied: None
-    with network.installed(), mock.patch.object(processes, "make_channels", channels):
+    with network.install(), mock.patch.object(processes, "make_channels", channels):
         return network.run(work)
 
 
 def _make_channels(job: Job, layout: RankLayout, tied: Sequence[Any]) -> Optional[Dict[Any, Any]]:
-    """Make the groups that ranks with a GPU each have."""
+    """Make the groups that ranks have if each has a GPU."""
     with_gpu: Any = SimpleNamespace(
         device=torch.device("cuda"), method=job.method, config=job.config
     )
@@ -94,12 +104,13 @@ def _make_channels(job: Job, layout: RankLayout, tied: Sequence[Any]) -> Optiona
 
 
 def split_by_case(seeds: Sequence[int]) -> List[Tuple[int, ...]]:
-    """Return seeds by the case that they share."""
+    """Return seeds, grouped by the case that they share."""
     return [tuple(group) for _, group in itertools.groupby(seeds, lambda seed: seed // SHARED)]
 
 
 def run_seeds(seeds: Sequence[int]) -> List[str]:
-    """Run seeds that share a case, and return what failed, with the command that runs it alone."""
+    """Run seeds that share a case, and return the failures, each with the command that runs it
+    alone."""
     failures: List[str] = []
     prepared: Optional[Prepared] = None
     for seed in seeds:
@@ -120,35 +131,35 @@ def run_seeds(seeds: Sequence[int]) -> List[str]:
 
 
 def check_seed(seed: int, prepared: Prepared) -> None:
-    """Run a seed, as `check_run`."""
-    draw = random.Random(seed)
+    """Draw a network for a seed, and check the case on it by `check_run`."""
+    rng = random.Random(seed)
     case, loss = prepared.case, None
-    fate = draw.choice(("none", "none", "held back", "killed", "stopped"))
-    if fate in ("killed", "stopped"):
-        rank = draw.randrange(case.ranks)
-        loss = Loss(rank, draw.randint(1, prepared.calls[rank]), fate == "killed")
-    check_run(prepared, Network(seed, case.ranks, DEADLINE, loss, fate == "held back"))
+    fault = rng.choice(("none", "none", "held back", "killed", "stopped"))
+    if fault in ("killed", "stopped"):
+        rank = rng.randrange(case.ranks)
+        loss = Loss(rank, rng.randint(1, prepared.calls[rank]), fault == "killed")
+    check_run(prepared, Network(seed, case.ranks, DEADLINE, loss, fault == "held back"))
 
 
 def check_run(prepared: Prepared, network: Network) -> None:
-    """Run a case on a network. Raise `AssertionError` if a rank does anything but what it should."""
-    outcomes = train(prepared, network)
-    bad = [
+    """Run a case on a network. Raise `AssertionError` if a rank misbehaves."""
+    outcomes = train_on_network(prepared, network)
+    unexpected = [
         o
         for o in outcomes
         if o.error is not None and not (network.lost_at >= 0 and isinstance(o.error, RunFault))
     ]
-    if bad:
-        first = min(bad, key=lambda outcome: outcome.place)
+    if unexpected:
+        first = min(unexpected, key=lambda outcome: outcome.place)
         assert first.error is not None
         raise AssertionError(f"rank {outcomes.index(first)}: {format_error(first.error)}")
     if network.lost_at < 0:
-        _compare(outcomes[0].result, prepared.expected)
+        _assert_same_result(outcomes[0].result, prepared.expected)
     elif network.loss is not None:
-        _check_loss(network, outcomes, network.loss)
+        _assert_loss_is_named(network, outcomes, network.loss)
 
 
-def _compare(result: Result, expected: Result) -> None:
+def _assert_same_result(result: Result, expected: Result) -> None:
     assert result.losses == expected.losses, (
         f"losses {result.losses}, of the emulator {expected.losses}"
     )
@@ -169,10 +180,10 @@ def _compare(result: Result, expected: Result) -> None:
                 )
 
 
-def _check_loss(network: Network, outcomes: Sequence[Outcome], loss: Loss) -> None:
-    """Check that all other ranks end in time, and that the first names the rank that is lost."""
+def _assert_loss_is_named(network: Network, outcomes: Sequence[Outcome], loss: Loss) -> None:
+    """Assert that all other ranks end in time, and that the first error names the lost rank."""
     faults = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error is not None}
-    # with the time in which ranks say for whom they wait
+    # with the time in which ranks report for whom they wait
     limit = network.lost_at + 1.1 * network.limit + WARM_UP + SLACK
     for rank, outcome in enumerate(outcomes):
         if rank == loss.rank:
@@ -187,6 +198,6 @@ def _check_loss(network: Network, outcomes: Sequence[Outcome], loss: Loss) -> No
         first = min(faults, key=lambda rank: faults[rank].place)
         named = re.search(r"ranks? ([\d, ]+) is lost", str(faults[first].error))
         ranks = [] if named is None else [int(number) for number in named[1].split(",")]
-        # when a collective fails because a rank is killed, the others may still be on their way to it, and cannot be told apart
+        # when a collective fails because a rank is killed, the others may not have called it yet, and cannot be distinguished
         knows = loss.rank in ranks and (len(ranks) == 1 or loss.is_killed)
-        assert knows, f"{loss}: rank {first} says {faults[first].error}"
+        assert knows, f"{loss}: rank {first} reports {faults[first].error}"

@@ -1,4 +1,4 @@
-"""Options that poprun fills in; what it decides cannot be set."""
+"""Options that poprun fills in; what poprun decides cannot be set."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import popdist
 FORBIDDEN = DATA["popdist"]["poptorch.Options"]["forbidden"]
 
 
-def _refuse(name: str) -> Any:
-    def refused(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def make_refusal(name: str) -> Any:
+    def refuse_call(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"Cannot call `{name}` with popdist.poptorch.Options")
 
-    return refused
+    return refuse_call
 
 
 class _Distributed(_options._DistributedOptions):
-    """Rank and world size of the launcher."""
+    """Rank and world size from the launcher."""
 
 
 class Options(_options.Options):
@@ -43,4 +43,4 @@ class Options(_options.Options):
 
 for _name in FORBIDDEN:
     _owner, _, _method = _name.rpartition(".")
-    setattr(_Distributed if _owner else Options, _method, _refuse(_name))
+    setattr(_Distributed if _owner else Options, _method, make_refusal(_name))

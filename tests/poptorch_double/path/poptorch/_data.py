@@ -1,4 +1,5 @@
-"""DataLoader as this library asks for it: whole calls of a data set, made ahead by a worker process (see _worker)."""
+"""Double of the DataLoader as this library uses it: whole calls of a data set, made ahead by a
+worker process (see _worker)."""
 
 from __future__ import annotations
 
@@ -8,17 +9,18 @@ from typing import Any, Dict, Iterable, Optional, Sequence, Union
 import torch
 from torch.utils.data import Sampler
 
-from poptorch._errors import not_modelled
-from poptorch._signatures import typed
+from poptorch._errors import make_unmodelled_error
+from poptorch._signatures import follow_api
 from poptorch._worker import Worker
 from poptorch.enums import DataLoaderMode, SharingStrategy
 from poptorch.options import Options
 
 
 class DataLoader(torch.utils.data.DataLoader):
-    """torch's without a batch size, whose items a worker process loads; freezes the options."""
+    """torch's loader without a batch size; a worker process loads the items. It freezes the
+    options."""
 
-    @typed("DataLoader", unchecked=["batch_size", "dataset"])
+    @follow_api("DataLoader", unchecked=["batch_size", "dataset"])
     def __init__(
         self,
         options: "Options",
@@ -42,13 +44,15 @@ class DataLoader(torch.utils.data.DataLoader):
             or auto_distributed_partitioning
             or shuffle
         ):
-            raise not_modelled("a loader other than an asynchronous one of whole calls, in order")
+            raise make_unmodelled_error(
+                "a loader other than an asynchronous one of whole calls, in order"
+            )
         options._freeze()
         # torch refuses drop_last, which is PopTorch's default, beside batch_size=None
         super().__init__(dataset, batch_size=None, shuffle=False, drop_last=drop_last)
         self._accessor = _Accessor(self, **(async_options or {}))
 
-    @typed("DataLoader.terminate")
+    @follow_api("DataLoader.terminate")
     def terminate(self) -> None:
         if self._accessor is not None:
             self._accessor.terminate()
@@ -63,10 +67,11 @@ class DataLoader(torch.utils.data.DataLoader):
 
 
 class _Accessor:
-    """A ring buffer of batches, filled by a process of its own: the tensors of a batch are overwritten once the next is asked
-    for, in the double at once, with values that show (NaN, or -1)."""
+    """Ring buffer of batches that a process fills. The tensors of a batch are overwritten some
+    time after the next one is requested, in the double at once, with conspicuous values (NaN, or
+    -1)."""
 
-    @typed("AsynchronousDataAccessor", unchecked=["dataset"])
+    @follow_api("AsynchronousDataAccessor", unchecked=["dataset"])
     def __init__(
         self,
         dataset: Union["torch.utils.data.Dataset", DataLoader],
@@ -80,7 +85,7 @@ class _Accessor:
         self._worker: Optional[Worker] = None
         assert buffer_size >= 1, "the ring buffer needs a place"
         if load_indefinitely:
-            raise not_modelled("a worker that begins anew by itself")
+            raise make_unmodelled_error("a worker that begins anew by itself")
         self._worker = Worker(dataset.dataset, buffer_size, sharing_strategy)
         atexit.register(self.terminate)
 

@@ -6,7 +6,8 @@ RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
 
 
 class Error(Exception):
-    """`type` is the layer it comes from (poptorch_py_error, poptorch_cpp_error, popart_exception, poplar_...)."""
+    """PopTorch's error. `type` is the layer that raises it (poptorch_py_error,
+    poptorch_cpp_error, popart_exception, poplar_...)."""
 
     def __init__(self, message: str, type: str = "poptorch_py_error", location: str = "") -> None:
         super().__init__(f"'{type}': {message}")
@@ -20,28 +21,29 @@ class RecoverableError(Error):
 
 
 class UnrecoverableError(Error):
-    """A device error: the system is to be taken out of service."""
+    """A device error after which the system must be taken out of service."""
 
 
 class DoubleRefuses(AssertionError):
-    """The double is stricter than PopTorch: what PopTorch would do without a word is not what the caller can want."""
+    """Raised where the double is stricter than PopTorch: PopTorch would silently do something
+    that the caller cannot want."""
 
 
-def py_error(message: str) -> Error:
-    """Raised by the Python front end."""
+def make_py_error(message: str) -> Error:
+    """Return an error of the Python front end."""
     return Error(message)
 
 
-def cpp_error(message: str) -> Error:
-    """Raised by PopTorch's C++ part, while compiling or executing."""
+def make_cpp_error(message: str) -> Error:
+    """Return an error of PopTorch's C++ part, of compiling or executing."""
     return Error(message, "poptorch_cpp_error")
 
 
-def popart_error(message: str) -> Error:
-    """Raised by PopART."""
+def make_popart_error(message: str) -> Error:
+    """Return an error of PopART."""
     return Error(message, "popart_exception")
 
 
-def not_modelled(what: str) -> NotImplementedError:
-    """PopTorch has it, the double has not."""
+def make_unmodelled_error(what: str) -> NotImplementedError:
+    """Return the error for a feature that PopTorch has and the double lacks."""
     return NotImplementedError(f"{what}: this test double does not model it")

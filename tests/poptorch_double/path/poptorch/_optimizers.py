@@ -1,4 +1,5 @@
-"""From the optimizer the user gave to what the executable holds: its description, its rules of change, its twin."""
+"""Describe the user's optimizer as the executable holds it: the description, the rules of its
+changes, and its twin."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from typing import Any, Dict, List, Mapping, Tuple
 import torch
 
 from poptorch import enums, optim
-from poptorch._errors import DoubleRefuses, not_modelled, popart_error
+from poptorch._errors import DoubleRefuses, make_popart_error, make_unmodelled_error
 from poptorch._record import recorded
 from poptorch._signatures import API
 
-# [U] PopTorch passes over these without a word; an optimizer that asks for one would train otherwise than it says.
+# [U] PopTorch silently ignores these; an optimizer with one of them would train differently.
 IGNORED = ("maximize", "differentiable", "capturable")
 
 
 @dataclass(frozen=True)
 class Description:
-    """kind: SGD1 (combined), SGD2, ADAM, ...; groups: name -> (value, constant); attributes and types never change."""
+    """Description of an optimizer. kind: SGD1 (combined), SGD2, ADAM, ...; groups: name ->
+    (value, constant); attributes and types never change."""
 
     kind: str
     attributes: Dict[str, Any]
@@ -28,16 +30,16 @@ class Description:
     groups: List[Dict[str, Tuple[Any, bool]]]
     parameters: List[List[str]]
 
-    def as_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> Dict[str, Any]:
         return asdict(self)
 
 
-def _kind(optimizer: Any) -> Tuple[str, str]:
-    """(PopTorch's type, its class)."""
+def _find_kind(optimizer: Any) -> Tuple[str, str]:
+    """Return PopTorch's type of an optimizer, and its class."""
     if not isinstance(optimizer, optim.Optimizer) or not getattr(
         optimizer, "bias_correction", True
     ):
-        raise not_modelled("torch's own optimizers, and those without bias correction")
+        raise make_unmodelled_error("torch's own optimizers, and those without bias correction")
     if isinstance(optimizer, torch.optim.SGD):
         return ("SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"), "SGD"
     if isinstance(optimizer, torch.optim.AdamW):  # later versions of PyTorch make it an Adam
@@ -50,11 +52,11 @@ def _kind(optimizer: Any) -> Tuple[str, str]:
             "All parameter groups must have the same value for the 'centered' attribute"
         )
         return ("RMSPROP_CENTERED" if centered.pop() else "RMSPROP"), "RMSprop"
-    raise not_modelled(f"optimizer {type(optimizer).__name__}")
+    raise make_unmodelled_error(f"optimizer {type(optimizer).__name__}")
 
 
-def _formatted(optimizer: Any, name: str, value: Any, family: str) -> Tuple[Any, bool]:
-    """(value, whether it is a constant of the executable)."""
+def _format_value(optimizer: Any, name: str, value: Any, family: str) -> Tuple[Any, bool]:
+    """Return a value, and whether it is a constant of the executable."""
     values = value if name == "betas" else (value,)
     assert isinstance(values, tuple) and (name != "betas" or len(values) == 2), (
         f"Expected a pair for {name} but got {value}"
@@ -62,22 +64,25 @@ def _formatted(optimizer: Any, name: str, value: Any, family: str) -> Tuple[Any,
     for one in values:
         is_number = isinstance(one, numbers.Number) and type(one).__module__ != "numpy"
         assert is_number, f"Expected a number for {name} but got {one} instead"
-    # the documentation calls lr always variable; the code asks whether it was given, which is the stricter
+    # the documentation calls lr always variable; the code checks whether it was passed, which is stricter
     return value, optimizer.variable_attrs.isConstant(name)
 
 
-def describe(optimizer: Any, names: Mapping[int, str], options: Any) -> Description:
-    """Return what PopTorch reads from an optimizer. `names`: of the model's parameters by identity."""
-    kind, family = _kind(optimizer)
+def describe_optimizer(optimizer: Any, names: Mapping[int, str], options: Any) -> Description:
+    """Return the description that PopTorch reads from an optimizer. `names`: of the model's
+    parameters by identity."""
+    kind, family = _find_kind(optimizer)
     entry = API[f"optim.{family}"]
     groups = []
     for group in optimizer.param_groups:
         _refuse_unsupported(group, family)
         numbers_ = [name for name in entry["group_vars"] if name not in ("amsgrad", "centered")]
         present = [name for name in numbers_ if name in group or name != "velocity_scaling"]
-        groups.append({name: _formatted(optimizer, name, group[name], family) for name in present})
+        groups.append(
+            {name: _format_value(optimizer, name, group[name], family) for name in present}
+        )
     scaling = getattr(optimizer, "loss_scaling", 1.0)
-    variables = {"loss_scaling": _formatted(optimizer, "loss_scaling", scaling, family)}
+    variables = {"loss_scaling": _format_value(optimizer, "loss_scaling", scaling, family)}
     if options._Popart.options.get("automaticLossScalingSettings.enabled"):
         variables["loss_scaling"] = (scaling, False)
     skipped = {*entry["group_vars"], *entry["global_vars"]}
@@ -108,30 +113,31 @@ def _refuse_unsupported(group: Mapping[str, Any], family: str) -> None:
 
 
 def check_replacement(old: Description, new: Description) -> None:
-    """What a compiled executable accepts in place of the optimizer it was compiled with."""
+    """Refuse an optimizer that a compiled executable does not accept in place of its own."""
     # [U] PopTorch keeps the compiled groups of parameters without a word
     if (old.kind, old.attributes, old.parameters) != (new.kind, new.attributes, new.parameters):
-        raise popart_error(
+        raise make_popart_error(
             "type, attributes and parameter groups of the compiled optimizer can not change"
         )
     for before, after in [(old.variables, new.variables), *zip(old.groups, new.groups)]:
         for name, (value, constant) in before.items():
             if constant != after[name][1]:
-                raise popart_error(
+                raise make_popart_error(
                     f"{name}: Can not replace a constant value with a non constant value."
                 )
             if constant and value != after[name][0]:
-                raise popart_error(f"{name}: Values are constant but do not match.")
+                raise make_popart_error(f"{name}: Values are constant but do not match.")
 
 
-def mean_strategy(description: Description, options: Any) -> Any:
-    """When the mean is taken: PopTorch itself chooses Running for float16 accumulators, but for combined ones."""
+def choose_mean_strategy(description: Description, options: Any) -> Any:
+    """Return the time of the mean: PopTorch itself chooses Running for float16 accumulators,
+    except for combined ones."""
     if description.attributes.get("accum_type") == torch.float16 and description.kind != "SGD1":
         return enums.MeanReductionStrategy.Running
     return options.Training.meanAccumulationAndReplicationReductionStrategy
 
 
-# PopART's names of what it keeps of each parameter (patterns/adamdecompose.cpp, adaptivedecompose.cpp), and torch's
+# PopART's names of the state of each parameter (patterns/adamdecompose.cpp, adaptivedecompose.cpp), and torch's
 STATES = {
     "ADAM": {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___", "step": "Step___"},
     "RMSPROP": {"square_avg": "Accl1___", "grad_avg": "Accl2___", "momentum_buffer": "Accl3___"},
@@ -140,8 +146,9 @@ STATES["ADAMW"], STATES["RMSPROP_CENTERED"] = STATES["ADAM"], STATES["RMSPROP"]
 
 
 class Twin:
-    """The optimizer of the executable, over the device's weights, fed by descriptions only. SGD is PopART's own (sgd.hpp): its
-    velocity starts at zero and is kept times the velocity scaling. Of the others the mathematics is torch's."""
+    """The optimizer of the executable, over the device's weights, updated by descriptions only.
+    SGD is PopART's own (sgd.hpp): its velocity starts at zero and is stored times the velocity
+    scaling. The others use torch's mathematics."""
 
     def __init__(self, description: Description, weights: Mapping[str, torch.Tensor]) -> None:
         self._description = self.compiled = description
@@ -164,7 +171,8 @@ class Twin:
                 group.update({name: value for name, (value, _) in values.items() if name in group})
 
     def step(self, unreduced: float) -> None:
-        """`unreduced`: how often larger the accumulators are than the gradients' mean."""
+        """Step the weights. `unreduced`: the factor by which the accumulators exceed the mean of
+        the gradients."""
         limit = self._description.attributes.get("max_grad_norm")
         if limit is not None and limit != math.inf:
             parameters = [p for group in self._groups for p in group if p.grad is not None]
@@ -182,7 +190,7 @@ class Twin:
 
     # -- SGD
 
-    def _scale(self, group: Mapping[str, Any]) -> float:
+    def _compute_scale(self, group: Mapping[str, Any]) -> float:
         """Return the velocity scaling: glued to the loss scaling for the separate variant (CompilerImpl.cpp)."""
         separate = self._description.kind == "SGD2"
         return float(
@@ -200,7 +208,7 @@ class Twin:
                     self.states[f"Accl1___{name}"] = torch.zeros_like(p)
                 else:  # it begins with the weight decay's part of the first velocity (sgd1decompose.cpp)
                     self.states[f"Accl___{name}"] = p.detach() * (
-                        numbers_["weight_decay"] * self._scale(numbers_)
+                        numbers_["weight_decay"] * self._compute_scale(numbers_)
                     )
 
     def _step_sgd(self, p: torch.Tensor, group: Dict[str, Any], unreduced: float) -> None:
@@ -208,7 +216,7 @@ class Twin:
             self._names[id(p)],
             group["momentum"],
             group["weight_decay"],
-            self._scale(group),
+            self._compute_scale(group),
         )
         direction = p.grad.add(p, alpha=decay) if decay else p.grad
         if not momentum:
@@ -223,7 +231,7 @@ class Twin:
             p.add_(velocity, alpha=-group["lr"] / scale)
             return
         if group["nesterov"]:
-            raise not_modelled("Nesterov momentum with combined accumulators")
+            raise make_unmodelled_error("Nesterov momentum with combined accumulators")
         combined = self.states[f"Accl___{name}"].add_(p.grad * scale)
         p.add_(combined, alpha=-group["lr"] / scale)
         combined.mul_(momentum).add_(p, alpha=decay * scale)
@@ -269,8 +277,8 @@ class Twin:
         }
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """States that are not given stay as they are, with a warning. Rates are not written: the last one set counts
-        (devicex.cpp, updateOptimizerTensors)."""
+        """Write states; missing states stay as they are, with a warning. Rates are not written:
+        the last one set counts (devicex.cpp, updateOptimizerTensors)."""
         for name, value in self.states.items():
             if name not in state:
                 recorded.warn(f"writeOptimizerState: ignoring missing state {name}")

@@ -16,14 +16,15 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 
 from poptorch import _optimizers, _trace, enums
-from poptorch._errors import DoubleRefuses, cpp_error, py_error
+from poptorch._errors import DoubleRefuses, make_cpp_error, make_py_error
 from poptorch._trace import Layout, Trace
 
-NARROWED = {torch.float64: torch.float32, torch.int64: torch.int32}  # what the IPU has instead
+# the IPU's types in place of wider ones
+NARROWED = {torch.float64: torch.float32, torch.int64: torch.int32}
 WIDE = 2**31
 
 
-def plain_copy(model: torch.nn.Module) -> torch.nn.Module:
+def copy_without_wrappers(model: torch.nn.Module) -> torch.nn.Module:
     """Copy a model deeply, without the wrappers of PopTorch that it may have; nothing is copied from the device."""
     wrapped = [t for t in [*model.parameters(), *model.buffers()] if hasattr(type(t), "_unwrapped")]
     classes = [type(t) for t in wrapped]
@@ -41,12 +42,13 @@ def plain_copy(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class Program:
-    """The model on the device. `buffers[r]`: what replica r's buffers hold; its parameters are the same on all."""
+    """The model on the device. `buffers[r]`: the buffers of replica r; the parameters are the
+    same on all replicas."""
 
     def __init__(self, model: torch.nn.Module, options: Any, training: bool, seed: int) -> None:
-        self.model = plain_copy(model)
+        self.model = copy_without_wrappers(model)
         self.options, self.training = options, training
-        self.dtypes = {name: t.dtype for name, t in self._tensors()}
+        self.dtypes = {name: t.dtype for name, t in self._list_tensors()}
         self.model.float()  # float64 becomes float32; float16 is computed in float32 and rounded when stored
         self.half = torch.float16 in self.dtypes.values()
         self.replicas: int = options.replication_factor
@@ -55,7 +57,7 @@ class Program:
         self.buffers: List[Dict[str, torch.Tensor]] = []
         self.twin: Optional[_optimizers.Twin] = None
         self.loss_at: Optional[int] = None
-        self.static: Any = None  # outputs of the trace, for what is no tensor
+        self.static: Any = None  # outputs of the trace other than tensors
         self.strategy: Any = None
         self._random = torch.Generator().manual_seed(seed).get_state()
         self.seed = seed
@@ -63,7 +65,7 @@ class Program:
 
     # -- weights
 
-    def _tensors(self) -> List[Tuple[str, torch.Tensor]]:
+    def _list_tensors(self) -> List[Tuple[str, torch.Tensor]]:
         return [*self.model.named_parameters(), *self.model.named_buffers()]
 
     def parameters(self) -> Dict[str, torch.Tensor]:
@@ -78,7 +80,7 @@ class Program:
             buffer.data.copy_(self.buffers[replica][name])
 
     def _reset_constants(self, replica: int) -> None:
-        """Integer buffers are what they were when the model was compiled, in every microbatch."""
+        """Restore integer buffers in every microbatch: they are constants of the compiled model."""
         for name, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
                 buffer.data.copy_(self.buffers[replica][name])
@@ -90,21 +92,21 @@ class Program:
 
     @torch.no_grad()
     def upload(self, host: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in self._tensors():
+        for name, tensor in self._list_tensors():
             if tensor.is_floating_point():
                 tensor.copy_(host[name])
         self._take_buffers()
 
     @torch.no_grad()
     def download(self, host: Mapping[str, torch.Tensor]) -> None:
-        """Parameters, and the first replica's buffers."""
+        """Copy the parameters, and the first replica's buffers, to the host."""
         self._load_buffers(0)
-        for name, tensor in self._tensors():
+        for name, tensor in self._list_tensors():
             if tensor.is_floating_point():
                 host[name].copy_(tensor)
 
-    def _round(self) -> None:
-        """What is stored as float16 has its precision."""
+    def _round_to_half(self) -> None:
+        """Round parameters that are stored as float16."""
         if self.half:
             with torch.no_grad():
                 for name, tensor in self.model.named_parameters():
@@ -114,30 +116,31 @@ class Program:
     # -- inputs and outputs
 
     @property
-    def parts(self) -> int:
-        """Return micro-batches in one call's input."""
+    def microbatches(self) -> int:
+        """Return the number of microbatches in one call's input."""
         return self.iterations * self.accumulation * self.replicas
 
     def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
         for place, tensor in enumerate(inputs):
             size = tensor.shape[0] if tensor.dim() else 1
-            assert size % self.parts == 0, (
+            assert size % self.microbatches == 0, (
                 f"Invalid batch dimension: In the input {tensor.shape}, the batch dimension ({size}) must be a multiple of "
-                f"{self.iterations} * {self.replicas} * {self.accumulation} = {self.parts}"
+                f"{self.iterations} * {self.replicas} * {self.accumulation} = {self.microbatches}"
             )
             if tensor.requires_grad:  # PopTorch detaches some of them with a warning
-                raise py_error(
+                raise make_py_error(
                     f"An input tensor to an IPU model can not have requires_grad set to True: input {place}"
                 )
             if tensor.dtype == torch.bfloat16 or tensor.is_complex() or tensor.is_quantized:
-                raise cpp_error(f"Unsupported tensor input type from pytorch: {tensor.dtype}")
+                raise make_cpp_error(f"Unsupported tensor input type from pytorch: {tensor.dtype}")
 
-    def piece(self, structure: Any, index: int) -> Any:
-        """Return the micro-batch `index` of a call's input, as the device's types; a copy, which the model may write into."""
+    def cut_microbatch(self, structure: Any, index: int) -> Any:
+        """Return microbatch `index` of a call's input in the device's types, as a copy, which
+        the model may write into."""
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim():
-                size = tensor.shape[0] // self.parts
+                size = tensor.shape[0] // self.microbatches
                 tensor = tensor[index * size : (index + 1) * size]
             if tensor.dtype == torch.int64 and tensor.numel() and int(tensor.abs().max()) >= WIDE:
                 raise DoubleRefuses(
@@ -147,9 +150,9 @@ class Program:
                 tensor.float() if tensor.dtype in (torch.float64, torch.float16) else tensor.clone()
             )
 
-        return _trace.mapped(structure, cut)
+        return _trace.map_tensors(structure, cut)
 
-    def _out(self, structure: Any) -> Any:
+    def _narrow_outputs(self, structure: Any) -> Any:
         def narrow(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.detach()
             if (
@@ -158,36 +161,39 @@ class Program:
                 return tensor.half()
             return tensor.to(NARROWED.get(tensor.dtype, tensor.dtype)).clone()
 
-        return _trace.mapped(structure, narrow)
+        return _trace.map_tensors(structure, narrow)
 
     # -- tracing
 
     def trace(self, arguments: Any, strategy: Any) -> Tuple[Trace, Layout, List[Any]]:
-        """Trace one forward of the first micro-batch, noted and checked; leave weights and random state as they were."""
-        args, kwargs = self.piece(arguments, 0)
-        halves = any(t.dtype == torch.float16 for t in _trace.tensors(arguments))
+        """Trace one forward of the first microbatch, with all checks; leave weights and random
+        state unchanged."""
+        args, kwargs = self.cut_microbatch(arguments, 0)
+        halves = any(t.dtype == torch.float16 for t in _trace.list_tensors(arguments))
         trace = Trace(
-            strategy, self.model, _trace.tensors((args, kwargs)), halves and not self.half
+            strategy, self.model, _trace.list_tensors((args, kwargs)), halves and not self.half
         )
         trace.is_training = self.training
         buffers = dict(self.model.named_buffers())
         versions = {name: b._version for name, b in buffers.items()}
-        attributes = _attributes(self.model)
-        with self._on_device(), torch.set_grad_enabled(self.training), trace:
+        attributes = _list_plain_attributes(self.model)
+        with self._enter_device(), torch.set_grad_enabled(self.training), trace:
             result = self.model(*args, **kwargs)
         self._check_unchanged(buffers, attributes)
         written = [b for name, b in buffers.items() if b._version != versions[name]]
         if written and self.replicas > 1 and self.options.broadcast_buffers:
-            raise cpp_error("PopTorch does not support broadcasting buffers.")
+            raise make_cpp_error("PopTorch does not support broadcasting buffers.")
         with torch.no_grad():
             self._load_buffers(0)
-        leaves = _trace.flat(result)
-        ops = trace.alive([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], written)
+        leaves = _trace.list_leaves(result)
+        ops = trace.keep_needed(
+            [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], written
+        )
         losses, self.loss_at = _trace.find_losses(ops, leaves, self.training)
         if self.loss_at is not None and not leaves[self.loss_at].requires_grad:
-            raise cpp_error("The final loss depends on no parameter that requires a gradient")
+            raise make_cpp_error("The final loss depends on no parameter that requires a gradient")
         layout = _trace.lay_out(trace, ops, losses, self.parameters())
-        self.static = _trace.mapped(result, lambda tensor: None)
+        self.static = _trace.map_tensors(result, lambda tensor: None)
         return trace, layout, losses
 
     def _check_unchanged(
@@ -196,18 +202,18 @@ class Program:
         now = dict(self.model.named_buffers())
         for name in buffers:
             if now.get(name) is not buffers[name]:
-                raise py_error(
+                raise make_py_error(
                     f"Buffer {name} is reassigned within the model when calling the forward method."
                 )
-        for name, value in _attributes(self.model).items():
+        for name, value in _list_plain_attributes(self.model).items():
             if attributes.get(name, value) != value or name not in attributes:
                 raise DoubleRefuses(f"the forward changes {name}: PopTorch runs Python once")
 
     # -- running
 
     @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """The device's random numbers, and isRunningOnIpu()."""
+    def _enter_device(self) -> Iterator[None]:
+        """Use the device's random numbers, and set isRunningOnIpu()."""
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
             _trace.running = True
@@ -217,38 +223,39 @@ class Program:
                 _trace.running = False
 
     def run(self, arguments: Any) -> Any:
-        """Execute one call's input; returns the outputs as the output mode has them."""
+        """Execute one call's input, and return the outputs in the output mode."""
         outputs: Dict[Tuple[int, int, int], Any] = {}
-        with self._on_device(), torch.set_grad_enabled(self.training):
+        with self._enter_device(), torch.set_grad_enabled(self.training):
             for iteration in range(self.iterations):
                 gradients = [
-                    self._replica(arguments, iteration, r, outputs) for r in range(self.replicas)
+                    self._run_replica(arguments, iteration, r, outputs)
+                    for r in range(self.replicas)
                 ]
                 if self.training:
                     self._update(gradients)
             self._random = torch.get_rng_state()
-        return self._gathered(outputs)
+        return self._gather_outputs(outputs)
 
-    def _replica(
+    def _run_replica(
         self, arguments: Any, iteration: int, replica: int, outputs: Any
     ) -> Dict[str, torch.Tensor]:
-        """Run one replica's micro-batches of one iteration; return its accumulated gradients."""
+        """Run one replica's microbatches of one iteration; return its accumulated gradients."""
         if self.replicas > 1:
             with torch.no_grad():
                 self._load_buffers(replica)
         self.model.zero_grad(set_to_none=True)
         for index in range(self.accumulation):
             part = (iteration * self.accumulation + index) * self.replicas + replica
-            args, kwargs = self.piece(arguments, part)
+            args, kwargs = self.cut_microbatch(arguments, part)
             self._reset_constants(replica)
             result = self.model(*args, **kwargs)
             if self.training:
-                self._backward(_trace.flat(result)[self.loss_at], index)
-            outputs[iteration, index, replica] = self._out(result)
+                self._backward(_trace.list_leaves(result)[self.loss_at], index)
+            outputs[iteration, index, replica] = self._narrow_outputs(result)
         self._store_buffers(replica)
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
-    def _reduction(self) -> Tuple[bool, Any]:
+    def _choose_reduction(self) -> Tuple[bool, Any]:
         mean = (
             self.options.Training.accumulation_and_replication_reduction_type
             == enums.ReductionType.Mean
@@ -256,8 +263,8 @@ class Program:
         return mean, self.strategy
 
     def _backward(self, loss: torch.Tensor, index: int) -> None:
-        """Add the micro-batch's gradients; with Running, keep their mean so far."""
-        mean, strategy = self._reduction()
+        """Add the microbatch's gradients; with Running, store their mean so far."""
+        mean, strategy = self._choose_reduction()
         if mean and strategy == enums.MeanReductionStrategy.Running:
             for p in self.model.parameters():
                 if p.grad is not None:
@@ -270,7 +277,7 @@ class Program:
         loss.backward(start)
 
     def _update(self, gradients: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        mean, strategy = self._reduction()
+        mean, strategy = self._choose_reduction()
         divisor = {
             enums.MeanReductionStrategy.Running: self.replicas,
             enums.MeanReductionStrategy.Post: self.replicas * self.accumulation,
@@ -287,13 +294,14 @@ class Program:
         assert self.twin is not None
         post = mean and strategy == enums.MeanReductionStrategy.Post
         self.twin.step(self.replicas * self.accumulation if post else 1.0)
-        self._round()
+        self._round_to_half()
         self.model.zero_grad(set_to_none=True)
 
     # -- output modes
 
-    def _gathered(self, outputs: Mapping[Tuple[int, int, int], Any]) -> Any:
-        """Final: the last micro-batch of every replica; All; EveryN: every n-th; Sum: over all, of every replica."""
+    def _gather_outputs(self, outputs: Mapping[Tuple[int, int, int], Any]) -> Any:
+        """Return the outputs in the output mode. Final: the last microbatch of every replica;
+        All; EveryN: every n-th; Sum: over all, of every replica."""
         steps = [(d, g) for d in range(self.iterations) for g in range(self.accumulation)]
         mode, period = enums.OutputMode(self.options.output_mode), self.options.output_return_period
         modes = {
@@ -301,21 +309,23 @@ class Program:
             enums.OutputMode.EveryN: steps[period - 1 :: period],
         }
         chosen = modes.get(mode, steps)
-        by_step = [[_trace.flat(outputs[d, g, r]) for r in range(self.replicas)] for d, g in chosen]
+        by_step = [
+            [_trace.list_leaves(outputs[d, g, r]) for r in range(self.replicas)] for d, g in chosen
+        ]
         if mode == enums.OutputMode.Sum:
             by_step = [
                 [
-                    [_sum(values) for values in zip(*(step[r] for step in by_step))]
+                    [_add_values(values) for values in zip(*(step[r] for step in by_step))]
                     for r in range(self.replicas)
                 ]
             ]
         leaves = [leaf for step in by_step for leaf in step]
-        joined = iter([_join([one[i] for one in leaves]) for i in range(len(leaves[0]))])
-        return _rebuilt(outputs[0, 0, 0], self.static, joined)
+        joined = iter([_join_values([one[i] for one in leaves]) for i in range(len(leaves[0]))])
+        return _rebuild(outputs[0, 0, 0], self.static, joined)
 
 
-def _attributes(model: torch.nn.Module) -> Dict[str, Any]:
-    """Return plain values held by modules; not what PyTorch keeps of its own."""
+def _list_plain_attributes(model: torch.nn.Module) -> Dict[str, Any]:
+    """Return the plain values in the attributes of modules, without PyTorch's own."""
     return {
         f"{name}.{key}".lstrip("."): value
         for name, module in model.named_modules()
@@ -324,7 +334,7 @@ def _attributes(model: torch.nn.Module) -> Dict[str, Any]:
     }
 
 
-def _sum(values: Any) -> Any:
+def _add_values(values: Any) -> Any:
     values = list(values)
     if not isinstance(values[0], torch.Tensor):
         return values[0]
@@ -334,8 +344,8 @@ def _sum(values: Any) -> Any:
     return total
 
 
-def _join(values: List[Any]) -> Any:
-    """Micro-batches one behind the other; scalars become a vector when there are several."""
+def _join_values(values: List[Any]) -> Any:
+    """Concatenate microbatches; several scalars become a vector."""
     if not isinstance(values[0], torch.Tensor):
         return values[0]
     if len(values) == 1:
@@ -343,13 +353,13 @@ def _join(values: List[Any]) -> Any:
     return torch.stack(values) if values[0].dim() == 0 else torch.cat(values)
 
 
-def _rebuilt(shape: Any, static: Any, leaves: Iterator[Any]) -> Any:
-    """Return the nested outputs: tensors from `leaves`, everything else as it was in the trace."""
+def _rebuild(shape: Any, static: Any, leaves: Iterator[Any]) -> Any:
+    """Return the nested outputs: tensors from `leaves`, everything else as in the trace."""
     if isinstance(shape, dict):
-        return {key: _rebuilt(value, static[key], leaves) for key, value in shape.items()}
+        return {key: _rebuild(value, static[key], leaves) for key, value in shape.items()}
     if isinstance(shape, tuple) and hasattr(shape, "_fields"):
-        return type(shape)(*[_rebuilt(value, s, leaves) for value, s in zip(shape, static)])
+        return type(shape)(*[_rebuild(value, s, leaves) for value, s in zip(shape, static)])
     if isinstance(shape, (list, tuple)):
-        return type(shape)(_rebuilt(value, s, leaves) for value, s in zip(shape, static))
+        return type(shape)(_rebuild(value, s, leaves) for value, s in zip(shape, static))
     leaf = next(leaves)
     return leaf if isinstance(leaf, torch.Tensor) else static

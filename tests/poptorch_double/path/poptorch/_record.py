@@ -1,4 +1,5 @@
-"""What the double was asked and what it did: `poptorch.recorded`; and the device faults a test orders."""
+"""Record the calls and events of the double in `poptorch.recorded`, and raise the device faults
+that a test orders."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A block as the trace met it: where everything after it ran, until the next."""
+class Placement:
+    """Stage and IPU of a block in the trace, for all operations until the next block."""
 
     block: str
     stage: int
@@ -33,7 +34,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss the trace met. `final`: the one whose gradient is computed; `returned`: its place among the outputs."""
+    """A loss in the trace. `final`: the one whose gradient is computed; `returned`: its place
+    among the outputs."""
 
     function: str
     stage: int
@@ -44,7 +46,7 @@ class Loss:
 
 @dataclass
 class Compilation:
-    """A model made into an executable: what was asked for, and how it was laid out."""
+    """A model that became an executable: its options and its layout."""
 
     executor: int  # the index of the wrapped model, in the order of wrapping
     training: bool
@@ -52,7 +54,7 @@ class Compilation:
         str, Any
     ]  # Options.toDict(): option name -> value, with execution_mode and the PopART options
     strategy: str  # class name of the execution strategy
-    blocks: List[Placed]
+    blocks: List[Placement]
     stages: Dict[int, int]  # stage -> IPU, the stages that compute something
     ipus_per_replica: int
     ipus: int  # reserved, all replicas and rounding included
@@ -61,9 +63,7 @@ class Compilation:
     losses: List[Loss]
     micro_batch: List[Tuple[int, ...]]  # shapes of the tensors one forward sees
     optimizer: Optional[Dict[str, Any]]
-    recomputation: (
-        int  # autoRecomputation as PopTorch sets it: 3 in a pipeline unless told otherwise
-    )
+    recomputation: int  # autoRecomputation as PopTorch sets it: 3 in a pipeline unless it is set
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Recorder:
         self._failures.append(Failure(on, call, fault))
 
     def event(self, name: str, executor: int) -> None:
-        """Note an event, and raise if it was ordered to fail."""
+        """Record an event, and raise if a fault was ordered for it."""
         self.events.append((name, executor))
         due = [failure for failure in self._failures if failure.on == name]
         for failure in due:
@@ -136,15 +136,15 @@ class Recorder:
                 raise failure.error
 
     def warn(self, text: str) -> None:
-        """What PopTorch logs as a warning."""
+        """Record a warning of PopTorch."""
         self.warnings.append(text)
 
 
 recorded = Recorder()
 
 
-class outermost:
-    """Within it, calls of the API are PopTorch's own and are not recorded."""
+class ApiCall:
+    """Context of a call of the API; calls within it are PopTorch's own and are not recorded."""
 
     def __enter__(self) -> bool:
         _depth.value = getattr(_depth, "value", 0) + 1
@@ -154,14 +154,15 @@ class outermost:
         _depth.value -= 1
 
 
-def summary(value: Any) -> Any:
-    """Return a value as it is recorded: tensors and modules by their looks, so that nothing is kept alive."""
+def summarize(value: Any) -> Any:
+    """Return a value as it is recorded: tensors and modules as text, so that the record does not
+    keep them alive."""
     if isinstance(value, torch.Tensor):
         return f"tensor{list(value.shape)} {str(value.dtype).replace('torch.', '')}"
     if isinstance(value, (list, tuple)):
-        return [summary(item) for item in value]
+        return [summarize(item) for item in value]
     if isinstance(value, dict):
-        return {key: summary(item) for key, item in value.items()}
+        return {key: summarize(item) for key, item in value.items()}
     if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
         return value
     return f"{type(value).__name__}"
@@ -170,8 +171,9 @@ def summary(value: Any) -> Any:
 # ---- in a process of its own: environment variables of the double
 
 
-def _faults_of(text: str) -> Iterator[Tuple[str, int, BaseException]]:
-    """`execute:3:RecoverableError:LINK_RESET,compile:1:Error` -> the faults."""
+def _parse_faults(text: str) -> Iterator[Tuple[str, int, BaseException]]:
+    """Yield the faults of a text such as
+    `execute:3:RecoverableError:LINK_RESET,compile:1:Error`."""
     from poptorch import _errors
 
     for part in filter(None, text.split(",")):
@@ -182,7 +184,7 @@ def _faults_of(text: str) -> Iterator[Tuple[str, int, BaseException]]:
         yield on, int(call), error
 
 
-def _write(path: str) -> None:
+def _write_record(path: str) -> None:
     content = {
         "calls": [asdict(call) for call in recorded.calls],
         "compilations": [asdict(compilation) for compilation in recorded.compilations],
@@ -194,9 +196,10 @@ def _write(path: str) -> None:
         json.dump(content, file, default=str)
 
 
-def start() -> None:
-    """POPTORCH_DOUBLE_FAIL orders faults; POPTORCH_DOUBLE_RECORD names the JSON file written when the process ends."""
-    for on, call, error in _faults_of(os.environ.get("POPTORCH_DOUBLE_FAIL", "")):
+def begin_recording() -> None:
+    """Order the faults of POPTORCH_DOUBLE_FAIL; write the record to POPTORCH_DOUBLE_RECORD when
+    the process ends."""
+    for on, call, error in _parse_faults(os.environ.get("POPTORCH_DOUBLE_FAIL", "")):
         recorded.fail(on, call, error)
     if os.environ.get("POPTORCH_DOUBLE_RECORD"):
-        atexit.register(_write, os.environ["POPTORCH_DOUBLE_RECORD"])
+        atexit.register(_write_record, os.environ["POPTORCH_DOUBLE_RECORD"])

@@ -1,4 +1,5 @@
-"""api.json is the one place that states names, arguments, defaults and types; `typed` holds functions to it when called."""
+"""Check calls against api.json, the one source of names, arguments, defaults and types:
+`follow_api` does so for a function."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any, Callable, Dict, Iterable, TypeVar
 
 import torch
 
-from poptorch._record import Call, outermost, recorded, summary
+from poptorch._record import ApiCall, Call, recorded, summarize
 
 DATA: Dict[str, Any] = json.loads((Path(__file__).resolve().parents[2] / "api.json").read_text())
 API: Dict[str, Any] = DATA["api"]
@@ -32,21 +33,21 @@ _NAMES = {
 
 
 def make_enum(name: str, module: str) -> Any:
-    """Return the enum of that name, members and values from the data."""
+    """Return the enum `name` with the members and values of the data."""
     entry = DATA["enums"][name]
     base = {"IntEnum": enum.IntEnum, "Enum": enum.Enum}[entry["base"]]
     return base(name, entry["values"], module=module)
 
 
 @functools.lru_cache(maxsize=None)
-def _type(text: str) -> Any:
+def _resolve_type(text: str) -> Any:
     names = {**vars(sys.modules["poptorch"]), **_NAMES}
     return eval(text, {"__builtins__": __builtins__}, names)
 
 
-def accepts(value: Any, kind: Any) -> bool:
-    """Return whether `value` is of the annotated type, strictly: NumPy's scalars are no numbers; a
-    bool is an int but no float."""
+def matches_type(value: Any, kind: Any) -> bool:
+    """Return whether `value` is of the annotated type. Strict: NumPy's scalars are not numbers;
+    a bool is an int but not a float."""
     if kind is Any or kind is object:
         return True
     if kind is float:
@@ -57,7 +58,7 @@ def accepts(value: Any, kind: Any) -> bool:
         )
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Union:
-        return any(accepts(value, one) for one in inside)
+        return any(matches_type(value, one) for one in inside)
     if origin is None:
         return isinstance(value, getattr(kind, "__origin__", kind) or kind)
     name = getattr(origin, "__name__", "")
@@ -66,13 +67,17 @@ def accepts(value: Any, kind: Any) -> bool:
     if not isinstance(value, origin):
         return False
     if name == "dict":
-        return all(accepts(k, inside[0]) and accepts(v, inside[1]) for k, v in value.items())
+        return all(
+            matches_type(k, inside[0]) and matches_type(v, inside[1]) for k, v in value.items()
+        )
     if name == "tuple":
-        return len(inside) == len(value) and all(accepts(v, one) for v, one in zip(value, inside))
-    return all(accepts(item, inside[0]) for item in value)
+        return len(inside) == len(value) and all(
+            matches_type(v, one) for v, one in zip(value, inside)
+        )
+    return all(matches_type(item, inside[0]) for item in value)
 
 
-def _parameter(entry: Dict[str, Any]) -> inspect.Parameter:
+def _make_parameter(entry: Dict[str, Any]) -> inspect.Parameter:
     default = entry.get("default", inspect.Parameter.empty)
     if isinstance(default, dict):
         enumeration, _, member = default["enum"].partition(".")
@@ -81,11 +86,11 @@ def _parameter(entry: Dict[str, Any]) -> inspect.Parameter:
     return inspect.Parameter(entry["name"], kind, default=default)
 
 
-def typed(name: str, unchecked: Iterable[str] = ()) -> Callable[[Function], Function]:
-    """Give a function the signature of the entry `name` of the data: a call's arguments are bound and checked by it, recorded,
-    and handed on by position, `self` first where there is one.
+def follow_api(name: str, unchecked: Iterable[str] = ()) -> Callable[[Function], Function]:
+    """Give a function the signature of the entry `name` of the data: the arguments of a call are
+    bound and checked by it, recorded, and passed on by position, `self` first if there is one.
 
-    `unchecked`: arguments whose annotation PopTorch itself does not keep to; the body checks them.
+    `unchecked`: arguments whose annotation PopTorch itself does not enforce; the body checks them.
     """
     params = API[name].get("params", [])
     types = {
@@ -96,23 +101,23 @@ def typed(name: str, unchecked: Iterable[str] = ()) -> Callable[[Function], Func
 
     def decorate(function: Function) -> Function:
         receiver = [p for p in inspect.signature(function).parameters.values() if p.name == "self"]
-        signature = inspect.Signature([*receiver, *map(_parameter, params)])
+        signature = inspect.Signature([*receiver, *map(_make_parameter, params)])
 
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def call_checked(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             passed = {key: value for key, value in bound.arguments.items() if key != "self"}
-            with outermost() as first:
+            with ApiCall() as first:
                 if first:
                     recorded.calls.append(
-                        Call(name, {key: summary(value) for key, value in passed.items()})
+                        Call(name, {key: summarize(value) for key, value in passed.items()})
                     )
                 for option, value in passed.items():
                     text = types.get(option)
                     if (
                         text
                         and value is not signature.parameters[option].default
-                        and not accepts(value, _type(text))
+                        and not matches_type(value, _resolve_type(text))
                     ):
                         raise AssertionError(
                             f"Unexpected type {type(value)} for option {option} of {name}. Expected {text}"
@@ -120,7 +125,7 @@ def typed(name: str, unchecked: Iterable[str] = ()) -> Callable[[Function], Func
                 bound.apply_defaults()
                 return function(*bound.args, **bound.kwargs)
 
-        checked.__signature__ = signature
-        return checked
+        call_checked.__signature__ = signature
+        return call_checked
 
     return decorate

@@ -1,7 +1,7 @@
-"""One forward of the model as PopTorch's compiler sees it: operations with their block, stage and IPU, and the losses.
+"""Trace one forward as PopTorch's compiler does: operations with block, stage and IPU, and the losses.
 
 forward   block A: conv relu | block B: conv  linear  loss |           ops, in order
-outputs   (logits, loss)                                               what they do not need is dropped, as PopTorch does
+outputs   (logits, loss)                                               unneeded ops are dropped, as by PopTorch
 layout    stage 0 on IPU 0   | stage 1 on IPU 1                        checked by PopTorch's and PopART's rules
 """
 
@@ -25,8 +25,8 @@ from typing import (
 import torch
 from torch.overrides import TorchFunctionMode
 
-from poptorch._errors import DoubleRefuses, cpp_error, not_modelled, popart_error
-from poptorch._record import Loss, Placed
+from poptorch._errors import DoubleRefuses, make_cpp_error, make_popart_error, make_unmodelled_error
+from poptorch._record import Loss, Placement
 from poptorch.strategies import PipelinedExecution, ShardedExecution
 
 current: Optional["Trace"] = None  # the trace in progress
@@ -50,35 +50,35 @@ OPERATIONS = frozenset(
 )
 SEES_INDEXING = not torch.__version__.startswith(
     "2.0"
-)  # there tensor[index] is not told to a TorchFunctionMode
+)  # there a TorchFunctionMode does not get tensor[index]
 SHAPES_FROM_VALUES = frozenset("nonzero unique unique_consecutive masked_select argwhere".split())
 
 
 # ---- nested structures of tensors
 
 
-def flat(structure: Any) -> List[Any]:
-    """Return leaves of nested tuples, lists and dictionaries, in order."""
+def list_leaves(structure: Any) -> List[Any]:
+    """Return the leaves of nested tuples, lists and dictionaries, in order."""
     if isinstance(structure, dict):
-        return [leaf for value in structure.values() for leaf in flat(value)]
+        return [leaf for value in structure.values() for leaf in list_leaves(value)]
     if isinstance(structure, (list, tuple)):
-        return [leaf for value in structure for leaf in flat(value)]
+        return [leaf for value in structure for leaf in list_leaves(value)]
     return [structure]
 
 
-def mapped(structure: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Return the structure with `function` of every tensor in its place."""
+def map_tensors(structure: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """Return the structure with `function(tensor)` in place of every tensor."""
     if isinstance(structure, dict):
-        return {key: mapped(value, function) for key, value in structure.items()}
+        return {key: map_tensors(value, function) for key, value in structure.items()}
     if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-        return type(structure)(*[mapped(value, function) for value in structure])
+        return type(structure)(*[map_tensors(value, function) for value in structure])
     if isinstance(structure, (list, tuple)):
-        return type(structure)(mapped(value, function) for value in structure)
+        return type(structure)(map_tensors(value, function) for value in structure)
     return function(structure) if isinstance(structure, torch.Tensor) else structure
 
 
-def tensors(structure: Any) -> List[torch.Tensor]:
-    return [leaf for leaf in flat(structure) if isinstance(leaf, torch.Tensor)]
+def list_tensors(structure: Any) -> List[torch.Tensor]:
+    return [leaf for leaf in list_leaves(structure) if isinstance(leaf, torch.Tensor)]
 
 
 # ---- tracing
@@ -86,17 +86,18 @@ def tensors(structure: Any) -> List[torch.Tensor]:
 
 @dataclass
 class Op:
-    """An operation: tensors by their identity."""
+    """An operation; its tensors by identity."""
 
     name: str
-    at: Placed
+    at: Placement
     inputs: Tuple[int, ...]
     outputs: Tuple[int, ...]
     loss: Optional[str] = None
 
 
 class Trace(TorchFunctionMode):
-    """Within it every torch function that makes a tensor is noted, and refused where the IPU could not do it."""
+    """Context in which every torch function that makes a tensor is recorded, and refused if the
+    IPU does not support it."""
 
     def __init__(
         self,
@@ -110,33 +111,34 @@ class Trace(TorchFunctionMode):
         self.mixes_halves = mixes_halves  # half inputs, float32 weights
         self.strategy = strategy
         self.manager = strategy._manager()
-        self.active = Placed("", 0, 0)  # before any block: IPU 0, stage 0
-        self.blocks: List[Placed] = []
+        self.active = Placement("", 0, 0)  # before any block: IPU 0, stage 0
+        self.blocks: List[Placement] = []
         self.ops: List[Op] = []
         self.overlapped = False
         self._names = {
             id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]
         }
-        self._kept: List[Any] = list(inputs)  # so that no identity is used twice
+        self._references: List[Any] = list(inputs)  # so that no identity is used twice
         self._known = {*self._names, *map(id, inputs)}  # tensors that are on the IPU
         attributes = [value for module in model.modules() for value in vars(module).values()]
-        self._hosts = {
+        self._host_tensors = {
             id(value) for value in attributes if isinstance(value, torch.Tensor)
         } - self._known
 
     # -- blocks
 
     def begin(self, block: Optional[str], ipu: Optional[int]) -> None:
-        """A block begins. A stage's own IPU comes before the block's; without either it is the stage's id."""
+        """Begin a block. A stage's own IPU precedes the block's; without either it is the
+        stage's id."""
         stage = self.manager.stage(block, ipu)
         place = stage._ipu if stage._ipu is not None else ipu
-        self.active = Placed(
+        self.active = Placement(
             str(block), stage._stage_id, stage._stage_id if place is None else place
         )
         self.blocks.append(self.active)
 
     def mark_loss(self, function: str, loss: torch.Tensor) -> None:
-        """The operation that made `loss` is a loss."""
+        """Mark the operation that made `loss` as a loss."""
         maker = next(op for op in reversed(self.ops) if id(loss) in op.outputs)
         maker.loss = function
 
@@ -157,17 +159,17 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        self._refuse(name)
+        self._refuse_operation(name)
         if name in ("cross_entropy", "nll_loss") and (
             kwargs.get("weight") is not None or args[2:3] not in ((), (None,))
         ):
-            raise cpp_error(f'Parameter "weight" is unsupported for aten::{name}')
+            raise make_cpp_error(f'Parameter "weight" is unsupported for aten::{name}')
         if name in ("cross_entropy", "scaled_dot_product_attention") and (
             kwargs.get("label_smoothing") or kwargs.get("is_causal")
         ):
             op = {"cross_entropy": "masked_select", "scaled_dot_product_attention": "tril"}[name]
-            raise cpp_error(f"Unsupported ops found in compiled model: [aten::{op}].")
-        inputs = tensors([args, kwargs])
+            raise make_cpp_error(f"Unsupported ops found in compiled model: [aten::{op}].")
+        inputs = list_tensors([args, kwargs])
         for tensor in inputs:
             self._check_place(name, tensor)
         if (
@@ -179,11 +181,11 @@ class Trace(TorchFunctionMode):
                 "Input type (c10::Half) and bias type (float) should be the same"
             )  # torch 2.0.1's own
         result = func(*args, **kwargs)
-        outputs = tensors(result)
+        outputs = list_tensors(result)
         if name == "__setitem__":
             outputs = [args[0]]
         if outputs:
-            self._note(name, inputs, outputs)
+            self._record_operation(name, inputs, outputs)
         if not torch.is_grad_enabled() and self.is_training and name != "detach":
             if any(t.requires_grad for t in inputs) and any(t.is_floating_point() for t in outputs):
                 raise DoubleRefuses(
@@ -192,39 +194,48 @@ class Trace(TorchFunctionMode):
         return result
 
     def _check_place(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor is an input, a parameter, a buffer, or was made in the trace; all else is the host's."""
+        """Refuse a tensor of the host: a tensor must be an input, a parameter, a buffer, or made
+        in the trace."""
         if isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
             raise DoubleRefuses(
                 f"{name} takes a tensor made by {type(tensor.grad_fn).__name__}, which no IPU runs"
             )
-        if id(tensor) in self._hosts or (SEES_INDEXING and id(tensor) not in self._known):
-            raise cpp_error(
+        if id(tensor) in self._host_tensors or (SEES_INDEXING and id(tensor) not in self._known):
+            raise make_cpp_error(
                 f"{name}: expected an IPU tensor, got a CPU tensor of shape {list(tensor.shape)}"
             )
 
-    def _refuse(self, name: str) -> None:
+    def _refuse_operation(self, name: str) -> None:
         if name in AUTOGRAD:
-            raise cpp_error(
+            raise make_cpp_error(
                 f"{name}: gradients and hooks do not exist inside the forward of an IPU model"
             )
         if name in ON_THE_HOST:
-            raise cpp_error(
+            raise make_cpp_error(
                 f"{name}: the value of an IPU tensor is not known while the graph is built (static graph)"
             )
         if name in SHAPES_FROM_VALUES:
-            raise cpp_error(f"{name}: the shape of its result depends on values (static shapes)")
+            raise make_cpp_error(
+                f"{name}: the shape of its result depends on values (static shapes)"
+            )
         if name not in OPERATIONS:
-            raise not_modelled(f"torch's {name} (does PopTorch have a handler of it?)")
+            raise make_unmodelled_error(f"torch's {name} (does PopTorch have a handler of it?)")
 
-    def _note(self, name: str, given: List[torch.Tensor], made: List[torch.Tensor]) -> None:
-        self._kept += [*given, *made]
-        self._known.update(map(id, made))
+    def _record_operation(
+        self, name: str, inputs: List[torch.Tensor], outputs: List[torch.Tensor]
+    ) -> None:
+        self._references += [*inputs, *outputs]
+        self._known.update(map(id, outputs))
         loss = name if name in LOSSES else None
-        self.ops.append(Op(name, self.active, tuple(map(id, given)), tuple(map(id, made)), loss))
+        self.ops.append(
+            Op(name, self.active, tuple(map(id, inputs)), tuple(map(id, outputs)), loss)
+        )
 
-    # -- what remains
+    # -- needed operations
 
-    def alive(self, outputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> List[Op]:
+    def keep_needed(
+        self, outputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> List[Op]:
         """Return the operations that the outputs and the buffers written in place need; all others are dropped."""
         needed, living = {id(t) for t in [*outputs, *written]}, []
         for op in reversed(self.ops):
@@ -233,8 +244,8 @@ class Trace(TorchFunctionMode):
                 living.append(op)
         return living[::-1]
 
-    def variables(self, ops: Sequence[Op]) -> Iterator[Tuple[str, Op]]:
-        """Every use of a parameter or buffer."""
+    def list_variable_uses(self, ops: Sequence[Op]) -> Iterator[Tuple[str, Op]]:
+        """Yield every use of a parameter or buffer."""
         for op in ops:
             for tensor in op.inputs:
                 if tensor in self._names:
@@ -247,11 +258,11 @@ class Trace(TorchFunctionMode):
 def find_losses(
     ops: Sequence[Op], outputs: Sequence[Any], training: bool
 ) -> Tuple[List[Loss], Optional[int]]:
-    """Return all losses that remain, and the place among the outputs of the final one (training).
+    """Return all remaining losses, and the place of the final one among the outputs (in training).
 
-    A loss that goes into a later one is demoted. PopTorch takes the gradient of the one that is left, whatever else is
-    computed from it, so that `0.5 * cross_entropy(...)` trains with the unscaled loss without a word: the double wants
-    the final loss itself among the outputs.
+    A loss that another loss uses is demoted. PopTorch takes the gradient of the remaining one,
+    whatever else is computed from it, so that `0.5 * cross_entropy(...)` silently trains with the
+    unscaled loss: the double requires the final loss itself among the outputs.
     """
     before: Dict[int, FrozenSet[int]] = {}  # tensor -> losses it is computed from
     demoted: Set[int] = set()
@@ -281,9 +292,9 @@ def find_losses(
     if not training:
         return losses, None
     if not final:
-        raise cpp_error("Couldn't find a loss in graph!")
+        raise make_cpp_error("Couldn't find a loss in graph!")
     if len(final) > 1:
-        raise cpp_error("Multiple independent losses found in graph.")
+        raise make_cpp_error("Multiple independent losses found in graph.")
     last = next(loss for loss in losses if loss.final)
     if last.returned is None:
         raise DoubleRefuses(f"the final loss, of {last.function}, is not itself returned")
@@ -305,7 +316,7 @@ class Layout:
 def lay_out(
     trace: Trace, ops: Sequence[Op], losses: Sequence[Loss], parameters: Mapping[str, Any]
 ) -> Layout:
-    """Return stages and IPUs of the operations, checked."""
+    """Return the checked stages and IPUs of the operations."""
     ipus = [op.at.ipu for op in ops]
     used = max(len(set(ipus)), max(ipus, default=0) + 1)
     changes = sum(a != b for a, b in zip([0, *ipus], ipus))
@@ -318,13 +329,13 @@ def lay_out(
     for op in ops:
         ipu = stages.setdefault(op.at.stage, op.at.ipu)
         if pipelined and ipu != op.at.ipu:
-            raise popart_error(
+            raise make_popart_error(
                 f"Ops have the same pipeline stage {op.at.stage}, but different virtual graph ids"
             )
-    for name, op in trace.variables(ops):
+    for name, op in trace.list_variable_uses(ops):
         ipu = where.setdefault(name, op.at.ipu)
         if pipelined and ipu != op.at.ipu:
-            raise popart_error(
+            raise make_popart_error(
                 f"Can not copy variable tensor {name} between virtual graphs when pipelining"
             )
     if pipelined:
@@ -341,7 +352,7 @@ def _check_order(ops: Sequence[Op], losses: Sequence[Loss]) -> None:
         for tensor in op.inputs:
             earlier = maker_of.get(tensor)
             if earlier is not None and earlier.at.stage > op.at.stage:
-                raise popart_error(
+                raise make_popart_error(
                     f"{op.name}: a tensor can not be consumed in an earlier stage than it is produced"
                 )
         maker_of.update(dict.fromkeys(op.outputs, op))
@@ -349,7 +360,7 @@ def _check_order(ops: Sequence[Op], losses: Sequence[Loss]) -> None:
         if loss.final:
             for op in ops:
                 if 2 * loss.stage - op.at.stage < 0:  # where its backward would have to be
-                    raise popart_error(
+                    raise make_popart_error(
                         f"Op has bad pipeline stage: {op.name} in {op.at.stage}, loss in {loss.stage}"
                     )
 
@@ -357,4 +368,4 @@ def _check_order(ops: Sequence[Op], losses: Sequence[Loss]) -> None:
 def _check_gaps(trace: Trace, stages: Mapping[int, int]) -> None:
     for stage in range(max(stages) + 1):
         if stage not in stages:
-            raise popart_error(f"pipeline stage {stage} is missing")
+            raise make_popart_error(f"pipeline stage {stage} is missing")

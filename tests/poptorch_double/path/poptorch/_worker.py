@@ -16,7 +16,7 @@ from typing import Any, List
 import torch
 from torch import multiprocessing
 
-from poptorch._errors import py_error
+from poptorch._errors import make_py_error
 from poptorch.enums import SharingStrategy
 
 STARTS = {SharingStrategy.Fork: "fork", SharingStrategy.ForkServer: "forkserver"}
@@ -27,7 +27,7 @@ PRELOADED = [
 ]  # by the server, for the time that every fork of it saves
 
 
-def _flat(batch: Any) -> List[torch.Tensor]:
+def _list_tensors(batch: Any) -> List[torch.Tensor]:
     tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch)
     for place, tensor in enumerate(tensors):
         assert isinstance(tensor, torch.Tensor), (
@@ -37,8 +37,9 @@ def _flat(batch: Any) -> List[torch.Tensor]:
     return tensors
 
 
-def work(end: Any, dataset: Any, slots: int) -> None:
-    """The worker. The first batch gives the ring its shapes, so it is loaded before anything is asked for."""
+def serve_batches(end: Any, dataset: Any, slots: int) -> None:
+    """Fill the ring, as the worker process. The first batch gives the ring its shapes, so it is
+    loaded before any request."""
     with contextlib.suppress(KeyboardInterrupt, EOFError):
         if isinstance(dataset, str):
             with open(dataset, "rb") as file:
@@ -46,8 +47,8 @@ def work(end: Any, dataset: Any, slots: int) -> None:
         source = (dataset[index] for index in range(len(dataset)))
         first: Any = next(source, None)
         if first is None:
-            raise py_error("The Dataset is empty")
-        shapes = _flat(first)
+            raise make_py_error("The Dataset is empty")
+        shapes = _list_tensors(first)
         ring = [
             [torch.empty_like(tensor).share_memory_() for tensor in shapes] for _ in range(slots)
         ]
@@ -64,7 +65,7 @@ def work(end: Any, dataset: Any, slots: int) -> None:
             if batch is None:
                 end.send((turn, None, 0))
                 continue
-            tensors = _flat(batch)
+            tensors = _list_tensors(batch)
             for place, tensor in zip(ring[number], tensors):
                 assert len(tensor) <= len(place), (
                     "a batch larger than the first has no room in the ring"
@@ -74,7 +75,7 @@ def work(end: Any, dataset: Any, slots: int) -> None:
 
 
 class Worker:
-    """The process, its ring of `slots` batches, and the batch that is being read."""
+    """The worker process, its ring of `slots` batches, and the slot that is being read."""
 
     def __init__(self, dataset: Any, slots: int, strategy: Any) -> None:
         context = multiprocessing.get_context(STARTS.get(strategy, "spawn"))
@@ -87,7 +88,9 @@ class Worker:
                 with open(path, "wb") as file:
                     pickle.dump(dataset, file, protocol=4)
                 dataset = path
-            self._process = context.Process(target=work, args=(there, dataset, slots), daemon=True)
+            self._process = context.Process(
+                target=serve_batches, args=(there, dataset, slots), daemon=True
+            )
             self._process.start()
             there.close()
             try:
@@ -95,23 +98,24 @@ class Worker:
             except (EOFError, OSError):
                 self._ring = None
         if self._ring is None:
-            raise py_error(
+            raise make_py_error(
                 "AsynchronousDataAccessor worker thread failed to start (Check above for details)"
             )
-        self._turn, self._held = 0, None  # type: int, Optional[int]
+        self._turn, self._slot = 0, None  # type: int, Optional[int]
 
     def begin(self) -> None:
-        """From the first batch on."""
-        self._turn, self._held = self._turn + 1, None
+        """Request all batches from the first one on."""
+        self._turn, self._slot = self._turn + 1, None
         self._here.send(("begin", self._turn))
         for slot in range(len(self._ring)):
             self._here.send(("slot", slot))
 
     def take(self) -> Any:
-        """Return the next batch, which lies in the ring until the one after is asked for; None at the end."""
-        if self._held is not None:
+        """Return the next batch, whose memory is overwritten once the next one is requested, or
+        None at the end."""
+        if self._slot is not None:
             for tensor in self._ring[
-                self._held
+                self._slot
             ]:  # PopTorch overwrites it sooner or later; the double at once
                 tensor.fill_(
                     float("nan")
@@ -120,8 +124,8 @@ class Worker:
                     if tensor.dtype != torch.bool
                     else True
                 )
-            self._here.send(("slot", self._held))
-            self._held = None
+            self._here.send(("slot", self._slot))
+            self._slot = None
         turn = None
         while turn != self._turn:
             connection.wait([self._here, self._process.sentinel])
@@ -130,7 +134,7 @@ class Worker:
                 turn, slot, count = self._here.recv()
             except (EOFError, OSError):
                 raise AssertionError("An error occurred in the data fetcher") from None
-        self._held = slot
+        self._slot = slot
         if slot is None:
             return None
         batch = [tensor[:count] if tensor.dim() else tensor for tensor in self._ring[slot]]

@@ -7,16 +7,16 @@ from typing import Any, Optional
 import torch
 
 from poptorch import _trace
-from poptorch._errors import py_error
-from poptorch._signatures import typed
+from poptorch._errors import make_py_error
+from poptorch._signatures import follow_api
 from poptorch.enums import OverlapMode
 
 
 class Block:
-    """What follows belongs to the block."""
+    """Marks the begin of a block: all following operations belong to it."""
 
     @staticmethod
-    @typed("Block.start")
+    @follow_api("Block.start")
     def start(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
         if _trace.current is not None:
             _trace.current.begin(user_id, ipu_id)
@@ -31,20 +31,20 @@ class _BlockHook:
             _trace.current.begin(self._user_id, self._ipu_id)
 
 
-@typed("BeginBlock")
+@follow_api("BeginBlock")
 def BeginBlock(
     layer_to_call: torch.nn.Module, user_id: str = None, ipu_id: int = None
 ) -> torch.nn.Module:
     if any(isinstance(hook, _BlockHook) for hook in layer_to_call._forward_pre_hooks.values()):
-        raise py_error("module has already been assigned to a block.")
+        raise make_py_error("module has already been assigned to a block.")
     layer_to_call.register_forward_pre_hook(_BlockHook(user_id, ipu_id))
     return layer_to_call
 
 
-@typed("set_overlap_for_input", unchecked=["input_tensors"])
+@follow_api("set_overlap_for_input", unchecked=["input_tensors"])
 def set_overlap_for_input(input_tensors, mode: OverlapMode):
     if not isinstance(input_tensors, torch.Tensor):
-        raise py_error(
+        raise make_py_error(
             f"You may only set overlap for torch.tensor inputs. {type(input_tensors)} is not supported."
         )
     if _trace.current is not None:
@@ -52,10 +52,10 @@ def set_overlap_for_input(input_tensors, mode: OverlapMode):
     return input_tensors.view_as(input_tensors)
 
 
-@typed("identity_loss", unchecked=["x", "reduction"])
+@follow_api("identity_loss", unchecked=["x", "reduction"])
 def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
-        raise py_error(f"identity_loss takes a tensor, not {type(x)}")
+        raise make_py_error(f"identity_loss takes a tensor, not {type(x)}")
     if reduction not in ("sum", "mean", "none"):
         raise ValueError(f"Unsupported reduction type: {reduction}: it is sum, mean or none")
     loss = {"sum": torch.sum, "mean": torch.mean, "none": torch.clone}[reduction](x)

@@ -11,7 +11,7 @@ from typing import Any, Dict, List
 import torch
 
 from poptorch._record import recorded
-from poptorch._signatures import API, typed
+from poptorch._signatures import API, follow_api
 
 TYPES = (torch.float16, torch.float32)
 # Of the arguments that torch's optimizers have not; the types of accumulators are float32.
@@ -20,35 +20,36 @@ OWN_DEFAULTS = {"loss_scaling": 1.0, "use_combined_accum": False, "bias_correcti
 
 
 class VariableAttributes:
-    """Which hyper-parameters may change after the model is compiled."""
+    """The hyper-parameters that may change after the model is compiled."""
 
-    @typed("optim.VariableAttributes")
+    @follow_api("optim.VariableAttributes")
     def __init__(self, variable_attributes: List[str], allowed_attributes: List[str]) -> None:
         self._variable, self._allowed = list(variable_attributes), list(allowed_attributes)
 
-    @typed("optim.VariableAttributes.isConstant")
+    @follow_api("optim.VariableAttributes.isConstant")
     def isConstant(self, attr: str) -> bool:
         return attr not in self._variable
 
-    @typed("optim.VariableAttributes.markAsConstant")
+    @follow_api("optim.VariableAttributes.markAsConstant")
     def markAsConstant(self, attr: str) -> None:
         assert attr in self._allowed, f"Unknown attribute {attr}, allowed values: {self._allowed}"
         self._variable = [one for one in self._variable if one != attr]
 
 
 class Optimizer:
-    """What the optimizers share: a state that lives on the IPU and is read back when it is asked for."""
+    """Common part of the optimizers: a state that lives on the IPU and is read back on request."""
 
-    @typed("optim.Optimizer")
+    @follow_api("optim.Optimizer")
     def __init__(self) -> None:
         self._state_dict: Dict[str, Any] = {"ipu_state": None, "ipu_param": None}
         self.ipu_state_is_dirty = False
         self.host_state_is_dirty = False
 
-    def _set_up(self, own: Dict[str, Any], variables: List[str]) -> None:
-        """Keep the arguments torch has not, with PopTorch's defaults, as attributes; check their types."""
+    def _set_up(self, extra_arguments: Dict[str, Any], variables: List[str]) -> None:
+        """Store the arguments that torch lacks, with PopTorch's defaults, as attributes; check
+        their types."""
         entry = API[f"optim.{type(self).__name__}"]
-        for name, value in own.items():
+        for name, value in extra_arguments.items():
             chosen = OWN_DEFAULTS.get(name, torch.float32) if value is None else value
             if name.endswith("accum_type"):
                 assert chosen in TYPES, (
@@ -56,32 +57,37 @@ class Optimizer:
                 )
             if name != "velocity_scaling":
                 setattr(self, name, chosen)
-        if own.get("use_combined_accum"):  # the only variant that scales velocities, and by group
-            scaling = 1.0 if own["velocity_scaling"] is None else own["velocity_scaling"]
+        # the combined variant alone scales velocities, and by group
+        if extra_arguments.get("use_combined_accum"):
+            scaling = (
+                1.0
+                if extra_arguments["velocity_scaling"] is None
+                else extra_arguments["velocity_scaling"]
+            )
             self.defaults["velocity_scaling"] = scaling
             for group in self.param_groups:
                 group.setdefault("velocity_scaling", scaling)
-        elif own.get("velocity_scaling") is not None:
+        elif extra_arguments.get("velocity_scaling") is not None:
             recorded.warn(
                 "velocity_scaling value ignored when using the separate variant (use_combined_accum=False)."
             )
         allowed = [*self.defaults, *entry["global_vars"]]
         self.variable_attrs = VariableAttributes(variables, allowed)
 
-    @typed("optim.Optimizer.state_dict")
+    @follow_api("optim.Optimizer.state_dict")
     def state_dict(self) -> Dict[str, Any]:
         return self.get_state_dict()
 
-    @typed("optim.Optimizer.load_state_dict")
+    @follow_api("optim.Optimizer.load_state_dict")
     def load_state_dict(self, state) -> None:
         torch.optim.Optimizer.load_state_dict(self, state)
         self.set_state_dict(state)
 
-    @typed("optim.Optimizer.get_state_dict")
+    @follow_api("optim.Optimizer.get_state_dict")
     def get_state_dict(self) -> Dict[str, Any]:
         return {**self._state_dict, **torch.optim.Optimizer.state_dict(self)}
 
-    @typed("optim.Optimizer.set_state_dict")
+    @follow_api("optim.Optimizer.set_state_dict")
     def set_state_dict(self, state) -> None:
         if not state:
             raise RuntimeError("Cannot load optimizer state dictionary because it is empty.")
@@ -90,7 +96,7 @@ class Optimizer:
         self._state_dict = {key: state[key] for key in ("ipu_state", "ipu_param")}
         self.ipu_state_is_dirty, self.host_state_is_dirty = True, False
 
-    @typed("optim.Optimizer.has_state")
+    @follow_api("optim.Optimizer.has_state")
     def has_state(self) -> bool:
         return (
             self._state_dict["ipu_state"] is not None and self._state_dict["ipu_param"] is not None
@@ -103,7 +109,7 @@ def _make_optimizer(name: str) -> Any:
     names = [param["name"] for param in API[f"optim.{name}"]["params"]]
     extra = API[f"optim.{name}"]["extra_args"]
 
-    @typed(f"optim.{name}")
+    @follow_api(f"optim.{name}")
     def __init__(self: Any, *values: Any) -> None:
         arguments = dict(zip(names, values))
         passed = [key for key, value in arguments.items() if value is not None]

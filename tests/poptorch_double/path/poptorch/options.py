@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Mapping, Optional, Set, Tuple, Union
 import torch
 
 from poptorch import enums
-from poptorch._errors import cpp_error
-from poptorch._signatures import DATA, typed
+from poptorch._errors import make_cpp_error
+from poptorch._signatures import DATA, follow_api
 from poptorch.strategies import PipelinedExecution
 
 __all__ = ["Options", "TensorLocationSettings"]
@@ -83,14 +83,15 @@ class OptionsDict:
 
 
 class _PopartOptions:
-    """popart.SessionOptions by name."""
+    """Double of popart.SessionOptions, by name."""
 
     def __init__(self) -> None:
         self.__dict__.update(_is_frozen=False, _options=dict(DATA["default_popart_values"]))
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Return what was set. Read-only here: PopTorch's is a plain dict through which frozen options could be changed."""
+        """Return the options. Read-only here: PopTorch's is a plain dict through which frozen
+        options could be changed."""
         return types.MappingProxyType(self._options)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -108,23 +109,25 @@ class _PopartOptions:
         if self._is_frozen:
             raise AttributeError("Can't modify frozen Options")
 
-    @typed("_Popart.set", unchecked=["value"])
+    @follow_api("_Popart.set", unchecked=["value"])
     def set(self, key: str, value: Union[int, float, str, List[str], Set[str]]) -> "_PopartOptions":
-        """PopTorch finds an unknown name or a wrong type only when it compiles; the double at once."""
+        """Set an option. PopTorch refuses an unknown name or a wrong type when it compiles, the
+        double at once."""
         self.checkIsFrozen()
         kind = _popart_kind(value)
         if DATA["popart_session_options"].get(key) != kind:
-            raise cpp_error(f"Unknown {kind} option {key}")
+            raise make_cpp_error(f"Unknown {kind} option {key}")
         self._options[key] = value
         return self
 
-    @typed("_Popart.setEngineOptions")
+    @follow_api("_Popart.setEngineOptions")
     def setEngineOptions(self, engine_options: Dict[str, str]) -> "_PopartOptions":
         return self.set("engineOptions", dict(engine_options))
 
 
 def _popart_kind(value: Any) -> str:
-    """Return the C++ type a Python value becomes; enums have to be given as ints, NumPy's integers are refused."""
+    """Return the C++ type that a Python value becomes; enums must be ints, and NumPy's integers
+    are refused."""
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
@@ -136,8 +139,8 @@ def _popart_kind(value: Any) -> str:
     return "container" if isinstance(value, (list, tuple, set, dict)) else type(value).__name__
 
 
-# ---- methods that set one option: name -> where it is kept ("": declared, "new": or made, "popart"), under which key, converted,
-# ---- and what PopTorch demands of the value beyond its type
+# ---- methods that set one option: name -> its place ("": declared, "new": declared or created, "popart"), its key, a conversion,
+# ---- and PopTorch's condition on the value besides its type
 
 PARTIALS = {torch.float: "float", torch.half: "half"}
 SYNTHETIC = DATA["popart_enums_as_int"]["syntheticDataMode"]
@@ -145,11 +148,11 @@ COUNT = (lambda value: value >= 1, "must be at least 1")
 REDUCTION = "accumulationAndReplicationReductionType must be set to poptorch.ReductionType.Mean or poptorch.ReductionType.Sum"
 
 
-def _of(enumeration: Any) -> Any:
+def _get_value(enumeration: Any) -> Any:
     return enumeration.value
 
 
-def _proportions(shares: Dict[str, float]) -> Dict[int, float]:
+def _parse_proportions(shares: Dict[str, float]) -> Dict[int, float]:
     for key, share in shares.items():
         assert key.startswith("IPU"), (
             'Available memory proportions are expected to be in a dictionary of {"IPU0": 0.5} where the 0 in IPU '
@@ -165,11 +168,11 @@ SETTERS: Dict[str, Tuple[Any, ...]] = {
     "Options.replicationFactor": ("", "replication_factor", None, COUNT),
     "Options.broadcastBuffers": ("", "broadcast_buffers"),
     "Options.modelName": ("new", "model_name"),
-    "Options.setAvailableMemoryProportion": ("", "available_memory_proportion", _proportions),
+    "Options.setAvailableMemoryProportion": ("", "available_memory_proportion", _parse_proportions),
     "Options.useIpuModel": ("new", "use_model"),
     "Options.useIpuId": ("new", "ipu_id"),
-    "Options.connectionType": ("", "connection_type", _of),
-    "Options.syncPattern": ("", "sync_pattern", _of),
+    "Options.connectionType": ("", "connection_type", _get_value),
+    "Options.syncPattern": ("", "sync_pattern", _get_value),
     "Options.enableStableNorm": ("popart", "enableStableNorm"),
     "Options.logCycleCount": ("popart", "instrumentWithHardwareCycleCounter"),
     "Options.enableSyntheticData": (
@@ -200,7 +203,7 @@ SETTERS: Dict[str, Tuple[Any, ...]] = {
 
 
 def _add_setters(kind: Any) -> Any:
-    """Give a class its methods of the table."""
+    """Add the methods of the table to a class."""
     owner = (
         kind.__name__.strip("_")
         .replace("PrecisionOptions", "Precision")
@@ -214,8 +217,8 @@ def _add_setters(kind: Any) -> Any:
 
 
 def _make_setter(name: str, where: str, key: str, convert: Any = None, demand: Any = None) -> Any:
-    @typed(name)
-    def setter(self, value):  # type: ignore[no-untyped-def]
+    @follow_api(name)
+    def set_option(self, value):  # type: ignore[no-untyped-def]
         self.checkIsFrozen()
         if demand is not None:
             assert demand[0](value), f"{name}: {demand[1]}, not {value}"
@@ -226,7 +229,7 @@ def _make_setter(name: str, where: str, key: str, convert: Any = None, demand: A
             (self.createOrSet if where else self.set)(**{key: value})
         return self
 
-    return setter
+    return set_option
 
 
 @_add_setters
@@ -235,7 +238,7 @@ class _PrecisionOptions(OptionsDict):
         super().__init__()
         self.__dict__["_popart"] = popart
 
-    @typed("Precision.setPartialsType", unchecked=["dtype"])
+    @follow_api("Precision.setPartialsType", unchecked=["dtype"])
     def setPartialsType(self, dtype: torch.dtype) -> "_PrecisionOptions":
         if dtype not in PARTIALS:
             raise ValueError(
@@ -266,7 +269,7 @@ class _DistributedOptions(OptionsDict):
         )
         super().__init__(num_distributed_processes=size, distributed_process_id=rank)
 
-    @typed("Distributed.disable")
+    @follow_api("Distributed.disable")
     def disable(self) -> "_DistributedOptions":
         self.set(num_distributed_processes=1, distributed_process_id=0)
         return self
@@ -282,7 +285,7 @@ class _DistributedOptions(OptionsDict):
 
 @_add_setters
 class TensorLocationSettings(OptionsDict):
-    """Where a class of tensors lives."""
+    """Location of a class of tensors."""
 
 
 @_add_setters
@@ -295,9 +298,9 @@ PARTS = ("Precision", "Training", "Distributed", "TensorLocations", "_Popart")
 
 @_add_setters
 class Options(OptionsDict):
-    """All that controls how a model is compiled and run."""
+    """All options of compiling and running a model."""
 
-    @typed("Options")
+    @follow_api("Options")
     def __init__(self) -> None:
         super().__init__(**copy.deepcopy(DATA["default_option_values"]))
         popart = _PopartOptions()
@@ -318,12 +321,12 @@ class Options(OptionsDict):
             self.__dict__[part]._freeze()
         super()._freeze()
 
-    @typed("Options.showCompilationProgressBar")
+    @follow_api("Options.showCompilationProgressBar")
     def showCompilationProgressBar(self, show: bool) -> "Options":
         self._show_compilation_progress_bar = show
         return self
 
-    @typed("Options.setExecutionStrategy", unchecked=["strategy"])
+    @follow_api("Options.setExecutionStrategy", unchecked=["strategy"])
     def setExecutionStrategy(self, strategy: PipelinedExecution) -> "Options":
         assert isinstance(strategy, PipelinedExecution), (
             f"{type(strategy)} is no execution strategy"
@@ -331,13 +334,13 @@ class Options(OptionsDict):
         self._execution_strategy = strategy
         return self
 
-    @typed("Options.enableExecutableCaching")
+    @follow_api("Options.enableExecutableCaching")
     def enableExecutableCaching(self, path: str) -> "Options":
         self._popart.set("cachePath", path)
         self._popart.set("enableEngineCaching", True)
         return self
 
-    @typed("Options.useOfflineIpuTarget")
+    @follow_api("Options.useOfflineIpuTarget")
     def useOfflineIpuTarget(self, ipu_version: int) -> "Options":
         self.checkIsFrozen()
         assert ipu_version in (1, 2, 21), (
@@ -347,7 +350,7 @@ class Options(OptionsDict):
         self.createOrSet(ipu_version=ipu_version)
         return self
 
-    @typed("Options.outputMode")
+    @follow_api("Options.outputMode")
     def outputMode(self, output_mode: Any, output_return_period: Optional[int]) -> "Options":
         if output_mode == enums.OutputMode.EveryN:
             assert output_return_period and output_return_period > 0, (
@@ -356,18 +359,18 @@ class Options(OptionsDict):
         self.set(output_mode=output_mode.value, output_return_period=output_return_period or 1)
         return self
 
-    @typed("Options.defaultOutputMode")
+    @follow_api("Options.defaultOutputMode")
     def defaultOutputMode(self) -> bool:
         return bool(self.output_mode == enums.OutputMode.Default)
 
-    @typed("Options.randomSeed")
+    @follow_api("Options.randomSeed")
     def randomSeed(self, random_seed: int) -> "Options":
         self.checkIsFrozen()
         torch.manual_seed(random_seed)  # it seeds the host, too
         self.createOrSet(random_seed=random_seed)
         return self
 
-    @typed("Options.toDict")
+    @follow_api("Options.toDict")
     def toDict(self) -> Dict[str, Any]:
         assert not self.defaultOutputMode(), "An output mode must be picked before serialisation"
         parts = (

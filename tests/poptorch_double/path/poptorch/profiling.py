@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Iterator
 
-from poptorch._signatures import typed
+from poptorch._signatures import follow_api
 
 
 class Channel:
-    @typed("profiling.Channel")
+    @follow_api("profiling.Channel")
     def __init__(self, name) -> None:
         self._name = name
 
-    @typed("profiling.Channel.tracepoint")
+    @follow_api("profiling.Channel.tracepoint")
     def tracepoint(self, name):
-        return _tracepoint(name)
+        return _open_tracepoint(name)
 
 
 @contextlib.contextmanager
-def _tracepoint(name: Any) -> Iterator[None]:
+def _open_tracepoint(name: Any) -> Iterator[None]:
     yield

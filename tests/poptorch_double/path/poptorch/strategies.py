@@ -1,17 +1,18 @@
-"""Stages and execution strategies: which IPU and which pipeline stage a block is given, always from explicit stages."""
+"""Stages and execution strategies: the IPU and the pipeline stage of a block, always from
+explicit stages."""
 
 from __future__ import annotations
 
 from typing import Any, Dict, Tuple
 
-from poptorch._errors import not_modelled
-from poptorch._signatures import typed
+from poptorch._errors import make_unmodelled_error
+from poptorch._signatures import follow_api
 
 
 class Stage:
     """Blocks that run on one IPU."""
 
-    @typed("Stage")
+    @follow_api("Stage")
     def __init__(self, *block_ids: str) -> None:
         assert all(isinstance(b, str) for b in block_ids), (
             f"Block IDs are supposed to be strings but got {block_ids}"
@@ -24,15 +25,15 @@ class Stage:
     def blocks(self) -> Tuple[str, ...]:
         return self._blocks
 
-    @typed("Stage.ipu")
+    @follow_api("Stage.ipu")
     def ipu(self, ipu: int) -> "Stage":
         assert ipu >= 0, f"an IPU is counted from 0, not {ipu}"
         self._ipu = ipu
         return self
 
 
-class _Listed:
-    """Stage of a block from an explicit list."""
+class _BlockList:
+    """Stages of blocks, from an explicit list."""
 
     def __init__(self, block_map: Dict[str, Stage]) -> None:
         self._block_map = block_map
@@ -44,50 +45,51 @@ class _Listed:
         return self._block_map[block]
 
 
-def _map(block_map: Dict[str, Stage], stage: Stage) -> None:
+def _map_blocks(block_map: Dict[str, Stage], stage: Stage) -> None:
     for block in stage.blocks:
         assert block not in block_map, f"{block} associated with more than one stage"
         block_map[block] = stage
 
 
 class PipelinedExecution:
-    """Stages run at the same time on different micro-batches."""
+    """Strategy in which stages run at the same time on different microbatches."""
 
     execution_mode = 0
 
-    @typed("PipelinedExecution")
+    @follow_api("PipelinedExecution")
     def __init__(self, *args):
         self._block_map: Dict[str, Stage] = {}
         for index, stage in enumerate(args):
             if not isinstance(stage, Stage):
-                raise not_modelled("stages other than poptorch.Stage")
+                raise make_unmodelled_error("stages other than poptorch.Stage")
             stage._stage_id = index
-            _map(self._block_map, stage)
+            _map_blocks(self._block_map, stage)
         if self._block_map:
 
             class Local:
-                """PopTorch keeps an object of a class that is local to this call, so that pickle refuses the options."""
+                """Class that is local to this call; PopTorch has such an object too, so that
+                pickle refuses the options."""
 
             self._local = Local()
 
-    @typed("_IExecutionStrategy.stage")
+    @follow_api("_IExecutionStrategy.stage")
     def stage(self, block_id):
         assert block_id in self._block_map, f"Unknown block {block_id}"
         return self._block_map[block_id]
 
-    def _manager(self) -> "_Listed":
+    def _manager(self) -> "_BlockList":
         """Return a fresh list of blocks for every trace."""
-        return _Listed(self._block_map)
+        return _BlockList(self._block_map)
 
     def backendOptions(self) -> Dict[str, Any]:
         return {"execution_mode": self.execution_mode}
 
 
 class ShardedExecution(PipelinedExecution):
-    """One IPU works at a time."""
+    """Strategy in which one IPU works at a time."""
 
     execution_mode = 1
 
-    @typed("ShardedExecution")
+    @follow_api("ShardedExecution")
     def __init__(self, *args):
         super().__init__(*args)
