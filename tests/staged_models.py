@@ -12,7 +12,7 @@ from ipu_pipe.model.stages import begin_stage
 from tests.support.models import Composed
 
 
-def mlp() -> List[nn.Module]:
+def make_mlp_stages() -> List[nn.Module]:
     return [
         nn.Sequential(nn.Linear(12, 10), nn.Tanh()),
         nn.Sequential(nn.Linear(10, 9), nn.ReLU()),
@@ -21,7 +21,7 @@ def mlp() -> List[nn.Module]:
     ]
 
 
-def convolution() -> List[nn.Module]:
+def make_convolution_stages() -> List[nn.Module]:
     return [
         nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 6, 3, padding=1)),
         nn.Sequential(nn.GroupNorm(2, 6), nn.ReLU()),
@@ -31,7 +31,7 @@ def convolution() -> List[nn.Module]:
     ]
 
 
-def residual() -> List[nn.Module]:
+def make_residual_stages() -> List[nn.Module]:
     """Return a residual block on three stages: its input goes on beside what the block makes of it."""
     first = nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 3, padding=1))
     second = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, bias=False))
@@ -45,7 +45,7 @@ def residual() -> List[nn.Module]:
     ]
 
 
-def tied() -> List[nn.Module]:
+def make_tied_stages() -> List[nn.Module]:
     """Return a model whose second stage's weight is the last one's, too."""
     stages: List[nn.Module] = [
         nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
@@ -57,7 +57,7 @@ def tied() -> List[nn.Module]:
     return stages
 
 
-def thrice() -> List[nn.Module]:
+def make_thrice_tied_stages() -> List[nn.Module]:
     """Return a weight of three stages, of which the last one has no other."""
     stages: List[nn.Module] = [
         nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
@@ -66,8 +66,8 @@ def thrice() -> List[nn.Module]:
         nn.Sequential(nn.Linear(9, 12, bias=False), nn.Tanh()),
         nn.Linear(12, 9, bias=False),
     ]
-    for later in (stages[2][0], stages[4]):  # type: ignore[index]
-        later.weight = stages[0][0].weight  # type: ignore[index]
+    for module in (stages[2][0], stages[4]):  # type: ignore[index]
+        module.weight = stages[0][0].weight  # type: ignore[index]
     return stages
 
 
@@ -76,33 +76,33 @@ TIES: Dict[str, Dict[int, Dict[str, Tuple[int, str]]]] = {
     "tied": {3: {"0.weight": (1, "0.weight")}},
     "thrice": {2: {"0.weight": (0, "0.weight")}, 4: {"weight": (2, "0.weight")}},
 }
-TIED = {"tied": tied, "thrice": thrice}
+TIED = {"tied": make_tied_stages, "thrice": make_thrice_tied_stages}
 
 
-def twice() -> nn.Sequential:
+def make_repeating_model() -> nn.Sequential:
     """Return a module of two weights that runs again after others."""
     torch.manual_seed(3)
-    again = nn.Linear(4, 4)
+    repeated = nn.Linear(4, 4)
     return nn.Sequential(
         nn.Linear(12, 4),
-        begin_stage(again),
+        begin_stage(repeated),
         begin_stage(nn.Tanh()),
-        again,
+        repeated,
         begin_stage(nn.Linear(4, 4)),
     )
 
 
-def checkpointed() -> List[nn.Module]:
+def make_checkpointed_stages() -> List[nn.Module]:
     """Return stages that run their forward a second time in the backward, and draw the same again."""
 
-    def make() -> nn.Module:
+    def make_stage() -> nn.Module:
         inner = nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.3), nn.Tanh())
         return Composed(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=inner)
 
-    return [*(make() for _ in range(3)), nn.Linear(12, 4)]
+    return [*(make_stage() for _ in range(3)), nn.Linear(12, 4)]
 
 
-def redrawing() -> List[nn.Module]:
+def make_redrawing_stages() -> List[nn.Module]:
     """Return stages that draw three times by one dropout of all, twice of these inside of a checkpoint."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
@@ -113,18 +113,18 @@ def redrawing() -> List[nn.Module]:
 
 
 MODELS: Dict[str, Callable[[], List[nn.Module]]] = {
-    "mlp": mlp,
-    "convolution": convolution,
-    "residual": residual,
+    "mlp": make_mlp_stages,
+    "convolution": make_convolution_stages,
+    "residual": make_residual_stages,
 }
 
 
-def whole(stages: List[nn.Module]) -> nn.Sequential:
+def join_stages(stages: List[nn.Module]) -> nn.Sequential:
     """Return the unsplit model, annotated at every stage."""
     return nn.Sequential(*[begin_stage(stage) for stage in stages])
 
 
-class Skipping(nn.Module):
+class SkippingModel(nn.Module):
     """No sequence: values skip stages, and the model has a weight and a branch of its own."""
 
     def __init__(self, trains_scale: bool = True) -> None:
@@ -170,16 +170,16 @@ def make_forces() -> nn.Module:
     return nn.Sequential(force, begin_stage(nn.Linear(64, 10)))
 
 
-class Shrinking(nn.Sequential):
+class ShrinkingModel(nn.Sequential):
     """On the digits: the forward writes a weight."""
 
     def __init__(self) -> None:
         inner = nn.Linear(64, 8)
-        inner.register_forward_pre_hook(shrink)
+        inner.register_forward_pre_hook(shrink_weight)
         super().__init__(nn.Flatten(), inner, begin_stage(nn.Linear(8, 10)))
 
 
-def shrink(module: nn.Module, inputs: Any) -> None:
+def shrink_weight(module: nn.Module, inputs: Any) -> None:
     module.weight.data.mul_(0.9)  # type: ignore[operator,union-attr]
 
 
@@ -194,7 +194,7 @@ def make_cut_checkpoint() -> nn.Module:
     )
 
 
-class Odd(nn.Sequential):
+class OddModel(nn.Sequential):
     """On the digits: a buffer that layers on all stages share, one that none uses, a stage that begins in place."""
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ def make_gate() -> nn.Module:
     return nn.Sequential(gated, begin_stage(nn.Linear(10, 10)))
 
 
-def batches(
+def draw_microbatches(
     count: int, size: int = 3, dtype: Any = torch.float64
 ) -> List[Tuple[torch.Tensor, torch.Tensor]]:
     """Return random microbatches for any of the models."""

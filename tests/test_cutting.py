@@ -165,7 +165,11 @@ def test_models_of_other_libraries_are_cut_inside_their_modules(name: str) -> No
 
     entry, begins, x = others()[name]
     torch.manual_seed(0)
-    check(getattr(third_party_models, entry)(), begins or third_party_models.CASES[name].begins, x)
+    check(
+        getattr(third_party_models, f"make_{entry}")(),
+        begins or third_party_models.CASES[name].begins,
+        x,
+    )
 
 
 def test_what_depends_on_sizes_alone_is_made_again() -> None:
@@ -350,7 +354,7 @@ def test_a_cache_of_keys_is_refused_with_what_turns_it_off() -> None:
     with pytest.raises(
         BadInput, match=r"stage 0: model.transformer.h.0.*DynamicCache.*config.use_cache = False"
     ):
-        cut_model(third_party_models.gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)
+        cut_model(third_party_models.make_gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)
 
 
 class Masked(nn.Module):

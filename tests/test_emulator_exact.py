@@ -22,7 +22,7 @@ from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.slot_simulation import PLAYED
-from tests.staged_models import MODELS, batches, whole
+from tests.staged_models import MODELS, draw_microbatches, join_stages
 from tests.support.runs import assert_same
 from tests.support.slow import mark_slow
 
@@ -115,7 +115,7 @@ def literal(
 
 
 def assert_equal(model: nn.Module, stages: List[nn.Module]) -> None:
-    assert_same(model.state_dict(), whole(stages).state_dict())
+    assert_same(model.state_dict(), join_stages(stages).state_dict())
 
 
 def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
@@ -165,9 +165,9 @@ def test_weights_equal_those_of_the_literal_replay(
     chosen = resolve_method(method, args)
     if chosen.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < len(stages):
         accumulate += len(stages)
-    data = batches(accumulate * 9)
+    data = draw_microbatches(accumulate * 9)
     twin = copy.deepcopy(stages)
-    unsplit = whole(stages)
+    unsplit = join_stages(stages)
     emulator = emulate(unsplit, chosen, accumulate, data, OPTIMIZERS[optimizer])
     done = literal(twin, chosen, accumulate, data, OPTIMIZERS[optimizer])
     assert_equal(unsplit, twin)
@@ -189,8 +189,8 @@ def test_weights_equal_those_of_the_literal_replay(
 )
 def test_orders_by_device_train_as_gpipe(name: str) -> None:
     """They flush, and every stage sums the gradients of a batch in the order of the microbatches."""
-    trained, gpipe = whole(fresh("mlp")), whole(fresh("mlp"))
-    data = batches(3 * 8)
+    trained, gpipe = join_stages(fresh("mlp")), join_stages(fresh("mlp"))
+    data = draw_microbatches(3 * 8)
     args = {} if METHODS[name].order.fixed else {"stages_per_device": 2}  # type: ignore[union-attr]
     emulate(trained, resolve_method(name, args), 8, data, OPTIMIZERS["adamw"])
     emulate(gpipe, METHODS["gpipe"], 8, data, OPTIMIZERS["adamw"])
@@ -199,9 +199,9 @@ def test_orders_by_device_train_as_gpipe(name: str) -> None:
 
 @pytest.mark.parametrize("method", ["pipemare", "pipedream", "pipedream_2bw", "pipelined_backprop"])
 def test_drains_empty_the_pipeline_in_both(method: str) -> None:
-    data = batches(5 * 12)
+    data = draw_microbatches(5 * 12)
     stages, twin = fresh("residual"), fresh("residual")
-    unsplit = whole(stages)
+    unsplit = join_stages(stages)
     chosen = resolve_method(method)
     emulate(unsplit, chosen, 5, data, OPTIMIZERS["sgd"], drains=[20, 25])
     literal(twin, chosen, 5, data, OPTIMIZERS["sgd"], drains=[20, 25])
@@ -212,7 +212,13 @@ def test_methods_differ_so_that_equality_means_something() -> None:
     ends = {}
     for method, args in VARIANTS:
         stages = fresh("mlp")
-        emulate(whole(stages), resolve_method(method, args), 5, batches(40), OPTIMIZERS["sgd"])
+        emulate(
+            join_stages(stages),
+            resolve_method(method, args),
+            5,
+            draw_microbatches(40),
+            OPTIMIZERS["sgd"],
+        )
         ends[(method, str(args))] = torch.cat(
             [p.detach().flatten() for s in stages for p in s.parameters()]
         )
@@ -246,9 +252,9 @@ def plain_training(
 def test_synchronous_methods_are_plain_training(
     method: str, model: str, dtype: torch.dtype
 ) -> None:
-    data = batches(24, dtype=dtype)
-    stages, twin = fresh(model, dtype), whole(fresh(model, dtype))
-    unsplit = whole(stages)
+    data = draw_microbatches(24, dtype=dtype)
+    stages, twin = fresh(model, dtype), join_stages(fresh(model, dtype))
+    unsplit = join_stages(stages)
     losses: List[float] = []
     emulate(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"], losses=losses)
     expected = plain_training(twin, data, 4, OPTIMIZERS["sgd"])
@@ -261,8 +267,11 @@ def test_synchronous_methods_are_plain_training(
 @pytest.mark.parametrize("method", WHOLE)  # see test_rules
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_one_stage_is_plain_training(method: str, accumulate: int) -> None:
-    data = batches(24)
-    twin, unsplit = whole(fresh("convolution")), nn.Sequential(nn.Sequential(*fresh("convolution")))
+    data = draw_microbatches(24)
+    twin, unsplit = (
+        join_stages(fresh("convolution")),
+        nn.Sequential(nn.Sequential(*fresh("convolution"))),
+    )
     emulate(unsplit, resolve_method(method), accumulate, data, OPTIMIZERS["adamw"])
     plain_training(twin, data, accumulate, OPTIMIZERS["adamw"])
     assert_equal(unsplit[0], list(twin))
@@ -270,9 +279,9 @@ def test_one_stage_is_plain_training(method: str, accumulate: int) -> None:
 
 def test_two_buffered_weights_are_delayed_by_one_update() -> None:
     """w_{t+1} = w_t - lr grad f(w_{t-1}), with w_{-1} = w_0 (PipeDream-2BW, section 3.1)."""
-    data = batches(4 * 8)
-    stages, twin = fresh("mlp"), whole(fresh("mlp"))
-    unsplit = whole(stages)
+    data = draw_microbatches(4 * 8)
+    stages, twin = fresh("mlp"), join_stages(fresh("mlp"))
+    unsplit = join_stages(stages)
     emulate(
         unsplit,
         resolve_method("pipedream_2bw"),
@@ -298,8 +307,8 @@ def test_two_buffered_weights_are_delayed_by_one_update() -> None:
     "method, most", [("pipemare", None), ("pipedream", None), ("pipedream_2bw", 1), ("gpipe", 0)]
 )
 def test_memory_holds_only_versions_still_to_be_read(method: str, most: Optional[int]) -> None:
-    chosen, data = resolve_method(method), batches(5 * 10)
-    unsplit = whole(fresh("residual"))
+    chosen, data = resolve_method(method), draw_microbatches(5 * 10)
+    unsplit = join_stages(fresh("residual"))
     part = partition(unsplit, data[0][0])
     schedule = make_schedule(chosen, len(part), len(data), 5)
     table = VersionTable(schedule, chosen)

@@ -24,7 +24,7 @@ from ipu_pipe.run.train import reserve_folder, train
 from ipu_pipe.store import folder
 from ipu_pipe.store.folder import RunFolder, check_folder, lock_folder
 from tests.support.runs import DIGITS, ROOT, read_metrics
-from tests.test_train import command
+from tests.test_train import run_train_here
 
 SHORT = [
     "steps=4", "log.tensorboard=false", "log.every=1", "evaluate.every=0", "gradient_accumulation=4", "micro_batch_size=8",
@@ -112,7 +112,7 @@ main()
         wait_for(lambda: stands.exists() or live.poll() is not None)
         before = files(out)
         for option in ("--resume", "--overwrite"):
-            exit_code, _, complaint = command(
+            exit_code, _, complaint = run_train_here(
                 *arguments, option, monkeypatch=monkeypatch, capsys=capsys
             )
             assert exit_code == 2 and complaint.count("\n") == 1
@@ -150,13 +150,13 @@ def test_a_comparison_holds_both_folders(
     monkeypatch.setattr(Emulator, "step", looking)
     arguments = [DIGITS, *sets("steps=2"), "--out", str(out), "--against", "gpipe", "--overwrite"]
     for _ in range(2):
-        assert command(*arguments, monkeypatch=monkeypatch, capsys=capsys)[0] == 0
+        assert run_train_here(*arguments, monkeypatch=monkeypatch, capsys=capsys)[0] == 0
     assert (
         seen == [[True, True]] * 2 + [[False, True]] * 2 + [[True, True]] * 2 + [[False, True]] * 2
     )
     with holder(out / "gpipe"):
         before = files(out)
-        code, _, complaint = command(*arguments, monkeypatch=monkeypatch, capsys=capsys)
+        code, _, complaint = run_train_here(*arguments, monkeypatch=monkeypatch, capsys=capsys)
         assert code == 2 and "gpipe: process" in complaint and complaint.count("\n") == 1
         assert files(out) == before
         with pytest.raises(BadInput, match="gpipe: process .* writes a run there"):
@@ -309,7 +309,7 @@ def test_an_empty_name_is_no_folder(
 ) -> None:
     """Story: it was the current folder."""
     for arguments in ([DIGITS, "--out", ""], [DIGITS, "--out", " ", "--overwrite"]):
-        code, _, complaint = command(*arguments, monkeypatch=monkeypatch, capsys=capsys)
+        code, _, complaint = run_train_here(*arguments, monkeypatch=monkeypatch, capsys=capsys)
         assert (
             code == 2
             and "--out" in complaint

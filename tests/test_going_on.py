@@ -33,7 +33,7 @@ from tests.support.runs import (
     read_weights,
 )
 from tests.support.slow import mark_slow
-from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
+from tests.test_train import DIGITS, make_set_options, make_short_config, run_train_tool  # noqa: F401
 
 BASE = [
     "optimizer.momentum=0.9", "optimizer.lr=0.02", "checkpoint.every=4", "checkpoint.keep=9", "log.every=1",
@@ -45,7 +45,7 @@ COSINE = "lr_schedule={name: cosine, warmup_steps: 2, total_steps: 14}"
 
 def went(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
     """Train and return the report."""
-    return train(config(*BASE, *over), out, quiet=True, **how)
+    return train(make_short_config(*BASE, *over), out, quiet=True, **how)
 
 
 def trained(out: Path) -> List[Dict[str, Any]]:
@@ -132,7 +132,7 @@ def test_the_length_of_a_schedule_is_that_of_the_run_or_more(tmp_path: Path) -> 
     ):
         went(tmp_path / "run", "lr_schedule={name: cosine, total_steps: 10}", "steps=12")
     with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: "):
-        config("lr_schedule.total_steps=10")
+        make_short_config("lr_schedule.total_steps=10")
     went(tmp_path / "null", "lr_schedule={name: cosine}", "steps=4")
     went(tmp_path / "said", "lr_schedule={name: cosine, total_steps: 4}", "steps=4")
     assert_same_state(tmp_path / "null", tmp_path / "said", 4)
@@ -247,24 +247,30 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_begins_with_the_newest_weights_of_another(ended: Path) -> None:
-    newest = evaluate_checkpoint(config(*BASE), ended / "checkpoints" / "step-8")
-    assert {**evaluate_checkpoint(config(*BASE), ended), "weights": newest["weights"]} == newest
+    newest = evaluate_checkpoint(make_short_config(*BASE), ended / "checkpoints" / "step-8")
+    assert {
+        **evaluate_checkpoint(make_short_config(*BASE), ended),
+        "weights": newest["weights"],
+    } == newest
     for path in (ended, ended / "checkpoints" / "step-8"):
         assert_same(
-            set_up(config(*BASE, f"init_from={path}")).model.state_dict(), read_weights(ended, 8)
+            set_up(make_short_config(*BASE, f"init_from={path}")).model.state_dict(),
+            read_weights(ended, 8),
         )
 
 
 def test_weights_with_a_new_head_are_taken_but_for_it(
     ended: Path,
     tmp_path: Path,
-    run_tool: Any,  # noqa: F811
+    run_train_tool: Any,  # noqa: F811
 ) -> None:
     out, keys = (
         tmp_path / "tuned",
         ["model.args.classes=12", f"init_from={{path: {ended}, strict: false}}", "steps=4"],
     )
-    code, printed, error = run_tool(DIGITS, *sets(*BASE, *keys), "--out", str(out))
+    code, printed, error = run_train_tool(
+        DIGITS, *make_set_options(*BASE, *keys), "--out", str(out)
+    )
     assert code == 0, error
     record = read_json(out / "init_from.json")
     assert set(record["left_out"]) == set(record["new"]) and len(record["new"]) == 2
@@ -276,11 +282,11 @@ def test_weights_with_a_new_head_are_taken_but_for_it(
     assert f"{record['taken']} parameters and buffers loaded" in line and all(
         n in line for n in record["new"]
     )
-    fresh = set_up(config(*BASE, keys[0])).model.state_dict()
+    fresh = set_up(make_short_config(*BASE, keys[0])).model.state_dict()
     old = {
         name: value for name, value in read_weights(ended, 8).items() if name not in record["new"]
     }
-    assert_same(set_up(config(*BASE, *keys)).model.state_dict(), {**fresh, **old})
+    assert_same(set_up(make_short_config(*BASE, *keys)).model.state_dict(), {**fresh, **old})
     assert load_config(out / "config.yaml").init_from == InitFrom(path=str(ended), strict=False)
     assert (
         went(out, *keys, "steps=8", resume=True)["steps"] == 8
@@ -290,7 +296,7 @@ def test_weights_with_a_new_head_are_taken_but_for_it(
 
 def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> None:
     def refuse(path: Path, *over: str) -> List[str]:
-        return list_faults(set_up, config(*BASE, f"init_from={path}", *over))
+        return list_faults(set_up, make_short_config(*BASE, f"init_from={path}", *over))
 
     (tmp_path / "begun" / "checkpoints").mkdir(
         parents=True

@@ -37,7 +37,7 @@ from ipu_pipe.update.optimizer import make_groups
 from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
 from models.vgg import vgg11
-from tests.staged_models import batches, whole
+from tests.staged_models import draw_microbatches, join_stages
 from tests.support.runs import (
     DIGITS,
     ROOT,
@@ -85,7 +85,7 @@ MODELS = ("mlp", "batch_norm", "group_norm")
 
 
 def blocked(stages: Sequence[nn.Module], structure: Structure) -> Tuple[BlockedModel, Any]:
-    return make_blocks(whole(list(stages)), batches(1)[0][0], structure, None)
+    return make_blocks(join_stages(list(stages)), draw_microbatches(1)[0][0], structure, None)
 
 
 def emulate(
@@ -96,7 +96,7 @@ def emulate(
     optimizer: str,
     args: Dict[str, Any] = {},
 ) -> None:
-    method, data = resolve_method(method_name), batches(UPDATES * accumulate)
+    method, data = resolve_method(method_name), draw_microbatches(UPDATES * accumulate)
     table = VersionTable(make_schedule(method, len(part), len(data), accumulate), method)
     make = OPTIMIZERS[optimizer]
     rate = make.keywords["lr"]
@@ -125,7 +125,7 @@ def train_plainly(
         nn.ModuleList([*block, *([head] if head else [])]) for block, head in zip(blocks, heads)
     ]
     optimizers = [OPTIMIZERS[optimizer](modules.parameters()) for modules in trained]
-    data = batches(UPDATES * accumulate)
+    data = draw_microbatches(UPDATES * accumulate)
     for k in range(UPDATES):
         for x, y in data[k * accumulate : (k + 1) * accumulate]:
             entering = [x]
@@ -205,7 +205,7 @@ def test_methods_are_their_plain_definitions(
     expected, heads = copy.deepcopy(stages), copy_heads(model)
     emulate(model, part, method, accumulate, optimizer)
     train_plainly(cut(expected), heads, accumulate, optimizer)
-    assert_equal(model, whole(expected), heads)
+    assert_equal(model, join_stages(expected), heads)
 
 
 @pytest.mark.parametrize("cut", [(), ("2",), ("1", "3")])
@@ -221,7 +221,7 @@ def test_chunks_are_their_plain_definition_and_one_is_plain_training(
     train_plainly(
         [[nn.Sequential(*expected[a:b])] for a, b in zip(edges, edges[1:])], heads, 2, "sgd"
     )
-    assert_equal(model, whole(expected), heads)
+    assert_equal(model, join_stages(expected), heads)
     assert len(part) == len(cut) + 1 and heads[-1] is None
 
 
@@ -232,7 +232,7 @@ def test_the_last_layers_train_and_the_others_stay() -> None:
     emulate(model, part, "last_layers", 2, "sgd")
     front = nn.Sequential(*expected[:2]).train()
     optimizer = OPTIMIZERS["sgd"]([p for layer in expected[2:] for p in layer.parameters()])
-    data = batches(2 * UPDATES)
+    data = draw_microbatches(2 * UPDATES)
     for k in range(UPDATES):
         for x, y in data[2 * k : 2 * k + 2]:
             with torch.no_grad():
@@ -240,7 +240,7 @@ def test_the_last_layers_train_and_the_others_stay() -> None:
             (cross_entropy(expected[3](expected[2](value)), y) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_equal(model, whole(expected), [None, None])
+    assert_equal(model, join_stages(expected), [None, None])
     blocks = get_blocks(model)
     assert blocks is not None and not any(p.requires_grad for p in stages[0].parameters())
     blocks.unfreeze()
@@ -253,7 +253,7 @@ def test_blocks_have_rates_and_accumulation_of_their_own() -> None:
     expected, heads = copy.deepcopy(stages), copy_heads(model)
     emulate(model, part, "local_greedy", 1, "sgd", {"block_accumulation": [1, 2, 4, 1]})
     train_plainly(cut_into_one_each(expected), heads, 1, "sgd", every=[1, 2, 4, 1])
-    assert_equal(model, whole(expected), heads)
+    assert_equal(model, join_stages(expected), heads)
     model, part = blocked(layers("mlp"), Structure())
     before = copy.deepcopy(model.state_dict())
     emulate(model, part, "local_greedy", 1, "sgd", {"block_rates": [0.0, 1.0, 0.0, 1.0]})

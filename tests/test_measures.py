@@ -21,7 +21,7 @@ from ipu_pipe.model.loss import SumOfLosses
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Structure
-from tests.staged_models import whole
+from tests.staged_models import join_stages
 from tests.support.runs import ROOT, list_faults
 from tools.experiments import measures
 from tools.experiments.experiment import Request
@@ -78,7 +78,9 @@ def batch(size: int = 6) -> Tuple[torch.Tensor, torch.Tensor]:
 
 
 def blocked(structure: Structure, stages: Sequence[nn.Module] = ()) -> BlockedModel:
-    return make_blocks(whole(list(stages or layers(structure))), batch()[0], structure, None)[0]
+    return make_blocks(join_stages(list(stages or layers(structure))), batch()[0], structure, None)[
+        0
+    ]
 
 
 # ---- angles

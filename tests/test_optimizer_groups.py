@@ -32,13 +32,13 @@ from ipu_pipe.update.optimizer import (
     make_placeholder,
     spread_settings,
 )
-from tests.staged_models import batches, whole
+from tests.staged_models import draw_microbatches, join_stages
 from tests.support.runs import read_state, read_summary, read_weights
 from tests.test_emulator_exact import assert_equal, fresh, literal
 from tests.test_emulator_exact import emulate as emulate_by_hand
 from tests.test_open_optimizers import HOW, data, equal
 from tests.test_processes import compare
-from tests.test_update import staged
+from tests.test_update import make_staged_model
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon")
 
@@ -176,7 +176,7 @@ def test_processes_give_the_emulators_weights_and_state(tmp_path: Path) -> None:
 
 
 def test_the_first_member_that_fits_has_a_parameter() -> None:
-    net, part = staged()
+    net, part = make_staged_model()
     groups = make_groups(net, part, ["*.bias"], [Member(["2.*"]), Member(None, 2), Member()])
     names = {id(p): name for name, p in net.named_parameters()}
     assert [(g["stage"], g["member"], [names[id(p)] for p in g["params"]], g.get("weight_decay")) for g in groups] == [
@@ -186,7 +186,7 @@ def test_the_first_member_that_fits_has_a_parameter() -> None:
 
 
 def test_the_parts_share_state_and_groups_and_a_stage_without_weights_has_one() -> None:
-    net, part = staged()
+    net, part = make_staged_model()
     muon, sgd = (
         functools.partial(torch.optim.Muon, lr=0.1),
         functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5),
@@ -338,8 +338,12 @@ class Lion(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("args", [{}, {"error_feedback": {"scale": 0.5}}])
 def test_users_optimizers_take_two_buffered_weights(args: Any) -> None:
-    method, stages, batch = resolve_method("pipedream_2bw", args), fresh("mlp"), batches(24)
-    twin, unsplit = copy.deepcopy(stages), whole(stages)
+    method, stages, batch = (
+        resolve_method("pipedream_2bw", args),
+        fresh("mlp"),
+        draw_microbatches(24),
+    )
+    twin, unsplit = copy.deepcopy(stages), join_stages(stages)
     emulate_by_hand(unsplit, method, 4, batch, functools.partial(Lion, lr=0.01), args=args)
     literal(twin, method, 4, batch, functools.partial(Lion, lr=0.01), args=args)
     assert_equal(unsplit, twin)

@@ -22,7 +22,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups
-from tests.staged_models import batches, whole
+from tests.staged_models import draw_microbatches, join_stages
 from tests.support.models import Composed
 from tests.support.runs import assert_same_weights, list_faults
 from tests.test_asynchrony import assert_alike, cross_entropy, emulated, fresh
@@ -116,7 +116,7 @@ ARGUMENTS: List[Dict[str, Any]] = [
 @pytest.mark.parametrize("drains", [[], [5]])
 def test_it_is_the_loop_of_the_paper(outer: Dict[str, Any], drains: List[int]) -> None:
     """Replicas with optimizers of their own; a fragment of the shared weights steps by torch.optim.SGD as a round ends."""
-    R, steps, data = 3, 18, batches(54)
+    R, steps, data = 3, 18, draw_microbatches(54)
     settings: Dict[str, Any] = {**OUTER, **outer}
     ours, first = fresh("mlp"), fresh("mlp")
     P = len(first)
@@ -126,7 +126,7 @@ def test_it_is_the_loop_of_the_paper(outer: Dict[str, Any], drains: List[int]) -
     emulated(ours, method, steps, data, [d * R for d in drains])
     nets = [copy.deepcopy(first) for _ in range(R)]
     inner = [
-        torch.optim.SGD(whole(net).parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
+        torch.optim.SGD(join_stages(net).parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
         for net in nets
     ]
     shared = [[nn.Parameter(p.detach().clone()) for p in stage.parameters()] for stage in first]
@@ -147,7 +147,7 @@ def test_it_is_the_loop_of_the_paper(outer: Dict[str, Any], drains: List[int]) -
                 inner[r].param_groups[0]["lr"] = 0.2 / (h + 1)
                 x, y = data[h * R + r]
                 inner[r].zero_grad()
-                cross_entropy(whole(nets[r])(x), y).backward()
+                cross_entropy(join_stages(nets[r])(x), y).backward()
                 inner[r].step()
                 if h == max(end - 1 - settings["delay"], begin - 1) or (
                     h == end - 1 and r not in deltas

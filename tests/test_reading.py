@@ -28,7 +28,7 @@ SHORT = [
 ]  # fmt: skip
 
 
-class Reads(TorchDispatchMode):
+class ReadCounter(TorchDispatchMode):
     """Counts the tensors that are read, each of which waits for a GPU."""
 
     count = 0
@@ -44,17 +44,19 @@ class Reads(TorchDispatchMode):
 def test_losses_read_now_and_then_give_the_same_numbers(
     how: List[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    config, reads = load_config(DIGITS, [*SHORT, *how]), []
+    config, updates_read = load_config(DIGITS, [*SHORT, *how]), []
     at_once = train(config, tmp_path / "a", quiet=True)
     monkeypatch.setattr(engines, "does_reading_synchronize", lambda device: True)
     read = Emulator.read
-    monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))
-    later = train(config, tmp_path / "b", quiet=True)
-    assert later["final"] == at_once["final"] and read_numbers(tmp_path / "a") == read_numbers(
+    monkeypatch.setattr(
+        Emulator, "read", lambda self: updates_read.append(self.update) or read(self)
+    )
+    delayed = train(config, tmp_path / "b", quiet=True)
+    assert delayed["final"] == at_once["final"] and read_numbers(tmp_path / "a") == read_numbers(
         tmp_path / "b"
     )
-    epochs = range(config_updates(config), 23, config_updates(config))
-    assert reads == sorted(
+    epochs = range(count_epoch_updates(config), 23, count_epoch_updates(config))
+    assert updates_read == sorted(
         {1, 5, 10, 15, 20, 8, 16, 23, *epochs}
     )  # the first, lines, checkpoints, evaluations
     states = [
@@ -66,7 +68,7 @@ def test_losses_read_now_and_then_give_the_same_numbers(
     )
 
 
-def config_updates(config: Any) -> int:
+def count_epoch_updates(config: Any) -> int:
     """Of an epoch."""
     return int(320 // (8 * 4 * config.replicas))
 
@@ -91,7 +93,7 @@ def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPat
     )
     flow.give()
     assert len(list(flow.take())) == 1
-    with Reads() as reads:
+    with ReadCounter() as reads:
         for _ in range(4):
             flow.give()
     assert reads.count == 0
@@ -102,7 +104,7 @@ def test_an_evaluation_reads_nothing_until_its_end() -> None:
     tally, y = Tally(nn.functional.cross_entropy), torch.tensor([0, 2, -100])
     none = torch.full((3,), -100)
     output = torch.randn(3, 4)
-    with Reads() as reads:
+    with ReadCounter() as reads:
         for labels in (y, y, none):
             tally.add(output, labels, 3)
     assert reads.count == 0

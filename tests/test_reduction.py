@@ -33,7 +33,7 @@ pytestmark = needs_processes
 RANKS, MICROBATCHES, BUCKET = 3, 2, 8 * (9 * 9 + 9)  # bytes of one layer
 
 
-class Sometimes(nn.Module):
+class PartlyUsedLayers(nn.Module):
     """Layers of which rank 1 alone uses one, and nobody another."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Sometimes(nn.Module):
 
 
 def test_buckets_are_of_one_dtype_and_size_the_last_parameters_first() -> None:
-    model = Sometimes()
+    model = PartlyUsedLayers()
     layers = [[layer.bias, layer.weight] for layer in reversed(model.layers)]
     assert [
         [id(p) for p in bucket] for bucket in divide_into_buckets(list(model.parameters()), BUCKET)
@@ -61,10 +61,10 @@ def test_buckets_are_of_one_dtype_and_size_the_last_parameters_first() -> None:
 
 
 def test_fast_is_close_to_exact_and_runs_beside_the_last_backward(tmp_path: Path) -> None:
-    run_in_group(RANKS, _compare, tmp_path)
+    run_in_group(RANKS, _check_reductions, tmp_path)
 
 
-def _compare(rank: int, folder: Path) -> None:
+def _check_reductions(rank: int, folder: Path) -> None:
     _check_numbers_and_order(rank, ReplicaGroup(None), _make_mail(rank), [])
     _check_parts(rank)
     group = dist.new_group(list(range(RANKS)))
@@ -82,7 +82,7 @@ def _make_mail(rank: int, channels: Any = None) -> Mail:
 
 
 def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: List[str]) -> None:
-    exact, fast = Sometimes(), Sometimes()
+    exact, fast = PartlyUsedLayers(), PartlyUsedLayers()
     draw = torch.Generator().manual_seed(rank)
     inputs = [torch.randn(4, 9, generator=draw, dtype=torch.float64) for _ in range(MICROBATCHES)]
     for x in inputs:
@@ -91,8 +91,8 @@ def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: Li
 
     average = OverlappedAverage(list(fast.parameters()), mail, group, MICROBATCHES, BUCKET)
     fast.layers[0].weight.register_hook(lambda gradient: log.append("first layer"))
-    real = dist.all_reduce
-    dist.all_reduce = lambda *args, **how: log.append("sum") or real(*args, **how)  # type: ignore[func-returns-value]
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **how: log.append("sum") or all_reduce(*args, **how)  # type: ignore[func-returns-value]
     for _ in range(2):  # the second begins anew
         fast.zero_grad()
         for x in inputs:
@@ -100,7 +100,7 @@ def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: Li
             with average.add_pass():
                 fast(x, rank).square().sum().backward()
         average.finish()
-    dist.all_reduce = real
+    dist.all_reduce = all_reduce
     average.remove_hooks()
 
     for (name, p), q in zip(exact.named_parameters(), fast.parameters()):
@@ -114,8 +114,8 @@ def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: Li
     assert any(bool(p.grad.any()) for p in fast.layers[2].parameters() if p.grad is not None)
     # the bucket of the last layer is on its way before the first layer has its gradient; what nobody uses holds up those after it
     before = 3 if rank == 1 else 2  # of 6 buckets
-    last = ["backward", *["sum"] * before, "first layer", *["sum"] * (6 - before)]
-    assert log == 2 * ["backward", "first layer", *last], log
+    last_pass = ["backward", *["sum"] * before, "first layer", *["sum"] * (6 - before)]
+    assert log == 2 * ["backward", "first layer", *last_pass], log
 
 
 def _check_parts(rank: int) -> None:

@@ -27,7 +27,7 @@ KEYS = {"log": {"tensorboard": False}, "checkpoint": {"every": 4}}
 FREE = ("wait", "pause")  # they follow from the times
 
 
-def multiset(trace: Trace) -> "Counter[Tuple[Any, ...]]":
+def count_events(trace: Trace) -> "Counter[Tuple[Any, ...]]":
     """Return the events without their times, and without waits and pauses, with how often each occurs."""
     return Counter(
         event._replace(start_ns=0, end_ns=0)
@@ -36,16 +36,23 @@ def multiset(trace: Trace) -> "Counter[Tuple[Any, ...]]":
     )
 
 
-def check(resumed: Trace, whole: Trace, ended: int = 0) -> None:
+def assert_traces_match(resumed: Trace, whole: Trace, ended: int = 0) -> None:
     """Assert that two traces differ in what docs/traces.md lists alone; `ended`: evaluations at the end of the first start."""
-    more, less = multiset(resumed) - multiset(whole), multiset(whole) - multiset(resumed)
-    assert not less and sum(more.values()) == ended and {event[2] for event in more} <= {"evaluate"}
+    added, missing = (
+        count_events(resumed) - count_events(whole),
+        count_events(whole) - count_events(resumed),
+    )
+    assert (
+        not missing
+        and sum(added.values()) == ended
+        and {event[2] for event in added} <= {"evaluate"}
+    )
     assert resumed.metadata == whole.metadata
     assert set(resumed.counters.name.tolist()) == set(whole.counters.name.tolist())
     assert resumed.notes == whole.notes == ()
 
 
-def _offsets(rank: int, store: str) -> None:
+def _check_clock_offsets(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     assert process_trace.compare_clocks() == 0
     process_trace.identify_clock = lambda: str(rank)  # as of another host
@@ -57,7 +64,7 @@ def _offsets(rank: int, store: str) -> None:
 @needs_processes
 def test_ranks_of_one_host_have_one_clock(tmp_path: Path) -> None:
     """Story: messages between two ranks of one host took -791 us, since an offset of their one clock was estimated."""
-    forked.in_ranks(2, _offsets, str(tmp_path / "store"))
+    forked.in_ranks(2, _check_clock_offsets, str(tmp_path / "store"))
 
 
 @pytest.mark.slow
@@ -67,7 +74,7 @@ def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
     finish(start(tmp_path / "resumed", steps=4, **KEYS))
     finish(start(tmp_path / "resumed", steps=8, resume=True, **KEYS))
     resumed, whole = (read_trace(tmp_path / name / "run") for name in ("resumed", "whole"))
-    check(resumed, whole, ended=2)
+    assert_traces_match(resumed, whole, ended=2)
     assert (
         resumed.events.is_kind("pause").sum() == 2 and not whole.events.is_kind("pause").any()
     )  # one per rank
@@ -77,7 +84,7 @@ def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
     "method", mark_slow(["pipedream", "gpipe"], lambda method: method == "pipedream")
 )
 def test_a_resumed_runs_trace_on_the_emulator(method: str, tmp_path: Path) -> None:
-    def run(folder: Path, steps: int, resume: bool = False) -> None:
+    def train_sleeping_model(folder: Path, steps: int, resume: bool = False) -> None:
         config = configure(
             method=method, stages=["two"], micro_batch_size=BATCH, evaluate={"every": 0}, steps=steps,
             optimizer={"lr": 0.01}, gradient_accumulation=2, **KEYS,
@@ -91,7 +98,7 @@ def test_a_resumed_runs_trace_on_the_emulator(method: str, tmp_path: Path) -> No
             quiet=True,
         )
 
-    run(tmp_path / "whole" / "run", 8)
-    run(tmp_path / "resumed" / "run", 4)
-    run(tmp_path / "resumed" / "run", 8, resume=True)
-    check(*(read_trace(tmp_path / name / "run") for name in ("resumed", "whole")))
+    train_sleeping_model(tmp_path / "whole" / "run", 8)
+    train_sleeping_model(tmp_path / "resumed" / "run", 4)
+    train_sleeping_model(tmp_path / "resumed" / "run", 8, resume=True)
+    assert_traces_match(*(read_trace(tmp_path / name / "run") for name in ("resumed", "whole")))

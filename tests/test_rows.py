@@ -27,7 +27,7 @@ V = [
 ]
 
 
-def zero_bubble(P: int, M: int) -> List[List[str]]:
+def make_zero_bubble_rows(P: int, M: int) -> List[List[str]]:
     """ZB-H1 (Qi et al. 2023): 1F1B, whose weight gradients follow s microbatches later on stage s."""
     rows = []
     for s in range(P):
@@ -42,7 +42,7 @@ def zero_bubble(P: int, M: int) -> List[List[str]]:
     return rows
 
 
-def slots_of(schedule: Schedule) -> Dict[Action, int]:
+def find_slots(schedule: Schedule) -> Dict[Action, int]:
     """Of every action, updates included, by stage."""
     counts = {
         **dict.fromkeys(schedule.passes, schedule.microbatches),
@@ -125,10 +125,10 @@ def test_the_pages_example_prints_what_it_says() -> None:
     text = DOCS.read_text()
     code = re.search(r"```python\n(.*?)```", text, re.S)
     assert code is not None
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         exec(code.group(1), {})
-    assert "\n".join(f"    {line}" for line in printed.getvalue().splitlines()) in text
+    assert "\n".join(f"    {line}" for line in output.getvalue().splitlines()) in text
 
 
 # --- backwards split in two
@@ -137,11 +137,11 @@ def test_the_pages_example_prints_what_it_says() -> None:
 @pytest.mark.parametrize(("P", "M"), [(2, 4), (3, 7), (4, 4), (4, 8), (6, 13)])
 def test_zero_bubble_has_the_papers_bubble_and_1f1bs_memory(P: int, M: int) -> None:
     """(P - 1)(F + B - 2W) beside M (F + B), B being both halves; weights wait for their gradients alone."""
-    schedule = from_rows(zero_bubble(P, M), M)
+    schedule = from_rows(make_zero_bubble_rows(P, M), M)
     assert schedule.passes == SPLIT_PASSES
     assert schedule.slot_count == 3 * M + (P - 1) * (1 + 2 - 2 * 1)
     assert schedule.max_in_flight().tolist() == [P] * P  # microbatches: activations wait for W
-    slots = slots_of(schedule)
+    slots = find_slots(schedule)
     for action, slot in slots.items():
         is_update = action.kind is Kind.UPDATE
         weight_gradients = [Action(Kind.WEIGHT_GRADIENT, m, action.stage) for m in range(M)]
@@ -170,7 +170,7 @@ def test_split_backwards_are_drawn_and_update_with_the_last_weight_gradient() ->
 
 
 def test_a_split_schedule_that_cannot_run_is_refused() -> None:
-    schedule = from_rows(zero_bubble(3, 4), 4)
+    schedule = from_rows(make_zero_bubble_rows(3, 4), 4)
     part = schedule.stretches[0]
     runs = part.runs.copy()
     first = np.flatnonzero((runs["stage"] == 0) & (runs["kind"] == CODE[Kind.INPUT_GRADIENT]))[0]

@@ -26,7 +26,7 @@ from ipu_pipe.update.apply import FORWARD, UpdateRules
 from ipu_pipe.update.optimizer import OptimizersByGroup
 from ipu_pipe.update.rates import choose_anneal_updates, scale_for_update_size
 from ipu_pipe.update.rules import RULES, Setting, compute_spectrain_horizon, list_conflicts
-from tests.staged_models import MODELS, batches, whole
+from tests.staged_models import MODELS, draw_microbatches, join_stages
 from tests.support.slow import mark_slow
 from tests.test_emulator_exact import assert_equal, emulate, fresh, literal, plain_training
 
@@ -37,20 +37,20 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
 def make_mixed(parameters: Any, lr: float) -> torch.optim.Optimizer:
     """Return Muon on matrices and AdamW on the rest, of parameter groups or of one stage's parameters."""
     groups = parameters if isinstance(parameters[0], dict) else [{"params": parameters, "stage": 0}]
-    parts = []
-    for number, make in enumerate(
+    optimizers = []
+    for number, make_optimizer in enumerate(
         (getattr(torch.optim, "Muon", torch.optim.SGD), torch.optim.AdamW)
     ):
-        chosen = [
+        parameters_by_group = [
             [p for p in group["params"] if (p.dim() == 2) == (number == 0)] for group in groups
         ]
         chosen_groups = [
             {"params": some, "stage": g["stage"], "member": number}
-            for g, some in zip(groups, chosen)
+            for g, some in zip(groups, parameters_by_group)
             if some
         ]
-        parts += [make(chosen_groups, lr=lr)] if chosen_groups else []
-    return OptimizersByGroup(parts)
+        optimizers += [make_optimizer(chosen_groups, lr=lr)] if chosen_groups else []
+    return OptimizersByGroup(optimizers)
 
 
 MIXED = functools.partial(make_mixed, lr=0.01)
@@ -73,7 +73,7 @@ class Row:
     extra: Dict[str, Any] = field(default_factory=dict)
 
 
-def momentum_steps(rate: Any = lambda k: LR, shrink: Q = Q(1)) -> List[Tuple[Q, Q, Q]]:
+def compute_momentum_steps(rate: Any = lambda k: LR, shrink: Q = Q(1)) -> List[Tuple[Q, Q, Q]]:
     """Return (w, v, g) after each update of plain momentum."""
     w, v, states = START, Q(0), []
     for k, g in enumerate(GRADIENTS):
@@ -84,7 +84,7 @@ def momentum_steps(rate: Any = lambda k: LR, shrink: Q = Q(1)) -> List[Tuple[Q, 
     return states
 
 
-def spike(a: Q, b: Q) -> List[Tuple[Q, Q, Q]]:
+def compute_spike_steps(a: Q, b: Q) -> List[Tuple[Q, Q, Q]]:
     w, v, states = START, Q(0), []
     for g in GRADIENTS:
         v = M * v + g
@@ -93,59 +93,59 @@ def spike(a: Q, b: Q) -> List[Tuple[Q, Q, Q]]:
     return states
 
 
-def hand_plain(states: Any = None) -> Tuple[Q, Q, Q]:
-    w = (states or momentum_steps())[-1][0]
+def compute_plain_by_hand(states: Any = None) -> Tuple[Q, Q, Q]:
+    w = (states or compute_momentum_steps())[-1][0]
     return w, w, w
 
 
-def hand_t1() -> Tuple[Q, Q, Q]:
+def compute_t1_by_hand() -> Tuple[Q, Q, Q]:
     # tau = 2, K = 1: the first update at lr/2, then lr
-    return hand_plain(momentum_steps(lambda k: LR / 2 if k == 0 else LR))
+    return compute_plain_by_hand(compute_momentum_steps(lambda k: LR / 2 if k == 0 else LR))
 
 
-def hand_t2(gamma: Q = Q(1, 2)) -> Tuple[Q, Q, Q]:
+def compute_t2_by_hand(gamma: Q = Q(1, 2)) -> Tuple[Q, Q, Q]:
     # gamma = (1/4)^(1/2) = 1/2, or optimal: 1 - 2/3 = 1/3; the backward reads w - 2 delta
-    weights = [START, *[w for w, _, _ in momentum_steps()]]
+    weights = [START, *[w for w, _, _ in compute_momentum_steps()]]
     delta = Q(0)
     for old, new in zip(weights, weights[1:]):
         delta = gamma * delta + (1 - gamma) * (new - old)
     return weights[-1], weights[-1], weights[-1] - 2 * delta
 
 
-def hand_spike(scale: int) -> Tuple[Q, Q, Q]:
+def compute_spike_by_hand(scale: int) -> Tuple[Q, Q, Q]:
     a = M ** (2 * scale)
-    return hand_plain(spike(a, (1 - a) / (1 - M)))
+    return compute_plain_by_hand(compute_spike_steps(a, (1 - a) / (1 - M)))
 
 
-def hand_prediction(scale: int) -> Tuple[Q, Q, Q]:
-    w, v, _ = momentum_steps()[-1]
+def compute_prediction_by_hand(scale: int) -> Tuple[Q, Q, Q]:
+    w, v, _ = compute_momentum_steps()[-1]
     return w, w - LR * 2 * scale * v, w
 
 
-def hand_difference(states: Any = None) -> Tuple[Q, Q, Q]:
-    (before, _, _), (w, _, _) = (states or momentum_steps())[-2:]
+def compute_difference_by_hand(states: Any = None) -> Tuple[Q, Q, Q]:
+    (before, _, _), (w, _, _) = (states or compute_momentum_steps())[-2:]
     return w, w + 2 * (w - before), w
 
 
-def hand_both_velocity() -> Tuple[Q, Q, Q]:
+def compute_both_velocity_by_hand() -> Tuple[Q, Q, Q]:
     # the velocity is v <- m v + g, though the step is -lr (a v + b g)
-    w, v, _ = spike(M**2, (1 - M**2) / (1 - M))[-1]
+    w, v, _ = compute_spike_steps(M**2, (1 - M**2) / (1 - M))[-1]
     return w, w - LR * 2 * v, w
 
 
-def hand_both_difference() -> Tuple[Q, Q, Q]:
-    return hand_difference(spike(M**2, (1 - M**2) / (1 - M)))
+def compute_both_difference_by_hand() -> Tuple[Q, Q, Q]:
+    return compute_difference_by_hand(compute_spike_steps(M**2, (1 - M**2) / (1 - M)))
 
 
-def hand_spectrain() -> Tuple[Q, Q, Q]:
+def compute_spectrain_by_hand() -> Tuple[Q, Q, Q]:
     # stage 1 of 3: lag 2, one more step to the first stage
-    w, v, _ = momentum_steps()[-1]
+    w, v, _ = compute_momentum_steps()[-1]
     return w, w - LR * 3 * v, w - LR * 1 * v
 
 
-def hand_feedback(scale: Q) -> Tuple[Q, Q, Q]:
+def compute_feedback_by_hand(scale: Q) -> Tuple[Q, Q, Q]:
     # the optimizer's own steps are d_t = -lr v_t; from the second on, w gets 2 k (d_t - d_{t-1}) more, the lag being 2
-    w, steps = START, [-LR * v for _, v, _ in momentum_steps()]
+    w, steps = START, [-LR * v for _, v, _ in compute_momentum_steps()]
     for before, step in zip([steps[0], *steps], steps):
         w = w + step + 2 * scale * (step - before)
     return w, w, w
@@ -156,10 +156,10 @@ SC, WP = {"scale": 1.0}, {"form": "velocity", "scale": 1.0}
 DC = {"scale": 4.0, "adaptive": False, "decay": 0.75}
 WPW = {"form": "difference", "scale": 1.0}
 ROWS: Dict[str, Row] = {
-    "t1": Row("pipemare", {"t1": {"anneal_updates": 1}}, hand=hand_t1),
+    "t1": Row("pipemare", {"t1": {"anneal_updates": 1}}, hand=compute_t1_by_hand),
     "t1-slow": Row("pipemare", {"t1": {"anneal_updates": 7}}),
-    "t2": Row("pipemare", {"t2": {"decay": 0.25}}, hand=hand_t2),
-    "t2-optimal": Row("pipemare", {"t2": {"decay": "optimal"}}, hand=lambda: hand_t2(Q(1, 3))),
+    "t2": Row("pipemare", {"t2": {"decay": 0.25}}, hand=compute_t2_by_hand),
+    "t2-optimal": Row("pipemare", {"t2": {"decay": "optimal"}}, hand=lambda: compute_t2_by_hand(Q(1, 3))),
     "t1+t2": Row("pipemare", {"t1": {"anneal_updates": 5}, "t2": {"decay": 0.135}}),
     "t2-1f1b": Row("pipemare", {"schedule": "1f1b", "t2": {"decay": 0.135}}),
     "warmup": Row("pipemare", {}, switch=3),
@@ -176,41 +176,43 @@ ROWS: Dict[str, Row] = {
         PB, {"constant_delay": {"updates": 3}, "spike_compensation": SC, "weight_prediction": WP}, (SGD,), exact=False
     ),
     "delay+t2": Row(PB, {"constant_delay": {"updates": 3}, "t2": {"decay": 0.5}}),
-    "spike": Row(PB, {"spike_compensation": SC}, (SGD,), lambda: hand_spike(1), exact=False),
-    "spike-2D": Row(PB, {"spike_compensation": {"scale": 2.0}}, (SGD,), lambda: hand_spike(2), exact=False),
+    "spike": Row(PB, {"spike_compensation": SC}, (SGD,), lambda: compute_spike_by_hand(1), exact=False),
+    "spike-2D": Row(PB, {"spike_compensation": {"scale": 2.0}}, (SGD,), lambda: compute_spike_by_hand(2), exact=False),
     "spike-general": Row(PB, {"spike_compensation": {"a": 0.75, "b": 0.125}}, (SGD,),
-                         lambda: hand_plain(spike(Q(3, 4), Q(1, 8))), exact=False),
-    "prediction": Row(PB, {"weight_prediction": WP}, (SGD,), lambda: hand_prediction(1)),
+                         lambda: compute_plain_by_hand(compute_spike_steps(Q(3, 4), Q(1, 8))), exact=False),
+    "prediction": Row(PB, {"weight_prediction": WP}, (SGD,), lambda: compute_prediction_by_hand(1)),
     "prediction-2D": Row(
-        PB, {"weight_prediction": {"form": "velocity", "scale": 2.0}}, (SGD,), lambda: hand_prediction(2)
+        PB, {"weight_prediction": {"form": "velocity", "scale": 2.0}}, (SGD,), lambda: compute_prediction_by_hand(2)
     ),
     "prediction-stash": Row(PB, {"weight_prediction": WP, "stash": True}, (SGD,)),
     "prediction-2bw": Row("pipedream_2bw", {"weight_prediction": WPW}),
-    "difference": Row(PB, {"weight_prediction": WPW}, hand=hand_difference),
+    "difference": Row(PB, {"weight_prediction": WPW}, hand=compute_difference_by_hand),
     "difference-stash": Row("pipedream", {"weight_prediction": WPW}),
-    "both": Row(PB, {"spike_compensation": SC, "weight_prediction": WP}, (SGD,), hand_both_velocity, exact=False),
+    "both": Row(PB, {"spike_compensation": SC, "weight_prediction": WP}, (SGD,), compute_both_velocity_by_hand, exact=False),
     "both-difference": Row(
-        PB, {"spike_compensation": SC, "weight_prediction": WPW}, (SGD,), hand_both_difference, exact=False
+        PB, {"spike_compensation": SC, "weight_prediction": WPW}, (SGD,), compute_both_difference_by_hand, exact=False
     ),
     "prediction+t1": Row(PB, {"weight_prediction": WP, "t1": {"anneal_updates": 9}}, (SGD,)),
-    "shrinking": Row(PB, {"gradient_shrinking": {"factor": 0.5}}, hand=lambda: hand_plain(momentum_steps(shrink=Q(1, 4)))),
+    "shrinking": Row(PB, {"gradient_shrinking": {"factor": 0.5}},
+                     hand=lambda: compute_plain_by_hand(compute_momentum_steps(shrink=Q(1, 4)))),
     "compensation": Row("pipedream", {"delay_compensation": DC}),
     "compensation-adaptive": Row("pipedream", {"delay_compensation": {**DC, "adaptive": True}}),
     "compensation-2bw": Row("pipedream_2bw", {"delay_compensation": {**DC, "adaptive": True}}),
     "compensation-warmup": Row(PB, {"stash": True, "delay_compensation": {**DC, "adaptive": True}}, switch=2),
     "compensation-delay": Row(PB, {"constant_delay": {"updates": 2}, "stash": True, "delay_compensation": DC}),
     "prediction-optimizer": Row(
-        "pipedream", {"stash": False, "weight_prediction": {"form": "optimizer", "scale": 1.0}}, hand=lambda: hand_prediction(1)
+        "pipedream", {"stash": False, "weight_prediction": {"form": "optimizer", "scale": 1.0}},
+        hand=lambda: compute_prediction_by_hand(1),
     ),
     "prediction-optimizer+t1": Row(
         "pipemare", {"weight_prediction": {"form": "optimizer", "scale": 2.0}, "t1": {"anneal_updates": 9}}
     ),
-    "feedback": Row(PB, {"error_feedback": {"scale": 0.5}}, hand=lambda: hand_feedback(Q(1, 2))),
+    "feedback": Row(PB, {"error_feedback": {"scale": 0.5}}, hand=lambda: compute_feedback_by_hand(Q(1, 2))),
     "feedback-2bw": Row("pipedream_2bw", {"error_feedback": {"scale": 1.0}}, (SGD, ADAMW, MIXED)),
     "feedback+t2": Row("pipemare", {"error_feedback": {"scale": 0.25}, "t2": {"decay": 0.25}}, (SGD, MIXED)),
-    "spectrain": Row("spectrain", {}, (SGD,), hand_spectrain),
+    "spectrain": Row("spectrain", {}, (SGD,), compute_spectrain_by_hand),
     "spectrain-1f1b": Row("spectrain", {"schedule": "1f1b"}, (SGD,)),
-    "plain": Row(PB, {}, hand=hand_plain),
+    "plain": Row(PB, {}, hand=compute_plain_by_hand),
     "2bw": Row("pipedream_2bw", {}),
 }  # fmt: skip
 
@@ -225,7 +227,7 @@ def test_the_table_has_every_rule() -> None:
 # ---- by hand
 
 
-def rules_of_one_weight(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
+def make_one_weight_rules(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
     """Return a single weight on the second of three stages, where PB's lag is 2."""
     method = resolve_method(row.method, row.args)
     weight = nn.Parameter(torch.tensor([float(START)], dtype=torch.float64))
@@ -238,7 +240,7 @@ def rules_of_one_weight(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.hand])
 def test_three_updates_are_those_computed_by_hand(name: str) -> None:
     row = ROWS[name]
-    weight, rules = rules_of_one_weight(row)
+    weight, rules = make_one_weight_rules(row)
     for k, g in enumerate(GRADIENTS):
         weight.grad = torch.tensor([float(g)], dtype=torch.float64)
         rules.step(k, None)
@@ -350,17 +352,17 @@ def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
 
 
 def test_spike_compensation_with_delay_one_is_nesterov() -> None:
-    data = batches(12)
+    data = draw_microbatches(12)
     method = resolve_method(PB, {"constant_delay": {"updates": 1}, "stash": True})
-    ends = []
-    for make, args in (
+    weights = []
+    for make_optimizer, args in (
         (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), {}),
         (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), {"spike_compensation": SC}),
     ):
-        model = whole(fresh("mlp"))
-        emulate(model, method, 1, data, make, args=args)
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.allclose(ends[0], ends[1], rtol=1e-12, atol=1e-13)
+        model = join_stages(fresh("mlp"))
+        emulate(model, method, 1, data, make_optimizer, args=args)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(weights[0], weights[1], rtol=1e-12, atol=1e-13)
 
 
 # ---- against the literal replay
@@ -376,9 +378,9 @@ def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumu
         stages = fresh(model)
         if method.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < len(stages):
             accumulate += len(stages)
-        data = batches(accumulate * 12)
+        data = draw_microbatches(accumulate * 12)
         twin = copy.deepcopy(stages)
-        unsplit = whole(stages)
+        unsplit = join_stages(stages)
         drains = (
             [accumulate * 7] if name in ("t1+t2", "both", "prediction-stash", "hogwild") else []
         )
@@ -387,7 +389,7 @@ def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumu
         if row.exact:
             assert_equal(unsplit, twin)
         else:
-            expected = whole(twin).state_dict()
+            expected = join_stages(twin).state_dict()
             for key, value in unsplit.state_dict().items():
                 assert torch.allclose(value, expected[key], rtol=1e-8, atol=1e-10), key
 
@@ -401,8 +403,11 @@ def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumu
 def test_one_stage_is_plain_training(name: str) -> None:
     row = ROWS[name]
     args = {**row.args, "recompute": {"segments": 1}} if "recompute" in row.args else row.args
-    data = batches(12)
-    twin, unsplit = whole(fresh("convolution")), nn.Sequential(nn.Sequential(*fresh("convolution")))
+    data = draw_microbatches(12)
+    twin, unsplit = (
+        join_stages(fresh("convolution")),
+        nn.Sequential(nn.Sequential(*fresh("convolution"))),
+    )
     emulate(
         unsplit,
         resolve_method(row.method, args),
@@ -479,7 +484,7 @@ def test_drawn_delays_depend_on_the_seed_and_the_microbatch_alone() -> None:
     assert (draws[0](0, 700) != draws[2](0, 700)).any()
 
 
-def cyclic_delays(stages: int, newest: bool) -> List[List[int]]:
+def make_cyclic_delays(stages: int, newest: bool) -> List[List[int]]:
     """Of cyclic data parallelism on [stage][microbatch], as many microbatches an update as stages, each two slots after the one
     before: the update of stage s has come when microbatch i of the next arrives if s + i >= P - 1 (variant 2); or always 1."""
     return [
@@ -498,17 +503,17 @@ def test_cyclic_data_parallelism_is_a_table_of_delays_and_a_pipeline(
         chosen = resolve_method(method, args)
         table = VersionTable(make_schedule(chosen, P, 5 * P, P), chosen)
         m = np.arange(5 * P)
-        delays = np.array(cyclic_delays(P, variant == 2))[:, m % P]
+        delays = np.array(make_cyclic_delays(P, variant == 2))[:, m % P]
         assert (table.forward(0, 5 * P) == np.maximum(m // P - delays, 0)).all()
         assert (table.backward(0, 5 * P) == table.forward(0, 5 * P)).all()
     twin, stages = fresh("mlp"), fresh("mlp")
-    data, P = batches(24), len(stages)
+    data, P = draw_microbatches(24), len(stages)
     stated = resolve_method(
-        "pipedream", {"constant_delay": {"updates": cyclic_delays(P, variant == 2)}}
+        "pipedream", {"constant_delay": {"updates": make_cyclic_delays(P, variant == 2)}}
     )
     literal(twin, stated, P, data, ADAMW)
     for one in (stated, resolve_method(method, args)):
-        unsplit = whole(fresh("mlp"))
+        unsplit = join_stages(fresh("mlp"))
         emulate(unsplit, one, P, data, ADAMW)
         assert_equal(unsplit, twin)
 

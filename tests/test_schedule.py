@@ -32,13 +32,13 @@ from tests.support.slow import mark_slow
 SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
 
 
-def accumulates(method: Method, P: int, M: int) -> List[int]:
+def list_update_sizes(method: Method, P: int, M: int) -> List[int]:
     """Return some N: one, several that do and do not divide M, the whole run, more than the run."""
     smallest = P if method.forward_reads is Reads.DOUBLE_BUFFERED else 1
     return sorted(N for N in {1, 2, 3, 7, M, P, P + 1} if N >= smallest)
 
 
-def simulated(method: Method, P: int, M: int, N: int) -> Simulated:
+def simulate_method(method: Method, P: int, M: int, N: int) -> Simulated:
     return simulate(method.pipeline, P, M, N, method.turn)
 
 
@@ -53,15 +53,15 @@ QUICK = {"gpipe", "pipedream_flush", "pipedream", "pipelined_backprop", "local_o
 def test_slots_are_those_of_the_rules_played_out(name: str) -> None:
     method = METHODS[name]
     for P, M in SIZES:
-        for N in accumulates(method, P, M):
-            expected, schedule = simulated(method, P, M, N), make_schedule(method, P, M, N)
+        for N in list_update_sizes(method, P, M):
+            expected, schedule = simulate_method(method, P, M, N), make_schedule(method, P, M, N)
             forward, backward = (
                 schedule.slots(Kind.FORWARD, 0, M),
                 schedule.slots(Kind.BACKWARD, 0, M),
             )
-            got = {(s, "F", m): int(forward[s, m]) for s in range(P) for m in range(M)}
-            got.update({(s, "B", m): int(backward[s, m]) for s in range(P) for m in range(M)})
-            assert got == expected.slots, (P, M, N)
+            slots = {(s, "F", m): int(forward[s, m]) for s in range(P) for m in range(M)}
+            slots.update({(s, "B", m): int(backward[s, m]) for s in range(P) for m in range(M)})
+            assert slots == expected.slots, (P, M, N)
             assert schedule.slot_count == expected.length
             updates = schedule.slots(Kind.UPDATE, 0, schedule.update_count).tolist()
             assert [
@@ -73,7 +73,7 @@ def test_slots_are_those_of_the_rules_played_out(name: str) -> None:
 def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -> None:
     method = METHODS[name]
     for P, M, N in ((1, 5, 2), (3, 20, 3), (4, 11, 5), (6, 7, 7), (7, 20, 8)):
-        expected, schedule = simulated(method, P, M, N), make_schedule(method, P, M, N)
+        expected, schedule = simulate_method(method, P, M, N), make_schedule(method, P, M, N)
         cells: Dict[Tuple[int, int], str] = {}
         for (s, kind, m), slot in sorted(
             expected.slots.items(), key=lambda item: item[0][1], reverse=True
@@ -96,8 +96,8 @@ def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -
 def test_most_in_flight_is_the_count_over_the_rules(name: str) -> None:
     method = METHODS[name]
     for P, M in SIZES[::3]:
-        for N in accumulates(method, P, M):
-            slots = simulated(method, P, M, N).slots
+        for N in list_update_sizes(method, P, M):
+            slots = simulate_method(method, P, M, N).slots
             most = [
                 max(
                     sum(slots[s, "F", o] <= slots[s, "F", m] <= slots[s, "B", o] for o in range(M))
@@ -187,17 +187,17 @@ def test_stretches_lie_between_drains() -> None:
 
 
 def test_needs() -> None:
-    def needed(kind: Kind, index: int, stage: int) -> List[str]:
+    def list_need_names(kind: Kind, index: int, stage: int) -> List[str]:
         return [str(need) for need in list_needs(Action(kind, index, stage), 3)]
 
-    assert needed(Kind.FORWARD, 1, 0) == []
-    assert needed(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
-    assert needed(Kind.BACKWARD, 1, 1) == ["F1 on stage 1", "B1 on stage 2"]
+    assert list_need_names(Kind.FORWARD, 1, 0) == []
+    assert list_need_names(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
+    assert list_need_names(Kind.BACKWARD, 1, 1) == ["F1 on stage 1", "B1 on stage 2"]
     assert get_pass_needs(Kind.BACKWARD, local=True) == ((Kind.FORWARD, 0),)
-    assert needed(Kind.BACKWARD, 1, 2) == ["F1 on stage 2"]
-    assert needed(Kind.INPUT_GRADIENT, 1, 1) == ["F1 on stage 1", "I1 on stage 2"]
-    assert needed(Kind.WEIGHT_GRADIENT, 1, 1) == ["I1 on stage 1"]
-    assert needed(Kind.RECOMPUTE, 1, 2) == ["F1 on stage 2", "R1 on stage 1"]
+    assert list_need_names(Kind.BACKWARD, 1, 2) == ["F1 on stage 2"]
+    assert list_need_names(Kind.INPUT_GRADIENT, 1, 1) == ["F1 on stage 1", "I1 on stage 2"]
+    assert list_need_names(Kind.WEIGHT_GRADIENT, 1, 1) == ["I1 on stage 1"]
+    assert list_need_names(Kind.RECOMPUTE, 1, 2) == ["F1 on stage 2", "R1 on stage 1"]
     assert get_pass_needs(Kind.RECOMPUTE, begins_segment=True) == ((Kind.FORWARD, 0),)
 
 
@@ -212,7 +212,7 @@ def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: i
     heads = np.flatnonzero(find_segment_heads(find_segment_ends(P, segments))).tolist()
     assert len(heads) == segments
 
-    def late(heads: List[int]) -> List[int]:
+    def find_late_stages(heads: List[int]) -> List[int]:
         """Return stages that recompute before all is there; a forward may be in the same slot (turn 0, last stage)."""
         return sorted({
             s
@@ -222,11 +222,11 @@ def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: i
             and (slots[kind][s + offset] >= slots[Kind.RECOMPUTE][s] + (kind is Kind.FORWARD)).any()
         })  # fmt: skip
 
-    assert late(heads) == [] and late([]) == heads[1:]
+    assert find_late_stages(heads) == [] and find_late_stages([]) == heads[1:]
     assert (slots[Kind.RECOMPUTE] <= slots[Kind.BACKWARD]).all()
 
 
-def damaged(name: str, stage: int, kind: int, **changes: int) -> Schedule:
+def make_damaged_schedule(name: str, stage: int, kind: int, **changes: int) -> Schedule:
     """Return a schedule of 3 stages whose first run of `kind` on `stage` is shifted or shortened."""
     schedule = make_schedule(METHODS[name], 3, 6, 3)
     part = schedule.stretches[0]
@@ -256,7 +256,7 @@ def test_schedules_that_cannot_run_are_refused_naming_the_action(
     name: str, stage: int, kind: int, changes: Dict[str, int], message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):
-        damaged(name, stage, kind, **changes)
+        make_damaged_schedule(name, stage, kind, **changes)
 
 
 def test_stages_of_one_device_must_not_act_at_once() -> None:
@@ -325,7 +325,7 @@ def test_the_compact_proof_agrees_with_checking_every_slot(
 # --- rows written by hand
 
 
-def rows_of(schedule: Schedule) -> List[List[str]]:
+def list_schedule_rows(schedule: Schedule) -> List[List[str]]:
     return [[cell for cell in schedule.cells(s) if cell] for s in range(schedule.stages)]
 
 
@@ -336,19 +336,19 @@ def test_the_planned_rows_written_by_hand_get_the_planned_slots(name: str) -> No
     """The planned schedules do nothing late. (Flush methods: one batch, since rows alone know no flush.)"""
     for P, M in ((1, 1), (2, 5), (4, 9), (7, 20)):
         planned = make_schedule(METHODS[name], P, 1 if name == "naive" else M, max(M, P))
-        by_hand = from_rows(rows_of(planned), planned.accumulate)
-        assert by_hand.slot_count == planned.slot_count
+        from_cells = from_rows(list_schedule_rows(planned), planned.accumulate)
+        assert from_cells.slot_count == planned.slot_count
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             assert (
-                by_hand.slots(kind, 0, planned.microbatches)
+                from_cells.slots(kind, 0, planned.microbatches)
                 == planned.slots(kind, 0, planned.microbatches)
             ).all()
 
 
 def test_steps_that_hold_both_written_by_hand() -> None:
     planned = make_schedule(METHODS["pipelined_backprop"], 3, 6, 1)
-    by_hand = from_rows(rows_of(planned), 1, slot_holds=SlotHolds.BOTH)
-    assert [by_hand.cells(s) for s in range(3)] == [planned.cells(s) for s in range(3)]
+    from_cells = from_rows(list_schedule_rows(planned), 1, slot_holds=SlotHolds.BOTH)
+    assert [from_cells.cells(s) for s in range(3)] == [planned.cells(s) for s in range(3)]
 
 
 def test_backwards_in_reverse_order_update_once_the_batch_is_complete() -> None:

@@ -19,7 +19,7 @@ from ipu_pipe.model.stages import (
     partition,
 )
 from models.resnet import preact_resnet20, resnet18
-from tests.staged_models import Skipping, residual, whole
+from tests.staged_models import SkippingModel, join_stages, make_residual_stages
 
 
 def merge_stages(
@@ -39,7 +39,7 @@ def test_what_stays_whole_keeps_its_name() -> None:
 
 def test_values_that_skip_pieces_are_handed_on() -> None:
     torch.manual_seed(0)
-    model, x = Skipping().double(), torch.randn(5, 12, dtype=torch.float64)
+    model, x = SkippingModel().double(), torch.randn(5, 12, dtype=torch.float64)
     cut = cut_model(model, ["b", "c", "d"], x)
     assert [name for piece in cut for name in piece.names] == ["a", "b", "c", "norm", "d", "head"]
     assert [len(c.tensors) for c in list_crossings(cut)] == [
@@ -51,8 +51,8 @@ def test_values_that_skip_pieces_are_handed_on() -> None:
     value: Any = x
     for piece in cut:
         value = piece(value)
-    result = torch.autograd.grad(value.square().sum(), list(model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(expected, result))
+    gradients = torch.autograd.grad(value.square().sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(expected, gradients))
     assert sorted(name for piece in cut for name in piece.select_state()) == sorted(
         model.state_dict()
     )
@@ -67,7 +67,7 @@ def test_values_that_skip_pieces_are_handed_on() -> None:
     ]
 
 
-class GivesSizes(nn.Sequential):
+class SizeReader(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         rows = x.shape[0]
         return self[1](self[0](x)).reshape(rows, 4)
@@ -75,7 +75,7 @@ class GivesSizes(nn.Sequential):
 
 def test_sizes_do_not_cross() -> None:
     """Of an input of another size they are the ones of its own recording."""
-    model = GivesSizes(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = SizeReader(nn.Linear(4, 4), nn.Linear(4, 4))
     cut = cut_model(model, ["1"], torch.randn(2, 4))
     assert [len(crossing.tensors) for crossing in list_crossings(cut)] == [1]
     for rows in (2, 5, 2):
@@ -119,7 +119,7 @@ def test_stages_taken_together_balance_their_flops() -> None:
 
 
 def test_what_crosses_is_known_with_its_nesting() -> None:
-    model = whole([stage.float() for stage in residual()])
+    model = join_stages([stage.float() for stage in make_residual_stages()])
     x = torch.randn(3, 12)
     cut = cut_model(model, ["1", "2", "3"], x)
     model.train()

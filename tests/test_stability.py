@@ -38,20 +38,20 @@ DELAYS = [0, 1, 2, 3, 4, 7, 10, 16, 29, 40, 100]
 MOMENTA = [0.0, 0.1, 0.5, 0.9, 0.99, 0.999]
 
 
-def powers(*parts: Tuple[int, float]) -> List[float]:
+def make_polynomial(*parts: Tuple[int, float]) -> List[float]:
     """Return a polynomial written as (power, coefficient), from the highest down."""
     highest = max(power for power, _ in parts)
     return [sum(c for p, c in parts if p == power) for power in range(highest, -1, -1)]
 
 
-def at_step(one: Recurrence, step: float) -> List[float]:
-    fixed, per_step = derive_loop_gain(one).expand_polynomial()
+def expand_at_step(recurrence: Recurrence, step: float) -> List[float]:
+    fixed, per_step = derive_loop_gain(recurrence).expand_polynomial()
     return list(fixed + step * per_step)
 
 
-def same_roots(found: List[float], printed: List[float]) -> None:
+def assert_same_roots(derived: List[float], printed: List[float]) -> None:
     """Up to roots at 0, which one of two derivations may have more of."""
-    assert np.trim_zeros(found, "b") == pytest.approx(np.trim_zeros(printed, "b"), abs=1e-12)
+    assert np.trim_zeros(derived, "b") == pytest.approx(np.trim_zeros(printed, "b"), abs=1e-12)
 
 
 # ---- the polynomials as the papers print them (the sign of GDM's last term put right)
@@ -61,22 +61,25 @@ def same_roots(found: List[float], printed: List[float]) -> None:
 @pytest.mark.parametrize("m", [0.0, 0.6, 0.95])
 def test_pipelined_backpropagations_polynomials(D: int, m: float) -> None:
     k, T, a, b = 0.3, 3.5, 0.7, 1.3
-    same_roots(
-        at_step(make_delayed_sgd(D, m), k), powers((D + 1, 1), (D, -(1 + m)), (D - 1, m), (0, k))
+    assert_same_roots(
+        expand_at_step(make_delayed_sgd(D, m), k),
+        make_polynomial((D + 1, 1), (D, -(1 + m)), (D - 1, m), (0, k)),
     )
-    gsc = powers((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (a + b)), (0, -k * m * b))
-    same_roots(at_step(make_delayed_sgd(D, m, (a, b)), k), gsc)
-    lwp = powers((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (1 + T)), (0, -k * T))
-    same_roots(at_step(make_delayed_sgd(D, m, horizon=T), k), lwp)
-    both = powers(
+    gsc = make_polynomial((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (a + b)), (0, -k * m * b))
+    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, (a, b)), k), gsc)
+    lwp = make_polynomial((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (1 + T)), (0, -k * T))
+    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, horizon=T), k), lwp)
+    both = make_polynomial(
         (D + 3, 1), (D + 2, -(1 + m)), (D + 1, m), (2, k * (a + b) * (T + 1)),
         (1, -k * ((T + 1) * m * b + T * (a + b))), (0, k * T * m * b),
     )  # fmt: skip
-    same_roots(at_step(make_delayed_sgd(D, m, (a, b), T), k), both)
+    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, (a, b), T), k), both)
     velocity = np.polyadd(
         np.polymul([1, -1], np.polyadd([1, -m] + [0] * D, [k * T])), [k * (a + b), -k * b * m]
     )
-    same_roots(at_step(make_delayed_sgd(D, m, (a, b), T, by_velocity=True), k), list(velocity))
+    assert_same_roots(
+        expand_at_step(make_delayed_sgd(D, m, (a, b), T, by_velocity=True), k), list(velocity)
+    )
 
 
 @pytest.mark.parametrize("D", [1, 4, 12])
@@ -84,26 +87,32 @@ def test_pipelined_backpropagations_polynomials(D: int, m: float) -> None:
 def test_on_a_quadratic_spike_compensation_is_weight_prediction(D: int, m: float) -> None:
     """Equations 44 to 47 of Kosson et al. 2021."""
     a, b = compute_spike_coefficients(m, D)
-    predicted = at_step(make_delayed_sgd(D, m, horizon=m * (1 - m**D) / (1 - m)), 0.3)
-    same_roots(at_step(make_delayed_sgd(D, m, (a, b)), 0.3), predicted)
+    predicted = expand_at_step(make_delayed_sgd(D, m, horizon=m * (1 - m**D) / (1 - m)), 0.3)
+    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, (a, b)), 0.3), predicted)
     T = 3.5
     spike = make_delayed_sgd(D, m, (1 - (1 - m) / m * T, T / m))
-    same_roots(at_step(spike, 0.3), at_step(make_delayed_sgd(D, m, horizon=T), 0.3))
+    assert_same_roots(
+        expand_at_step(spike, 0.3), expand_at_step(make_delayed_sgd(D, m, horizon=T), 0.3)
+    )
 
 
 @pytest.mark.parametrize("forward, backward", [(1, 0), (6, 2), (10, 6), (10, 0)])
 def test_pipemares_polynomials(forward: int, backward: int) -> None:
     step, h, delta, phi, middle, g = 0.07, 1.5, 4.0, -2.0, (forward + backward) // 2, 0.8
-    plain = powers((forward + 1, 1), (forward, -1), (0, step * h))
-    same_roots(at_step(make_delayed_sgd(forward, curvature=h), step), plain)
-    momentum = powers((forward + 1, 1), (forward, -1.9), (forward - 1, 0.9), (0, step * h))
-    same_roots(at_step(make_pipemare(forward, backward, curvature=h, momentum=0.9), step), momentum)
+    plain = make_polynomial((forward + 1, 1), (forward, -1), (0, step * h))
+    assert_same_roots(expand_at_step(make_delayed_sgd(forward, curvature=h), step), plain)
+    momentum = make_polynomial((forward + 1, 1), (forward, -1.9), (forward - 1, 0.9), (0, step * h))
+    assert_same_roots(
+        expand_at_step(make_pipemare(forward, backward, curvature=h, momentum=0.9), step), momentum
+    )
     gap = forward - backward
     apart = np.polyadd([1, -1] + [0] * forward, [step * (h + delta)])
     apart = np.polysub(apart, [step * delta] + [0] * gap)
-    same_roots(at_step(make_pipemare(forward, backward, delta, curvature=h), step), list(apart))
+    assert_same_roots(
+        expand_at_step(make_pipemare(forward, backward, delta, curvature=h), step), list(apart)
+    )
 
-    def corrected(size: float, difference: int) -> Any:
+    def make_correction(size: float, difference: int) -> Any:
         """Return -step size z^n (z - g) + step size z^n n (1 - g) (z - 1)."""
         inner = np.polysub(np.array([1, -1]) * difference * (1 - g), [1, -g])
         return np.polymul([step * size] + [0] * difference, inner)
@@ -111,15 +120,16 @@ def test_pipemares_polynomials(forward: int, backward: int) -> None:
     start = np.polyadd(
         np.polymul(np.poly([1, g]), [1] + [0] * forward), step * (h + delta) * np.array([1, -g])
     )
-    same_roots(
-        at_step(make_pipemare(forward, backward, delta, g, curvature=h), step),
-        list(np.polyadd(start, corrected(delta, gap))),
+    assert_same_roots(
+        expand_at_step(make_pipemare(forward, backward, delta, g, curvature=h), step),
+        list(np.polyadd(start, make_correction(delta, gap))),
     )
     split = np.polyadd(
-        np.polyadd(start, corrected(delta - phi, gap)), corrected(phi, forward - middle)
+        np.polyadd(start, make_correction(delta - phi, gap)), make_correction(phi, forward - middle)
     )
-    same_roots(
-        at_step(make_pipemare(forward, backward, delta, g, (middle, phi), h), step), list(split)
+    assert_same_roots(
+        expand_at_step(make_pipemare(forward, backward, delta, g, (middle, phi), h), step),
+        list(split),
     )
 
 
@@ -162,7 +172,7 @@ def test_lemma_3_bounds_it_with_momentum(delay: int, momentum: float) -> None:
 # ---- root radii, stable steps and the recurrences agree
 
 
-def drawn(rng: np.random.Generator) -> Recurrence:
+def draw_recurrence(rng: np.random.Generator) -> Recurrence:
     """Return any of the papers' rules, with any numbers."""
     m = float(rng.choice([0.0, rng.uniform(0, 0.98)]))
     if rng.random() < 0.5:
@@ -194,7 +204,7 @@ def drawn(rng: np.random.Generator) -> Recurrence:
 def test_stable_steps_are_those_whose_roots_lie_inside() -> None:
     rng = np.random.default_rng(1)
     for _ in range(150):
-        loop = derive_loop_gain(drawn(rng))
+        loop = derive_loop_gain(draw_recurrence(rng))
         stable_steps = find_stable_steps(loop)
         steps = np.exp(rng.uniform(np.log(1e-4), np.log(6), 25))
         radius = compute_root_radius(loop, steps)
@@ -242,7 +252,7 @@ def test_steps_within_smaller_circles_are_those_whose_roots_lie_inside_them() ->
     radii = np.array([0.6, 0.83, 0.97, 0.9991])
     inside_count = 0
     for _ in range(80):
-        loop = derive_loop_gain(drawn(rng))
+        loop = derive_loop_gain(draw_recurrence(rng))
         steps = np.exp(rng.uniform(np.log(1e-4), np.log(6), 25))
         radius = compute_root_radius(loop, steps)
         for circle, result in zip(radii, find_steps_within(loop, radii)):
@@ -257,13 +267,13 @@ def test_the_recurrences_carried_out_grow_as_the_roots_say() -> None:
     rng = np.random.default_rng(3)
     clear_count = 0
     for _ in range(45):
-        one = drawn(rng)
+        recurrence = draw_recurrence(rng)
         steps = np.exp(rng.uniform(np.log(1e-2), np.log(4), 24))
-        radius = compute_root_radius(derive_loop_gain(one), steps)
-        seen = measure_growth(simulate(one, steps=steps, updates=500), 200)
-        clear = np.abs(radius - 1) > 0.02
-        clear_count += clear.sum()
-        assert ((seen < 1) == (radius < 1))[clear].all(), one
+        radius = compute_root_radius(derive_loop_gain(recurrence), steps)
+        growth = measure_growth(simulate(recurrence, steps=steps, updates=500), 200)
+        is_clear = np.abs(radius - 1) > 0.02
+        clear_count += is_clear.sum()
+        assert ((growth < 1) == (radius < 1))[is_clear].all(), recurrence
     assert clear_count > 500
 
 
@@ -363,7 +373,7 @@ def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
 # ---- bounds
 
 
-def quadratic(seed: int) -> Tuple[Any, Any, float]:
+def make_quadratic(seed: int) -> Tuple[Any, Any, float]:
     """Return (batches' matrices (b, d, d), their optima, L) of f = mean over b of (x - c_b)' A_b (x - c_b) / 2."""
     rng = np.random.default_rng(seed)
     roots = rng.normal(size=(5, 6, 6))
@@ -373,14 +383,14 @@ def quadratic(seed: int) -> Tuple[Any, Any, float]:
 
 def test_rpd_stays_below_its_bound() -> None:
     """Algorithm 1 on a quadratic, with the block gradients that were met."""
-    A, centres, L = quadratic(0)
+    A, centres, L = make_quadratic(0)
     mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
     least = np.linalg.solve(mean, offset)
     blocks, delay, updates = 3, compute_greatest_delay(3), 400
     size = 6 // blocks
     assert delay == 7
 
-    def loss(x: Any) -> float:
+    def compute_loss(x: Any) -> float:
         return float(x @ mean @ x / 2 - offset @ x)
 
     for lr in (0.3 / L, 0.03 / L):
@@ -399,14 +409,14 @@ def test_rpd_stays_below_its_bound() -> None:
                 largest = max(largest, float(np.linalg.norm(gradient)))
                 path.append(path[k].copy())
                 path[-1][block] -= lr * gradient
-        gap = loss(np.zeros(6)) - loss(least)
+        gap = compute_loss(np.zeros(6)) - compute_loss(least)
         bound = bound_rpd(lr, updates, blocks, delay, gap, L, largest)
         assert np.mean(norms) < bound.total
         assert bound.total == pytest.approx(sum(bound[:3]))
 
 
 def test_local_sgd_stays_below_its_bound() -> None:
-    A, centres, L = quadratic(1)
+    A, centres, L = make_quadratic(1)
     mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
     least = np.linalg.solve(mean, offset)
     replicas, local, rounds, blocks = 4, 5, 40, 3

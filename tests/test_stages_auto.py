@@ -30,7 +30,7 @@ EXAMPLE = torch.zeros(8, 64), torch.zeros(8, dtype=torch.long)
 SMALL = {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 32, "layers": 5, "classes": 10}}
 
 
-def devices(count: int = 4, memory: float = 1e6, **device: Any) -> Dict[str, Any]:
+def describe_devices(count: int = 4, memory: float = 1e6, **device: Any) -> Dict[str, Any]:
     """So many that are slow to compute, behind one wire."""
     rates = {"float32": {"peak_flops": 1e6, "achievable_share": 1.0}}
     device_keys = {
@@ -47,18 +47,18 @@ def devices(count: int = 4, memory: float = 1e6, **device: Any) -> Dict[str, Any
     }
 
 
-def config(**keys: Any) -> Any:
+def make_auto_config(**keys: Any) -> Any:
     defaults = {
         "model": SMALL,
         "data": {"name": "digits"},
         "stages": "auto",
-        "hardware": devices(),
+        "hardware": describe_devices(),
         "steps": 2,
     }
     return configure(**{**defaults, "gradient_accumulation": 8, **keys})
 
 
-def chosen(own: Any, **keys: Any) -> List[str]:
+def choose_stage_names(own: Any, **keys: Any) -> List[str]:
     method = resolve_method(own.method)
     return choose_stages(own, method, mlp(**SMALL["args"]), F.cross_entropy, EXAMPLE, **keys)
 
@@ -68,12 +68,12 @@ def chosen(own: Any, **keys: Any) -> List[str]:
     {"method": "pipedream"},
     {"gradient_accumulation": 3},
     {"replicas": 2, "method": "pipedream_2bw"},
-    {"hardware": devices(memory=4e4)},
+    {"hardware": describe_devices(memory=4e4)},
     {"stages": {"count": 3, "by": "hardware"}},
 ])  # fmt: skip
 def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
     """Of all depths and cuts that fit, tried one by one."""
-    settings = config(**keys)
+    settings = make_auto_config(**keys)
     units = count_units(mlp(**SMALL["args"]), EXAMPLE[0], (), F.cross_entropy, EXAMPLE[1]).units
     problem = make_problem(settings, units, 256.0, read_hardware(settings.hardware))
     depths = [3] if "stages" in keys else range(1, 4 // settings.replicas + 1)
@@ -86,7 +86,7 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
                 )
                 if max(stage.total for stage in prediction.memory) <= problem.memory_bytes:
                     slowest[inner] = max(prediction.samples_per_second, slowest.get(inner, 0.0))
-    names = chosen(settings)
+    names = choose_stage_names(settings)
     starts = tuple(i for i, unit in enumerate(units) if unit.name in names)
     rate = slowest[starts]
     # of one depth the cut with the fastest slowest stage is taken, which fills the pipeline no faster than any other
@@ -97,11 +97,11 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
 
 
 def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
-    settings = config(hardware=None, backend={"name": "distributed"})
+    settings = make_auto_config(hardware=None, backend={"name": "distributed"})
     units = count_units(mlp(**SMALL["args"]), EXAMPLE[0], (), F.cross_entropy, EXAMPLE[1]).units
     work = [unit.forward_flops + unit.backward_flops for unit in units]
     for processes in (1, 2, 3, 5):
-        names = chosen(settings, processes=processes)
+        names = choose_stage_names(settings, processes=processes)
         cuts = [
             [0, *inner, len(work)]
             for inner in itertools.combinations(range(1, len(work)), processes - 1)
@@ -121,8 +121,10 @@ def test_local_stages_are_the_best_of_all_with_their_heads(
     is predicted of it is what was chosen."""
     processes = None if named or method == "local_chunked" else 3
     where = {} if named else {"hardware": None, "backend": {"name": "distributed"}}
-    settings = config(method=method, gradient_accumulation=1, **where)
-    names = chosen(settings, processes=2 if not named and method == "local_chunked" else processes)
+    settings = make_auto_config(method=method, gradient_accumulation=1, **where)
+    names = choose_stage_names(
+        settings, processes=2 if not named and method == "local_chunked" else processes
+    )
     model, x = mlp(**SMALL["args"]), EXAMPLE[0][:FEW]
     units = count_units(model, x, (), F.cross_entropy, EXAMPLE[1][:FEW]).units
     blocks = count_blocks(model, x, units)
@@ -165,7 +167,8 @@ def test_local_stages_are_the_best_of_all_with_their_heads(
     ({"hardware": None, "stages": {"count": 2, "by": "hardware"}}, "stages.by: hardware: needs to know the devices"),
     ({"method": "local_overlapping"}, "stages: auto: the planner knows pipelines of one loss and a block a stage"),
     ({"method": "local_chunked", "method_args": {"blocks": ["fc2"]}}, "stages: auto: method_args.blocks names the blocks"),
-    ({"hardware": devices(memory=9e3)}, "stages: auto: no cut fits hardware given, 9 kB usable on each device: 4 stages"),
+    ({"hardware": describe_devices(memory=9e3)},
+     "stages: auto: no cut fits hardware given, 9 kB usable on each device: 4 stages"),
     ({"stages": {"count": 99, "by": "hardware"}}, "the model has 12 places where a stage may begin"),
     ({"stages": {"count": 7, "by": "hardware"}}, "stages: 7: must be at most 6"),
     ({"precision": "float64"}, "precision: float64: hardware given states no rate for float64"),
@@ -174,11 +177,11 @@ def test_local_stages_are_the_best_of_all_with_their_heads(
     ({"method": "zb_auto", "method_args": {"activation_limit": 2}}, "stages: auto: the planner knows zb_auto without"),
 ])  # fmt: skip
 def test_what_cannot_be_chosen_is_reported(keys: Any, message: str) -> None:
-    faults = list_faults(lambda: build(config(**keys)))
+    faults = list_faults(lambda: build(make_auto_config(**keys)))
     assert any(message in fault for fault in faults), faults
 
 
-def printed(capsys: Any, *arguments: str) -> str:
+def run_train_command(capsys: Any, *arguments: str) -> str:
     """Return what the command says."""
     train.main(list(arguments))
     return str(capsys.readouterr().out)
@@ -187,17 +190,19 @@ def printed(capsys: Any, *arguments: str) -> str:
 def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) -> None:
     """Its folder says their names. Resumed for the same hardware it has these, and other hardware may be asked for."""
     file, out = tmp_path / "c.yaml", str(tmp_path / "run")
-    file.write_text(dump_config(config(log={"tensorboard": False}, evaluate={"every": 0})))
-    printed(capsys, str(file), "--out", out)
+    file.write_text(
+        dump_config(make_auto_config(log={"tensorboard": False}, evaluate={"every": 0}))
+    )
+    run_train_command(capsys, str(file), "--out", out)
     stages = load_config(Path(out) / "config.yaml").stages
-    assert isinstance(stages, list) and stages == chosen(config())
-    output = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=3")
+    assert isinstance(stages, list) and stages == choose_stage_names(make_auto_config())
+    output = run_train_command(capsys, str(file), "--out", out, "--resume", "--set", "steps=3")
     assert (
         "another steps" in output
         and "another stages" not in output
         and "another hardware" not in output
     )
-    output = printed(
+    output = run_train_command(
         capsys, str(file), "--out", out, "--resume", "--set", "steps=4", "hardware=v100x8"
     )
     assert "the run continues with another hardware" in output
@@ -206,7 +211,7 @@ def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) ->
 def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     """Each figure as predicted and for which hardware, memory against the limit, and what holds it back."""
     arguments = ["configs/mlp_digits.yaml", "--dry-run", "--set"]
-    output = printed(capsys, *arguments, "hardware=v100x8")
+    output = run_train_command(capsys, *arguments, "hardware=v100x8")
     lines = output.splitlines()
     table = lines[lines.index("predicted on v100x8, not measured") + 1 :]
     assert "memory   share of usable" in table[0]
@@ -222,8 +227,10 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     ]
     merged = "method_args={schedule: dataflow}"
     for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", merged):
-        assert "not predicted on v100x8: " in printed(capsys, *arguments, "hardware=v100x8", more)
-    assert "predicted" not in printed(capsys, *arguments, "hardware=null")
+        assert "not predicted on v100x8: " in run_train_command(
+            capsys, *arguments, "hardware=v100x8", more
+        )
+    assert "predicted" not in run_train_command(capsys, *arguments, "hardware=null")
 
 
 WIDE: Dict[str, Any] = {"method": "gpipe", "stages": 4, "gradient_accumulation": 4}
@@ -234,18 +241,19 @@ WIDE: Dict[str, Any] = {"method": "gpipe", "stages": 4, "gradient_accumulation":
     ({"replicas": 5, "hardware": "pod16"}, "hardware: pod16: needs 20 of 16 devices"),
     ({"replicas": 3, "hardware": "v100x8"}, "hardware: v100x8: needs 12 of 8 devices"),
     ({"hardware": "a100"}, "hardware: a100: needs 4 of 1 devices"),
-    ({"hardware": {**devices(), "devices": 3}}, "hardware: given: needs 4 of 3 devices"),
+    ({"hardware": {**describe_devices(), "devices": 3}}, "hardware: given: needs 4 of 3 devices"),
     ({"replicas": 2, "hardware": "pod4", "stages": {"count": 4, "by": "hardware"}}, "hardware: pod4: needs 8 of 4 devices"),
-    ({"hardware": {**devices(), "devices": 3}, "stages": {"count": 4, "by": "hardware"}}, "hardware: given: needs 4 of 3"),
-    ({"method": "interleaved_1f1b", "stages_per_device": 2, "replicas": 3, "hardware": devices()},
+    ({"hardware": {**describe_devices(), "devices": 3}, "stages": {"count": 4, "by": "hardware"}},
+     "hardware: given: needs 4 of 3"),
+    ({"method": "interleaved_1f1b", "stages_per_device": 2, "replicas": 3, "hardware": describe_devices()},
      "hardware: given: needs 6 of 4 devices (stages 4, 2 on a device, x replicas 3)"),
-    ({"method": "local_greedy", "replicas": 2, "hardware": devices()}, "hardware: given: needs 8 of 4"),
+    ({"method": "local_greedy", "replicas": 2, "hardware": describe_devices()}, "hardware: given: needs 8 of 4"),
 ])  # fmt: skip
 def test_no_more_devices_are_predicted_than_the_hardware_has(
     keys: Dict[str, Any], needs: str
 ) -> None:
     """Story: 8 stages x 4 replicas were predicted on a POD16, as if it had 32 IPUs."""
-    (fault,) = list_faults(lambda: build(config(**{**WIDE, **keys})))
+    (fault,) = list_faults(lambda: build(make_auto_config(**{**WIDE, **keys})))
     assert fault.startswith(needs) and "fewer stages or replicas" in fault
 
 
@@ -253,26 +261,34 @@ def test_as_many_devices_as_the_hardware_has_are_predicted() -> None:
     for keys in (
         {"replicas": 4, "hardware": "pod16"},
         {"replicas": 2, "hardware": "v100x8"},
-        {"hardware": devices()},
+        {"hardware": describe_devices()},
     ):
         assert (
-            predict_config_cut(build(config(**{**WIDE, **keys}))).prediction.samples_per_second > 0
+            predict_config_cut(
+                build(make_auto_config(**{**WIDE, **keys}))
+            ).prediction.samples_per_second
+            > 0
         )
     # replicas of local SGD take turns on the devices of one pipeline
     turns = {
         "method": "local_sgd",
         "gradient_accumulation": 1,
         "method_args": {"replicas": 9},
-        "hardware": devices(),
+        "hardware": describe_devices(),
     }
-    assert predict_config_cut(build(config(**{**WIDE, **turns}))).prediction.candidate.devices == 4
+    assert (
+        predict_config_cut(
+            build(make_auto_config(**{**WIDE, **turns}))
+        ).prediction.candidate.devices
+        == 4
+    )
 
 
 def test_a_plan_for_more_devices_than_described_is_written_with_them(
     tmp_path: Path, capsys: Any
 ) -> None:
     file = tmp_path / "planned.yaml"
-    asked = [
+    arguments = [
         "--hardware",
         "v100x8",
         "--devices",
@@ -284,18 +300,18 @@ def test_a_plan_for_more_devices_than_described_is_written_with_them(
         "--write",
         str(file),
     ]
-    plan.main(["configs/mlp_digits.yaml", *asked])
+    plan.main(["configs/mlp_digits.yaml", *arguments])
     assert "describes 8" in capsys.readouterr().err
-    written = load_config(file)
-    assert read_hardware(written.hardware).devices == 16
-    assert build(written).config.hardware == written.hardware
+    planned = load_config(file)
+    assert read_hardware(planned.hardware).devices == 16
+    assert build(planned).config.hardware == planned.hardware
 
 
 def test_stages_inside_modules_are_predicted_too() -> None:
     """A unit begins wherever one of the config's stages does."""
     keys = {
         "model": {"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}},
-        "hardware": devices(memory=1e9),
+        "hardware": describe_devices(memory=1e9),
     }
     data = {
         "name": "synthetic",
@@ -304,7 +320,7 @@ def test_stages_inside_modules_are_predicted_too() -> None:
         "subset": 64,
         "test_subset": 8,
     }
-    job = build(config(**keys, data=data, stages=["layer2.0.conv2", "layer3.1"]))
+    job = build(make_auto_config(**keys, data=data, stages=["layer2.0.conv2", "layer3.1"]))
     result = predict_config_cut(job)
     names = [unit.name for unit in result.problem.units]
     assert [names[start] for start in result.prediction.starts[1:]] == [
@@ -325,7 +341,7 @@ RESNET = {
         "subset": 64,
         "test_subset": 8,
     },
-    "hardware": devices(memory=1e9),
+    "hardware": describe_devices(memory=1e9),
     "micro_batch_size": 2,
 }
 
@@ -333,7 +349,7 @@ RESNET = {
 @pytest.mark.parametrize("keys", [
     {"micro_batch_size": 2, "stages": 1},
     {"micro_batch_size": 2, "stages": ["fc2", "fc4"]},
-    {"micro_batch_size": 2, "stages": ["fc1", "fc2", "fc3", "fc4"], "method": "pipedream", "hardware": devices(5)},
+    {"micro_batch_size": 2, "stages": ["fc1", "fc2", "fc3", "fc4"], "method": "pipedream", "hardware": describe_devices(5)},
     {"micro_batch_size": 16, "stages": ["fc1", "fc3"]},
     {**RESNET, "stages": 1},
     {**RESNET, "stages": ["layer2.0"]},
@@ -343,7 +359,7 @@ RESNET = {
 def test_predicted_activations_are_those_of_the_runs_memory_report(keys: Any) -> None:
     """With the inputs that stages keep for their backward, though the stage before keeps them too, and what the loss keeps: to
     the byte with as many samples as units are counted with; a number or two do not grow with them."""
-    job = build(config(**keys))
+    job = build(make_auto_config(**keys))
     predicted = [memory.activations for memory in predict_config_cut(job).prediction.memory]
     reported = [row["activation_bytes"] for row in build_memory_table(job)]
     assert predicted == (

@@ -64,7 +64,7 @@ def test_only_the_same_divergence_on_both_backends_is_let_pass() -> None:
 def test_a_row_has_its_commit_and_rows_of_other_versions_are_not_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(*models: str) -> None:
+    def run_sweep(*models: str) -> None:
         monkeypatch.setattr(
             sys,
             "argv",
@@ -80,13 +80,13 @@ def test_a_row_has_its_commit_and_rows_of_other_versions_are_not_mixed(
         lambda name, limit: {method: ["equal", "equal"] for method in sweep.METHODS},
     )
     for name in ("b", "a"):
-        run(name)
+        run_sweep(name)
     file = tmp_path / "results.json"
     stored = json.loads(file.read_text())
     assert list(stored["rows"]) == ["a", "b"] and stored["commits"].keys() == {"a", "b"}
     file.write_text(json.dumps({**stored, "versions": {"torch": "0"}}))
     with pytest.raises(BadInput, match="^--out: "):
-        run("a")
+        run_sweep("a")
     monkeypatch.setattr(sys.modules["tests.third_party_zoo"], "MODELS", ("a",))
-    run()
+    run_sweep()
     assert list(json.loads(file.read_text())["rows"]) == ["a"]

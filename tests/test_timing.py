@@ -62,7 +62,7 @@ def test_an_update_waits_for_all_of_its_batch_in_whatever_order() -> None:
 # ---- messages
 
 
-def alike(stages: int, **more: Any) -> Costs:
+def make_equal_costs(stages: int, **more: Any) -> Costs:
     """Return every stage: a forward of 1, a backward of 2, no update."""
     return Costs([1.0] * stages, [2.0] * stages, [0.0] * stages, **more)
 
@@ -71,18 +71,25 @@ def test_latency_delays_and_occupies_nothing() -> None:
     """GPipe waits for it once a stage on the way on, and once on the way back."""
     late = [Transfer(0.0, 2.5, (f"wire {s}",)) for s in range(3)]
     schedule = make_schedule(resolve_method("gpipe"), 4, 6, 6)
-    assert clock(schedule, alike(4, onward=late, back=late)).finish == (6 + 3) * 3 + 2 * 3 * 2.5
+    assert (
+        clock(schedule, make_equal_costs(4, onward=late, back=late)).finish
+        == (6 + 3) * 3 + 2 * 3 * 2.5
+    )
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 10])
 def test_a_slow_link_is_the_bottleneck(microbatches: int) -> None:
     """GPipe on two stages, 5 a message on the way on: one forward, all messages, the last forward, then the backwards."""
     schedule = make_schedule(resolve_method("gpipe"), 2, microbatches, microbatches)
-    times = clock(schedule, alike(2, onward=[Transfer(5.0, 0.0, ("slow",))], back=[Transfer()]))
+    times = clock(
+        schedule, make_equal_costs(2, onward=[Transfer(5.0, 0.0, ("slow",))], back=[Transfer()])
+    )
     assert times.finish == 1 + 5 * microbatches + 1 + 2 * microbatches + 2
     assert times.link_busy == {"slow": 5.0 * microbatches}
     blocks = make_schedule(resolve_method("local_greedy"), 2, 100, 1)
-    starts = clock(blocks, alike(2, onward=[Transfer(5.0, 0.0, ("slow",))])).start[Kind.FORWARD]
+    starts = clock(blocks, make_equal_costs(2, onward=[Transfer(5.0, 0.0, ("slow",))])).start[
+        Kind.FORWARD
+    ]
     assert (starts[1, 1:] - starts[1, :-1] == 5).all()
 
 
@@ -90,7 +97,8 @@ def test_few_microbatches_in_flight_wait_for_the_way_there_and_back() -> None:
     """PipeDream on two stages has two in flight: two rounds of 1 + 2 + (1 + 2) + 2 + 2 seconds a microbatch pass at once."""
     wire = [Transfer(2.0, 0.0, ("wire",))]
     times = clock(
-        make_schedule(resolve_method("pipedream"), 2, 200, 1), alike(2, onward=wire, back=wire)
+        make_schedule(resolve_method("pipedream"), 2, 200, 1),
+        make_equal_costs(2, onward=wire, back=wire),
     )
     assert times.finish == 200 * (1 + 2 + 3 + 2 + 2) / 2 + 3 and times.link_busy == {"wire": 800.0}
 
@@ -100,8 +108,8 @@ def test_messages_that_share_a_link_follow_one_another_as_they_come() -> None:
     one = [Transfer(2.0, 0.0, ("wire",))]
     blocks = make_schedule(resolve_method("local_greedy"), 3, 100, 1)
     shared, apart = (
-        alike(3, onward=one * 2),
-        alike(3, onward=[*one, Transfer(2.0, 0.0, ("other",))]),
+        make_equal_costs(3, onward=one * 2),
+        make_equal_costs(3, onward=[*one, Transfer(2.0, 0.0, ("other",))]),
     )
     assert clock(blocks, shared).finish > 100 * 4 and clock(blocks, shared).link_busy == {
         "wire": 400.0
@@ -109,7 +117,7 @@ def test_messages_that_share_a_link_follow_one_another_as_they_come() -> None:
     # the last stage begins when two forwards and their messages are over
     assert clock(blocks, apart).finish == 100 * 3 + 2 * (1 + 2)
     # first come, first carried: what stage 1 sends at 3.5 holds up what stage 0 sends at 4 until 5
-    costs = alike(3, onward=[Transfer(1.5, 0.0, ("wire",))] * 2)
+    costs = make_equal_costs(3, onward=[Transfer(1.5, 0.0, ("wire",))] * 2)
     times = clock(make_schedule(resolve_method("local_greedy"), 3, 2, 1), costs)
     assert times.start[Kind.FORWARD].tolist() == [[0.0, 3.0], [2.5, 6.5], [5.0, 9.0]]
 
@@ -136,7 +144,9 @@ def test_an_all_reduce_waits_for_the_activations_on_its_link() -> None:
 # ---- lock-step
 
 
-def summed(method: str, costs: Costs, stages: int, microbatches: int, accumulate: int) -> float:
+def sum_slowest_stages(
+    method: str, costs: Costs, stages: int, microbatches: int, accumulate: int
+) -> float:
     """Of PopTorch's timeline, cycle by cycle: what the slowest stage does in it; updates when the pipeline is empty."""
     schedule = make_lockstep_schedule(resolve_method(method), stages, microbatches, accumulate)
     grids = schedule.spell_out(0, schedule.slot_count)
@@ -162,8 +172,10 @@ def test_lock_step_is_the_sum_over_cycles_of_the_slowest_stage(P: int, M: int, N
     for method in ("gpipe", "pipedream_flush", "naive"):
         batch = 1 if method == "naive" else N
         schedule = make_lockstep_schedule(resolve_method(method), P, M, batch)
-        assert clock(schedule, costs).finish == pytest.approx(summed(method, costs, P, M, batch))
-    equal = alike(P, lockstep=True)
+        assert clock(schedule, costs).finish == pytest.approx(
+            sum_slowest_stages(method, costs, P, M, batch)
+        )
+    equal = make_equal_costs(P, lockstep=True)
     schedule = make_lockstep_schedule(resolve_method("gpipe"), P, M, N)
     assert clock(schedule, equal).finish == M // N * (N + P - 1) * 3.0
 
@@ -181,10 +193,10 @@ def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
     schedule = make_lockstep_schedule(
         resolve_method("gpipe"), 2, 3, 3
     )  # F | FF.. : onward in cycles 0 to 2, back in cycles 1 to 3
-    costs = alike(
+    costs = make_equal_costs(
         2, onward=[Transfer(1.0, 0.5, ("a",))], back=[Transfer(2.0, 0.0, ("b",))], lockstep=True
     )
-    plain = clock(schedule, alike(2, lockstep=True)).finish
+    plain = clock(schedule, make_equal_costs(2, lockstep=True)).finish
     assert clock(schedule, costs).finish == plain + 1.5 + 2 * 2.5 + 2
     one = replace(costs, back=[Transfer(2.0, 0.0, ("a",))])
     assert clock(schedule, one).finish == plain + 1.5 + 2 * 3.5 + 2

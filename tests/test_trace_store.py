@@ -16,7 +16,7 @@ from ipu_pipe.trace.reading import read_trace
 from ipu_pipe.trace.store import TraceWriter, read_store
 
 
-def some_events(count: int) -> List[Event]:
+def draw_events(count: int) -> List[Event]:
     rng = random.Random(0)
     return [
         Event(
@@ -28,7 +28,7 @@ def some_events(count: int) -> List[Event]:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    events, path = some_events(10_000), tmp_path / "trace" / "rank-0.trace"
+    events, path = draw_events(10_000), tmp_path / "trace" / "rank-0.trace"
     writer = TraceWriter(path, {"method": "gpipe", "stages": 5})
     counters = [Counter(e.device, f"name {n % 3}", e.start_ns, n / 7) for n, e in enumerate(events)]
     writer.write_events(Events.from_rows(events))
@@ -55,7 +55,7 @@ def test_times_are_by_the_first_ranks_clock(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_run_leaves(tmp_path: Path) -> None:
-    events, path, rows = some_events(3 * 512), tmp_path / "a.trace", 512
+    events, path, rows = draw_events(3 * 512), tmp_path / "a.trace", 512
     writer = TraceWriter(path, {"method": "gpipe"})
     for begin in range(0, len(events), rows):
         writer.write_events(Events.from_rows(events[begin : begin + rows]))

@@ -46,9 +46,9 @@ def draw_samples(kind: str, count: int, seed: int = 0) -> List[Dict[str, torch.T
     return samples
 
 
-def make_model(kind: str) -> torch.nn.Module:
+def make_hugging_model(kind: str) -> torch.nn.Module:
     torch.manual_seed(1)
-    return third_party.hugging_gpt2() if kind == "gpt2" else third_party.hugging_bert()  # type: ignore[no-any-return]
+    return third_party.make_hugging_gpt2() if kind == "gpt2" else third_party.make_hugging_bert()  # type: ignore[no-any-return]
 
 
 def count_right(prediction: Any) -> Dict[str, float]:
@@ -72,9 +72,13 @@ def make_trainer(folder: Path, kind: str = "gpt2", method: str = "", **changes: 
         if key in changes
     }
     pipeline = {"method": method, "stages": [STAGE[kind]], **changes.pop("pipeline", {})}
-    result: Any = PipelineTrainer if method else transformers.Trainer
-    arguments = {"model": make_model(kind), "train_dataset": draw_samples(kind, 21), **arguments}
-    return result(
+    trainer_class: Any = PipelineTrainer if method else transformers.Trainer
+    arguments = {
+        "model": make_hugging_model(kind),
+        "train_dataset": draw_samples(kind, 21),
+        **arguments,
+    }
+    return trainer_class(
         args=transformers.TrainingArguments(str(folder), **{**settings, **changes}), eval_dataset=draw_samples(kind, 5, 1),
         compute_metrics=count_right, **arguments, **({"pipeline": pipeline} if method else {}),
     )  # fmt: skip
@@ -92,7 +96,7 @@ def is_same_model(a: torch.nn.Module, b: Any) -> bool:
 # ---- against Trainer
 
 
-def assert_close(ours: Any, theirs: Any) -> None:
+def assert_trainers_close(ours: Any, theirs: Any) -> None:
     """Equal but for rounding: a filled-up batch, a clipping norm and a division are summed in another order."""
     assert len(read_log(ours)) == len(read_log(theirs))
     for line, other in zip(read_log(ours), read_log(theirs)):
@@ -103,29 +107,29 @@ def assert_close(ours: Any, theirs: Any) -> None:
         )  # Adam divides by what is near zero
 
 
-def import_in_a_process(statement: str, *first: Path) -> Tuple[int, str]:
+def import_in_process(statement: str, *folders: Path) -> Tuple[int, str]:
     """Run a statement as a user does; folders of `first` come before the installed packages. Return exit code and errors."""
-    path = os.pathsep.join([*map(str, first), str(ROOT)])
-    done = subprocess.run(
+    path = os.pathsep.join([*map(str, folders), str(ROOT)])
+    completed = subprocess.run(
         [sys.executable, "-c", statement],
         env={**os.environ, "PYTHONPATH": path},
         stderr=subprocess.PIPE,
         text=True,
         timeout=240,
     )
-    return done.returncode, done.stderr
+    return completed.returncode, completed.stderr
 
 
 @pytest.mark.slow
 def test_trainers_are_imported_in_a_plain_process() -> None:
     """Story: tests defined operators of torchvision that no user has, and every script that imports Trainer failed."""
-    assert import_in_a_process(f"from transformers import Trainer; {IMPORT}") == (0, "")
+    assert import_in_process(f"from transformers import Trainer; {IMPORT}") == (0, "")
 
 
 @pytest.mark.slow
 def test_a_torchvision_that_cannot_be_imported_is_named_in_one_line(tmp_path: Path) -> None:
     write_broken_torchvision(tmp_path)
-    code, errors = import_in_a_process(IMPORT, tmp_path)
+    code, errors = import_in_process(IMPORT, tmp_path)
     assert code == 1 and errors.count("Traceback") == 1
     line = errors.splitlines()[-1]
     for part in (
@@ -147,7 +151,7 @@ def test_a_method_that_flushes_trains_as_trainer_does(
     theirs = make_trainer(tmp_path / "theirs", kind, **changes)
     ours = make_trainer(tmp_path / "ours", kind, "pipedream_flush", **changes)
     assert ours.train().training_loss == pytest.approx(theirs.train().training_loss, rel=1e-6)
-    assert_close(ours, theirs)
+    assert_trainers_close(ours, theirs)
     assert ours.state.total_flos == theirs.state.total_flos > 0
     a, b = ours.predict(draw_samples(kind, 3, 2)), theirs.predict(draw_samples(kind, 3, 2))
     torch.testing.assert_close(
@@ -211,7 +215,7 @@ def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: 
         how["train_dataset"] = draw_samples(model_kind, how["train_dataset"])
     trainers = []
     for method in ("", "gpipe"):
-        model = make_model(model_kind)
+        model = make_hugging_model(model_kind)
         where = {}
         if kind == "lora":
             model = add_adapters(model)
@@ -238,13 +242,13 @@ def test_checkpoints_are_trainers(tmp_path: Path) -> None:
     )
     theirs.train()
     ours.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-3"))
-    assert_close(ours, theirs)
+    assert_trainers_close(ours, theirs)
     again = make_trainer(tmp_path / "again")
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-6"))
     assert is_same_model(again.model, ours.model)
 
 
-class Silencing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+class EvaluationModeCallback(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """Leaves the model in evaluation mode, as callbacks do that generate text."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -258,18 +262,23 @@ def test_modes_are_those_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
     """A dropout that is off stays off; a model in evaluation mode is trained in training mode, with its dropouts."""
     models = []
     for rate, evaluating in ((0.0, False), (0.5, True), (0.5, False)):
-        model: Any = make_model("bert").train()
+        model: Any = make_hugging_model("bert").train()
         model.dropout.p = rate
         (model.dropout if frozen else model).train(not evaluating)
         make_trainer(
-            tmp_path, "bert", "gpipe", model=model, save_strategy="no", callbacks=[Silencing()]
+            tmp_path,
+            "bert",
+            "gpipe",
+            model=model,
+            save_strategy="no",
+            callbacks=[EvaluationModeCallback()],
         ).train()
         models.append(model)
     assert is_same_model(models[1], models[0]) is frozen
     assert is_same_model(models[1], models[2]) is not frozen
 
 
-def make_grouped(folder: Path, method: str = "", **changes: Any) -> Any:
+def make_grouped_trainer(folder: Path, method: str = "", **changes: Any) -> Any:
     """Return a trainer whose optimizer has two groups with rates of their own."""
     trainer = make_trainer(
         folder, method=method, save_strategy="no", eval_strategy="no", num_train_epochs=1, **changes
@@ -282,15 +291,17 @@ def make_grouped(folder: Path, method: str = "", **changes: Any) -> Any:
 
 def test_groups_keep_their_own_rates(tmp_path: Path) -> None:
     """A warm-up begins at 0, where rates have no proportion: all groups once had the first one's rate."""
-    theirs, ours = make_grouped(tmp_path), make_grouped(tmp_path, "gpipe")
+    theirs, ours = make_grouped_trainer(tmp_path), make_grouped_trainer(tmp_path, "gpipe")
     theirs.train()
     ours.train()
-    assert_close(ours, theirs)
+    assert_trainers_close(ours, theirs)
 
 
 def test_groups_have_schedules_of_their_own(tmp_path: Path) -> None:
     """Story: rates were recorded ahead as one schedule, so such a scheduler was refused."""
-    trainers = [make_grouped(tmp_path, method, max_grad_norm=0.0) for method in ("", "gpipe")]
+    trainers = [
+        make_grouped_trainer(tmp_path, method, max_grad_norm=0.0) for method in ("", "gpipe")
+    ]
     for trainer in trainers:
         halve = [lambda k: 1.0, lambda k: 0.5**k]
         trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, halve)
@@ -336,7 +347,7 @@ def test_a_resumed_run_has_the_rates_of_its_checkpoint(tmp_path: Path) -> None:
     )
     for trainer in (theirs, ours):
         trainer.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-3"))
-    assert_close(ours, theirs)
+    assert_trainers_close(ours, theirs)
 
 
 def test_only_what_a_known_loss_ignores_fills_up_a_batch(tmp_path: Path) -> None:
@@ -364,7 +375,7 @@ def test_values_are_not_ignored_and_fill_up_no_batch(tmp_path: Path) -> None:
     for method in ("", "gpipe"):
         torch.manual_seed(1)
         how = {
-            "model": third_party.hugging_bert(1),
+            "model": third_party.make_hugging_bert(1),
             "train_dataset": samples,
             "eval_strategy": "no",
             "save_strategy": "no",
@@ -477,35 +488,37 @@ def run_methods(folder: Path, where: str) -> None:
         torch.save((trainer.model.state_dict(), read_log(trainer)), folder / f"{name}.{where}")
 
 
-def run_rank(rank: int, folder: Path, port: int) -> None:
+def train_rank(rank: int, folder: Path, port: int) -> None:
     os.environ.update(forked.of_rank(rank, 2, port))
     run_methods(folder, f"rank{rank}")
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def process_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("processes")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.in_ranks(2, run_rank, folder, store.port)
+    forked.in_ranks(2, train_rank, folder, store.port)
     run_methods(folder, "emulator")
     yield folder
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_processes_train_as_the_emulator(method: str, trained: Path) -> None:
-    weights, log = torch.load(trained / f"{method}.emulator")
+def test_processes_train_as_the_emulator(method: str, process_runs: Path) -> None:
+    weights, log = torch.load(process_runs / f"{method}.emulator")
     for rank in range(2):
-        other_weights, other_log = torch.load(trained / f"{method}.rank{rank}")
+        other_weights, other_log = torch.load(process_runs / f"{method}.rank{rank}")
         assert log == other_log
         assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
 
 
-def test_processes_fill_up_a_short_batch_and_stop_together(trained: Path, tmp_path: Path) -> None:
+def test_processes_fill_up_a_short_batch_and_stop_together(
+    process_runs: Path, tmp_path: Path
+) -> None:
     theirs = make_trainer(tmp_path, callbacks=[Recorder(5)])
     theirs.train()
     for rank in range(2):
-        weights, log = torch.load(trained / f"short.rank{rank}")
+        weights, log = torch.load(process_runs / f"short.rank{rank}")
         assert len(log) == len(read_log(theirs))
         for line, other in zip(log, read_log(theirs)):
             assert line == pytest.approx(other, rel=1e-6, abs=1e-6)
@@ -513,11 +526,11 @@ def test_processes_fill_up_a_short_batch_and_stop_together(trained: Path, tmp_pa
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_losses_leave_a_pipeline_later_and_none_is_lost(trained: Path) -> None:
+def test_losses_leave_a_pipeline_later_and_none_is_lost(process_runs: Path) -> None:
     """A line of the log has the mean over the updates that left since the last one; before an evaluation all have left."""
     logs = []
     for method in METHODS:
-        _, log = torch.load(trained / f"{method}.emulator")
+        _, log = torch.load(process_runs / f"{method}.emulator")
         logs.append({line["step"]: line["loss"] for line in log if "loss" in line})
     flushed, pipelined = logs
     assert list(flushed) == [1, 2, 3, 4, 5, 6]
@@ -526,13 +539,13 @@ def test_losses_leave_a_pipeline_later_and_none_is_lost(trained: Path) -> None:
     assert pipelined[2] == flushed[1]
 
 
-def test_a_run_of_processes_goes_on_in_the_emulator(trained: Path, tmp_path: Path) -> None:
+def test_a_run_of_processes_goes_on_in_the_emulator(process_runs: Path, tmp_path: Path) -> None:
     pipeline = {"clip": {"scope": "delayed_global"}}
     trainer = make_trainer(
         tmp_path, method="pipedream", pipeline=pipeline, train_dataset=draw_samples("gpt2", EVEN)
     )
-    trainer.train(resume_from_checkpoint=str(trained / "pipedream-rank" / "checkpoint-3"))
-    weights, log = torch.load(trained / "pipedream.emulator")
+    trainer.train(resume_from_checkpoint=str(process_runs / "pipedream-rank" / "checkpoint-3"))
+    weights, log = torch.load(process_runs / "pipedream.emulator")
     assert is_same_model(trainer.model, weights) and read_log(trainer) == log
 
 
@@ -545,8 +558,8 @@ def mask_at_random(samples: List[Any]) -> Dict[str, torch.Tensor]:
     return batch
 
 
-def make_dropping_model() -> Any:
-    model: Any = make_model("gpt2")
+def make_dropout_gpt2() -> Any:
+    model: Any = make_hugging_model("gpt2")
     model.transformer.drop.p = 0.5
     return model
 
@@ -562,16 +575,16 @@ def test_a_resumed_run_draws_the_same_batches_and_masks(method: str, tmp_path: P
         "save_steps": 5,
     }
     how["max_grad_norm"] = 0.0
-    whole = make_trainer(tmp_path / "whole", model=make_dropping_model(), **how)
+    whole = make_trainer(tmp_path / "whole", model=make_dropout_gpt2(), **how)
     whole.train()
-    resumed = make_trainer(tmp_path / "resumed", model=make_dropping_model(), **how)
+    resumed = make_trainer(tmp_path / "resumed", model=make_dropout_gpt2(), **how)
     torch.rand(3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
     assert is_same_model(resumed.model, whole.model)
     assert read_log(resumed) == read_log(whole)
 
 
-def note(event: str) -> Any:
+def make_noting_method(event: str) -> Any:
     """Return a method that notes an event."""
 
     def method(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -584,7 +597,7 @@ class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
     """Notes the events, and ends the run after an update."""
 
     on_step_begin, on_optimizer_step, on_evaluate, on_save = map(
-        note, ("begin", "step", "evaluate", "save")
+        make_noting_method, ("begin", "step", "evaluate", "save")
     )
 
     def __init__(self, last: int = 0) -> None:
@@ -617,7 +630,7 @@ def test_a_method_that_does_not_flush_ends_where_a_callback_stops_it(tmp_path: P
     assert trainer.train().global_step == 5
 
 
-class Evaluating(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+class FlagCallback(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """Asks for an evaluation after an update, or for the end of the epoch."""
 
     def __init__(self, update: int, flag: str = "should_evaluate") -> None:
@@ -636,14 +649,16 @@ def test_a_callback_evaluates_where_it_wants(tmp_path: Path) -> None:
         "save_strategy": "no",
         "max_steps": 3,
     }
-    asked = make_trainer(tmp_path, callbacks=[Evaluating(2)], **{**how, "eval_strategy": "no"})
-    planned = make_trainer(tmp_path, **{**how, "eval_strategy": "steps", "eval_steps": 2})
+    by_callback = make_trainer(
+        tmp_path, callbacks=[FlagCallback(2)], **{**how, "eval_strategy": "no"}
+    )
+    by_steps = make_trainer(tmp_path, **{**how, "eval_strategy": "steps", "eval_steps": 2})
     without = make_trainer(tmp_path, **{**how, "eval_strategy": "no"})
-    for trainer in (asked, planned, without):
+    for trainer in (by_callback, by_steps, without):
         trainer.train()
-    assert read_log(asked)[:3] == read_log(planned)[:3]
-    assert is_same_model(asked.model, planned.model)
-    assert not is_same_model(asked.model, without.model)
+    assert read_log(by_callback)[:3] == read_log(by_steps)[:3]
+    assert is_same_model(by_callback.model, by_steps.model)
+    assert not is_same_model(by_callback.model, without.model)
 
 
 def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
@@ -652,7 +667,7 @@ def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
             tmp_path,
             method=method,
             max_grad_norm=0.0,
-            callbacks=[Evaluating(2, "should_epoch_stop")],
+            callbacks=[FlagCallback(2, "should_epoch_stop")],
         )
         for method in ("", "gpipe")
     )
@@ -681,18 +696,18 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_what_only_training_shows_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Watching(transformers.TrainerCallback):  # type: ignore[misc]
+    class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """See the gradients."""
 
-    with pytest.raises(BadInput, match="^callbacks: Watching.on_pre_optimizer_step: "):
-        make_trainer(tmp_path, method="gpipe", callbacks=[Watching()])
-    result = make_trainer(tmp_path, method="gpipe")
-    result.args.tf32 = True  # TrainingArguments refuse it themselves on a CPU
-    assert [fault.partition(": ")[0] for fault in result._list_faults()] == ["tf32"]
+    with pytest.raises(BadInput, match="^callbacks: GradientCallback.on_pre_optimizer_step: "):
+        make_trainer(tmp_path, method="gpipe", callbacks=[GradientCallback()])
+    trainer = make_trainer(tmp_path, method="gpipe")
+    trainer.args.tf32 = True  # TrainingArguments refuse it themselves on a CPU
+    assert [fault.partition(": ")[0] for fault in trainer._list_faults()] == ["tf32"]
     monkeypatch.setattr(integration, "is_distributed", lambda: True)
     with pytest.raises(BadInput, match="^hyperparameter_search: "):
-        result.hyperparameter_search()
+        trainer.hyperparameter_search()
     monkeypatch.undo()
     with pytest.raises(BadInput, match="^clip: global: "):
         make_trainer(tmp_path, method="pipedream").train()

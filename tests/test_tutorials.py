@@ -39,23 +39,23 @@ class Block(NamedTuple):
     text: str
 
 
-def blocks(page: Path) -> List[Block]:
+def list_blocks(page: Path) -> List[Block]:
     return [Block(*result) for result in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
-def commands(text: str) -> Iterator[List[str]]:
+def split_commands(text: str) -> Iterator[List[str]]:
     for line in text.replace("\\\n", " ").splitlines():
         if line.strip():
             yield shlex.split(line)
 
 
-def run(words: List[str], monkeypatch: pytest.MonkeyPatch) -> object:
+def run_tutorial_command(words: List[str], monkeypatch: pytest.MonkeyPatch) -> object:
     """Return the exit code of a command in the current folder."""
     if words[0] == "ipu-pipe":
         monkeypatch.setattr(sys, "argv", list(words))
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exit_info:
             cli.run()
-        return left.value.code
+        return exit_info.value.code
     if words[0] == "python":
         monkeypatch.setattr(sys, "argv", words[1:])
         runpy.run_path(words[1], run_name="__main__")
@@ -75,12 +75,12 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)
-    for block in blocks(page):
+    for block in list_blocks(page):
         if block.file:
             Path(block.file).write_text(block.text)
         elif block.language == "bash":
-            for words in commands(block.text):
-                assert run(words, monkeypatch) == 0, " ".join(words)
+            for words in split_commands(block.text):
+                assert run_tutorial_command(words, monkeypatch) == 0, " ".join(words)
     summaries = {path: json.loads(path.read_text()) for path in Path("runs").glob("*/summary.json")}
     for path, summary in summaries.items():
         assert summary["final"]["test_accuracy"] >= LEARNS.get(page.stem, 0), path
@@ -90,5 +90,10 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_all_pages_have_commands() -> None:
-    ran = {page.stem for page in PAGES if any(block.language == "bash" for block in blocks(page))}
-    assert ran == {page.stem for page in PAGES} - {"README"} and len(ran) == 6
+    pages_with_commands = {
+        page.stem for page in PAGES if any(block.language == "bash" for block in list_blocks(page))
+    }
+    assert (
+        pages_with_commands == {page.stem for page in PAGES} - {"README"}
+        and len(pages_with_commands) == 6
+    )

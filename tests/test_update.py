@@ -19,7 +19,7 @@ from ipu_pipe.update.clipping import DelayedGlobalNorm
 from ipu_pipe.update.optimizer import count_moments, import_state, list_kinds, make_groups
 
 
-def staged() -> Any:
+def make_staged_model() -> Any:
     model = nn.Sequential(
         nn.Linear(4, 4), nn.LayerNorm(4), begin_stage(nn.Linear(4, 4)), begin_stage(nn.ReLU())
     )
@@ -27,7 +27,7 @@ def staged() -> Any:
 
 
 def test_a_group_a_stage_and_one_more_without_decay() -> None:
-    model, part = staged()
+    model, part = make_staged_model()
     groups = make_groups(model, part)
     assert [(g["stage"], len(g["params"])) for g in groups] == [(0, 4), (1, 2)]
     groups = make_groups(model, part, "norms_and_biases")
@@ -39,14 +39,14 @@ def test_a_group_a_stage_and_one_more_without_decay() -> None:
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
-    model, part = staged()
+    model, part = make_staged_model()
     with pytest.raises(BadInput, match=r"optimizer.no_decay: 7\.\*: matches no parameter"):
         make_groups(model, part, ["7.*"])
     with pytest.raises(BadInput, match="nothing to train"):
         make_groups(model.requires_grad_(False), part)
 
 
-def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
+def clip_gradients(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
     """As a run's update does, all stages in one process."""
     stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
     clipping.GradientClipping(
@@ -56,12 +56,12 @@ def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
 
 @pytest.mark.parametrize("scope", ["global", "stage"])
 def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
-    model, part = staged()
+    model, part = make_staged_model()
     optimizer = torch.optim.SGD(make_groups(model, part), lr=0.1)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     model[0].weight.grad.mul_(10)
-    clip(optimizer, 2.0, scope)
+    clip_gradients(optimizer, 2.0, scope)
     norms = [
         torch.cat([p.grad.flatten() for p in g["params"]]).norm().item()
         for g in optimizer.param_groups
@@ -77,13 +77,13 @@ def test_clipping_takes_the_kernels_that_a_process_takes(
     scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage's process knows the norms of its own gradients alone: torch's clipping takes all at once on a GPU."""
-    model, part = staged()
+    model, part = make_staged_model()
     optimizer = torch.optim.SGD(make_groups(model, part), lr=0.1)
     stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
     model(torch.randn(2, 4)).square().sum().backward()
     gradients = {p: p.grad.clone() for p in model.parameters()}
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", None)
-    clip(optimizer, 0.5, scope)
+    clip_gradients(optimizer, 0.5, scope)
     clipped = {p: p.grad.clone() for p in model.parameters()}
     for p, gradient in gradients.items():
         p.grad = gradient

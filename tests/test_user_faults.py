@@ -24,7 +24,7 @@ from ipu_pipe.store import checkpoint
 from ipu_pipe.store.manifest import list_manifest_faults
 from tests.hostile.faulty import Unprintable
 from tests.support.runs import DIGITS, list_faults
-from tests.test_train import config, run_tool, sets  # noqa: F401
+from tests.test_train import make_set_options, make_short_config, run_train_tool  # noqa: F401
 
 if sys.platform != "linux":
     pytest.skip("pipes and devices of Linux", allow_module_level=True)
@@ -77,32 +77,36 @@ OBJECTS = {
 
 
 @pytest.fixture(autouse=True)
-def reset() -> None:
+def reset_faulty_objects() -> None:
     """Forget what earlier tests chose."""
     import tests.hostile.faulty as faulty
 
     faulty._loss = faulty._metric = None
 
 
-def assert_one_line(complaint: str, part: str) -> None:
-    lines = [line for line in complaint.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and part in lines[0], complaint
-    assert PACKAGE not in lines[0] and "Traceback" not in complaint
+def assert_one_line(errors: str, part: str) -> None:
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and part in lines[0], errors
+    assert PACKAGE not in lines[0] and "Traceback" not in errors
 
 
 @pytest.mark.parametrize("case", OBJECTS, ids=lambda case: f"{case[0]}: {case[1]}")
-def test_an_object_that_misbehaves_is_one_line(case: Any, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
+def test_an_object_that_misbehaves_is_one_line(
+    case: Any,
+    tmp_path: Path,
+    run_train_tool: Any,  # noqa: F811
+) -> None:
     code, part = OBJECTS[case]
-    keys = sets(
+    keys = make_set_options(
         *name_objects(*case),
         "steps=3",
         "checkpoint.every=1",
         "evaluate.every=1",
         "gradient_accumulation=2",
     )
-    ended, _, complaint = run_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
-    assert ended == code, complaint
-    assert_one_line(complaint, part)
+    exit_code, _, errors = run_train_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
+    assert exit_code == code, errors
+    assert_one_line(errors, part)
 
 
 CALLBACKS = {
@@ -118,29 +122,38 @@ CALLBACKS = {
 
 
 @pytest.mark.parametrize("case", CALLBACKS, ids=lambda case: f"{case[0]}: {case[1]}")
-def test_a_callback_that_misbehaves_is_one_line(case: Any, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
+def test_a_callback_that_misbehaves_is_one_line(
+    case: Any,
+    tmp_path: Path,
+    run_train_tool: Any,  # noqa: F811
+) -> None:
     code, part = CALLBACKS[case]
-    keys = sets(*name_callback(*case), "steps=3", "checkpoint.every=1")
-    ended, _, complaint = run_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
-    assert ended == code, complaint
-    assert_one_line(complaint, part)
+    keys = make_set_options(*name_callback(*case), "steps=3", "checkpoint.every=1")
+    exit_code, _, errors = run_train_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
+    assert exit_code == code, errors
+    assert_one_line(errors, part)
 
 
 def test_the_users_own_exception_passes_unchanged_through_python(tmp_path: Path) -> None:
-    class Cancels(ipu_pipe.Callback):
+    class CancellingCallback(ipu_pipe.Callback):
         def on_step(self, now: ipu_pipe.Moment) -> None:
             raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        ipu_pipe.train(config("steps=2"), tmp_path / "run", callbacks=[Cancels()], quiet=True)
+        ipu_pipe.train(
+            make_short_config("steps=2"),
+            tmp_path / "run",
+            callbacks=[CancellingCallback()],
+            quiet=True,
+        )
     assert (tmp_path / "run" / "traceback.txt").is_file()
 
 
-def _print(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line)
 
 
-def _refuse(line: str) -> None:
+def _raise_bad_input(line: str) -> None:
     raise BadInput(line)
 
 
@@ -149,11 +162,11 @@ def _refuse(line: str) -> None:
     [
         (
             "stdout",
-            _print,
+            _print_line,
             1,
             "standard output: closed by the run's own code: nothing can be printed there",
         ),
-        ("stderr", _refuse, 2, "x: is wrong"),
+        ("stderr", _raise_bad_input, 2, "x: is wrong"),
     ],
 )
 def test_a_stream_that_the_users_code_closed_is_named(
@@ -161,14 +174,14 @@ def test_a_stream_that_the_users_code_closed_is_named(
 ) -> None:
     """Stories: exit code 1 without a line after sys.stdout.close(), and without any after sys.stderr.close()."""
 
-    def close() -> None:
+    def close_stream() -> None:
         getattr(sys, name).close()
         main("x: is wrong")
 
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as exit_info:
         patched.setattr(sys, name, open({"stdout": 1, "stderr": 2}[name], "w", closefd=False))
-        run_command(close)
-    assert ended.value.code == code and capfd.readouterr().err == f"error: {line}\n"
+        run_command(close_stream)
+    assert exit_info.value.code == code and capfd.readouterr().err == f"error: {line}\n"
 
 
 def test_a_nest_without_a_tensor_and_an_exception_without_text() -> None:
@@ -274,8 +287,8 @@ def test_a_file_of_a_checkpoint_that_is_none_is_refused(
 
 NUL = "a\0b"
 PYTHON: Dict[str, Callable[[], Any]] = {
-    "train": lambda: ipu_pipe.train(config(), NUL),
-    "train, a path": lambda: ipu_pipe.train(config(), Path(NUL)),
+    "train": lambda: ipu_pipe.train(make_short_config(), NUL),
+    "train, a path": lambda: ipu_pipe.train(make_short_config(), Path(NUL)),
     "load_config": lambda: ipu_pipe.load_config(NUL),
     "predict": lambda: ipu_pipe.predict(NUL, torch.zeros(4, 64)),
     "export": lambda: ipu_pipe.export(NUL, "new.safetensors"),
@@ -283,8 +296,8 @@ PYTHON: Dict[str, Callable[[], Any]] = {
     "analyze_run": lambda: ipu_pipe.analyze_run(NUL),
     "load_data": lambda: ipu_pipe.load_data("mnist", root=NUL),
     "image_folder": lambda: ipu_pipe.load_data("image_folder", root=NUL),
-    "evaluate": lambda: evaluate_checkpoint(config(), NUL),
-    "rows": lambda: config(f"method_args.file={NUL}"),
+    "evaluate": lambda: evaluate_checkpoint(make_short_config(), NUL),
+    "rows": lambda: make_short_config(f"method_args.file={NUL}"),
     "--out": lambda: train.main([DIGITS, "--out", NUL]),
     "CONFIG": lambda: train.main([NUL]),
     "--evaluate": lambda: train.main([DIGITS, "--evaluate", NUL]),

@@ -23,7 +23,7 @@ from tools.experiments.verdicts import (
 INF = math.inf
 
 
-def judged(gaps: List[float], margin: Optional[float] = None) -> str:
+def judge_gaps(gaps: List[float], margin: Optional[float] = None) -> str:
     """Return the verdict on a claim whose gap is a - b, of a row b of zeros."""
     claim = Claim("a is above b", ("a", "b"), lambda finals: finals["a"] - finals["b"], margin)
     return judge(
@@ -43,7 +43,7 @@ def judged(gaps: List[float], margin: Optional[float] = None) -> str:
     ([], NOT_RUN, NOT_RUN),
 ])  # fmt: skip
 def test_verdicts_by_the_gaps_of_the_seeds(gaps: List[float], order: str, equality: str) -> None:
-    assert (judged(gaps), judged(gaps, margin=1.0)) == (order, equality)
+    assert (judge_gaps(gaps), judge_gaps(gaps, margin=1.0)) == (order, equality)
 
 
 def test_the_gap_is_taken_seed_by_seed() -> None:
@@ -58,15 +58,15 @@ def test_the_gap_is_taken_seed_by_seed() -> None:
 
 
 def test_an_experiment_agrees_only_if_all_is_shown() -> None:
-    shown, wrong = judge_exactly("x", True, 0.0), judge_exactly("y", False, 2.0)
+    shown_claim, wrong_claim = judge_exactly("x", True, 0.0), judge_exactly("y", False, 2.0)
     assert [judge_gap("x", gap).verdict for gap in (0.1, 0.0, -0.1)] == [
         SHOWN,
         CONTRADICTED,
         CONTRADICTED,
     ]
-    assert make_results([shown])["agrees"] and not make_results([shown])["differences"]
+    assert make_results([shown_claim])["agrees"] and not make_results([shown_claim])["differences"]
     assert not make_results([])["agrees"]  # nothing was claimed
-    results = make_results([shown, wrong])
+    results = make_results([shown_claim, wrong_claim])
     assert not results["agrees"] and len(results["differences"]) == 1
     numbers = {"difference": 2.0, "standard_error": 0.0, "seeds": None}
     assert results["verdicts"][1] == {"claim": "y", "verdict": CONTRADICTED, **numbers}

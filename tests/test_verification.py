@@ -16,9 +16,9 @@ from ipu_pipe.cut.verification import TrainingEffects, verify_pieces
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.precision import cast_forward
 from ipu_pipe.pipeline.build import build
-from tests.staged_models import Odd, Skipping, residual, whole
+from tests.staged_models import OddModel, SkippingModel, join_stages, make_residual_stages
 from tests.support.models import Composed
-from tests.test_train import config
+from tests.test_train import make_short_config
 
 
 def note_number(m: Any, h: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ WAYS: Dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
-def make_three(how: str) -> nn.Module:
+def make_three_layers(how: str) -> nn.Module:
     """Return three layers; what the second does differs. Of its modules `scale` gives a number of Python's that it reads from a
     tensor, `probe` keeps such a number aside, and `own` draws from a generator of its own."""
     return Composed(
@@ -79,7 +79,7 @@ def make_three(how: str) -> nn.Module:
     )  # fmt: skip
 
 
-def verify(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffects:
+def verify_cut(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffects:
     return verify_pieces(model, cut_model(model, begins, x), x)
 
 
@@ -98,13 +98,13 @@ def verify(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffects:
 def test_what_pieces_would_do_otherwise_is_refused(how: str, message: str) -> None:
     """One line each; the model is left as it was."""
     torch.manual_seed(0)
-    model, x = make_three(how), torch.randn(2, 4)
+    model, x = make_three_layers(how), torch.randn(2, 4)
     state, attributes = {k: v.clone() for k, v in model.state_dict().items()}, set(vars(model))
-    drawn = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     with pytest.raises(BadInput, match=message) as refused:
-        verify(model, ["b", "c"], x)
+        verify_cut(model, ["b", "c"], x)
     assert len(refused.value.faults) == 1
-    assert torch.equal(torch.get_rng_state(), drawn) and set(vars(model)) == attributes
+    assert torch.equal(torch.get_rng_state(), random_state) and set(vars(model)) == attributes
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters()) and not model.a._forward_hooks
 
@@ -113,18 +113,18 @@ def test_what_pieces_would_do_otherwise_is_refused(how: str, message: str) -> No
 def test_branches_on_sizes_and_blocks_of_a_mode_are_cut(how: str) -> None:
     """Story: a branch on a size after a module ended in a RecursionError; `_tensor_constant0` stayed on the model; weights
     frozen by no_grad got gradients, silently."""
-    model, x = make_three(how), torch.randn(2, 4)
+    model, x = make_three_layers(how), torch.randn(2, 4)
     attributes = set(vars(model))
-    verify(model, ["b", "c"], x)
+    verify_cut(model, ["b", "c"], x)
     assert set(vars(model)) == attributes
 
 
 def test_hooks_of_backwards_stay_and_run() -> None:
     """Story: the recording lost what such a hook wraps, and the model was refused."""
-    model, x = make_three("constant"), torch.randn(2, 4)
+    model, x = make_three_layers("constant"), torch.randn(2, 4)
     model.b.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
     model.c.register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
-    verify(model, ["b", "c"], x)
+    verify_cut(model, ["b", "c"], x)
     assert len(model.b._backward_hooks) == len(model.c._backward_pre_hooks) == 1
 
 
@@ -132,19 +132,23 @@ def test_under_autocast_a_weight_that_stages_cast_is_refused() -> None:
     """The whole model sums the gradients of one cast in bfloat16. Story: it was told to keep a tensor aside."""
     again = nn.Linear(4, 4)
     model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 4), again), torch.randn(3, 4)
-    verify(model, ["2"], x)
+    verify_cut(model, ["2"], x)
     cast_forward(model, "cpu")
     with pytest.raises(
         BadInput, match="the gradient of 1.*autocast sums the gradient of a tied weight in bfloat16"
     ):
-        verify(model, ["2"], x)
+        verify_cut(model, ["2"], x)
 
 
 def test_models_that_are_cut_exactly_pass() -> None:
-    verify(Skipping(), ["b", "c", "d"], torch.randn(5, 12))
-    verify(whole([stage.float() for stage in residual()]), ["1", "2", "3"], torch.randn(3, 12))
-    verify(Odd(), ["3", "4", "5"], torch.randn(3, 1, 8, 8))
-    verify(nn.Sequential(nn.Linear(4, 4)), [], torch.randn(2, 4))
+    verify_cut(SkippingModel(), ["b", "c", "d"], torch.randn(5, 12))
+    verify_cut(
+        join_stages([stage.float() for stage in make_residual_stages()]),
+        ["1", "2", "3"],
+        torch.randn(3, 12),
+    )
+    verify_cut(OddModel(), ["3", "4", "5"], torch.randn(3, 1, 8, 8))
+    verify_cut(nn.Sequential(nn.Linear(4, 4)), [], torch.randn(2, 4))
 
 
 def test_what_a_backward_changes_is_reported() -> None:
@@ -153,13 +157,13 @@ def test_what_a_backward_changes_is_reported() -> None:
         lambda m, h: checkpoint(m.norm, h, use_reentrant=False), norm=nn.BatchNorm1d(4)
     )
     model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 2)), torch.randn(6, 4)
-    changed = verify(model, ["2"], x).changed_by_backward
+    changed = verify_cut(model, ["2"], x).changed_by_backward
     assert changed == ["1.norm.running_mean", "1.norm.running_var", "1.norm.num_batches_tracked"]
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    assert verify(plain, ["2"], x).changed_by_backward == []
+    assert verify_cut(plain, ["2"], x).changed_by_backward == []
 
 
-class Counting(nn.Linear):
+class CountingLinear(nn.Linear):
     """Counts its forwards, as what anneals something does."""
 
     def __init__(self) -> None:
@@ -175,16 +179,16 @@ class Counting(nn.Linear):
 @pytest.mark.parametrize("stages", [1, ["2"]])
 def test_looks_at_a_model_before_training_leave_no_count_behind(stages: Any) -> None:
     """Story: a module that counts its forwards had another count on processes, which look more often, than on the emulator."""
-    model = nn.Sequential(nn.Flatten(), Counting(), nn.Linear(10, 10))
+    model = nn.Sequential(nn.Flatten(), CountingLinear(), nn.Linear(10, 10))
     job = build(
-        config(
+        make_short_config(
             "method=gpipe", "gradient_accumulation=4", "evaluate.subset=96", "steps=8", "stages=2"
         ),
         model=model,
     )
     x = job.example[0]
     if stages != 1:
-        verify(model, stages, x)
+        verify_cut(model, stages, x)
     assert model[1].count == model[1].seen[0] == 0
 
 

@@ -11,7 +11,7 @@ __all__ = ["transformers"]
 # ---- Hugging Face models as people train them: batches that are mappings, outputs that are objects
 
 
-def hugging_bert(classes: int = 3) -> torch.nn.Module:
+def make_hugging_bert(classes: int = 3) -> torch.nn.Module:
     """Return a classifier of sentences; nothing is left to chance."""
     config = transformers.BertConfig(  # type: ignore[call-arg]
         vocab_size=31, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
@@ -20,7 +20,7 @@ def hugging_bert(classes: int = 3) -> torch.nn.Module:
     return transformers.BertForSequenceClassification(config)
 
 
-def hugging_gpt2() -> torch.nn.Module:
+def make_hugging_gpt2() -> torch.nn.Module:
     """Return a language model whose embeddings are its own."""
     config = transformers.GPT2Config(
         vocab_size=31, n_embd=8, n_layer=2, n_head=2, n_positions=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -29,7 +29,7 @@ def hugging_gpt2() -> torch.nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def hugging_vit(classes: int = 3) -> torch.nn.Module:
+def make_hugging_vit(classes: int = 3) -> torch.nn.Module:
     """Return a classifier of images (3, 8, 8)."""
     config = transformers.ViTConfig(  # type: ignore[call-arg]
         image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,

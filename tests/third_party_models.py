@@ -14,7 +14,7 @@ from tests.vision_libraries import timm, torchvision
 CLASSES, WORDS, LENGTH = 5, 50, 8
 
 
-class Logits(nn.Module):
+class LogitsModel(nn.Module):
     """The output of a model that gives it in an object: (b, classes) or, of each word, (b, classes, length)."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,32 +26,32 @@ class Logits(nn.Module):
         return logits.transpose(1, 2) if logits.dim() == 3 else logits
 
 
-def resnet18() -> nn.Module:
+def make_resnet18() -> nn.Module:
     return torchvision.models.resnet18(num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
-def vision_transformer() -> nn.Module:
+def make_vision_transformer() -> nn.Module:
     """Dropout in attention, too."""
     return torchvision.models.VisionTransformer(  # type: ignore[no-any-return]
         16, 8, 4, 2, 16, 32, dropout=0.1, attention_dropout=0.1, num_classes=CLASSES
     )
 
 
-def googlenet() -> nn.Module:
+def make_googlenet() -> nn.Module:
     """Two more heads in training."""
     return torchvision.models.GoogLeNet(num_classes=CLASSES, init_weights=False)  # type: ignore[no-any-return]
 
 
-def densenet() -> nn.Module:
+def make_densenet() -> nn.Module:
     return torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)  # type: ignore[no-any-return]
 
 
-def timm_resnet() -> nn.Module:
+def make_timm_resnet() -> nn.Module:
     block: Any = timm.models.resnet.BasicBlock
     return timm.models.ResNet(block, (1, 1, 1, 1), channels=(8, 8, 16, 16), num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
-def timm_vit() -> nn.Module:
+def make_timm_vit() -> nn.Module:
     """Stochastic depth."""
     return timm.models.VisionTransformer(  # type: ignore[no-any-return]
         img_size=16,
@@ -64,7 +64,7 @@ def timm_vit() -> nn.Module:
     )
 
 
-def timm_swin() -> nn.Module:
+def make_timm_swin() -> nn.Module:
     return timm.models.SwinTransformer(  # type: ignore[no-any-return]
         img_size=16,
         patch_size=2,
@@ -76,13 +76,13 @@ def timm_swin() -> nn.Module:
     )
 
 
-def timm_convnext() -> nn.Module:
+def make_timm_convnext() -> nn.Module:
     return timm.models.ConvNeXt(
         depths=(1, 1, 2, 1), dims=(8, 8, 16, 16), num_classes=CLASSES, drop_path_rate=0.1
     )  # type: ignore[no-any-return]
 
 
-def convnext() -> nn.Module:
+def make_convnext() -> nn.Module:
     """Return gradients whose memory is laid out otherwise than their activations'."""
     blocks = [
         torchvision.models.convnext.CNBlockConfig(8, 16, 2),
@@ -91,12 +91,12 @@ def convnext() -> nn.Module:
     return torchvision.models.ConvNeXt(blocks, num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
-def timm_cait() -> nn.Module:
+def make_timm_cait() -> nn.Module:
     sizes: Any = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
     return timm.models.Cait(**sizes, num_classes=CLASSES)  # type: ignore[attr-defined,no-any-return]
 
 
-def mixtral() -> nn.Module:
+def make_mixtral() -> nn.Module:
     """Experts whose weights are one tensor."""
     sizes: Any = {
         "hidden_size": 16,
@@ -106,10 +106,10 @@ def mixtral() -> nn.Module:
     }
     experts: Any = {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
     config = transformers.MixtralConfig(**sizes, **experts, vocab_size=WORDS, use_cache=False)
-    return Logits(transformers.MixtralForCausalLM(config))
+    return LogitsModel(transformers.MixtralForCausalLM(config))
 
 
-def hf_vit() -> nn.Module:
+def make_hf_vit() -> nn.Module:
     sizes: Any = {
         "hidden_size": 16,
         "num_hidden_layers": 4,
@@ -118,10 +118,10 @@ def hf_vit() -> nn.Module:
     }
     sizes["num_labels"] = CLASSES
     config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8)
-    return Logits(transformers.ViTForImageClassification(config))
+    return LogitsModel(transformers.ViTForImageClassification(config))
 
 
-def bert() -> nn.Module:
+def make_bert() -> nn.Module:
     sizes: Any = {
         "hidden_size": 16,
         "num_hidden_layers": 4,
@@ -130,20 +130,20 @@ def bert() -> nn.Module:
     }
     sizes["num_labels"] = CLASSES
     config = transformers.BertConfig(**sizes, vocab_size=WORDS, max_position_embeddings=16)
-    return Logits(transformers.BertForSequenceClassification(config))
+    return LogitsModel(transformers.BertForSequenceClassification(config))
 
 
-def gpt2(**settings: Any) -> nn.Module:
+def make_gpt2(**settings: Any) -> nn.Module:
     """Embedding and output apart."""
     sizes: Any = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2}
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(
         **{"tie_word_embeddings": False, "use_cache": False, **sizes, **tokens, **settings}
     )
-    return Logits(transformers.GPT2LMHeadModel(config))
+    return LogitsModel(transformers.GPT2LMHeadModel(config))
 
 
-def tokens(classes: bool) -> TensorData:
+def make_words(classes: bool) -> TensorData:
     """Return words, with the next one as the label of each, or one of `CLASSES` for all."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(1, WORDS, (96, LENGTH + 1), generator=generator)
@@ -158,12 +158,12 @@ class Case(NamedTuple):
     begins: List[str]
     data: Dict[str, Any]
 
-    def stages(self, count: int) -> List[str]:
+    def list_stages(self, count: int) -> List[str]:
         """Return where 2 or 4 stages begin."""
         return self.begins if count == 4 else self.begins[1:2]
 
 
-def _images(size: int = 16) -> Dict[str, Any]:
+def _configure_images(size: int = 16) -> Dict[str, Any]:
     return {
         "name": "synthetic",
         "shape": [3, size, size],
@@ -173,8 +173,8 @@ def _images(size: int = 16) -> Dict[str, Any]:
     }
 
 
-def _words(classes: bool) -> Dict[str, Any]:
-    return {"name": "tests.third_party_models:tokens", "classes": classes}
+def _configure_words(classes: bool) -> Dict[str, Any]:
+    return {"name": "tests.third_party_models:make_words", "classes": classes}
 
 
 _VIT = (  # transformers 5 names its blocks otherwise than transformers 4, the last for Python 3.9
@@ -187,21 +187,24 @@ _VIT = (  # transformers 5 names its blocks otherwise than transformers 4, the l
     )
 )
 CASES: Dict[str, Case] = {
-    "torchvision-resnet18": Case("resnet18", ["layer1.0.conv2", "layer2.0.bn2", "layer3.1"], _images(32)),
+    "torchvision-resnet18": Case("make_resnet18", ["layer1.0.conv2", "layer2.0.bn2", "layer3.1"], _configure_images(32)),
     "torchvision-vit": Case(
-        "vision_transformer",
+        "make_vision_transformer",
         [f"encoder.layers.encoder_layer_{where}" for where in ("1", "2.mlp", "3.ln_2")],
-        _images(),
+        _configure_images(),
     ),
-    "timm-resnet": Case("timm_resnet", ["layer1.0.bn2", "layer2.0.conv2", "layer3"], _images(32)),
-    "timm-vit": Case("timm_vit", ["blocks.1", "blocks.2.mlp", "blocks.3.attn.proj"], _images()),
-    "timm-convnext": Case("timm_convnext", ["stages.0.blocks.0.mlp", "stages.2.blocks.0.norm", "stages.3"], _images(32)),
-    "torchvision-convnext": Case("convnext", ["features.1.1", "features.3", "features.3.1"], _images(32)),
-    "timm-cait": Case("timm_cait", ["blocks.1", "blocks.2", "blocks.3"], _images()),
-    "hf-mixtral": Case("mixtral", [f"model.model.layers.{where}" for where in (1, 2, 3)], _words(False)),
-    "hf-vit": Case("hf_vit", [f"model.{where}" for where in _VIT], _images()),
+    "timm-resnet": Case("make_timm_resnet", ["layer1.0.bn2", "layer2.0.conv2", "layer3"], _configure_images(32)),
+    "timm-vit": Case("make_timm_vit", ["blocks.1", "blocks.2.mlp", "blocks.3.attn.proj"], _configure_images()),
+    "timm-convnext": Case(
+        "make_timm_convnext", ["stages.0.blocks.0.mlp", "stages.2.blocks.0.norm", "stages.3"], _configure_images(32)
+    ),
+    "torchvision-convnext": Case("make_convnext", ["features.1.1", "features.3", "features.3.1"], _configure_images(32)),
+    "timm-cait": Case("make_timm_cait", ["blocks.1", "blocks.2", "blocks.3"], _configure_images()),
+    "hf-mixtral": Case("make_mixtral", [f"model.model.layers.{where}" for where in (1, 2, 3)], _configure_words(False)),
+    "hf-vit": Case("make_hf_vit", [f"model.{where}" for where in _VIT], _configure_images()),
     "hf-bert": Case(
-        "bert", [f"model.bert.encoder.layer.{where}" for where in ("1", "2.attention.output", "3.output")], _words(True)
+        "make_bert", [f"model.bert.encoder.layer.{where}" for where in ("1", "2.attention.output", "3.output")],
+        _configure_words(True),
     ),
-    "hf-gpt2": Case("gpt2", [f"model.transformer.h.{where}" for where in ("1", "2.mlp", "3.ln_2")], _words(False)),
+    "hf-gpt2": Case("make_gpt2", [f"model.transformer.h.{where}" for where in ("1", "2.mlp", "3.ln_2")], _configure_words(False)),
 }  # fmt: skip

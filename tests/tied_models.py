@@ -14,16 +14,16 @@ from models.transformer import transformer_lm
 VOCABULARY, CONTEXT = 23, 6
 
 
-def tokens(seed: int = 5) -> TensorData:
+def make_random_tokens(seed: int = 5) -> TensorData:
     """Return random tokens, the labels those behind."""
-    drawn = torch.randint(
+    tokens = torch.randint(
         VOCABULARY, (80, CONTEXT + 1), generator=torch.Generator().manual_seed(seed)
     )
-    x, y = drawn[:, :-1].clone(), drawn[:, 1:].clone()
+    x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
     return TensorData((x[:64], y[:64]), (x[64:], y[64:]), seed)
 
 
-def lm(**args: Any) -> nn.Module:
+def make_language_model(**args: Any) -> nn.Module:
     """Return the library's own: embedding, block1, block2, norm and head."""
     return transformer_lm(VOCABULARY, 8, 2, 2, CONTEXT, **{"tied": True, **args})
 
@@ -50,7 +50,7 @@ class Gpt2(nn.Module):
         return self.lm(x).logits.transpose(1, 2)  # type: ignore[no-any-return]
 
 
-class Normed(nn.Sequential):
+class SharedBatchNormModel(nn.Sequential):
     """A batch norm that runs on two stages."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Normed(nn.Sequential):
         )
 
 
-class Renormed(nn.Sequential):
+class RenormedEmbeddingModel(nn.Sequential):
     """An embedding whose forward scales its weight, which the head has, too."""
 
     def __init__(self) -> None:
