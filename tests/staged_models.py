@@ -1,4 +1,5 @@
-"""Small models whose stages are modules in a row, so that they can run whole and stage by stage."""
+"""Build small models whose stages are modules in a row, so that they run whole and stage by
+stage."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def make_convolution_stages() -> List[nn.Module]:
 
 
 def make_residual_stages() -> List[nn.Module]:
-    """Return a residual block on three stages: its input goes on beside what the block makes of it."""
+    """Return stages of which three share a residual block: its input travels beside the block's
+    output."""
     first = nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 3, padding=1))
     second = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, bias=False))
     third = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
@@ -46,7 +48,7 @@ def make_residual_stages() -> List[nn.Module]:
 
 
 def make_tied_stages() -> List[nn.Module]:
-    """Return a model whose second stage's weight is the last one's, too."""
+    """Return stages of which the second and the last share a weight."""
     stages: List[nn.Module] = [
         nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
         nn.Sequential(nn.Linear(9, 9), nn.Tanh()),
@@ -58,7 +60,7 @@ def make_tied_stages() -> List[nn.Module]:
 
 
 def make_thrice_tied_stages() -> List[nn.Module]:
-    """Return a weight of three stages, of which the last one has no other."""
+    """Return stages of which three share one weight; the last has no other weight."""
     stages: List[nn.Module] = [
         nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
         nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 12), nn.Tanh()),
@@ -80,7 +82,7 @@ TIED = {"tied": make_tied_stages, "thrice": make_thrice_tied_stages}
 
 
 def make_repeating_model() -> nn.Sequential:
-    """Return a module of two weights that runs again after others."""
+    """Return a model in which a linear layer runs a second time, after other modules."""
     torch.manual_seed(3)
     repeated = nn.Linear(4, 4)
     return nn.Sequential(
@@ -93,7 +95,7 @@ def make_repeating_model() -> nn.Sequential:
 
 
 def make_checkpointed_stages() -> List[nn.Module]:
-    """Return stages that run their forward a second time in the backward, and draw the same again."""
+    """Return stages that recompute their forward in the backward, with the same dropout masks."""
 
     def make_stage() -> nn.Module:
         inner = nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.3), nn.Tanh())
@@ -103,7 +105,8 @@ def make_checkpointed_stages() -> List[nn.Module]:
 
 
 def make_redrawing_stages() -> List[nn.Module]:
-    """Return stages that draw three times by one dropout of all, twice of these inside of a checkpoint."""
+    """Return stages that share one dropout and draw from it three times, twice inside a
+    checkpoint."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         return checkpoint(lambda x: m.drop(m.linear(m.drop(x))), m.drop(x), use_reentrant=False)
@@ -120,12 +123,12 @@ MODELS: Dict[str, Callable[[], List[nn.Module]]] = {
 
 
 def join_stages(stages: List[nn.Module]) -> nn.Sequential:
-    """Return the unsplit model, annotated at every stage."""
+    """Return the unsplit model, with a boundary before every stage."""
     return nn.Sequential(*[begin_stage(stage) for stage in stages])
 
 
 class SkippingModel(nn.Module):
-    """No sequence: values skip stages, and the model has a weight and a branch of its own."""
+    """A model with skip connections across stages, a weight of its own and a check of its input."""
 
     def __init__(self, trains_scale: bool = True) -> None:
         super().__init__()
@@ -146,7 +149,7 @@ class SkippingModel(nn.Module):
 
 
 def make_flat_skipping() -> nn.Module:
-    """Return Skipping, on the digits."""
+    """Return a model for digits in which a value and a weight of the model skip a stage."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         first = m.a(m.flatten(x))
@@ -159,7 +162,8 @@ def make_flat_skipping() -> nn.Module:
 
 
 def make_forces() -> nn.Module:
-    """Return, on the digits, classes from the gradient of an energy, for which a forward asks inside."""
+    """Return a model for digits whose forward calls autograd: its first stage returns an
+    energy's gradient."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -171,7 +175,7 @@ def make_forces() -> nn.Module:
 
 
 class ShrinkingModel(nn.Sequential):
-    """On the digits: the forward writes a weight."""
+    """A model for digits whose forward shrinks one of its own weights."""
 
     def __init__(self) -> None:
         inner = nn.Linear(64, 8)
@@ -184,7 +188,7 @@ def shrink_weight(module: nn.Module, inputs: Any) -> None:
 
 
 def make_cut_checkpoint() -> nn.Module:
-    """Return, on the digits, a checkpoint inside of which a stage begins."""
+    """Return a model for digits with a stage boundary inside a checkpoint."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         return checkpoint(lambda x: m.b(m.a(x).tanh()), m.flatten(x), use_reentrant=False)
@@ -195,7 +199,8 @@ def make_cut_checkpoint() -> nn.Module:
 
 
 class OddModel(nn.Sequential):
-    """On the digits: a buffer that layers on all stages share, one that none uses, a stage that begins in place."""
+    """A model for digits with a buffer that all stages share, an unused buffer and stages that
+    begin with an in-place ReLU."""
 
     def __init__(self) -> None:
         table = nn.Module()
@@ -208,7 +213,8 @@ class OddModel(nn.Sequential):
 
 
 def make_gate() -> nn.Module:
-    """Return, on the digits, a stage of which one of two layers runs, by the microbatch, and another stage."""
+    """Return a model for digits whose first stage runs one of two layers, depending on the
+    microbatch."""
     choose = lambda m, x: m.a(x) if int(x.sum() * 10) % 2 else m.b(x)  # noqa: E731
     gated = Composed(
         lambda m, x: choose(m, m.flatten(x)),
@@ -222,7 +228,7 @@ def make_gate() -> nn.Module:
 def draw_microbatches(
     count: int, size: int = 3, dtype: Any = torch.float64
 ) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    """Return random microbatches for any of the models."""
+    """Return `count` random microbatches of `size` samples that fit every model of this module."""
     generator = torch.Generator().manual_seed(5)
     return [
         (

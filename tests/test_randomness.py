@@ -1,4 +1,5 @@
-"""Dropout drawn by (seed, microbatch, module name): the same under any partition, method and recomputation."""
+"""Check that dropout is drawn by (seed, microbatch, module name): the same under any partition,
+method and recomputation."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def test_the_division_into_stages_does_not_change_what_is_drawn() -> None:
 
 
 def make_drawing_module(*drawing: torch.Generator) -> nn.Module:
-    """Return what draws from these generators, as stochastic depth does from the CPU's whatever the device of its input."""
+    """Return a module that draws from these generators, as stochastic depth draws from the CPU's
+    generator on any device."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         for generator in drawing:
@@ -81,7 +83,7 @@ def make_drawing_module(*drawing: torch.Generator) -> nn.Module:
 
 
 def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generator takes the place of the GPU's."""
+    """Check the draws of both generators; a second CPU generator takes the place of the GPU's."""
     gpu, x = torch.Generator(), torch.ones(8)
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
     monkeypatch.setattr(
@@ -107,7 +109,8 @@ def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.Mon
 
 
 class SharedDropoutModel(nn.Module):
-    """One dropout between three layers, as T5 has it, and a block that runs twice, as ALBERT has it."""
+    """A model that shares one dropout between three layers, as T5, and runs a block twice, as
+    ALBERT."""
 
     def __init__(self, way: str = "plain") -> None:
         super().__init__()
@@ -135,7 +138,8 @@ class SharedDropoutModel(nn.Module):
 
 
 def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
-    """SimCSE's two passes: the same masks in both made its two embeddings one."""
+    """SimCSE runs an encoder twice: equal masks in both passes once made its two embeddings
+    equal."""
     model, x = SharedDropoutModel(), torch.ones(64, 8)
     calls = observe_effects(model, x).draws
     assert calls == {"block.1": 2, "drop": 7}

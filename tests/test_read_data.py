@@ -1,4 +1,5 @@
-"""What data a run reads: hashes in its record, and that a run does not go on with other data."""
+"""Check the hashes of the data in a run's record, and that a run refuses to resume with other
+data."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SHAPES = [
 
 
 class FolderImages(ipu_pipe.data.TensorData):
-    """Of the files in a folder."""
+    """Images of the .npy files in a folder."""
 
     def __init__(self, root: str = "data") -> None:
         files = sorted(Path(root).glob("*.npy"))
@@ -84,7 +85,7 @@ def test_the_record_has_the_hashes_of_the_files_that_were_read(root_folder: Path
 
 
 def test_a_run_does_not_go_on_with_other_data(root_folder: Path) -> None:
-    """Story: it went on with whatever was in the files by then, without a word."""
+    """A run once resumed with whatever the files held by then, without a message."""
     train_on_images(root_folder / "run", 2)
     was, content = (
         hash_file(root_folder / "data" / "1.npy"),
@@ -168,7 +169,8 @@ def test_many_or_large_files_are_known_by_names_and_sizes(
 
 
 def make_loader_data(seed: int, noise: bool = False) -> Any:
-    """Samples that Python made; with `noise` drawn from a state that nothing repeats."""
+    """Return samples of a DataLoader; with `noise`, its collate function adds an unseeded random
+    number."""
     x = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
     samples = TensorDataset(x, torch.arange(64) % 10)
 

@@ -1,4 +1,5 @@
-"""A GPU is asked for losses when someone wants to see them, and all numbers stay as they are. The CPU stands in for it."""
+"""Check that losses are read from a GPU only when they are needed, and that no number changes.
+The CPU stands in for the GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ SHORT = [
 
 
 class ReadCounter(TorchDispatchMode):
-    """Counts the tensors that are read, each of which waits for a GPU."""
+    """A dispatch mode that counts reads of tensors, each of which waits for a GPU."""
 
     count = 0
 
@@ -69,7 +70,7 @@ def test_losses_read_now_and_then_give_the_same_numbers(
 
 
 def count_epoch_updates(config: Any) -> int:
-    """Of an epoch."""
+    """Return the number of updates in an epoch."""
     return int(320 // (8 * 4 * config.replicas))
 
 

@@ -1,4 +1,5 @@
-"""Gradients averaged over replicas by the backend's own all-reduce: close to the exact mean, beside the backward, on nccl too."""
+"""Check that gradients averaged by the backend's own all-reduce are close to the exact mean and
+overlap the backward, on nccl too."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ RANKS, MICROBATCHES, BUCKET = 3, 2, 8 * (9 * 9 + 9)  # bytes of one layer
 
 
 class PartlyUsedLayers(nn.Module):
-    """Layers of which rank 1 alone uses one, and nobody another."""
+    """Layers of which one is used by rank 1 alone, and one by no rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class PartlyUsedLayers(nn.Module):
         self.scale = nn.Parameter(torch.ones(9, dtype=torch.float32))
 
     def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """x: (B, 9) -> (B, 9)."""
+        """Return (B, 9) from x (B, 9)."""
         for number, layer in enumerate(self.layers):
             if number != 1 and (number != 2 or rank == 1):
                 x = layer(x).tanh()
@@ -119,7 +120,8 @@ def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: Li
 
 
 def _check_parts(rank: int) -> None:
-    """A gradient that comes twice in one backward is refused, after its sum has begun."""
+    """Check that a gradient that arrives twice in one backward is refused once its sum has
+    begun."""
     layer = nn.Linear(9, 9)
     average = OverlappedAverage(
         list(layer.parameters()), _make_mail(rank), ReplicaGroup(None), 1, 1
@@ -134,7 +136,8 @@ def _check_parts(rank: int) -> None:
 
 
 def _check_nccl(rank: int, group: Any) -> None:
-    """A group of nccl is used once before anything is posted, and its waits take no limit."""
+    """Check that a group of nccl is used once before anything is posted, and that its waits have
+    no limit."""
     double, channels = NcclDouble([group]), {REPLICAS: group}
     with double:
         use_channels_once(
@@ -158,9 +161,11 @@ def _check_nccl(rank: int, group: Any) -> None:
 
 
 def test_a_run_of_three_replicas_is_close_to_the_emulators(tmp_path: Path) -> None:
-    """Three, because a sum of two has but one order. The same config trains on the emulator.
+    """Train three replicas, since a sum of two has only one order; the emulator trains the same
+    config.
 
-    A sum that began before the rule had corrected the last microbatch's gradients lost the earlier microbatches'.
+    A sum that began before the rule had corrected the last microbatch's gradients lost those of
+    earlier microbatches.
     """
     how = [
         "method=pipedream",

@@ -1,4 +1,4 @@
-"""The weights of the best evaluation, in the caller's model when a run ends."""
+"""Check that the caller's model has the weights of the best evaluation when a run ends."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_wrong_kind_is_reported() -> None:
 
 
 def train_each_method(rank: int, folder: Path) -> None:
-    """Train as a rank of a group of two, and save what the caller's model holds."""
+    """Train each method as a rank of a group of two, and save the weights of the caller's model."""
     for method in OWN:
         model = own_model()
         over = ["backend.name=distributed", "backend.deadline=20", STOPS]

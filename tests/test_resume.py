@@ -1,4 +1,5 @@
-"""A run goes on from a checkpoint that is its own, whole and sane, and from no other: each refusal is one line that says why."""
+"""Check that a run resumes from a whole checkpoint of its own alone; each refusal is one line
+with the reason."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def make_settings(*over: str) -> List[str]:
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that has ended, with checkpoints after 4, 8 and 12 updates; not to be changed."""
+    """Return the folder of a finished run with checkpoints after 4, 8 and 12 updates; tests must
+    not change it."""
     out = tmp_path_factory.mktemp("trained") / "run"
     train(make_short_config(*make_settings()), out, quiet=True)
     return out
@@ -49,7 +51,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def killed_run(trained_run: Path, tmp_path: Path) -> Path:
-    """Return the same run, killed after 8 updates."""
+    """Return a copy of the run as if it was killed after 8 updates."""
     out = tmp_path / "cut"
     shutil.copytree(trained_run, out)
     shutil.rmtree(out / "checkpoints" / "step-12")
@@ -67,12 +69,12 @@ def list_refusals(out: Path, *over: str) -> List[str]:
 
 @pytest.fixture(scope="module")
 def resumed_job(trained_run: Path) -> Any:
-    """Return the same run, about to go on."""
+    """Return the job that resumes the run after 8 updates."""
     return build(make_short_config(*make_settings()), done=8)
 
 
 def write_schema_2(path: Path) -> None:
-    """Rewrite a checkpoint's manifest as the version before schema 3 wrote it, with a mapping for each file."""
+    """Rewrite a checkpoint's manifest in schema 2, which has a mapping for each file."""
     manifest = checkpoint.load(path).manifest
     files = {
         name: {
@@ -92,7 +94,7 @@ def write_schema_2(path: Path) -> None:
 
 
 def write_schema_1(path: Path) -> None:
-    """Rewrite a checkpoint as the versions before manifests wrote it."""
+    """Rewrite a checkpoint in the format before manifests."""
     manifest = checkpoint.load(path).manifest
     hashes = {
         name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in checkpoint.FILES
@@ -110,8 +112,8 @@ def write_schema_1(path: Path) -> None:
 
 
 def damage_bytes(data: bytes, count: int, seed: int) -> Any:
-    """Return (what, bytes): one bit flipped at each end, in the middle and at `count` other
-    places, and the file cut or made longer."""
+    """Yield (damage, bytes): one bit flipped at each end, in the middle and at `count` random
+    places, then the file cut or one byte longer."""
     draw = random.Random(seed)
     for place in [0, 7, 8, 9, len(data) // 2, len(data) - 1, *draw.sample(range(len(data)), count)]:
         bit = draw.randrange(8)
@@ -126,7 +128,7 @@ def damage_bytes(data: bytes, count: int, seed: int) -> Any:
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
 def test_every_flipped_bit_and_every_cut_is_detected(name: str, killed_run: Path) -> None:
-    """Story: a flipped bit in the position resumed from update 0 with exit code 0."""
+    """A run with a flipped bit in its position once resumed from update 0 with exit code 0."""
     folder = killed_run / "checkpoints" / "step-8"
     file, content = folder / name, (folder / name).read_bytes()
     for damage, data in damage_bytes(
@@ -204,7 +206,7 @@ DECIDING = {
 
 @pytest.mark.parametrize("key", list(DECIDING))
 def test_a_checkpoint_of_another_run_is_refused_by_key(key: str, killed_run: Path) -> None:
-    """Story: a checkpoint of another seed, method, rate or optimizer was accepted."""
+    """A checkpoint of another seed, method, rate or optimizer was once accepted."""
     faults = list_refusals(killed_run, *DECIDING[key])
     assert any(
         f": {key}: " in fault and "the config of a run cannot change" in fault for fault in faults
@@ -237,7 +239,8 @@ def test_what_is_free_to_change_may(name: str, killed_run: Path) -> None:
 
 
 def test_a_run_may_only_grow(trained_run: Path, killed_run: Path, capsys: Any) -> None:
-    """Story: a longer run that was killed before its first checkpoint was taken for a finished one."""
+    """A longer run that was killed before its first checkpoint was once taken for a finished
+    one."""
     assert list_refusals(killed_run, "steps=10") == [
         f"--resume: {killed_run / 'config.yaml'}: steps: 12 -> 10: may only grow"
     ]
@@ -475,7 +478,8 @@ def test_leftovers_are_cleared_away(killed_run: Path) -> None:
 
 @pytest.mark.parametrize("limit", [100, 1000, 2500])
 def test_a_full_disk_is_a_fault_and_earlier_checkpoints_stay(limit: int, killed_run: Path) -> None:
-    """By a limit on the size of files, which refuses as a full disk does; 2,500 bytes end in another file than 1,000."""
+    """Limit the size of files, which fails as a full disk does; 2,500 bytes end in another file
+    than 1,000."""
     folder = killed_run / "checkpoints"
     saved = checkpoint.load(folder / "step-8")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -495,7 +499,7 @@ def test_a_run_with_weights_to_begin_with_is_resumed_twice(
     trained_run: Path,
     run_train_tool: Any,  # noqa: F811
 ) -> None:
-    """Story: the first resume wrote init_from: null into config.yaml, and the second was refused."""
+    """The first resume once wrote init_from: null into config.yaml, and the second was refused."""
     weights_file = tmp_path / "first.safetensors"
     shutil.copy(trained_run / "checkpoints" / "step-4" / "model.safetensors", weights_file)
     settings = [f"init_from={weights_file}", "steps=8"]
@@ -524,7 +528,7 @@ def test_a_run_with_weights_to_begin_with_is_resumed_twice(
 def test_an_older_torch_reads_safetensors_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_run: Path
 ) -> None:
-    """Before 2.6 torch.load(weights_only=True) could be made to run code (CVE-2025-32434)."""
+    """Before 2.6, torch.load(weights_only=True) could be made to run code (CVE-2025-32434)."""
     file = tmp_path / "plain.pt"
     torch.save({"weight": torch.ones(2)}, file)
     monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")

@@ -1,4 +1,5 @@
-"""The trace of a run that was interrupted and went on, against that of one never interrupted (docs/traces.md)."""
+"""Compare the trace of a run that was interrupted and resumed with that of an uninterrupted run
+(docs/traces.md)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ FREE = ("wait", "pause")  # they follow from the times
 
 
 def count_events(trace: Trace) -> "Counter[Tuple[Any, ...]]":
-    """Return the events without their times, and without waits and pauses, with how often each occurs."""
+    """Count the events without their times; waits and pauses are left out."""
     return Counter(
         event._replace(start_ns=0, end_ns=0)
         for event in trace.events.rows()
@@ -37,7 +38,8 @@ def count_events(trace: Trace) -> "Counter[Tuple[Any, ...]]":
 
 
 def assert_traces_match(resumed: Trace, whole: Trace, ended: int = 0) -> None:
-    """Assert that two traces differ in what docs/traces.md lists alone; `ended`: evaluations at the end of the first start."""
+    """Assert that two traces differ only as docs/traces.md allows; `ended`: evaluations at the
+    end of the first start."""
     added, missing = (
         count_events(resumed) - count_events(whole),
         count_events(whole) - count_events(resumed),
@@ -63,7 +65,8 @@ def _check_clock_offsets(rank: int, store: str) -> None:
 
 @needs_processes
 def test_ranks_of_one_host_have_one_clock(tmp_path: Path) -> None:
-    """Story: messages between two ranks of one host took -791 us, since an offset of their one clock was estimated."""
+    """Messages between two ranks of one host once took -791 us, since the offset of their one
+    clock was estimated."""
     forked.in_ranks(2, _check_clock_offsets, str(tmp_path / "store"))
 
 

@@ -1,4 +1,5 @@
-"""Rows written by hand for devices with several stages, and with backwards split in two: proved, drawn, timed."""
+"""Check rows written by hand, for devices with several stages and for split backwards: proof,
+drawing and times."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ V = [
 
 
 def make_zero_bubble_rows(P: int, M: int) -> List[List[str]]:
-    """ZB-H1 (Qi et al. 2023): 1F1B, whose weight gradients follow s microbatches later on stage s."""
+    """Return the rows of ZB-H1 (Qi et al. 2023): 1F1B, with weight gradients s microbatches
+    later on stage s."""
     rows = []
     for s in range(P):
         row = [f"F{m}" for m in range(min(P - s, M))]
@@ -43,7 +45,7 @@ def make_zero_bubble_rows(P: int, M: int) -> List[List[str]]:
 
 
 def find_slots(schedule: Schedule) -> Dict[Action, int]:
-    """Of every action, updates included, by stage."""
+    """Return the slot of every action, updates included."""
     counts = {
         **dict.fromkeys(schedule.passes, schedule.microbatches),
         Kind.UPDATE: schedule.update_count,
@@ -136,7 +138,8 @@ def test_the_pages_example_prints_what_it_says() -> None:
 
 @pytest.mark.parametrize(("P", "M"), [(2, 4), (3, 7), (4, 4), (4, 8), (6, 13)])
 def test_zero_bubble_has_the_papers_bubble_and_1f1bs_memory(P: int, M: int) -> None:
-    """(P - 1)(F + B - 2W) beside M (F + B), B being both halves; weights wait for their gradients alone."""
+    """The bubble is (P - 1)(F + B - 2W) beside M (F + B), where B is both halves; weights wait
+    for their gradients alone."""
     schedule = from_rows(make_zero_bubble_rows(P, M), M)
     assert schedule.passes == SPLIT_PASSES
     assert schedule.slot_count == 3 * M + (P - 1) * (1 + 2 - 2 * 1)
@@ -159,7 +162,8 @@ def test_zero_bubble_has_the_papers_bubble_and_1f1bs_memory(P: int, M: int) -> N
 
 
 def test_split_backwards_are_drawn_and_update_with_the_last_weight_gradient() -> None:
-    """Whichever microbatch's that is: on stage 0 the first one's."""
+    """An update follows the last weight gradient of any microbatch: on stage 0 that is the first
+    microbatch's."""
     schedule = from_rows(["F0 F1 I0 I1 W1 W0".split(), "F0 I0 F1 I1 W0 W1".split()], 2)
     assert format_text(schedule) == (
         "slot     0   1   2   3   4   5   6   7\n"

@@ -1,6 +1,7 @@
-"""Every update rule: its equation by hand in exact arithmetic, the literal replay, no effect without delay, saving and resuming.
+"""Check every update rule: its equation by hand in exact arithmetic, the literal replay, no effect
+without delay, resuming.
 
-One table drives the tests: a rule that is missing here is missing.
+One table drives the tests: a rule without a row is not tested, and a test fails.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
 
 
 def make_mixed(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Return Muon on matrices and AdamW on the rest, of parameter groups or of one stage's parameters."""
+    """Return Muon on matrices and AdamW on the rest, from parameter groups or from one stage's
+    parameters."""
     groups = parameters if isinstance(parameters[0], dict) else [{"params": parameters, "stage": 0}]
     optimizers = []
     for number, make_optimizer in enumerate(
@@ -61,8 +63,12 @@ START = Q(2)
 
 @dataclass
 class Row:
-    """`method`, `args`: as in a config. `optimizers`: on which the rule is defined. `hand`: weights after three updates of a
-    single weight with GRADIENTS and lag 2, and what its forward and its backward (2 updates later) read then."""
+    """A rule and how it is tested.
+
+    `method` and `args` are as in a config; the rule is defined on `optimizers`. `hand` returns the
+    weight after three updates with GRADIENTS and a staleness of 2, and the weights that its forward
+    and its backward (2 updates later) then read.
+    """
 
     method: str
     args: Dict[str, Any]
@@ -74,7 +80,7 @@ class Row:
 
 
 def compute_momentum_steps(rate: Any = lambda k: LR, shrink: Q = Q(1)) -> List[Tuple[Q, Q, Q]]:
-    """Return (w, v, g) after each update of plain momentum."""
+    """Return (w, v, g) after each update of SGD with momentum."""
     w, v, states = START, Q(0), []
     for k, g in enumerate(GRADIENTS):
         g = g * shrink
@@ -228,7 +234,8 @@ def test_the_table_has_every_rule() -> None:
 
 
 def make_one_weight_rules(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
-    """Return a single weight on the second of three stages, where PB's lag is 2."""
+    """Return a single weight on the second of three stages, where PB has a staleness of 2, and
+    its rules."""
     method = resolve_method(row.method, row.args)
     weight = nn.Parameter(torch.tensor([float(START)], dtype=torch.float64))
     optimizer = torch.optim.SGD([{"params": [weight], "stage": 1}], lr=float(LR), momentum=float(M))
@@ -258,7 +265,8 @@ def test_three_updates_are_those_computed_by_hand(name: str) -> None:
 
 
 def test_each_group_has_its_own_settings_and_prediction() -> None:
-    """Update k of a group steps by the group's settings; a prediction for version v goes by its rate of update v."""
+    """Update k of a group uses the group's settings; a prediction for version v uses the group's
+    rate of update v."""
     weights = [nn.Parameter(torch.tensor([1.0], dtype=torch.float64)) for _ in range(2)]
     groups = [{"params": [weight], "stage": 0, "number": i} for i, weight in enumerate(weights)]
     optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
@@ -287,7 +295,8 @@ def test_each_group_has_its_own_settings_and_prediction() -> None:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
-    """Two microbatches of one update, gradients 3 and -1 halved, of weights 1/2 and 0 behind: g + 4 g g (w_now - w_read)."""
+    """One update has two microbatches: halved gradients 3 and -1, read 1/2 and 0 away from the
+    newest weight; each becomes g + 4 g g (w_now - w_read)."""
     args = {"delay_compensation": {"scale": 4.0, "adaptive": adaptive, "decay": 0.5}}
     weight = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
     optimizer = torch.optim.Adam([{"params": [weight], "stage": 0}], lr=0.25)
@@ -308,7 +317,8 @@ def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
 
 
 def test_delay_compensation_keeps_its_mean_square_beside_an_optimizer_without_state() -> None:
-    """A checkpoint of SGD without momentum had none, and a resumed run began it at 0."""
+    """A checkpoint of SGD without momentum once lacked the mean square, so a resumed run began
+    it at 0."""
     args = {"delay_compensation": {"scale": 1.0, "adaptive": True, "decay": 0.5}}
     weight, unused = (nn.Parameter(torch.tensor([2.0], dtype=torch.float64)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [weight, unused], "stage": 0}], lr=0.25)
@@ -324,7 +334,7 @@ def test_delay_compensation_keeps_its_mean_square_beside_an_optimizer_without_st
 
 
 def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
-    """PipeOptim: a forward reads w - lr T m_hat / (sqrt(v_hat) + eps); the lag is 3, the rate 0.1."""
+    """In PipeOptim a forward reads w - lr T m_hat / (sqrt(v_hat) + eps); here T is 3 and lr 0.1."""
     weight, never = (nn.Parameter(torch.tensor([2.0], dtype=torch.float64)) for _ in range(2))
     optimizer = torch.optim.AdamW(
         [{"params": [weight, never], "stage": 0}], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0
@@ -425,7 +435,8 @@ def test_one_stage_is_plain_training(name: str) -> None:
 
 
 def test_horizons_of_spectrain() -> None:
-    """Forward 2(S-1) - s and backward s on dataflow; P-1-s + ceil(s/2) and ceil(s/2) on 1F1B."""
+    """The horizons are 2(S-1) - s forward and s backward on dataflow, P-1-s + ceil(s/2) and
+    ceil(s/2) on 1F1B."""
     S = 6
     for schedule, forward, backward in (
         ("dataflow", [2 * (S - 1) - s for s in range(S)], list(range(S))),
@@ -447,7 +458,8 @@ def test_horizons_of_spectrain() -> None:
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("accumulate", [1, 2, 5])
 def test_recomputation_lag_is_the_papers(turn: int, accumulate: int) -> None:
-    """tau_recomp of the j-th stage of a segment of S: ceil((2(S-j) + turn) / N) (PipeMare, appendix A, with our turn)."""
+    """For stage j of a segment of S stages tau_recomp is ceil((2(S-j) + turn) / N) (PipeMare,
+    appendix A, with ipu_pipe's turn)."""
     P, segments = 11, 3
     method = resolve_method("pipemare", {"turn": turn, "recompute": {"segments": segments}})
     table = VersionTable(make_schedule(method, P, 40 * accumulate, accumulate), method)
@@ -485,8 +497,13 @@ def test_drawn_delays_depend_on_the_seed_and_the_microbatch_alone() -> None:
 
 
 def make_cyclic_delays(stages: int, newest: bool) -> List[List[int]]:
-    """Of cyclic data parallelism on [stage][microbatch], as many microbatches an update as stages, each two slots after the one
-    before: the update of stage s has come when microbatch i of the next arrives if s + i >= P - 1 (variant 2); or always 1."""
+    """Return the delays of cyclic data parallelism by [stage][microbatch], with one microbatch an
+    update for each stage.
+
+    Each microbatch begins two slots after the previous one. The delay is always 1, but in variant 2
+    (`newest`) it is 0 if s + i >= P - 1: the update of stage s is then complete when microbatch i
+    of the next update arrives.
+    """
     return [
         [0 if newest and s + i >= stages - 1 else 1 for i in range(stages)] for s in range(stages)
     ]
@@ -594,7 +611,8 @@ def test_rules_that_adam_allows_are_allowed() -> None:
 
 
 def test_hyperparameters_for_another_update_size() -> None:
-    """m = m_r^(N/N_r), lr = lr_r (1-m) N / ((1-m_r) N_r) (Kosson et al. 2021, equation 9)."""
+    """The scaling is m = m_r^(N/N_r), lr = lr_r (1-m) N / ((1-m_r) N_r) (Kosson et al. 2021,
+    equation 9)."""
     lr, m = scale_for_update_size(0.1, 0.9, 128, 1)
     assert m == pytest.approx(0.9 ** (1 / 128))
     assert lr == pytest.approx(0.1 * (1 - m) / (0.1 * 128))

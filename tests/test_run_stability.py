@@ -1,4 +1,5 @@
-"""What theory says of a run: curvature, the recurrences that a config stands for, advice; and the emulator, which must agree."""
+"""Check what theory predicts of a run: curvature, the recurrences that a config stands for,
+advice; and compare the emulator."""
 
 from __future__ import annotations
 
@@ -120,8 +121,11 @@ def test_attention_can_be_differentiated_twice() -> None:
 
 
 def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
-    """f = (a b x - y)^2 / 2: of the gradient (r b x, r a x), r = a b x - y, the backward reads b alone anew:
-    its derivative by that is r x, of the first by b."""
+    """Compare with f = (a b x - y)^2 / 2, whose discrepancy is known.
+
+    Of the gradient (r b x, r a x), r = a b x - y, the backward reads only b anew: the derivative of
+    the first entry by b is then r x.
+    """
     a, b, x, y = 1.2, 0.7, 1.5, 0.4
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
     with torch.no_grad():
@@ -160,7 +164,7 @@ SHARES = (0.4, 0.1, 0.3, 0.2)  # of a direction of curvature 3
 
 
 def make_one_direction_job(lr: float, **keys: Any) -> Job:
-    """Return four stages on a loss with one direction, the same sample again and again."""
+    """Return the job of four stages on a loss with one direction; all samples are equal."""
     columns = torch.tensor([3 * share for share in SHARES]).sqrt()
     parts: List[nn.Module] = [make_part(i, float(column)) for i, column in enumerate(columns)]
     model = nn.Sequential(parts[0], *map(begin_stage, parts[1:]))
@@ -202,8 +206,11 @@ RUNS: Dict[str, Dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_emulator_diverges_where_theory_says(name: str) -> None:
-    """The stages share one direction, so that the largest stable rate of the whole is exact: a tenth below it the loss falls from
-    one stretch of updates to the next, a tenth above it rises."""
+    """The stages share one direction, so that the largest stable rate of the whole is exact.
+
+    A tenth below that rate the loss falls from one stretch of updates to the next; a tenth above it
+    rises.
+    """
     keys = RUNS[name]
     analysis = analyze_job(make_one_direction_job(0.1, **keys), samples=4, iterations=20)
     assert analysis["curvature"]["value"] == pytest.approx(3) and analysis["curvature"][

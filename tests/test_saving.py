@@ -1,4 +1,5 @@
-"""Checkpoints in shards and in the background: the same state on any layout, whole or absent, and training goes on."""
+"""Check checkpoints in shards and in the background: the same state on any layout, whole or
+absent, while training continues."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def assert_checkpoints_equal(ours: checkpoint.Checkpoint, theirs: checkpoint.Che
 
 @needs_processes
 def test_a_sharded_run_goes_on_on_any_layout(tmp_path: Path) -> None:
-    """The model has weights that no stage uses. Two ranks in shards, then the emulator; or three ranks, from a single file."""
+    """Resume on other layouts, with weights that no stage uses: two ranks in shards, then the
+    emulator, or three ranks from a single file."""
     how = [
         "model.entry=tests.staged_models:OddModel",
         "model.args={}",
@@ -93,7 +95,7 @@ def test_a_sharded_run_goes_on_on_any_layout(tmp_path: Path) -> None:
 
 
 def _read_by_dcp(folder: Path) -> None:
-    """DCP's own reader of safetensors finds every tensor."""
+    """Check that DCP's own reader of safetensors finds every tensor."""
     from torch.distributed import checkpoint as dcp
 
     hf_storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
@@ -106,7 +108,7 @@ def _read_by_dcp(folder: Path) -> None:
 
 @needs_processes
 def test_only_processes_that_write_are_numbered(tmp_path: Path) -> None:
-    """A first process without weights made 00002 and 00003 of 2."""
+    """A first process without weights once made the file numbers 00002 and 00003 of 2."""
     from torch.distributed.checkpoint import SavePlan
 
     from ipu_pipe.store.shards import ShardWriter
@@ -192,7 +194,7 @@ def test_an_older_torch_cannot_write_shards(
 
 
 class DelayedWriter(ipu_pipe.Callback):
-    """Lets a checkpoint be written two updates after it was begun, and notes what happened when."""
+    """A callback that delays each checkpoint by two updates and records the order of events."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, interrupts_at: Optional[int] = None
@@ -281,7 +283,8 @@ def test_ctrl_c_waits_for_a_checkpoint_and_the_run_goes_on(
 def test_what_fails_in_the_background_ends_the_run(
     fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first, second and last file of the second checkpoint; the first one stays whole."""
+    """Fail at the first, second and last file of the second checkpoint; the first checkpoint
+    stays whole."""
     flush, flushed_files = checkpoint._flush, []
 
     def fail_to_flush(file: Path) -> None:
@@ -300,7 +303,7 @@ def test_what_fails_in_the_background_ends_the_run(
 
 
 class HistoryCallback(ipu_pipe.Callback):
-    """Hands its own containers to checkpoints and goes on changing them."""
+    """A callback that keeps changing the containers that it returned as its state."""
 
     def __init__(self) -> None:
         self.steps: List[int] = []
@@ -315,7 +318,7 @@ class HistoryCallback(ipu_pipe.Callback):
 
 
 class HistorySGD(torch.optim.SGD):
-    """SGD whose state has containers of plain values, changed in place."""
+    """SGD with state in containers of plain values that are changed in place."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -327,7 +330,8 @@ class HistorySGD(torch.optim.SGD):
 
 
 def _assert_manifests_equal(tmp_path: Path, *others: str, **objects: Any) -> None:
-    """Every checkpoint that was written late, in the background, has the manifest of one written at once."""
+    """Assert that checkpoints written late, in the background, have the manifests of those
+    written at once."""
     manifests = []
     for out, background in (("at_once", "false"), ("late", "true")):
         arguments = {name: make() for name, make in objects.items()}
@@ -352,9 +356,11 @@ def _assert_manifests_equal(tmp_path: Path, *others: str, **objects: Any) -> Non
 def test_a_slow_writer_saves_the_state_of_the_checkpoints_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A callback's own list, stored by reference, had the values of later updates when the manifest was written.
+    """A callback's own list, stored by reference, once had the values of later updates when the
+    manifest was written.
 
-    Everything that a manifest holds is compared: callbacks, the optimizer's plain values, the position, the plateau.
+    The whole manifest is compared: callbacks, the optimizer's plain values, the position, the
+    plateau.
     """
     save, step_done = checkpoint.save, threading.Condition()
     steps: List[int] = [0]
@@ -433,7 +439,8 @@ def test_what_a_saver_was_given_may_change_at_once(
 
 @pytest.mark.parametrize("background", [False, True])
 def test_what_json_cannot_hold_ends_the_run_in_a_line(background: bool, tmp_path: Path) -> None:
-    """Tensors in a list of an optimizer's state, and a callback's state 2,000 deep: RecursionError."""
+    """Tensors in a list of an optimizer's state, or a callback's state nested 2,000 deep, once
+    raised a RecursionError."""
 
     class TensorListSGD(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""The events that TensorBoard reads of a run, also of a resumed one."""
+"""Check the scalars that TensorBoard reads, also of a resumed run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.runs import DIGITS, read_metrics
 
 
 def read_scalars(folder: Path) -> Dict[str, List[Tuple[int, float]]]:
-    """(step, value) by name, as TensorBoard shows them."""
+    """Return (step, value) pairs by scalar name, as TensorBoard shows them."""
     accumulator = EventAccumulator(str(folder))
     accumulator.Reload()
     return {

@@ -1,4 +1,5 @@
-"""Schedules: the closed forms against the rules played out literally, the proof that they run, and how they print."""
+"""Check schedules: the closed forms against the simulated policies, the proof that they run, and
+how they print."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
 
 
 def list_update_sizes(method: Method, P: int, M: int) -> List[int]:
-    """Return some N: one, several that do and do not divide M, the whole run, more than the run."""
+    """Return some update sizes N: one, several that do and do not divide M, the whole run, more
+    than the run."""
     smallest = P if method.forward_reads is Reads.DOUBLE_BUFFERED else 1
     return sorted(N for N in {1, 2, 3, 7, M, P, P + 1} if N >= smallest)
 
@@ -204,7 +206,8 @@ def test_needs() -> None:
 @pytest.mark.parametrize(("P", "segments"), [(2, 1), (2, 2), (5, 2), (9, 3), (9, 9)])
 @pytest.mark.parametrize("turn", [0, 1])
 def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: int) -> None:
-    """Only heads of segments may begin before the stage before has recomputed: they kept their input."""
+    """Only the first stage of a segment may begin before the previous stage has recomputed,
+    since it stashed its input."""
     method = resolve_method("pipemare", {"turn": turn, "recompute": {"segments": segments}})
     schedule, M = make_schedule(method, P, 3 * P, 1), 3 * P
     slots = {kind: schedule.slots(kind, 0, M) for kind in (Kind.FORWARD, Kind.BACKWARD)}
@@ -213,7 +216,8 @@ def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: i
     assert len(heads) == segments
 
     def find_late_stages(heads: List[int]) -> List[int]:
-        """Return stages that recompute before all is there; a forward may be in the same slot (turn 0, last stage)."""
+        """Return the stages that recompute too early; a forward may be in the same slot (turn 0,
+        last stage)."""
         return sorted({
             s
             for s in range(P)
@@ -260,7 +264,8 @@ def test_schedules_that_cannot_run_are_refused_naming_the_action(
 
 
 def test_stages_of_one_device_must_not_act_at_once() -> None:
-    """Collisions are checked by device: GPipe's three stages on two devices, and one after another on one."""
+    """Collisions are checked by device: GPipe's three stages on two devices collide, and so do
+    they on one device unless they take turns."""
     schedule = make_schedule(METHODS["gpipe"], 3, 2, 2)
     with pytest.raises(
         BadInput, match="device 7 has two actions in slot 2"
@@ -295,7 +300,8 @@ def test_the_compact_proof_agrees_with_checking_every_slot(
     backwards: List[Tuple[int, int, int]],
     slot_holds: SlotHolds,
 ) -> None:
-    """Random affine runs on one stage: accepted exactly if no slot is overfull and no backward precedes its forward."""
+    """Draw affine runs on one stage: they are accepted exactly if no slot is overfull and no
+    backward precedes its forward."""
     counts = [count for _, count, _ in forwards]
     backwards = [(b[0] + 3, count, b[2]) for b, count in zip(backwards * 3, counts)]
     runs, slots = [], {0: [], 1: []}  # type: ignore[var-annotated]
@@ -333,7 +339,8 @@ def list_schedule_rows(schedule: Schedule) -> List[List[str]]:
     "name", ["naive", "gpipe", "pipedream_flush", "pipedream", "pipedream_2bw"]
 )
 def test_the_planned_rows_written_by_hand_get_the_planned_slots(name: str) -> None:
-    """The planned schedules do nothing late. (Flush methods: one batch, since rows alone know no flush.)"""
+    """Closed-form schedules delay nothing. (Flush methods: one batch, since rows alone have no
+    flush.)"""
     for P, M in ((1, 1), (2, 5), (4, 9), (7, 20)):
         planned = make_schedule(METHODS[name], P, 1 if name == "naive" else M, max(M, P))
         from_cells = from_rows(list_schedule_rows(planned), planned.accumulate)
@@ -429,7 +436,8 @@ def test_method_arguments_change_the_axes() -> None:
 
 
 def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
-    """The randomized PipeDream paper's timeline caps stage 0 alone, the original PipeDream's every stage."""
+    """In the randomized PipeDream paper's timeline only stage 0 is capped, in the original
+    PipeDream every stage."""
     P, M = 6, 40
     result = {
         name: make_schedule(resolve_method("pipedream", {"schedule": name}), P, M, 1)
@@ -457,7 +465,8 @@ def test_methods_refuse_with_the_reason(name: str, args: Dict[str, object], mess
 
 
 def test_schedules_and_versions_take_a_methods_name_and_are_shown_by_their_sizes() -> None:
-    """A name was an AttributeError, and the text of a schedule was the arrays of its runs."""
+    """A name once raised an AttributeError, and the repr of a schedule contained the arrays of
+    its runs."""
     for name in ("pipedream", "zbv"):
         named, expected = (make_schedule(method, 4, 6, 3) for method in (name, METHODS[name]))
         assert format_text(named) == format_text(expected)

@@ -1,4 +1,5 @@
-"""Ranks on a simulated network give the emulator's bits in any order of messages, and end in time when one of them is lost."""
+"""Check ranks on a simulated network: the emulator's bits in any order of messages, and an end
+in time when a rank is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def test_seeds_of_the_simulated_network(seeds: Tuple[int, ...]) -> None:
 
 
 def test_no_more_messages_are_kept_than_microbatches_are_in_flight() -> None:
-    """Each rank kept 24 sent tensors for a neighbor, a multiple of its activations."""
+    """Each rank once kept 24 sent tensors for a neighbor, a multiple of its activations."""
     keys = {
         "method": "pipedream_flush", "stages": 2, "gradient_accumulation": 16, "steps": 1, "micro_batch_size": 16,
         "evaluate": {"every": 0}, "log": {"tensorboard": False},
@@ -41,7 +42,8 @@ def test_no_more_messages_are_kept_than_microbatches_are_in_flight() -> None:
 
 @pytest.mark.slow
 def test_a_rank_may_be_lost_at_any_call() -> None:
-    """While the engine started, or replicas waited for an evaluation, others ended with a traceback."""
+    """Other ranks once ended with a traceback if a rank was lost while the engine started or
+    replicas waited for an evaluation."""
     keys = {
         "method": "gpipe", "stages": 2, "gradient_accumulation": 1, "steps": 2, "micro_batch_size": 1, "replicas": 2,
         "clip": {"norm": 1.0, "scope": "global"}, "evaluate": {"steps": 1}, "log": {"tensorboard": False},

@@ -1,4 +1,4 @@
-"""What the site is made of: every key of a config is explained, every link leads somewhere."""
+"""Check the documentation: every key of a config is explained, every link has a target."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ PAGES = [
 
 
 def test_every_key_of_a_config_is_explained() -> None:
-    """Each section's docstring has `key`: meaning, or names it. PopTorch's own are in docs/reference/ipu.md."""
+    """Each section's docstring has `key`: meaning, or names the key. PopTorch's own keys are in
+    docs/reference/ipu.md."""
     silent = []
     for section, places in keys.collect_sections().items():
         whole, _ = keys.split_docstring(section)
@@ -77,7 +78,7 @@ def test_an_example_of_a_key_is_a_value_that_it_takes() -> None:
 
 
 def list_faults_of_key(section: Type[BaseModel], name: str, value: Any) -> List[str]:
-    """List what a section says against the value of one key, whatever it says about others."""
+    """Return the errors of a section about one key, whatever it reports about other keys."""
     try:
         section.model_validate({name: value})
     except ValidationError as error:
@@ -86,7 +87,8 @@ def list_faults_of_key(section: Type[BaseModel], name: str, value: Any) -> List[
 
 
 def test_keys_that_the_documentation_names_are_keys() -> None:
-    """`stages.by`, and `checkpoint: {every: 3}`, the values aside."""
+    """Check keys in running text, as `stages.by`, and in YAML, as `checkpoint: {every: 3}`;
+    values are not checked."""
     sections = [
         (section, place) for section, places in keys.collect_sections().items() for place in places
     ]
@@ -135,7 +137,7 @@ def test_the_committed_picture_is_that_of_the_stored_results() -> None:
 
 
 def test_the_code_tour_names_files_that_exist() -> None:
-    """README's reading order is that of the tour, and both are of this tree."""
+    """README's reading order equals that of the tour, and both name files of this tree."""
     tour = (DOCS / "code_tour.md").read_text(encoding="utf-8")
     named = set(re.findall(r"[\w/]+/\w+\.py", tour))
     assert [

@@ -1,4 +1,5 @@
-"""Models cut for devices: where they may be cut, how stages are taken together, what crosses."""
+"""Check models cut for devices: where they may be cut, how stages are merged, which tensors
+cross."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class SizeReader(nn.Sequential):
 
 
 def test_sizes_do_not_cross() -> None:
-    """Of an input of another size they are the ones of its own recording."""
+    """Sizes are those of the current input, not of the input that was recorded."""
     model = SizeReader(nn.Linear(4, 4), nn.Linear(4, 4))
     cut = cut_model(model, ["1"], torch.randn(2, 4))
     assert [len(crossing.tensors) for crossing in list_crossings(cut)] == [1]

@@ -1,4 +1,5 @@
-"""Split backwards: I and W leave the gradients of a whole backward, to the last bit, and W reads no weights."""
+"""Check split backwards: I and W leave the gradients of a whole backward, bit for bit, and W
+reads no weights."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from tests.support.models import Composed
 
 
 def make_twice() -> nn.Module:
-    """Return one linear layer twice, whose weight scales something too: a product and another use of one weight."""
+    """Return a linear layer that runs twice and whose weight also scales the output: a product
+    and another use of one weight."""
     return Composed(
         lambda m, x: m.layer(torch.tanh(m.layer(x))) * m.layer.weight.sum(), layer=nn.Linear(6, 6)
     )
 
 
 def make_first_factor() -> nn.Module:
-    """Return a weight that is the first factor of a product."""
+    """Return a module whose weight is the first factor of a product."""
     return Composed(
         lambda m, x: m.weight.mm(x.flatten(1)[:4]), weight=nn.Parameter(torch.randn(5, 4))
     )
@@ -99,7 +101,7 @@ def test_the_first_half_drops_what_the_second_does_not_need() -> None:
 
 
 def test_a_backward_that_cannot_run_in_parts_is_done_at_once() -> None:
-    """A reentrant checkpoint refuses to compute some gradients alone."""
+    """A reentrant checkpoint cannot compute some gradients alone."""
     layer, x = nn.Linear(3, 3), torch.randn(2, 3).requires_grad_()
 
     def run_checkpoint() -> torch.Tensor:

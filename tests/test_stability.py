@@ -1,4 +1,5 @@
-"""Stability on a quadratic: the papers' polynomials and lemmas, and the recurrences carried out, against root radii and steps."""
+"""Check stability on a quadratic: the papers' polynomials and lemmas, and simulated recurrences,
+against root radii and steps."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ MOMENTA = [0.0, 0.1, 0.5, 0.9, 0.99, 0.999]
 
 
 def make_polynomial(*parts: Tuple[int, float]) -> List[float]:
-    """Return a polynomial written as (power, coefficient), from the highest down."""
+    """Return the coefficients, highest power first, of a polynomial given as (power,
+    coefficient) pairs."""
     highest = max(power for power, _ in parts)
     return [sum(c for p, c in parts if p == power) for power in range(highest, -1, -1)]
 
@@ -50,7 +52,8 @@ def expand_at_step(recurrence: Recurrence, step: float) -> List[float]:
 
 
 def assert_same_roots(derived: List[float], printed: List[float]) -> None:
-    """Up to roots at 0, which one of two derivations may have more of."""
+    """Assert that two polynomials have the same roots, except roots at 0, of which one
+    derivation may have more."""
     assert np.trim_zeros(derived, "b") == pytest.approx(np.trim_zeros(printed, "b"), abs=1e-12)
 
 
@@ -85,7 +88,7 @@ def test_pipelined_backpropagations_polynomials(D: int, m: float) -> None:
 @pytest.mark.parametrize("D", [1, 4, 12])
 @pytest.mark.parametrize("m", [0.3, 0.9])
 def test_on_a_quadratic_spike_compensation_is_weight_prediction(D: int, m: float) -> None:
-    """Equations 44 to 47 of Kosson et al. 2021."""
+    """Check equations 44 to 47 of Kosson et al. 2021."""
     a, b = compute_spike_coefficients(m, D)
     predicted = expand_at_step(make_delayed_sgd(D, m, horizon=m * (1 - m**D) / (1 - m)), 0.3)
     assert_same_roots(expand_at_step(make_delayed_sgd(D, m, (a, b)), 0.3), predicted)
@@ -173,7 +176,7 @@ def test_lemma_3_bounds_it_with_momentum(delay: int, momentum: float) -> None:
 
 
 def draw_recurrence(rng: np.random.Generator) -> Recurrence:
-    """Return any of the papers' rules, with any numbers."""
+    """Draw one of the papers' rules with random numbers."""
     m = float(rng.choice([0.0, rng.uniform(0, 0.98)]))
     if rng.random() < 0.5:
         delay = int(rng.integers(0, 13))
@@ -229,7 +232,8 @@ def measure_growth(path: np.ndarray, window: int) -> np.ndarray:
 
 
 def test_stability_need_not_be_monotone() -> None:
-    """A backward at once, with momentum: too great a step is unstable, a greater one stable again."""
+    """With an immediate backward and momentum a step that is too large is unstable, and a larger
+    one is stable again."""
     loop = derive_loop_gain(make_pipemare(5, 0, -0.7766, momentum=0.9))
     (zero, first), (again, last) = find_stable_steps(loop)
     assert (zero, first, again, last) == pytest.approx((0, 0.1556, 0.4271, 1.439), rel=1e-3)
@@ -263,7 +267,8 @@ def test_steps_within_smaller_circles_are_those_whose_roots_lie_inside_them() ->
 
 
 def test_the_recurrences_carried_out_grow_as_the_roots_say() -> None:
-    """Several steps of each rule at once; near the circle neither grows nor shrinks soon enough to be told."""
+    """Simulate several step sizes of each rule; near the unit circle growth is too slow to be
+    measured."""
     rng = np.random.default_rng(3)
     clear_count = 0
     for _ in range(45):
@@ -285,7 +290,8 @@ def test_the_recurrences_carried_out_grow_as_the_roots_say() -> None:
 def test_stages_that_share_a_direction(
     delays: List[int], shares: List[float], rates: List[float], horizon: float
 ) -> None:
-    """Beside their recurrence: a quadratic of one direction v in as many dimensions, each of its own delay and rate."""
+    """Compare the recurrence with a quadratic of one direction v, each of whose dimensions has
+    its own delay and rate."""
     m, compensated = (
         0.8,
         [compute_spike_coefficients(0.8, delay) if horizon else (1.0, 0.0) for delay in delays],
@@ -336,7 +342,8 @@ def test_the_decay_of_t2() -> None:
 
 
 def test_half_lives_without_delay_are_those_of_the_best_heavy_ball() -> None:
-    """Momentum ((sqrt(kappa) - 1) / (sqrt(kappa) + 1))^2, radius its root."""
+    """The best momentum is ((sqrt(kappa) - 1) / (sqrt(kappa) + 1))^2, and the root radius its
+    square root."""
     condition = 1e3
     root = (math.sqrt(condition) - 1) / (math.sqrt(condition) + 1)
     life, momentum = find_best_momentum(
@@ -351,7 +358,7 @@ def test_half_lives_without_delay_are_those_of_the_best_heavy_ball() -> None:
 
 
 def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
-    """Searched on a grid of rates, all roots by eigenvalues."""
+    """Search a grid of rates, with all roots by eigenvalues."""
     for one in (
         make_delayed_sgd(3, 0.5),
         make_delayed_sgd(2, 0.7, compute_spike_coefficients(0.7, 2), 2.0),
@@ -382,7 +389,7 @@ def make_quadratic(seed: int) -> Tuple[Any, Any, float]:
 
 
 def test_rpd_stays_below_its_bound() -> None:
-    """Algorithm 1 on a quadratic, with the block gradients that were met."""
+    """Run Algorithm 1 on a quadratic, and take the bound with the block gradients of the run."""
     A, centres, L = make_quadratic(0)
     mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
     least = np.linalg.solve(mean, offset)
@@ -452,7 +459,7 @@ def test_local_sgd_stays_below_its_bound() -> None:
 
 
 def test_bounds_have_their_parts() -> None:
-    """By hand: lr 1/2, K 100, P 4, gap 3, L 2, G 5."""
+    """Compare with values computed by hand for lr 1/2, K 100, P 4, gap 3, L 2, G 5."""
     bound = bound_rpd(0.5, 100, 4, 14, 3.0, 2.0, 5.0)
     assert bound == (2 * 4 * 3 / 50, 0.5 * 4 * 2 * 25, 0.25 * 4 * 196 * 25)
     local = bound_local_sgd(0.5, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5)

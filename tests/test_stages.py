@@ -1,4 +1,4 @@
-"""Stages: marks, names, counts, the finest division, and what is refused."""
+"""Check the division into stages: marks, names, counts, the finest division, and refusals."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ def test_more_stages_than_weights_spread_them(count: int) -> None:
 @pytest.mark.parametrize("by", ["flops", "parameters", "time"])
 @pytest.mark.parametrize("count", [11, 40])
 def test_a_count_of_more_stages_than_weights_is_refused(count: int, by: str) -> None:
-    """Story: 40 stages of a model of four layers were 36 stages without weights."""
+    """A model of four layers with 40 stages once had 36 stages without weights."""
     (fault,) = list_faults(partition, make_two_block_model(), X, {"count": count, "by": by})
     assert fault.startswith(f"stages: {count}: must be at most 10")
 
 
 def test_a_count_leaves_no_stage_without_weights() -> None:
-    """Between the top-level modules alone the activation would be the third stage."""
+    """With boundaries between top-level modules alone the activation would be the third stage."""
     block = Composed(lambda m, x: m.b(m.a(x)), a=nn.Linear(8, 64), b=nn.Linear(64, 1))
     m = nn.Sequential(block, nn.ReLU(), nn.Linear(1, 1))
     for between_top in (False, True):
@@ -207,7 +207,8 @@ def test_impossible_choices_are_refused(stages: Any, message: str) -> None:
 
 
 def make_auxiliary() -> nn.Module:
-    """Return a head that runs in training alone, a counter that every forward binds anew, and a norm."""
+    """Return a model with a head that runs in training alone, a counter that every forward
+    rebinds, and a norm."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         m.count = m.count + 1
@@ -224,7 +225,8 @@ def make_auxiliary() -> nn.Module:
 
 
 def test_a_module_that_runs_in_training_alone_has_the_stage_where_it_runs() -> None:
-    """Story: the order was seen in evaluation, and what does not run there got the first stage."""
+    """The order was once observed in evaluation, and modules that do not run there got the first
+    stage."""
     m = make_auxiliary()
     state = {name: value.clone() for name, value in m.state_dict().items()}
     for mode in (True, False):
@@ -241,7 +243,7 @@ def test_a_module_that_runs_in_training_alone_has_the_stage_where_it_runs() -> N
 
 
 def test_a_module_that_training_skips_at_random_keeps_its_stage() -> None:
-    """Stochastic depth at its worst: its block never runs in training, but does in evaluation."""
+    """An extreme stochastic depth: the block never runs in training, but runs in evaluation."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         h = m.first(x)
@@ -258,7 +260,8 @@ def test_a_module_that_training_skips_at_random_keeps_its_stage() -> None:
 
 @pytest.mark.parametrize("by", ["flops", "parameters", "time"])
 def test_modules_called_by_keyword_or_working_in_place_can_be_counted(by: str) -> None:
-    """Story: `by: time` called the module again without its keywords, and in place on a leaf of the graph."""
+    """`by: time` once called the module again without its keywords, and in place on a leaf of
+    the graph."""
     parts = {"a": nn.ConvTranspose1d(4, 4, 1), "act": nn.ReLU(inplace=True), "b": nn.Linear(4, 3)}
     keywords = Composed(lambda m, x: m.b(input=m.act(m.a(input=x))), **parts)
     part = partition(keywords, torch.randn(2, 4, 4), {"count": 2, "by": by})

@@ -1,4 +1,5 @@
-"""`stages: auto` and `{count: P, by: hardware}`: the planner's cut of a config's model, and what dry runs predict of its own."""
+"""Check `stages: auto` and `{count: P, by: hardware}`: the planner's cut of a config's model,
+and the predictions of dry runs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ SMALL = {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 32, "layers"
 
 
 def describe_devices(count: int = 4, memory: float = 1e6, **device: Any) -> Dict[str, Any]:
-    """So many that are slow to compute, behind one wire."""
+    """Return the hardware section of `count` slow devices that share one link."""
     rates = {"float32": {"peak_flops": 1e6, "achievable_share": 1.0}}
     device_keys = {
         "memory_bytes": memory,
@@ -72,7 +73,7 @@ def choose_stage_names(own: Any, **keys: Any) -> List[str]:
     {"stages": {"count": 3, "by": "hardware"}},
 ])  # fmt: skip
 def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
-    """Of all depths and cuts that fit, tried one by one."""
+    """Compare with all depths and cuts that fit, tried one by one."""
     settings = make_auto_config(**keys)
     units = count_units(mlp(**SMALL["args"]), EXAMPLE[0], (), F.cross_entropy, EXAMPLE[1]).units
     problem = make_problem(settings, units, 256.0, read_hardware(settings.hardware))
@@ -117,8 +118,12 @@ def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
 def test_local_stages_are_the_best_of_all_with_their_heads(
     method: str, depths: Any, named: bool
 ) -> None:
-    """A block a stage: by times on hardware, and by FLOPs where none is named; the run is then built with those blocks, and what
-    is predicted of it is what was chosen."""
+    """Compare with all cuts of one block per stage: by predicted times on hardware, by FLOPs
+    without hardware.
+
+    With hardware the run is then built with those blocks, and its prediction equals that of the
+    choice.
+    """
     processes = None if named or method == "local_chunked" else 3
     where = {} if named else {"hardware": None, "backend": {"name": "distributed"}}
     settings = make_auto_config(method=method, gradient_accumulation=1, **where)
@@ -182,13 +187,14 @@ def test_what_cannot_be_chosen_is_reported(keys: Any, message: str) -> None:
 
 
 def run_train_command(capsys: Any, *arguments: str) -> str:
-    """Return what the command says."""
+    """Run `train` with these arguments and return its output."""
     train.main(list(arguments))
     return str(capsys.readouterr().out)
 
 
 def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) -> None:
-    """Its folder says their names. Resumed for the same hardware it has these, and other hardware may be asked for."""
+    """The run's folder stores their names. A resumed run keeps them for the same hardware, and
+    other hardware may be requested."""
     file, out = tmp_path / "c.yaml", str(tmp_path / "run")
     file.write_text(
         dump_config(make_auto_config(log={"tensorboard": False}, evaluate={"every": 0}))
@@ -209,7 +215,8 @@ def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) ->
 
 
 def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
-    """Each figure as predicted and for which hardware, memory against the limit, and what holds it back."""
+    """Each figure is marked as predicted, with its hardware, memory against the limit, and the
+    bottleneck."""
     arguments = ["configs/mlp_digits.yaml", "--dry-run", "--set"]
     output = run_train_command(capsys, *arguments, "hardware=v100x8")
     lines = output.splitlines()
@@ -252,7 +259,7 @@ WIDE: Dict[str, Any] = {"method": "gpipe", "stages": 4, "gradient_accumulation":
 def test_no_more_devices_are_predicted_than_the_hardware_has(
     keys: Dict[str, Any], needs: str
 ) -> None:
-    """Story: 8 stages x 4 replicas were predicted on a POD16, as if it had 32 IPUs."""
+    """8 stages x 4 replicas were once predicted on a POD16, as if it had 32 IPUs."""
     (fault,) = list_faults(lambda: build(make_auto_config(**{**WIDE, **keys})))
     assert fault.startswith(needs) and "fewer stages or replicas" in fault
 
@@ -308,7 +315,7 @@ def test_a_plan_for_more_devices_than_described_is_written_with_them(
 
 
 def test_stages_inside_modules_are_predicted_too() -> None:
-    """A unit begins wherever one of the config's stages does."""
+    """A unit begins wherever one of the config's stages begins."""
     keys = {
         "model": {"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}},
         "hardware": describe_devices(memory=1e9),
@@ -357,8 +364,12 @@ RESNET = {
     {**RESNET, "stages": ["layer1.0", "layer3.2"], "recompute": True},
 ])  # fmt: skip
 def test_predicted_activations_are_those_of_the_runs_memory_report(keys: Any) -> None:
-    """With the inputs that stages keep for their backward, though the stage before keeps them too, and what the loss keeps: to
-    the byte with as many samples as units are counted with; a number or two do not grow with them."""
+    """Include the inputs that stages stash for their backward, even if the previous stage stashes
+    them too, and the loss's own tensors.
+
+    The figures are equal to the byte with the number of samples that units are counted with; a few
+    tensors do not grow with it.
+    """
     job = build(make_auto_config(**keys))
     predicted = [memory.activations for memory in predict_config_cut(job).prediction.memory]
     reported = [row["activation_bytes"] for row in build_memory_table(job)]

@@ -1,4 +1,5 @@
-"""The stored results of `make sweep`, and its table. The sweep itself takes an hour: tools/sweep.py."""
+"""Check the stored results of `make sweep` and its table. The sweep itself takes an hour:
+tools/sweep.py."""
 
 from __future__ import annotations
 

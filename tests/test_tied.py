@@ -1,4 +1,5 @@
-"""A weight that several stages use is trained as in plain PyTorch, held once, or refused with the reason."""
+"""Check that a weight of several stages is trained as in plain PyTorch, stored once, or refused
+with the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def make_seeded_stages(name: str, dtype: torch.dtype = torch.float64) -> List[nn
 
 
 def separate_replicas(stages: List[nn.Module], name: str) -> List[nn.Module]:
-    """Return copies of their own in the place of replicas."""
+    """Replace each replica of a shared weight by a copy, and return the stages."""
     for s, ties in TIES[name].items():
         for weight in ties:
             module, _, leaf = weight.rpartition(".")
@@ -78,7 +79,8 @@ def test_stages_of_the_others_read_different_ones(name: str) -> None:
 
 
 def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None:
-    """Its name is that of the module that comes first in the model, here the one that runs last."""
+    """Its name is that of the first module of the model that has it, here of the module that
+    runs last."""
 
     head, embedding = (nn.Linear(4, 4, bias=False) for _ in range(2))
     head.weight = embedding.weight
@@ -188,7 +190,8 @@ def test_methods_that_flush_are_plain_training(method: str, model: str, dtype: t
 
 
 def test_the_pieces_self_check_adds_gradients_as_autograd_does() -> None:
-    """Two uses in one piece and a third behind it: the sum of the two is no part of the whole model's."""
+    """One piece uses the weight twice and the next piece once: the sum of two gradients does not
+    occur in the whole model."""
     model, x = (
         join_stages(make_seeded_stages("thrice", torch.float32)),
         draw_microbatches(1, 16, torch.float32)[0][0],

@@ -1,4 +1,4 @@
-"""Timed schedules against times known in closed form."""
+"""Compare timed schedules with times in closed form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_one_microbatch_at_a_time_takes_all_passes_and_links_in_turn() -> None:
 
 @pytest.mark.parametrize("name", PLAYED)
 def test_unit_costs_give_the_slots(name: str) -> None:
-    """Of the whole and of a window; where a slot holds both passes, the forward takes its first half."""
+    """Check the whole and a window; where a slot holds both passes, the forward takes its first
+    half."""
     for P, M, N in ((1, 5, 2), (3, 20, 3), (4, 11, 5), (6, 7, 7)):
         schedule = make_schedule(METHODS[name], P, M, N)
         costs = make_slot_costs(schedule)
@@ -63,12 +64,12 @@ def test_an_update_waits_for_all_of_its_batch_in_whatever_order() -> None:
 
 
 def make_equal_costs(stages: int, **more: Any) -> Costs:
-    """Return every stage: a forward of 1, a backward of 2, no update."""
+    """Return equal costs for every stage: a forward of 1, a backward of 2, no update."""
     return Costs([1.0] * stages, [2.0] * stages, [0.0] * stages, **more)
 
 
 def test_latency_delays_and_occupies_nothing() -> None:
-    """GPipe waits for it once a stage on the way on, and once on the way back."""
+    """GPipe waits for the latency once a stage forward, and once a stage backward."""
     late = [Transfer(0.0, 2.5, (f"wire {s}",)) for s in range(3)]
     schedule = make_schedule(resolve_method("gpipe"), 4, 6, 6)
     assert (
@@ -79,7 +80,8 @@ def test_latency_delays_and_occupies_nothing() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 3, 10])
 def test_a_slow_link_is_the_bottleneck(microbatches: int) -> None:
-    """GPipe on two stages, 5 a message on the way on: one forward, all messages, the last forward, then the backwards."""
+    """On two stages with messages of 5 seconds GPipe takes one forward, all messages, the last
+    forward, then the backwards."""
     schedule = make_schedule(resolve_method("gpipe"), 2, microbatches, microbatches)
     times = clock(
         schedule, make_equal_costs(2, onward=[Transfer(5.0, 0.0, ("slow",))], back=[Transfer()])
@@ -94,7 +96,8 @@ def test_a_slow_link_is_the_bottleneck(microbatches: int) -> None:
 
 
 def test_few_microbatches_in_flight_wait_for_the_way_there_and_back() -> None:
-    """PipeDream on two stages has two in flight: two rounds of 1 + 2 + (1 + 2) + 2 + 2 seconds a microbatch pass at once."""
+    """PipeDream on two stages has two microbatches in flight: two round trips of 1 + 2 + (1 + 2)
+    + 2 + 2 seconds overlap."""
     wire = [Transfer(2.0, 0.0, ("wire",))]
     times = clock(
         make_schedule(resolve_method("pipedream"), 2, 200, 1),
@@ -104,7 +107,8 @@ def test_few_microbatches_in_flight_wait_for_the_way_there_and_back() -> None:
 
 
 def test_messages_that_share_a_link_follow_one_another_as_they_come() -> None:
-    """Local blocks, whose two boundaries share a wire: 2 messages of 2 a microbatch, although no stage takes more than 3."""
+    """Two boundaries of local blocks share a link: 2 messages of 2 seconds a microbatch,
+    although no stage takes more than 3."""
     one = [Transfer(2.0, 0.0, ("wire",))]
     blocks = make_schedule(resolve_method("local_greedy"), 3, 100, 1)
     shared, apart = (
@@ -130,7 +134,8 @@ def test_replicas_sum_their_gradients_before_each_update() -> None:
 
 
 def test_an_all_reduce_waits_for_the_activations_on_its_link() -> None:
-    """Two stages of plain local blocks: the first one's sum shares the wire with what it has sent on."""
+    """On two stages of local blocks the first stage's all-reduce shares the link with its
+    activations."""
     wire = ("wire",)
     messages: Any = {
         "onward": [Transfer(4.0, 0.0, wire)],
@@ -147,7 +152,8 @@ def test_an_all_reduce_waits_for_the_activations_on_its_link() -> None:
 def sum_slowest_stages(
     method: str, costs: Costs, stages: int, microbatches: int, accumulate: int
 ) -> float:
-    """Of PopTorch's timeline, cycle by cycle: what the slowest stage does in it; updates when the pipeline is empty."""
+    """Sum over the cycles of PopTorch's timeline the work of the slowest stage; updates follow
+    when the pipeline is empty."""
     schedule = make_lockstep_schedule(resolve_method(method), stages, microbatches, accumulate)
     grids = schedule.spell_out(0, schedule.slot_count)
     total = 0.0
@@ -189,7 +195,8 @@ def test_blocks_in_lock_step_take_the_slowest_block_a_microbatch_and_update_with
 
 
 def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
-    """On links of their own the longest counts, on one they add up; the next cycle begins when all are there."""
+    """On separate links the longest message counts, on one link messages add up; the next cycle
+    begins when all have arrived."""
     schedule = make_lockstep_schedule(
         resolve_method("gpipe"), 2, 3, 3
     )  # F | FF.. : onward in cycles 0 to 2, back in cycles 1 to 3
@@ -208,7 +215,7 @@ def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
     "key", ["backward", "update", "weight_gradient", "onward", "back", "reduce"]
 )
 def test_costs_without_a_figure_for_every_stage_are_refused(key: str) -> None:
-    """A damaged trace that lacked a stage's messages ended `analyze` in a traceback."""
+    """A damaged trace that lacked a stage's messages once ended `analyze` in a traceback."""
     whole = Costs([1.0] * 3, [2.0] * 3, [0.0] * 3)
     with pytest.raises(BadInput, match=f"^costs: {key}: 1 "):
         replace(whole, **{key: [Transfer()] if key in ("onward", "back", "reduce") else [1.0]})

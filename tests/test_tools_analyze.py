@@ -1,4 +1,5 @@
-"""tools/analyze.py: its answers as text, JSON and picture, and what it says of bad input."""
+"""Check tools/analyze.py: its answers as text, JSON and picture, and its messages about bad
+input."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PARTS = ("busy_ns", "wait_ns", "communication_ns", "ramp_up_ns", "ramp_down_ns",
 
 
 def write_run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
-    """Two ranks, the second of which takes `slow` milliseconds a pass and the first 2."""
+    """Write the traces of two ranks: a pass takes 2 milliseconds on the first and `slow` on the
+    second. Return the folder."""
     for rank, length in ((0, 2), (1, slow)):
         metadata = {
             "method": "pipedream", "method_args": {}, "stages": 2, "accumulate": 1, "microbatches": microbatches,

@@ -1,4 +1,4 @@
-"""tools/schedule.py: the contract of its output and of its refusals."""
+"""Check tools/schedule.py: its output and its refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ScheduleCommand = Callable[..., Done]
 def run_schedule(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> ScheduleCommand:
-    """Return the command with arguments."""
+    """Return a function that runs `schedule` with arguments."""
     return functools.partial(run_here, schedule, monkeypatch=monkeypatch, capsys=capsys)
 
 

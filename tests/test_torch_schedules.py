@@ -1,4 +1,7 @@
-"""PyTorch's pipelining as judge: its runtime runs our rows, and our `rows` run its orders, both to plain accumulation's bits."""
+"""Compare with PyTorch's pipelining: its runtime runs our rows, and our `rows` run its orders.
+
+Both must have the bits of plain gradient accumulation.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ Gradients = Dict[str, torch.Tensor]
 
 
 def make_equal_blocks() -> nn.Sequential:
-    """Build blocks of one width, so that any of them may begin a stage."""
+    """Return blocks of one width, so that any of them may begin a stage."""
     torch.manual_seed(3)
     blocks = [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())
@@ -76,7 +79,8 @@ def get_gradients(model: nn.Module) -> Gradients:
 
 
 def sum_gradients(order_of_block: Sequence[Sequence[int]]) -> Gradients:
-    """Sum the gradients of the unsplit model by plain autograd, those of each block in its own order of microbatches."""
+    """Sum the gradients of the unsplit model by plain autograd, for each block in its own order
+    of microbatches."""
     model = make_equal_blocks()
     by_microbatch = []
     for x, y in split_data(len(order_of_block[0])):
@@ -112,7 +116,8 @@ def are_equal(one: Gradients, other: Gradients) -> bool:
 
 
 def run_judge_rank(rank: int, ranks: int, folder: str) -> None:
-    """Run all of our files, and then PyTorch's own classes, and write the gradients of this rank's stages."""
+    """Run all of our files, then PyTorch's own classes, and write the gradients of this rank's
+    stages."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
@@ -192,7 +197,8 @@ def run_runtime_batch(
     stages: List[int],
     prepare_runtime: Callable[[Any], None],
 ) -> Gradients:
-    """Run one batch of a schedule with the rank's stages; return their gradients by the unsplit model's names."""
+    """Run one batch of a schedule with the rank's stages; return their gradients by the unsplit
+    model's names."""
     from torch.distributed.pipelining import PipelineStage
 
     model, count, M = make_equal_blocks(), v * ranks, 2 * ranks
@@ -212,7 +218,7 @@ def run_runtime_batch(
 
 
 class CapturingSGD(torch.optim.SGD):
-    """Keeps the gradients of the steps."""
+    """SGD that records the gradients of its steps."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, lr=0.1)
@@ -227,7 +233,8 @@ class CapturingSGD(torch.optim.SGD):
 
 
 class OurSide:
-    """A model in a schedule's stages, and what one batch of it needs; `held`: the stages that are trained here."""
+    """A model in a schedule's stages with the work of one batch; `trained_stages` are trained
+    here."""
 
     def __init__(self, schedule: Schedule, method: Any, trained_stages: Sequence[int]) -> None:
         self.model, self.data = make_equal_blocks(), split_data(schedule.microbatches)
@@ -244,7 +251,7 @@ class OurSide:
         self.work = Work(F.cross_entropy, table, rules)
 
     def get_gradients(self) -> Gradients:
-        """Return the gradients that the optimizer was given."""
+        """Return the gradients that the optimizer received, by parameter name."""
         gradients = self.optimizer.gradients
         return {name: gradients[p] for name, p in self.model.named_parameters() if p in gradients}
 
@@ -259,7 +266,7 @@ def train_on_emulator(schedule: Schedule, method: Any) -> Gradients:
 
 
 def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
-    """Run one batch of a schedule on processes, of which this is one."""
+    """Run one batch of a schedule on processes; this process is `rank`."""
     from ipu_pipe.backends.processes.interpreter import Interpreter
     from ipu_pipe.backends.processes.layout import RankLayout
     from ipu_pipe.backends.processes.mail import Mail
@@ -285,7 +292,8 @@ def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
 
 
 def make_method_schedule(name: str, ranks: int, folder: Path) -> Tuple[Schedule, Any]:
-    """Make one of our schedules, or that of a file of PyTorch's order in the folder."""
+    """Return one of our schedules, or that of a file of PyTorch's order in the folder, and its
+    method."""
     if name in THEIRS:
         v, method = THEIRS[name], resolve_method("rows", {"file": str(folder / f"{name}.csv")})
     else:
@@ -307,7 +315,7 @@ def judge_results(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tup
 
 
 def load_gradients(folder: Path, name: str, ranks: int) -> Gradients:
-    """Return the gradients that the ranks have written."""
+    """Return the gradients that all ranks wrote."""
     gradients: Gradients = {}
     for rank in range(ranks):
         gradients.update(torch.load(folder / f"{name}-{rank}.pt"))

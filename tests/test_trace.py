@@ -1,4 +1,4 @@
-"""Traces: the events of a schedule, and what the Chrome file holds of them."""
+"""Check traces: the events of a schedule, and their records in the Chrome file."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def model_gpipe_events(**changes: Any) -> Tuple[List[Event], List[Counter]]:
 
 
 def select_work(events: Events, counters: Counters) -> Tuple[List[Event], List[Counter]]:
-    """Return passes and updates by stage, and the counters: without waits and messages."""
+    """Return passes and updates by stage, without waits and messages, and the counters."""
     rows = [event for event in events.rows() if event.kind not in ("wait", "send")]
     return sorted(rows, key=lambda e: e.stage), list(counters.rows())
 
 
 def read_chrome(path: Path) -> Tuple[List[Event], List[Counter], Dict[str, Any]]:
-    """Return what the library reads, as records."""
+    """Return the events, counters and metadata that the library reads from a Chrome file."""
     result = read_trace(path)
     return list(result.events.rows()), list(result.counters.rows()), result.metadata
 
 
 def make_times(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Times:
-    """Return times of passes of one unit each that begin in these slots."""
+    """Return the times of passes of one unit each that begin in these slots."""
     start = {
         Kind.FORWARD: forward,
         Kind.BACKWARD: backward,
@@ -99,7 +99,8 @@ def test_events_of_a_schedule() -> None:
 def count_in_flight(
     forward: np.ndarray, backward: np.ndarray, stages: Sequence[int], slot: int
 ) -> int:
-    """Return passes that have gone forward and not yet back when `slot` begins."""
+    """Count the microbatches of `stages` whose forward, but not backward, has begun before
+    `slot`."""
     return sum(
         int(f < slot) - int(b < slot)
         for s in stages
@@ -127,7 +128,8 @@ def test_counters_are_the_microbatches_in_flight_on_a_device(devices: List[int])
 def model_method_events(
     name: str, args: Dict[str, Any], microbatches: int = 12
 ) -> Tuple[List[Event], List[Counter]]:
-    """As the trace of a run makes them, 4 stages, 4 microbatches an update; of 999 ns, so halves are rounded."""
+    """Return the events and counters of a modelled run: 4 stages, 4 microbatches an update,
+    slots of 999 ns, so halves are rounded."""
     accumulate = 1 if name == "naive" else 4
     method = resolve_method(name, args)
     schedule = make_schedule(method, 4, microbatches, accumulate)

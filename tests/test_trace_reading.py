@@ -1,4 +1,4 @@
-"""Whose traces are read, and what is said of files that are none."""
+"""Check which traces are read, and the messages about files that are not traces."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def read_kinds(path: Path) -> List[Any]:
 
 
 def test_a_profilers_records_of_a_gpu(tmp_path: Path) -> None:
-    """Where there are kernels the host's operations say nothing of the device."""
+    """If a trace has kernels, the host's operations are not counted as work of the device."""
     write_kineto(
         tmp_path / "a.json",
         [
@@ -170,7 +170,7 @@ def test_two_files_of_one_rank(tmp_path: Path) -> None:
 
 
 def write_unreadable_files(tmp_path: Path) -> Dict[str, Path]:
-    """Return files and folders that cannot be analyzed."""
+    """Write files and folders that cannot be analyzed, and return their paths by name."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("x: 1")

@@ -1,4 +1,5 @@
-"""Our own trace file: what is written is read; what a killed run leaves is read too; what is damaged is refused."""
+"""Check the trace file of this library: written events are read, also from a killed run; damaged
+files are refused."""
 
 from __future__ import annotations
 

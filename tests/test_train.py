@@ -1,4 +1,4 @@
-"""Training end to end on digits: the outputs' contract, resuming to the bit, refusals in one line."""
+"""Check training end to end on digits: the outputs, bitwise resuming, refusals in one line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def make_short_config(*sets: str) -> Any:
 def run_train_here(
     *args: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> Tuple[int, str, str]:
-    """Exit code, standard output and standard error of tools/train.py with these arguments."""
+    """Run tools/train.py with these arguments; return exit code, standard output and standard
+    error."""
     monkeypatch.chdir(ROOT)
     return run_here(tool, *args, monkeypatch=monkeypatch, capsys=capsys)
 
@@ -175,7 +176,8 @@ def make_slow_timer(name: str) -> Any:
 def test_stages_measured_by_time_are_measured_once(
     tmp_path: Path, monkeypatch: Any, run_train_tool: Any
 ) -> None:
-    """Story: they were measured again on resuming, and other stages went on with the weights."""
+    """The stages were once measured again on resuming, and other stages continued with the
+    weights."""
     from ipu_pipe.model import stages
 
     settings = ["stages={count: 2, by: time}", "method=pipedream", "checkpoint.every=5"]
@@ -222,7 +224,8 @@ def test_stages_measured_by_time_are_measured_once(
 
 @pytest.mark.parametrize("how", ["interrupted", "not finite", "finished"])
 def test_a_run_leaves_an_ordinary_model(how: str, tmp_path: Path) -> None:
-    """Story: after a fault or Ctrl-C the emulator's hooks stayed, and dropout drew the same mask for ever."""
+    """After a fault or Ctrl-C the emulator's hooks once stayed, and dropout drew the same mask
+    for ever."""
     model = make_stateful_model()
     ends = {
         "interrupted": interrupted_at(8),
@@ -240,7 +243,7 @@ def test_a_run_leaves_an_ordinary_model(how: str, tmp_path: Path) -> None:
 
 
 def test_only_training_moves_a_buffer_that_is_bound_anew(tmp_path: Path) -> None:
-    """A count of training forwards, on which the output depends."""
+    """The buffer counts training forwards, and the output depends on it."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         if m.training:
@@ -256,7 +259,7 @@ def test_only_training_moves_a_buffer_that_is_bound_anew(tmp_path: Path) -> None
 def test_weights_to_begin_with_are_not_wanted_once_there_is_a_checkpoint(
     tmp_path: Path, run_train_tool: Any
 ) -> None:
-    """Story: a run could not be resumed or evaluated when that file was gone."""
+    """A run once could not be resumed or evaluated when that file was missing."""
     from models.mlp import mlp
 
     save_file(mlp(64, 64).state_dict(), tmp_path / "first.safetensors")
@@ -278,7 +281,7 @@ def test_weights_to_begin_with_are_not_wanted_once_there_is_a_checkpoint(
 
 
 def test_limits_of_training_do_not_hold_for_evaluation(tmp_path: Path, run_train_tool: Any) -> None:
-    """Story: evaluating built the whole run, and refused what only training cannot do."""
+    """Evaluation once built the whole run, and refused configs that only training cannot run."""
     report = train(make_short_config(), tmp_path / "run", quiet=True)
     path = str(tmp_path / "run" / "checkpoints" / "step-12")
     for pairs in (
@@ -290,7 +293,7 @@ def test_limits_of_training_do_not_hold_for_evaluation(tmp_path: Path, run_train
 
 
 class TensorRows:
-    """Samples in a row for training and evaluation."""
+    """A data source that serves the samples of two tensors in their order."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.x, self.y = x, y
@@ -308,7 +311,7 @@ class TensorRows:
 
 @pytest.mark.parametrize("subset", [1, 5, 128, 130, 300])
 def test_evaluation_takes_the_subset_and_no_more(subset: int) -> None:
-    """Story: it was rounded up to whole batches of 128."""
+    """The subset was once rounded up to whole batches of 128."""
     x, y = torch.randn(290, 6), torch.randint(0, 3, (290,))
     y[1:120] = -100  # story: these batches counted as much as those whose labels all count
     model = nn.Linear(6, 3)
@@ -487,7 +490,7 @@ def test_several_settings_may_follow_one_flag(config_last: bool, run_train_tool:
 
 
 def test_the_readmes_example_runs() -> None:
-    """Story: it gave the run's folder as text, which failed."""
+    """The example once passed the run's folder as text, which failed."""
     loop, model = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     x = torch.randn(64, 64)
     loader = torch.utils.data.DataLoader(
@@ -546,7 +549,7 @@ def _read_all_files(folder: Path) -> Dict[str, bytes]:
 def test_the_run_to_compare_with_is_deleted_only_when_asked(
     tmp_path: Path, run_train_tool: Any
 ) -> None:
-    """Story: a run that stood in DIR/METHOD was lost without --overwrite."""
+    """A run in DIR/METHOD was once lost without --overwrite."""
     train(make_short_config("method=gpipe"), tmp_path / "out" / "gpipe", quiet=True)
     before = _read_all_files(tmp_path)
     arguments = [DIGITS, *make_set_options(), "--out", str(tmp_path / "out"), "--against", "gpipe"]
@@ -565,7 +568,7 @@ def test_the_run_to_compare_with_is_deleted_only_when_asked(
 def test_a_comparison_that_is_not_possible_is_reported_first(
     tmp_path: Path, run_train_tool: Any
 ) -> None:
-    """Story: it was told after the first run had taken its time."""
+    """The fault was once reported only after the first run had finished."""
     arguments = [
         DIGITS,
         *make_set_options("gradient_accumulation=2"),
@@ -606,7 +609,8 @@ def test_one_update_has_no_throughput(tmp_path: Path, run_train_tool: Any) -> No
 def test_the_folder_of_data_may_come_from_the_environment(
     tmp_path: Path, monkeypatch: Any, run_train_tool: Any
 ) -> None:
-    """Story: $IPU_PIPE_DATA took the place of the config's own data.root, and became an argument of data entries."""
+    """$IPU_PIPE_DATA once overrode the config's own data.root, and became an argument of data
+    entries."""
     monkeypatch.setenv("IPU_PIPE_DATA", str(tmp_path / "variable"))
     for root, place in ((str(tmp_path / "own"), "own"), ("null", "variable")):
         code, _, errors = run_train_tool(
@@ -665,7 +669,7 @@ def test_models_that_cannot_be_trained_or_kept_are_refused(model: nn.Module, mes
 
 
 def test_an_optimizer_of_other_groups_is_refused() -> None:
-    """Story: a factory that ignored the groups it was given ended in a KeyError."""
+    """A factory that ignored its groups once ended in a KeyError."""
     model = make_stateful_model()
     for factory, message in (
         (
@@ -679,7 +683,7 @@ def test_an_optimizer_of_other_groups_is_refused() -> None:
 
 
 def test_a_loss_may_be_the_class_of_a_module() -> None:
-    """Story: the class itself was called, and the model blamed."""
+    """The class itself was once called, and the message blamed the model."""
     assert isinstance(
         build(make_short_config("loss=torch.nn:CrossEntropyLoss")).loss, nn.CrossEntropyLoss
     )
@@ -693,7 +697,7 @@ class SizedLoss(nn.Module):
 
 
 def test_a_model_that_works_in_place_leaves_the_data(tmp_path: Path) -> None:
-    """Story: every look at the first microbatch before training halved it."""
+    """Every observation of the first microbatch before training once halved it."""
     data = make_data_without_tests()
     first = data.train_batch(0, 0, 8)[0].clone()
     in_place = Composed(lambda m, x: m.inner(x.flatten(1).mul_(0.5)), inner=nn.Linear(64, 10))
@@ -705,7 +709,7 @@ def test_a_model_that_works_in_place_leaves_the_data(tmp_path: Path) -> None:
     not Path("/dev/full").exists(), reason="a device on which nothing can be written"
 )
 def test_metrics_that_cannot_be_written_are_a_fault(tmp_path: Path) -> None:
-    """Story: a full disk gave a traceback."""
+    """A full disk once ended in a traceback."""
     run = RunFolder(tmp_path / "run")
     run.open_metrics(0)
     run.write_metrics({"step": 1})
@@ -721,7 +725,7 @@ def test_metrics_that_cannot_be_written_are_a_fault(tmp_path: Path) -> None:
 
 
 def test_a_loss_without_a_gradient_is_refused() -> None:
-    """Story: the first backward gave a traceback."""
+    """The first backward once ended in a traceback."""
     model = make_stateful_model().requires_grad_(False)
     model.spare = nn.Linear(3, 3)  # trainable, and no part of the forward
     count_right = lambda x, y: (x.argmax(1) == y).float().mean()  # noqa: E731
@@ -762,7 +766,8 @@ def test_parameters_that_are_frozen_or_unused_stay_as_they_are(
 
 
 class ForbiddenPath(type(Path())):  # type: ignore[misc]
-    """A path in a folder that may not be read: root, which tests may run as, reads them all."""
+    """A path in a folder that may not be read; tests may run as root, which can read every
+    folder."""
 
     def stat(self, **keys: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(self))
@@ -771,7 +776,7 @@ class ForbiddenPath(type(Path())):  # type: ignore[misc]
 def test_a_folder_that_may_not_be_read_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Story: asking whether a file is there gave a traceback."""
+    """The check whether a file exists once ended in a traceback."""
     for resume in (False, True):
         with pytest.raises(BadInput, match="^--out: .*Permission denied"):
             check_folder(ForbiddenPath(tmp_path / "run"), resume)

@@ -1,4 +1,5 @@
-"""The update rules through a whole run: configs, outputs, resuming, refusals, and the figures in summary.json."""
+"""Check the update rules through a whole run: configs, outputs, resuming, refusals, and the
+figures of summary.json."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_a_rule_with_accumulators_on_adam_resumes_too(
 
 
 def test_t2_costs_one_copy_of_the_weights() -> None:
-    """1.33 with momentum, 1.25 with Adam (PipeMare, Table 2); stages without lag need none, PipeMare has no such stage."""
+    """The ratio is 1.33 with momentum and 1.25 with Adam (PipeMare, Table 2). A stage without
+    delay needs no copy; PipeMare has none."""
     for optimizer, moments, ratio in ((SGD, 1, 4 / 3), (ADAMW, 2, 5 / 4)):
         config = make_short_config("method=pipemare", "stages=4", "method_args.t2={}", *optimizer)
         job = build(config)
@@ -121,7 +123,8 @@ def test_the_summary_holds_the_papers_figures(tmp_path: Path) -> None:
 
 
 def test_a_warm_up_is_amortized(tmp_path: Path) -> None:
-    """(E_async + E_sync) / (E_async + E_sync / u) with u = N/(N+P-1) (PipeMare, section 3.1, W)."""
+    """The utilization is (E_async + E_sync) / (E_async + E_sync / u) with u = N/(N+P-1)
+    (PipeMare, section 3.1, W)."""
     report = train(
         make_short_config(
             "method=pipemare", "stages=4", f"method_args.warmup.epochs={4 / 44}", *SGD

@@ -1,4 +1,4 @@
-"""PipelineTrainer against transformers' own Trainer, and its processes against its emulator."""
+"""Compare PipelineTrainer with transformers' own Trainer, and its processes with its emulator."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SEQUENCES = {"gpt2": 10, "bert": 8}
 
 
 def draw_samples(kind: str, count: int, seed: int = 0) -> List[Dict[str, torch.Tensor]]:
-    """Return sentences for a language model with more or fewer ignored labels, one of them with
-    none that counts; or with a class."""
+    """Return sentences for a language model with a random number of ignored labels (one sentence
+    ignores all), or sentences with a class."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(count):
@@ -59,8 +59,11 @@ STAGE = {"gpt2": "transformer.h.1", "bert": "bert.encoder.layer.1"}
 
 
 def make_trainer(folder: Path, kind: str = "gpt2", method: str = "", **changes: Any) -> Any:
-    """Trainer, or with a method PipelineTrainer: 21 samples in batches of 2 and updates of 4: the last update of an epoch
-    has 3 batches, the last of one sample; 3 updates an epoch."""
+    """Return a Trainer, or with a method a PipelineTrainer, on 21 samples in batches of 2 and
+    updates of 4 batches.
+
+    An epoch has 3 updates; the last one has 3 batches, of which the last has one sample.
+    """
     settings = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_train_epochs": 2, "logging_steps": 1,
         "eval_strategy": "epoch", "save_strategy": "epoch", "report_to": [], "learning_rate": 0.01, "warmup_steps": 2,
@@ -97,7 +100,8 @@ def is_same_model(a: torch.nn.Module, b: Any) -> bool:
 
 
 def assert_trainers_close(ours: Any, theirs: Any) -> None:
-    """Equal but for rounding: a filled-up batch, a clipping norm and a division are summed in another order."""
+    """Assert that two trainers are equal up to rounding: padded batches, clipping norms and
+    divisions are summed in another order."""
     assert len(read_log(ours)) == len(read_log(theirs))
     for line, other in zip(read_log(ours), read_log(theirs)):
         assert line == pytest.approx(other, rel=1e-6, abs=1e-6)
@@ -108,7 +112,8 @@ def assert_trainers_close(ours: Any, theirs: Any) -> None:
 
 
 def import_in_process(statement: str, *folders: Path) -> Tuple[int, str]:
-    """Run a statement as a user does; folders of `first` come before the installed packages. Return exit code and errors."""
+    """Run a statement in a new process, with `folders` before the installed packages. Return
+    exit code and errors."""
     path = os.pathsep.join([*map(str, folders), str(ROOT)])
     completed = subprocess.run(
         [sys.executable, "-c", statement],
@@ -122,7 +127,8 @@ def import_in_process(statement: str, *folders: Path) -> Tuple[int, str]:
 
 @pytest.mark.slow
 def test_trainers_are_imported_in_a_plain_process() -> None:
-    """Story: tests defined operators of torchvision that no user has, and every script that imports Trainer failed."""
+    """Tests once defined operators of torchvision that no user has, and every script that
+    imports Trainer failed."""
     assert import_in_process(f"from transformers import Trainer; {IMPORT}") == (0, "")
 
 
@@ -199,9 +205,11 @@ QUICK = {"labels", "adapters"}
 
 @pytest.mark.parametrize("name", mark_slow(UNCLIPPED, QUICK.__contains__))
 def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: Path) -> None:
-    """By default updates of 3 microbatches (1/3 is rounded), the last with 2, of which one has one sample alone.
+    """Train updates of 3 microbatches (1/3 is rounded); the last one has 2, of which one has a
+    single sample.
 
-    Story: short batches were filled up with samples whose labels are ignored, and a sum over them is rounded otherwise.
+    Short batches were once padded with samples whose labels are ignored, and a sum over them is
+    rounded otherwise.
     """
     kind, changes = UNCLIPPED[name]
     model_kind = "gpt2" if kind == "lora" else kind
@@ -249,7 +257,7 @@ def test_checkpoints_are_trainers(tmp_path: Path) -> None:
 
 
 class EvaluationModeCallback(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Leaves the model in evaluation mode, as callbacks do that generate text."""
+    """A callback that leaves the model in evaluation mode, as callbacks that generate text do."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         others["model"].eval()
@@ -259,7 +267,8 @@ class EvaluationModeCallback(transformers.TrainerCallback):  # type: ignore[misc
     "frozen", mark_slow([False, True], lambda frozen: frozen), ids=["whole", "dropout"]
 )
 def test_modes_are_those_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
-    """A dropout that is off stays off; a model in evaluation mode is trained in training mode, with its dropouts."""
+    """A dropout that is off stays off; a model in evaluation mode is trained in training mode,
+    with its dropouts."""
     models = []
     for rate, evaluating in ((0.0, False), (0.5, True), (0.5, False)):
         model: Any = make_hugging_model("bert").train()
@@ -290,7 +299,8 @@ def make_grouped_trainer(folder: Path, method: str = "", **changes: Any) -> Any:
 
 
 def test_groups_keep_their_own_rates(tmp_path: Path) -> None:
-    """A warm-up begins at 0, where rates have no proportion: all groups once had the first one's rate."""
+    """A warm-up begins at 0, where rates have no proportion: all groups once had the rate of the
+    first group."""
     theirs, ours = make_grouped_trainer(tmp_path), make_grouped_trainer(tmp_path, "gpipe")
     theirs.train()
     ours.train()
@@ -298,7 +308,7 @@ def test_groups_keep_their_own_rates(tmp_path: Path) -> None:
 
 
 def test_groups_have_schedules_of_their_own(tmp_path: Path) -> None:
-    """Story: rates were recorded ahead as one schedule, so such a scheduler was refused."""
+    """Rates were once recorded ahead as one schedule, so such a scheduler was refused."""
     trainers = [
         make_grouped_trainer(tmp_path, method, max_grad_norm=0.0) for method in ("", "gpipe")
     ]
@@ -314,7 +324,7 @@ def test_groups_have_schedules_of_their_own(tmp_path: Path) -> None:
     "kind", mark_slow(["reduce_lr_on_plateau", "greedy"], lambda kind: kind != "greedy")
 )
 def test_a_scheduler_follows_evaluations(kind: str, tmp_path: Path) -> None:
-    """Story: rates were recorded ahead, so a scheduler that steps after evaluations was refused."""
+    """Rates were once recorded ahead, so a scheduler that steps after evaluations was refused."""
     how: Dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -339,7 +349,8 @@ def test_a_scheduler_follows_evaluations(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_the_rates_of_its_checkpoint(tmp_path: Path) -> None:
-    """So does Trainer's: the log once said the checkpoint's rates, while the pipeline trained with the new ones."""
+    """Trainer does so, too. The log once had the checkpoint's rates while the pipeline trained
+    with the new ones."""
     make_trainer(tmp_path / "first", max_steps=3).train()
     theirs, ours = (
         make_trainer(tmp_path / name, method=method, learning_rate=0.02, weight_decay=0.0)
@@ -366,7 +377,8 @@ def test_only_what_a_known_loss_ignores_fills_up_a_batch(tmp_path: Path) -> None
 
 
 def test_values_are_not_ignored_and_fill_up_no_batch(tmp_path: Path) -> None:
-    """Story: a model of one label regresses, to -100, too: whole numbers as values gave a loss of 5004 in place of 9."""
+    """A model with one label regresses, also to -100: whole numbers as values once gave a loss
+    of 5004 instead of 9."""
     samples = [
         {"input_ids": one["input_ids"], "labels": i}
         for i, one in enumerate(draw_samples("bert", 5))
@@ -444,7 +456,8 @@ def test_a_second_run_goes_on_with_the_optimizer_as_trainers_does(tmp_path: Path
 def test_a_method_whose_replicas_or_stages_take_their_own_microbatches(
     method: str, tmp_path: Path
 ) -> None:
-    """Story: with one microbatch an update, as was needed, an epoch of Trainer's was two of the run."""
+    """An update once had one microbatch only, so an epoch of Trainer's was two epochs of the
+    run."""
     how: Dict[str, Any] = {
         "method": method,
         "max_grad_norm": 0.0,
@@ -467,7 +480,7 @@ EVEN = 22
 
 
 def run_methods(folder: Path, where: str) -> None:
-    """Train by each method, and save weights and log."""
+    """Train with each method, and save weights and log."""
     trainers: List[Tuple[str, Any]] = []
     for method in METHODS:
         pipeline = {"clip": {"scope": "delayed_global"}} if method == "pipedream" else {}
@@ -527,7 +540,8 @@ def test_processes_fill_up_a_short_batch_and_stop_together(
 
 
 def test_losses_leave_a_pipeline_later_and_none_is_lost(process_runs: Path) -> None:
-    """A line of the log has the mean over the updates that left since the last one; before an evaluation all have left."""
+    """A line of the log has the mean loss of the updates that left since the previous line; all
+    leave before an evaluation."""
     logs = []
     for method in METHODS:
         _, log = torch.load(process_runs / f"{method}.emulator")
@@ -585,7 +599,7 @@ def test_a_resumed_run_draws_the_same_batches_and_masks(method: str, tmp_path: P
 
 
 def make_noting_method(event: str) -> Any:
-    """Return a method that notes an event."""
+    """Return a method that appends an event to `self.events`."""
 
     def method(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.events.append(event)
@@ -594,7 +608,7 @@ def make_noting_method(event: str) -> Any:
 
 
 class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
-    """Notes the events, and ends the run after an update."""
+    """A callback that records the events and ends the run after update `last`."""
 
     on_step_begin, on_optimizer_step, on_evaluate, on_save = map(
         make_noting_method, ("begin", "step", "evaluate", "save")
@@ -619,7 +633,7 @@ def test_callbacks_are_called_as_trainer_calls_them(tmp_path: Path) -> None:
 
 
 def test_a_method_that_does_not_flush_ends_where_a_callback_stops_it(tmp_path: Path) -> None:
-    """Story: batches were begun ahead, so the run went on until update 6."""
+    """Batches were once started ahead, so the run continued until update 6."""
     how = {
         "eval_strategy": "no",
         "save_strategy": "no",
@@ -631,7 +645,8 @@ def test_a_method_that_does_not_flush_ends_where_a_callback_stops_it(tmp_path: P
 
 
 class FlagCallback(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Asks for an evaluation after an update, or for the end of the epoch."""
+    """A callback that sets a flag of the control after an update, to evaluate or to end the
+    epoch."""
 
     def __init__(self, update: int, flag: str = "should_evaluate") -> None:
         self.update, self.flag = update, flag
@@ -642,7 +657,7 @@ class FlagCallback(transformers.TrainerCallback):  # type: ignore[misc, name-def
 
 
 def test_a_callback_evaluates_where_it_wants(tmp_path: Path) -> None:
-    """The pipeline drains for it, so that the run is the one with `eval_steps` there."""
+    """The pipeline drains for the evaluation, so the run equals one with `eval_steps` there."""
     how: Dict[str, Any] = {
         "method": "pipedream",
         "max_grad_norm": 0.0,

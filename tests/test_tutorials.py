@@ -1,6 +1,7 @@
-"""The tutorials' commands, run as a reader would, page by page, each in a folder of its own.
+"""Run the tutorials' commands as a reader would, page by page, each in a folder of its own.
 
-A block of ```bash is run, line by line; one with a title is written to the file of that name; ```text is only to be read.
+A block of ```bash is run line by line; a block with a title is written to the file of that name;
+```text is not run.
 Commands of this library and scripts run in this process, which is faster.
 """
 
@@ -50,7 +51,7 @@ def split_commands(text: str) -> Iterator[List[str]]:
 
 
 def run_tutorial_command(words: List[str], monkeypatch: pytest.MonkeyPatch) -> object:
-    """Return the exit code of a command in the current folder."""
+    """Run a command in the current folder and return its exit code."""
     if words[0] == "ipu-pipe":
         monkeypatch.setattr(sys, "argv", list(words))
         with pytest.raises(SystemExit) as exit_info:

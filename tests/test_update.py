@@ -1,4 +1,5 @@
-"""Parameter groups by stage, decay left off, clipping, and what the optimizer holds."""
+"""Check parameter groups by stage, weight decay exceptions, clipping, and the state of
+optimizers."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
-    """As a run's update does, all stages in one process."""
+    """Clip the gradients as an update of a run does, with all stages in one process."""
     stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
     clipping.GradientClipping(
         (norm, scope), stages, make_schedule(resolve_method("gpipe"), 2, 4, 2)
@@ -76,7 +77,8 @@ def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
 def test_clipping_takes_the_kernels_that_a_process_takes(
     scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stage's process knows the norms of its own gradients alone: torch's clipping takes all at once on a GPU."""
+    """The process of a stage knows only its own gradients' norms; torch's clipping takes all
+    gradients at once on a GPU."""
     model, part = make_staged_model()
     optimizer = torch.optim.SGD(make_groups(model, part), lr=0.1)
     stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
@@ -98,7 +100,8 @@ def test_clipping_takes_the_kernels_that_a_process_takes(
     "how, place", [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
 )
 def test_step_counts_resume_where_the_optimizer_keeps_them(how: Any, place: str) -> None:
-    """Fused and capturable optimizers count on the parameters' device, for which the one without data stands here."""
+    """Fused and capturable optimizers keep their counts on the parameters' device; the meta
+    device stands in for it."""
     weight = nn.Parameter(torch.zeros(2, device="meta"))
     optimizer = torch.optim.Adam([weight], lr=0.1)
     optimizer.param_groups[0].update(how)
@@ -121,7 +124,8 @@ def test_unknown_optimizers_are_refused() -> None:
 
 
 def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
-    """PipeDream on 4 stages: stage 0 does update k in slot 7 + 2k, stage 3 in slot 4 + 2k: two updates must lie between."""
+    """PipeDream on 4 stages makes update k in slot 7 + 2k on stage 0 and in slot 4 + 2k on stage
+    3: two updates must lie between."""
     schedule = make_schedule(resolve_method("pipedream"), 4, 40, 1, [20])
     delayed = DelayedGlobalNorm(1.0, schedule)
     slots = schedule.slots(Kind.UPDATE, 0, 20)

@@ -1,4 +1,5 @@
-"""Faults of the user's own code and files: one line that names them, and no file of ours; nothing that is not a file is read."""
+"""Check faults of the user's own code and files: each is one line that names them and no file of
+ours; only regular files are read."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ PACKAGE = os.path.dirname(ipu_pipe.__file__)
 
 
 def name_objects(where: str, how: str, after: int = 0) -> List[str]:
-    """Return the config's keys that name objects of which one misbehaves."""
+    """Return config keys that name objects of which one misbehaves."""
     return [
         f"model={{entry: '{FAULTY}:Model', args: {{where: {where}, how: {how}, after: {after}}}}}",
         f"data={{name: '{FAULTY}:make_data'}}", f"loss={FAULTY}:loss", f"metrics=['{FAULTY}:metric']",
@@ -44,7 +45,7 @@ def name_objects(where: str, how: str, after: int = 0) -> List[str]:
 
 
 def name_callback(where: str, how: str) -> List[str]:
-    """Return the config's key that names a callback which misbehaves in one method."""
+    """Return the config key of a callback that misbehaves in one method."""
     return [
         f"callbacks=[{{entry: '{FAULTY}:make_callback', args: {{where: {where}, how: {how}}}}}]"
     ]
@@ -78,7 +79,7 @@ OBJECTS = {
 
 @pytest.fixture(autouse=True)
 def reset_faulty_objects() -> None:
-    """Forget what earlier tests chose."""
+    """Reset the objects that earlier tests stored."""
     import tests.hostile.faulty as faulty
 
     faulty._loss = faulty._metric = None
@@ -172,7 +173,8 @@ def _raise_bad_input(line: str) -> None:
 def test_a_stream_that_the_users_code_closed_is_named(
     name: str, main: Any, code: int, line: str, capfd: Any
 ) -> None:
-    """Stories: exit code 1 without a line after sys.stdout.close(), and without any after sys.stderr.close()."""
+    """After sys.stdout.close() the exit code was once 1 without a line, and after
+    sys.stderr.close() there was no line at all."""
 
     def close_stream() -> None:
         getattr(sys, name).close()
@@ -185,7 +187,8 @@ def test_a_stream_that_the_users_code_closed_is_named(
 
 
 def test_a_nest_without_a_tensor_and_an_exception_without_text() -> None:
-    """Stories: IndexError from a Python call with odd inputs; summarize failed on the exception that it should describe."""
+    """Odd inputs from Python once raised an IndexError, and summarize failed on the exception
+    that it should describe."""
     assert list_faults(get_first_tensor, {"a": [1, None]})[0].startswith(
         "data: a dict without a tensor"
     )
@@ -266,7 +269,7 @@ READERS = {
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "large"])
 @pytest.mark.parametrize("reader", READERS)
 def test_a_named_file_that_is_none_is_refused(reader: str, kind: str, tmp_path: Path) -> None:
-    """Story: rows in a pipe were waited for, and /dev/zero read until no memory was left."""
+    """Rows in a pipe were once waited for, and /dev/zero was read until the memory was full."""
     suffix, read = READERS[reader]
     path = tmp_path / f"odd{suffix}"
     PUT[kind](path)
@@ -278,7 +281,7 @@ def test_a_named_file_that_is_none_is_refused(reader: str, kind: str, tmp_path: 
 def test_a_file_of_a_checkpoint_that_is_none_is_refused(
     kind: str, name: str, tmp_path: Path
 ) -> None:
-    """Story: a file of 4 TiB of nothing was hashed."""
+    """An empty file of 4 TiB was once hashed."""
     path = checkpoint.save(tmp_path, 1, {"w": torch.zeros(1)}, {}, {})
     (path / name).unlink()
     PUT[kind](path / name)
@@ -316,7 +319,7 @@ PYTHON: Dict[str, Callable[[], Any]] = {
 def test_a_path_with_a_nul_is_refused_in_a_line(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Story: ValueError, embedded null byte, from Python."""
+    """Such a path once raised "ValueError: embedded null byte"."""
     monkeypatch.chdir(tmp_path)
     assert list_faults(PYTHON[call])
     assert not list(tmp_path.iterdir())
@@ -324,7 +327,8 @@ def test_a_path_with_a_nul_is_refused_in_a_line(
 
 @pytest.mark.parametrize("name", ["mnist", "image_folder", "shakespeare"])
 def test_a_data_root_that_cannot_be_read_is_one_line(name: str) -> None:
-    """Story: a name that is too long was an OSError, reported as the user's."""
+    """A name that is too long once raised an OSError, which was reported as a fault of user
+    code."""
     assert list_faults(ipu_pipe.load_data, name, root="a" * 300)[0].startswith("data.root: ")
 
 
@@ -355,13 +359,14 @@ STATE_DICTS: Dict[str, Callable[[], Any]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fault", STATE_DICTS)
 def test_odd_state_dicts_are_refused_by_name(fault: str, tmp_path: Path) -> None:
-    """Story: keys that are numbers gave an AttributeError at our line, sparse and quantized tensors a RuntimeError of PyTorch."""
+    """Numbers as keys once raised an AttributeError in our code; sparse and quantized tensors
+    raised a RuntimeError of PyTorch."""
     torch.save(STATE_DICTS[fault](), tmp_path / "w.pt")
     assert fault in list_faults(checkpoint.read_tensors, tmp_path / "w.pt")[0]
 
 
 def test_a_complex_weight_is_not_loaded_into_a_real_one() -> None:
-    """Story: its imaginary part was left out, with a warning."""
+    """The imaginary part was once dropped, with a warning."""
     tensors = {"weight": torch.zeros(2, 3, dtype=torch.complex64), "bias": torch.zeros(2)}
     fault = "f: weight: is complex, the model's is real"
     assert list_faults(checkpoint.load_weights, torch.nn.Linear(3, 2), tensors, "f") == [fault]
@@ -402,7 +407,7 @@ def test_a_forged_manifest_is_refused_by_key(changes: Dict[str, Any], place: str
 
 
 def test_what_a_manifest_may_have() -> None:
-    """Callbacks and plateau may be missing, and position may be of an earlier version."""
+    """Callbacks and plateau may be missing, and the position may be of an earlier version."""
     for changes in (
         {"callbacks": None},
         {"position": {**POSITION, "plateau": PLATEAU}},

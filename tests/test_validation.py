@@ -1,4 +1,5 @@
-"""A validation set held out of the training set: which samples it has, and what a run does with it on each backend."""
+"""Check a validation set that is split off the training set: its samples, and its role in a run
+on each backend."""
 
 from __future__ import annotations
 
@@ -155,7 +156,7 @@ def test_loaders_have_a_validation_loader(tmp_path: Path) -> None:
 
 
 class ShadowingSource(ipu_pipe.data.TensorData):
-    """A user's source that keeps its argument under the name of a validation set."""
+    """A source of the user that stores its argument under the name of a validation set."""
 
     def __init__(self, validation: Any, **of_the_file: Any) -> None:
         super().__init__(*[(torch.zeros(8, 64), torch.zeros(8).long())] * 2)
@@ -163,7 +164,7 @@ class ShadowingSource(ipu_pipe.data.TensorData):
 
 
 def test_a_validation_set_that_is_no_source_is_refused(tmp_path: Path) -> None:
-    """It was an AttributeError at the first evaluation."""
+    """It once raised an AttributeError at the first evaluation."""
     (fault,) = list_faults(
         train_validated,
         tmp_path / "run",

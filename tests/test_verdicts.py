@@ -1,4 +1,5 @@
-"""Verdicts on what a paper says: an order, an equality with a margin, rows that diverged and rows that were not run."""
+"""Check verdicts on a paper's claims: an order, an equality with a margin, rows that diverged
+and rows that were not run."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ INF = math.inf
 
 
 def judge_gaps(gaps: List[float], margin: Optional[float] = None) -> str:
-    """Return the verdict on a claim whose gap is a - b, of a row b of zeros."""
+    """Return the verdict on a claim whose gap is a - b, where row b is all zeros."""
     claim = Claim("a is above b", ("a", "b"), lambda finals: finals["a"] - finals["b"], margin)
     return judge(
         claim, {"a": dict(enumerate(gaps)), "b": dict.fromkeys(range(len(gaps)), 0.0)}
@@ -47,7 +48,8 @@ def test_verdicts_by_the_gaps_of_the_seeds(gaps: List[float], order: str, equali
 
 
 def test_the_gap_is_taken_seed_by_seed() -> None:
-    """Rows of one seed share data and first weights: what varies with the seed alone does not hide a difference."""
+    """Rows of one seed share data and first weights: variation with the seed alone does not hide
+    a difference."""
     finals: Dict[str, Dict[int, float]] = {
         "a": {0: 1.0, 1: 5.0, 2: 9.0, 7: 0.0},
         "b": {0: 0.9, 1: 4.8, 2: 8.9},

@@ -1,4 +1,5 @@
-"""Pieces that would not be the model are refused at the start, and the model is left as it was."""
+"""Check that pieces that differ from the model are refused at the start, and that the model is
+left unchanged."""
 
 from __future__ import annotations
 
@@ -69,8 +70,11 @@ WAYS: Dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 
 def make_three_layers(how: str) -> nn.Module:
-    """Return three layers; what the second does differs. Of its modules `scale` gives a number of Python's that it reads from a
-    tensor, `probe` keeps such a number aside, and `own` draws from a generator of its own."""
+    """Return three layers of which the second one runs `WAYS[how]`.
+
+    It may use `scale`, which returns a Python number read from a tensor, `probe`, which stores such
+    a number, and `own`, which draws from a generator of its own.
+    """
     return Composed(
         lambda m, x: m.c(WAYS[how](m, m.drop(m.a(x)))), kept=1, counts=[1], a=nn.Linear(4, 4), b=nn.Linear(4, 4),
         c=nn.Linear(4, 3), drop=nn.Dropout(0.5), count=torch.zeros(()),
@@ -96,7 +100,7 @@ def verify_cut(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffect
     ("generator", r"the output own differs each time: something draws random numbers from a generator"),
 ])  # fmt: skip
 def test_what_pieces_would_do_otherwise_is_refused(how: str, message: str) -> None:
-    """One line each; the model is left as it was."""
+    """Each is one line, and the model is left unchanged."""
     torch.manual_seed(0)
     model, x = make_three_layers(how), torch.randn(2, 4)
     state, attributes = {k: v.clone() for k, v in model.state_dict().items()}, set(vars(model))
@@ -111,8 +115,8 @@ def test_what_pieces_would_do_otherwise_is_refused(how: str, message: str) -> No
 
 @pytest.mark.parametrize("how", ["size", "constant", "no_grad", "autocast"])
 def test_branches_on_sizes_and_blocks_of_a_mode_are_cut(how: str) -> None:
-    """Story: a branch on a size after a module ended in a RecursionError; `_tensor_constant0` stayed on the model; weights
-    frozen by no_grad got gradients, silently."""
+    """A branch on a size after a module once ended in a RecursionError, `_tensor_constant0`
+    stayed on the model, and weights frozen by no_grad silently got gradients."""
     model, x = make_three_layers(how), torch.randn(2, 4)
     attributes = set(vars(model))
     verify_cut(model, ["b", "c"], x)
@@ -120,7 +124,7 @@ def test_branches_on_sizes_and_blocks_of_a_mode_are_cut(how: str) -> None:
 
 
 def test_hooks_of_backwards_stay_and_run() -> None:
-    """Story: the recording lost what such a hook wraps, and the model was refused."""
+    """The recording once lost the modules that such a hook wraps, and the model was refused."""
     model, x = make_three_layers("constant"), torch.randn(2, 4)
     model.b.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
     model.c.register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
@@ -129,7 +133,8 @@ def test_hooks_of_backwards_stay_and_run() -> None:
 
 
 def test_under_autocast_a_weight_that_stages_cast_is_refused() -> None:
-    """The whole model sums the gradients of one cast in bfloat16. Story: it was told to keep a tensor aside."""
+    """The whole model sums the gradients of one cast in bfloat16. The message once blamed a
+    tensor that the model keeps aside."""
     again = nn.Linear(4, 4)
     model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 4), again), torch.randn(3, 4)
     verify_cut(model, ["2"], x)
@@ -152,7 +157,8 @@ def test_models_that_are_cut_exactly_pass() -> None:
 
 
 def test_what_a_backward_changes_is_reported() -> None:
-    """A backward that runs a batch norm again: on processes forwards of other microbatches come before it."""
+    """A backward may run a batch norm again; on processes, other microbatches' forwards come
+    before it."""
     again = Composed(
         lambda m, h: checkpoint(m.norm, h, use_reentrant=False), norm=nn.BatchNorm1d(4)
     )
@@ -164,7 +170,7 @@ def test_what_a_backward_changes_is_reported() -> None:
 
 
 class CountingLinear(nn.Linear):
-    """Counts its forwards, as what anneals something does."""
+    """A layer that counts its forwards, as modules with an annealed setting do."""
 
     def __init__(self) -> None:
         super().__init__(64, 10)
@@ -178,7 +184,8 @@ class CountingLinear(nn.Linear):
 
 @pytest.mark.parametrize("stages", [1, ["2"]])
 def test_looks_at_a_model_before_training_leave_no_count_behind(stages: Any) -> None:
-    """Story: a module that counts its forwards had another count on processes, which look more often, than on the emulator."""
+    """Processes observe a model more often than the emulator, so a module that counts its
+    forwards once had another count there."""
     model = nn.Sequential(nn.Flatten(), CountingLinear(), nn.Linear(10, 10))
     job = build(
         make_short_config(
@@ -193,7 +200,7 @@ def test_looks_at_a_model_before_training_leave_no_count_behind(stages: Any) -> 
 
 
 def test_what_crosses_has_the_recorded_shape() -> None:
-    """A process would wait for other bytes for ever, or take them for what they are not."""
+    """Otherwise a process would wait for ever for other bytes, or misread them."""
     crossing = Crossing((TensorSpec((2, 3), torch.float32, True),))
     assert len(crossing.to_messages(torch.zeros(2, 3))) == 1
     for other in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(4, 3)):

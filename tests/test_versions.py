@@ -1,4 +1,4 @@
-"""Weight versions: against the rules played out literally, and the closed forms of the papers."""
+"""Compare weight versions with the simulated rules and with the closed forms of the papers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def list_sizes(method: Method) -> List[Tuple[int, int, int]]:
 def replay_versions(
     method: Method, simulated: Simulated, P: int, M: int, N: int
 ) -> Tuple[List[List[int]], List[List[int]]]:
-    """Return what each pass reads by the rule, counting the updates of its stage one by one."""
+    """Return the versions that each pass reads by the rule, counting the updates of its stage
+    one by one."""
 
     def count_updates(s: int, kind: str, m: int) -> int:
         return sum(slot < simulated.slots[s, kind, m] for slot, _ in simulated.updates[s])
@@ -61,7 +62,8 @@ def replay_versions(
 def count_copies(
     simulated: Simulated, forward: List[int], backward: List[int], s: int, M: int
 ) -> int:
-    """Walk through one stage's events and count, after each, the versions that are the newest or will yet be read."""
+    """Walk through the events of one stage. Return the most versions that are the newest or are
+    read later, after any event."""
     events = [(simulated.slots[s, "F", m], 0, forward[m]) for m in range(M)]
     events += [(simulated.slots[s, "B", m], 1, backward[m]) for m in range(M)]
     events += [(slot, 2, k + 1) for slot, k in simulated.updates[s]]
@@ -146,7 +148,8 @@ def test_greatest_steady_lag(P: int, N: int) -> None:
 
 
 def test_copies_after_a_drain() -> None:
-    """A checkpoint at a drain holds the newest version alone: 2BW's first batch after it reads that one, as at the start."""
+    """A checkpoint at a drain has only the newest version, which the first batch of 2BW after it
+    reads, as at the start."""
     schedule = make_schedule(METHODS["pipedream_2bw"], 2, 20, 4, drains=[4, 16])
     versions = VersionTable(schedule, METHODS["pipedream_2bw"])
     assert versions.forward(0, 20)[:, ::4].tolist() == [[0, 1, 1, 2, 4]] * 2
@@ -207,7 +210,7 @@ def test_global_history_is_undefined_for_methods_that_flush() -> None:
 
 
 def test_a_double_buffered_read_of_a_version_not_made_yet_is_refused() -> None:
-    """2BW with N = 2: F4 reads version 1, which B1 makes."""
+    """In 2BW with N = 2, F4 reads version 1, which B1 makes."""
     last = "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5".split()
     in_time = from_rows(["F0 F1 F2 F3 B0 B1 F4 F5 B2 B3 B4 B5".split(), last], 2)
     assert (
@@ -229,7 +232,8 @@ def test_a_double_buffered_read_of_a_version_not_made_yet_is_refused() -> None:
 def test_reads_that_cannot_be_replayed_are_refused_by_name(
     forward: int, backward: int, newest: int, message: str
 ) -> None:
-    """The planned schedules never do this: the check is fed one doctored read of microbatch 5 on stage 2, N = 1."""
+    """No planned schedule does this: pass the check one altered read of microbatch 5 on stage 2,
+    N = 1."""
     versions = make_version_table(METHODS["pipelined_backprop"], 3, 8, 1)
     cell = [np.array([[value]]) for value in (forward, backward, newest)]
     with pytest.raises(BadInput, match=message):

@@ -1,4 +1,5 @@
-"""Small models of other libraries with random weights, as images or words -> logits, and where each is cut inside its modules."""
+"""Build small models of other libraries with random weights, and list where each is cut inside
+its modules."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ CLASSES, WORDS, LENGTH = 5, 50, 8
 
 
 class LogitsModel(nn.Module):
-    """The output of a model that gives it in an object: (b, classes) or, of each word, (b, classes, length)."""
+    """A wrapper that returns the logits of a model whose output is an object: (b, classes), or
+    (b, classes, length) per word."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -31,14 +33,14 @@ def make_resnet18() -> nn.Module:
 
 
 def make_vision_transformer() -> nn.Module:
-    """Dropout in attention, too."""
+    """Return a ViT with dropout in attention, too."""
     return torchvision.models.VisionTransformer(  # type: ignore[no-any-return]
         16, 8, 4, 2, 16, 32, dropout=0.1, attention_dropout=0.1, num_classes=CLASSES
     )
 
 
 def make_googlenet() -> nn.Module:
-    """Two more heads in training."""
+    """Return a GoogLeNet, which has two more heads in training."""
     return torchvision.models.GoogLeNet(num_classes=CLASSES, init_weights=False)  # type: ignore[no-any-return]
 
 
@@ -52,7 +54,7 @@ def make_timm_resnet() -> nn.Module:
 
 
 def make_timm_vit() -> nn.Module:
-    """Stochastic depth."""
+    """Return a ViT with stochastic depth."""
     return timm.models.VisionTransformer(  # type: ignore[no-any-return]
         img_size=16,
         patch_size=8,
@@ -83,7 +85,8 @@ def make_timm_convnext() -> nn.Module:
 
 
 def make_convnext() -> nn.Module:
-    """Return gradients whose memory is laid out otherwise than their activations'."""
+    """Return a ConvNeXt: the memory layout of its gradients differs from that of its
+    activations."""
     blocks = [
         torchvision.models.convnext.CNBlockConfig(8, 16, 2),
         torchvision.models.convnext.CNBlockConfig(16, None, 2),
@@ -97,7 +100,7 @@ def make_timm_cait() -> nn.Module:
 
 
 def make_mixtral() -> nn.Module:
-    """Experts whose weights are one tensor."""
+    """Return a Mixtral, whose experts keep their weights in one tensor."""
     sizes: Any = {
         "hidden_size": 16,
         "intermediate_size": 32,
@@ -134,7 +137,7 @@ def make_bert() -> nn.Module:
 
 
 def make_gpt2(**settings: Any) -> nn.Module:
-    """Embedding and output apart."""
+    """Return a GPT-2 whose embedding and head are separate weights."""
     sizes: Any = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2}
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(
@@ -144,7 +147,8 @@ def make_gpt2(**settings: Any) -> nn.Module:
 
 
 def make_words(classes: bool) -> TensorData:
-    """Return words, with the next one as the label of each, or one of `CLASSES` for all."""
+    """Return random words; the labels are the next words, or one of `CLASSES` classes per
+    sample."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(1, WORDS, (96, LENGTH + 1), generator=generator)
     x, y = words[:, :-1], words[:, 0] % CLASSES if classes else words[:, 1:]
@@ -152,14 +156,15 @@ def make_words(classes: bool) -> TensorData:
 
 
 class Case(NamedTuple):
-    """A model here, where its stages begin (inside of modules that the library cuts whole otherwise), and its data."""
+    """A builder in this module, the modules at which its four stages begin (inside modules that
+    the library cuts whole otherwise), and the data section of its config."""
 
     entry: str
     begins: List[str]
     data: Dict[str, Any]
 
     def list_stages(self, count: int) -> List[str]:
-        """Return where 2 or 4 stages begin."""
+        """Return the modules at which 2 or 4 stages begin."""
         return self.begins if count == 4 else self.begins[1:2]
 
 

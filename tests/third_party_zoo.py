@@ -1,7 +1,8 @@
-"""Small models of torchvision, timm and transformers, with random weights: the rows of `make sweep`.
+"""Build small models of torchvision, timm and transformers with random weights: the rows of `make
+sweep`.
 
-Image classifiers take (b, 3, size, size) and give (b, 5). Language models take words (b, 8) and give scores (b, words, 8), or
-(b, 5) for a text; those with an encoder and a decoder take both as a mapping.
+Image classifiers take (b, 3, size, size) and return (b, 5). Language models take words (b, 8)
+and return scores (b, words, 8), or (b, 5) for a text; those with an encoder and a decoder take both as a mapping.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CLASSES, WORDS, LENGTH, SAMPLES = 5, 48, 8, 16
 
 
 class Model(NamedTuple):
-    """One row: how a model is built, `family` of its inputs, and the `size` of its images."""
+    """A row: how to build a model, the `family` of its inputs, and the `size` of its images."""
 
     build: Callable[[], nn.Module]
     family: str = "images"
@@ -29,13 +30,13 @@ class Model(NamedTuple):
 
 
 def take_scores(output: Any) -> torch.Tensor:
-    """Return the scores in a model's output, (b, classes) or (b, words, length)."""
+    """Return the scores of a model's output: (b, classes) or (b, words, length)."""
     scores: torch.Tensor = output if isinstance(output, torch.Tensor) else output.logits
     return scores.transpose(1, 2) if scores.dim() == 3 else scores
 
 
 def make_samples(model: Model) -> DataSource:
-    """Return random samples that fit the model."""
+    """Return a data source of random samples that fit the model."""
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randint, generator=generator)
     words, following = (draw(1, WORDS, (SAMPLES, LENGTH)) for _ in range(2))
@@ -152,7 +153,8 @@ TORCHVISION: Dict[str, Model] = {
 
 
 def _make_timm_row(name: str, size: int = 32, **args: Any) -> Model:
-    """Return a row of `timm.create_model`; a `size` that the library asks to be told is among `args` too."""
+    """Return a row of `timm.create_model`; pass a `size` among `args` too where timm requires
+    it."""
     return Model(lambda: timm.create_model(name, num_classes=CLASSES, **args), size=size)
 
 
@@ -282,7 +284,7 @@ _TIED = {"tie_word_embeddings": True}
 def _make_transformers_row(
     prefix: str, head: str, family: str, config: Optional[Dict[str, Any]] = None, **more: Any
 ) -> Model:
-    """Return a row of transformers: `prefix`Config and `prefix`For`head`."""
+    """Return a row of transformers, built from `prefix`Config and `prefix`For`head`."""
 
     def build() -> nn.Module:
         settings = {**(config or {}), **more}

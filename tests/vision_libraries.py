@@ -22,7 +22,8 @@ _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # lives as long as 
 
 
 def _define_operators() -> bool:
-    """Define the two operators if torchvision's own library cannot be loaded; return whether that is so."""
+    """Define the two operators if torchvision's own library cannot be loaded. Return whether
+    they were defined."""
     signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.submodule_search_locations is None:

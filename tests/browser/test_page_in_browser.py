@@ -1,4 +1,5 @@
-"""The page in a real browser, headless Chromium: opened from a file, looked at and used as a person would."""
+"""Open the page from a file in a real browser, headless Chromium, look at it and use it as a
+person would."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ SHOTS = Path(__file__).parent / "build"  # ignored by git; to look at
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Chromium, with what it logs and requests kept."""
+    """Start Chromium with its logs and requests recorded."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -40,7 +41,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Page:
-    """One page, open; at the end it must have complained of nothing and asked the network for nothing."""
+    """An open page; at the end it must have logged no message and sent no request to the
+    network."""
 
     def __init__(self, driver: Any, path: Path) -> None:
         self.driver = driver
@@ -74,7 +76,8 @@ class Page:
         return str(self.find(css).text).replace("\u202f", " ")
 
     def wait_until_drawn(self) -> List[float]:
-        """Return the stretch of time that is drawn, in nanoseconds, once nothing is left to draw."""
+        """Wait until drawing has ended. Return the drawn span of time in nanoseconds, [from,
+        to]."""
         self.run_script(
             "window.drawn = 0; requestAnimationFrame(() => requestAnimationFrame(() => window.drawn = 1))"
         )
@@ -82,7 +85,7 @@ class Page:
         return [float(self.find("#canvas").get_attribute(f"data-{end}")) for end in ("from", "to")]
 
     def hover(self, share: float, row: int = 0) -> None:
-        """Move the mouse to a share of the timeline's width in a device's row."""
+        """Move the mouse to a fraction of the timeline's width in a device's row."""
         from selenium.webdriver import ActionChains
 
         canvas = self.find("#canvas")
@@ -104,7 +107,7 @@ class Page:
         assert self.driver.save_screenshot(str(SHOTS / f"{name}.png"))
 
     def count_colours(self) -> int:
-        """Return how many colours the timeline shows."""
+        """Return the number of colours in the timeline."""
         return int(
             self.run_script(
                 """const c = document.createElement("canvas"), from = document.getElementById("canvas");
@@ -136,7 +139,8 @@ class Page:
 
 @pytest.fixture
 def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """Writes a page and opens it."""
+    """Return a function that writes a page and opens it; check at the end that the last page was
+    quiet."""
     pages = []
 
     def open_written_page(trace: Any, analysis: Any) -> Page:
@@ -365,7 +369,8 @@ def test_names_are_only_ever_text(open_page: Callable[..., Page]) -> None:
 
 
 def test_a_script_that_was_let_in_does_not_run(browser: Any, tmp_path: Path) -> None:
-    """As if names were not escaped: the page draws itself, and nothing that is not ours runs or is applied."""
+    """Insert HTML as if names were not escaped: the page draws itself, and foreign code neither
+    runs nor is applied."""
     write_page(tmp_path / "page.html", *example())
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     inserted = (
