@@ -18,7 +18,7 @@ import pytest
 from ipu_pipe.trace.chrome import find_arrows, write_chrome
 from ipu_pipe.trace.events import KINDS, MEMORY, PAYLOADS, Counter, Event, Events
 from ipu_pipe.trace.reading import read_trace
-from tests.test_trace import METHODS, model_method_events
+from tests.test_trace import METHODS, build_method_events
 
 # Two devices; device 1 waits for what device 0 computes, and the other way round.
 #     device 0   F0 F1 [wait] B0            sends F0's result, then F1's
@@ -129,7 +129,7 @@ def test_a_measured_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream", "local_greedy"])
 def test_modelled_traces(tmp_path: Path, name: str) -> None:
-    events, counters = model_method_events(name, {})
+    events, counters = build_method_events(name, {})
     local = METHODS[name].structure is not None
     write_chrome(tmp_path / "t", events, counters, {"modelled": True, "gradients_cross": not local})
     check(tmp_path / "t", len(events))

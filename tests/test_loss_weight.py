@@ -35,11 +35,11 @@ from tests.test_emulator_exact import (
     OPTIMIZERS,
     VARIANTS,
     assert_equal,
-    batches,
+    draw_microbatches,
     emulate,
     fresh,
+    join_stages,
     literal,
-    whole,
 )
 
 N, IGNORED = 4, -100
@@ -205,20 +205,20 @@ def test_every_method_weighs_as_the_literal_replay(method: str, args: Any) -> No
         args = {**args, "stages_per_device": len(stages)}
     chosen = resolve_method(method, args)
     count = 5 + (len(stages) if chosen.forward_reads is Reads.DOUBLE_BUFFERED else 0)
-    data = batches(count * 6)
+    data = draw_microbatches(count * 6)
     # the labels of the first microbatch cannot be read, so its loss must not be
     data[0] = data[0][0], torch.full_like(data[0][1], 99)
     weights = [float(m * 7 % 5) for m in range(len(data))]
     totals = [sum(weights[start : start + count]) for start in range(0, len(data), count)]
     shares = [weight / totals[m // count] for m, weight in enumerate(weights)]
-    twin, unsplit = fresh("mlp"), whole(stages)
+    twin, unsplit = fresh("mlp"), join_stages(stages)
     emulate(unsplit, chosen, count, data, OPTIMIZERS["sgd"], weights=weights)
     literal(twin, chosen, count, data, OPTIMIZERS["sgd"], shares=shares)
     assert_equal(unsplit, twin)
 
 
 def test_equal_weights_change_no_bit() -> None:
-    data, one, other = batches(24), whole(fresh("mlp")), whole(fresh("mlp"))
+    data, one, other = draw_microbatches(24), join_stages(fresh("mlp")), join_stages(fresh("mlp"))
     chosen = resolve_method("pipedream")
     emulate(one, chosen, 3, data, OPTIMIZERS["sgd"])
     emulate(other, chosen, 3, data, OPTIMIZERS["sgd"], weights=[7.0] * 24)

@@ -52,15 +52,15 @@ def test_draws_depend_on_seed_microbatch_and_module_alone_and_leave_the_state(
         torch, "manual_seed", None
     )  # it seeds every device, which takes 100 times as long
     before = torch.get_rng_state()
-    first, again = run_forward(keyed, model, x), run_forward(keyed, model, x)
-    assert torch.equal(first, again) and torch.equal(before, torch.get_rng_state())
+    first, second = run_forward(keyed, model, x), run_forward(keyed, model, x)
+    assert torch.equal(first, second) and torch.equal(before, torch.get_rng_state())
     assert not torch.equal(run_forward(keyed, model[0], x), run_forward(keyed, model[1], x))
     assert not torch.equal(run_forward(keyed, model, x, 1), first)
     keyed.remove()
     assert not torch.equal(model(x), model(x))
 
 
-def test_the_division_into_stages_does_not_change_what_is_drawn() -> None:
+def test_the_division_into_stages_does_not_change_the_draws() -> None:
     microbatches, weights = draw_microbatches(12), []
     for marked in (False, True):
         model: Any = make_layers_with_two_dropouts()
@@ -101,8 +101,8 @@ def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.Mon
     assert calls == {"0": 1, "1": 1, "2": 1}
     keyed = KeyedRandomness(model, calls, seed=4, device=torch.device("cuda", 0))
     before = [torch.get_rng_state(), gpu.get_state()]
-    first, again = run_forward(keyed, model, x), run_forward(keyed, model, x)
-    assert torch.equal(first, again)
+    first, second = run_forward(keyed, model, x), run_forward(keyed, model, x)
+    assert torch.equal(first, second)
     assert all(torch.equal(a, b) for a, b in zip(before, [torch.get_rng_state(), gpu.get_state()]))
     assert not torch.equal(run_forward(keyed, model, x, 1), first)
     keyed.remove()
@@ -150,9 +150,9 @@ def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
     handle = model.drop.register_forward_hook(
         lambda m, inputs, output: masks.append((output == 0) & (inputs[0] != 0))
     )
-    first, again = run_forward(keyed, model, x), run_forward(keyed, model, x)
+    first, second = run_forward(keyed, model, x), run_forward(keyed, model, x)
     handle.remove()
-    assert torch.equal(first, again) and torch.equal(before, torch.get_rng_state())
+    assert torch.equal(first, second) and torch.equal(before, torch.get_rng_state())
     assert len({mask.numpy().tobytes() for mask in masks[:7]}) == 7
     keyed.remove()
     alone = KeyedRandomness(
@@ -165,7 +165,7 @@ def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
 
 
 @pytest.mark.parametrize("way", ["plain", "reentrant", "not reentrant"])
-def test_a_checkpoint_in_which_modules_run_again_draws_what_its_forward_drew(way: str) -> None:
+def test_a_checkpoint_in_which_modules_run_again_repeats_the_draws_of_its_forward(way: str) -> None:
     gradients = []
     for model in (SharedDropoutModel(), SharedDropoutModel(way)):
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -205,7 +205,7 @@ def test_a_module_around_others_may_draw_itself() -> None:
     keyed.remove()
 
 
-def test_stages_of_one_model_draw_what_the_whole_draws() -> None:
+def test_stages_draw_as_the_whole_model_does() -> None:
     model, x = SharedDropoutModel(), torch.randn(6, 8)
     keyed = KeyedRandomness(model, observe_effects(model, x).draws, 3, CPU)
     whole = run_forward(keyed, model, x, 2)

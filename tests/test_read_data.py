@@ -58,9 +58,9 @@ def save_images(file: Path, seed: int) -> None:
     np.save(file, np.random.default_rng(seed).standard_normal((32, 1, 8, 8), dtype=np.float32))
 
 
-def train_on_images(out: Path, steps: int, **how: Any) -> Dict[str, Any]:
+def train_on_images(out: Path, steps: int, **keys: Any) -> Dict[str, Any]:
     return ipu_pipe.train(
-        load_config(DIGITS, [*OWN, *SHAPES, f"steps={steps}"]), out, quiet=True, **how
+        load_config(DIGITS, [*OWN, *SHAPES, f"steps={steps}"]), out, quiet=True, **keys
     )
 
 
@@ -84,7 +84,7 @@ def test_the_record_has_the_hashes_of_the_files_that_were_read(root_folder: Path
     }
 
 
-def test_a_run_does_not_go_on_with_other_data(root_folder: Path) -> None:
+def test_a_run_does_not_resume_with_other_data(root_folder: Path) -> None:
     """A run once resumed with whatever the files held by then, without a message."""
     train_on_images(root_folder / "run", 2)
     was, content = (
@@ -110,15 +110,15 @@ def test_a_run_does_not_go_on_with_other_data(root_folder: Path) -> None:
 
 
 @needs_processes
-def test_processes_do_not_go_on_with_other_data(root_folder: Path) -> None:
-    where = (
+def test_processes_do_not_resume_with_other_data(root_folder: Path) -> None:
+    data_key = (
         "data={name: tests.test_read_data:FolderImages, root: " + str(root_folder / "data") + "}"
     )
-    sets = ["stages=2", "method=gpipe", where, "evaluate.every=0"]
-    emulate(root_folder / "run", *sets, "steps=4", "gradient_accumulation=2")
+    settings = ["stages=2", "method=gpipe", data_key, "evaluate.every=0"]
+    emulate(root_folder / "run", *settings, "steps=4", "gradient_accumulation=2")
     save_images(root_folder / "data" / "1.npy", 5)
     code, _, error = run(
-        2, root_folder / "run", *sets, "steps=8", "gradient_accumulation=2", "--resume"
+        2, root_folder / "run", *settings, "steps=8", "gradient_accumulation=2", "--resume"
     )
     assert (
         code == 2
@@ -146,7 +146,7 @@ def test_files_that_moved_or_are_unchanged_are_the_same(
     assert [file.name for file in hashed_files] == ["0.npy"]
 
 
-def test_many_or_large_files_are_known_by_names_and_sizes(
+def test_many_or_large_files_are_identified_by_names_and_sizes(
     root_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "MOST_HASHED_BYTES", (root_folder / "data" / "0.npy").stat().st_size)
@@ -182,10 +182,10 @@ def make_loader_data(seed: int, noise: bool = False) -> Any:
     return ipu_pipe.from_loader(data_loader, DataLoader(samples, 8))
 
 
-def test_data_that_python_gave_is_known_by_its_first_microbatch(root_folder: Path) -> None:
-    def train_on(out: str, steps: int, data: Any, **how: Any) -> None:
+def test_data_passed_from_python_is_identified_by_its_first_microbatch(root_folder: Path) -> None:
+    def train_on(out: str, steps: int, data: Any, **keys: Any) -> None:
         config = load_config(DIGITS, [*SHORT, *OWN[1:], *SHAPES, f"steps={steps}"])
-        ipu_pipe.train(config, root_folder / out, data=data, quiet=True, **how)
+        ipu_pipe.train(config, root_folder / out, data=data, quiet=True, **keys)
 
     train_on("run", 2, make_loader_data(0))
     train_on("run", 4, make_loader_data(0), resume=True)
@@ -197,7 +197,7 @@ def test_data_that_python_gave_is_known_by_its_first_microbatch(root_folder: Pat
     train_on("noisy", 2, make_loader_data(0, noise=True))
     train_on(
         "noisy", 4, make_loader_data(0, noise=True), resume=True
-    )  # draws another one each time: nothing can be said of it
+    )  # each start draws other noise, so no hash identifies the data
 
 
 def test_a_file_that_cannot_be_read_is_named(root_folder: Path) -> None:

@@ -40,12 +40,12 @@ class ReadCounter(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "how", [["method=pipemare"], ["method=local_greedy"], ["replicas=2", "method=gpipe"]]
+    "settings", [["method=pipemare"], ["method=local_greedy"], ["replicas=2", "method=gpipe"]]
 )
-def test_losses_read_now_and_then_give_the_same_numbers(
-    how: List[str], tmp_path: Path, monkeypatch: Any
+def test_losses_read_rarely_give_the_same_numbers(
+    settings: List[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    config, updates_read = load_config(DIGITS, [*SHORT, *how]), []
+    config, updates_read = load_config(DIGITS, [*SHORT, *settings]), []
     at_once = train(config, tmp_path / "a", quiet=True)
     monkeypatch.setattr(engines, "does_reading_synchronize", lambda device: True)
     read = Emulator.read
@@ -87,7 +87,7 @@ def test_a_loss_that_is_not_finite_is_reported_of_its_own_update(
     assert messages[0] == messages[1] and "update 0" not in messages[0]
 
 
-def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_read_no_tensor_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "does_reading_synchronize", lambda device: True)
     flow = Flow(
         build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), is_planned=True
@@ -101,7 +101,7 @@ def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPat
     assert [k for k, _ in flow.take()] == [1, 2, 3, 4]
 
 
-def test_an_evaluation_reads_nothing_until_its_end() -> None:
+def test_an_evaluation_reads_no_tensor_until_its_end() -> None:
     tally, y = Tally(nn.functional.cross_entropy), torch.tensor([0, 2, -100])
     none = torch.full((3,), -100)
     output = torch.randn(3, 4)

@@ -93,7 +93,7 @@ def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: Li
     average = OverlappedAverage(list(fast.parameters()), mail, group, MICROBATCHES, BUCKET)
     fast.layers[0].weight.register_hook(lambda gradient: log.append("first layer"))
     all_reduce = dist.all_reduce
-    dist.all_reduce = lambda *args, **how: log.append("sum") or all_reduce(*args, **how)  # type: ignore[func-returns-value]
+    dist.all_reduce = lambda *args, **settings: log.append("sum") or all_reduce(*args, **settings)  # type: ignore[func-returns-value]
     for _ in range(2):  # the second begins anew
         fast.zero_grad()
         for x in inputs:
@@ -113,7 +113,8 @@ def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: Li
             q.grad, p.grad, rtol=1e-6 if q.dtype == torch.float32 else 1e-13, atol=1e-15
         )
     assert any(bool(p.grad.any()) for p in fast.layers[2].parameters() if p.grad is not None)
-    # the bucket of the last layer is on its way before the first layer has its gradient; what nobody uses holds up those after it
+    # the bucket of the last layer is sent before the first layer has its gradient; an unused layer
+    # delays the buckets after it
     before = 3 if rank == 1 else 2  # of 6 buckets
     last_pass = ["backward", *["sum"] * before, "first layer", *["sum"] * (6 - before)]
     assert log == 2 * ["backward", "first layer", *last_pass], log
@@ -160,14 +161,14 @@ def _check_nccl(rank: int, group: Any) -> None:
         posted.wait()
 
 
-def test_a_run_of_three_replicas_is_close_to_the_emulators(tmp_path: Path) -> None:
+def test_three_replicas_with_fast_reduction_are_close_to_the_emulator(tmp_path: Path) -> None:
     """Train three replicas, since a sum of two has only one order; the emulator trains the same
     config.
 
     A sum that began before the rule had corrected the last microbatch's gradients lost those of
     earlier microbatches.
     """
-    how = [
+    settings = [
         "method=pipedream",
         "stages=2",
         "replicas=3",
@@ -176,10 +177,10 @@ def test_a_run_of_three_replicas_is_close_to_the_emulators(tmp_path: Path) -> No
         "steps=8",
         "log.every=1",
     ]
-    how.append("method_args={delay_compensation: {scale: 1.0}}")
-    code, _, error = run(3, tmp_path / "ranks", *how)
+    settings.append("method_args={delay_compensation: {scale: 1.0}}")
+    code, _, error = run(3, tmp_path / "ranks", *settings)
     assert code == 0, error
-    emulate(tmp_path / "one", *how)
+    emulate(tmp_path / "one", *settings)
     torch.testing.assert_close(
         *(read_state(tmp_path / out, 8) for out in ("ranks", "one")), rtol=1e-4, atol=1e-6
     )

@@ -29,11 +29,11 @@ KEYS = [
 
 
 def train_own_model(
-    out: Path, method: str, *over: str, model: Optional[torch.nn.Module] = None, **how: Any
+    out: Path, method: str, *overrides: str, model: Optional[torch.nn.Module] = None, **keys: Any
 ) -> Dict[str, Any]:
-    sets = [*KEYS, "optimizer.lr=0.01", f"method={method}", *OWN[method], *over]
+    settings = [*KEYS, "optimizer.lr=0.01", f"method={method}", *OWN[method], *overrides]
     return ipu_pipe.train(
-        make_short_config(*sets), out, model=own_model() if model is None else model, **how
+        make_short_config(*settings), out, model=own_model() if model is None else model, **keys
     )
 
 
@@ -114,7 +114,7 @@ def test_the_newest_may_be_the_best_and_a_run_need_not_stop(
     assert has_weights(second.state_dict(), read_weights(tmp_path / "whole", 4))
 
 
-def test_a_wrong_kind_is_reported() -> None:
+def test_a_restore_best_of_another_type_is_reported() -> None:
     with pytest.raises(BadInput, match="early_stopping.restore_best"):
         make_short_config("early_stopping={restore_best: 3}")
 
@@ -123,8 +123,8 @@ def train_each_method(rank: int, folder: Path) -> None:
     """Train each method as a rank of a group of two, and save the weights of the caller's model."""
     for method in OWN:
         model = own_model()
-        over = ["backend.name=distributed", "backend.deadline=20", STOPS]
-        report = train_own_model(folder / method, method, *over, model=model, quiet=True)
+        overrides = ["backend.name=distributed", "backend.deadline=20", STOPS]
+        report = train_own_model(folder / method, method, *overrides, model=model, quiet=True)
         assert report["restored_step"] < report["steps"]
         torch.save(model.state_dict(), folder / f"{method}-{rank}.pt")
 

@@ -36,8 +36,8 @@ BASE = [
 ADAM = "optimizer={name: adam, lr: 0.003, momentum: null}"
 
 
-def make_settings(*over: str) -> List[str]:
-    return [*BASE, *over]
+def make_settings(*overrides: str) -> List[str]:
+    return [*BASE, *overrides]
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,14 @@ def killed_run(trained_run: Path, tmp_path: Path) -> Path:
     return out
 
 
-def resume_run(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
-    return train(make_short_config(*make_settings(*over)), out, resume=True, quiet=True, **how)
+def resume_run(out: Path, *overrides: str, **keys: Any) -> Dict[str, Any]:
+    return train(
+        make_short_config(*make_settings(*overrides)), out, resume=True, quiet=True, **keys
+    )
 
 
-def list_refusals(out: Path, *over: str) -> List[str]:
-    return list_faults(resume_run, out, *over)
+def list_refusals(out: Path, *overrides: str) -> List[str]:
+    return list_faults(resume_run, out, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,7 @@ def write_schema_1(path: Path) -> None:
     (path / "manifest.json").unlink()
 
 
-# ---- whole
+# ---- damaged checkpoints
 
 
 def damage_bytes(data: bytes, count: int, seed: int) -> Any:
@@ -162,12 +164,10 @@ def test_a_damaged_checkpoint_is_one_line_of_the_command(
     assert code == 0, complaint
 
 
-@pytest.mark.parametrize("how", ["folder", "file"])
-def test_weights_to_begin_with_must_be_what_was_saved(
-    how: str, killed_run: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("source", ["folder", "file"])
+def test_initial_weights_must_be_undamaged(source: str, killed_run: Path, tmp_path: Path) -> None:
     folder = killed_run / "checkpoints" / "step-8"
-    path = folder if how == "folder" else folder / "model.safetensors"
+    path = folder if source == "folder" else folder / "model.safetensors"
     settings = [
         "seed=3",
         "method=gpipe",
@@ -190,7 +190,7 @@ def test_weights_to_begin_with_must_be_what_was_saved(
         train(make_short_config(*make_settings(*settings)), tmp_path / "again", quiet=True)
 
 
-# ---- whose
+# ---- checkpoints of another run
 
 
 DECIDING = {
@@ -232,7 +232,7 @@ FREE = {
 
 
 @pytest.mark.parametrize("name", list(FREE))
-def test_what_is_free_to_change_may(name: str, killed_run: Path) -> None:
+def test_keys_with_a_free_role_may_change(name: str, killed_run: Path) -> None:
     report = resume_run(killed_run, *FREE[name])
     steps = 14 if name == "more steps" else 12
     assert report["steps"] == steps and (killed_run / "checkpoints" / f"step-{steps}").is_dir()
@@ -364,8 +364,8 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(
     refused_options: Dict[str, List[str]] = {
         "--out": [], "--resume-from": ["--resume-from", "5"], "--resume": ["--resume", "--set", "optimizer.lr=0.2"],
     }  # fmt: skip
-    for option, more in refused_options.items():
-        code, _, complaint = run_train_tool(*arguments, *more)
+    for option, options in refused_options.items():
+        code, _, complaint = run_train_tool(*arguments, *options)
         assert code == 2 and f"{option}: " in complaint and str(killed_run) in complaint
     assert (
         run_train_tool(*arguments, "--resume")[0]
@@ -376,7 +376,7 @@ def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(
     assert before == {path: path.stat().st_mtime_ns for path in killed_run.rglob("*")}
 
 
-def test_resuming_in_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
+def test_resuming_in_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.json.gz").write_bytes(b"")
     assert list_refusals(tmp_path) == [f"--resume: {tmp_path}: contains no run to resume"]
 
@@ -384,7 +384,7 @@ def test_resuming_in_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None
 # ---- as earlier versions wrote it
 
 
-def test_a_run_whose_trace_was_counted_in_microbatches_goes_on(
+def test_a_run_whose_trace_was_counted_in_microbatches_resumes(
     trained_run: Path, killed_run: Path
 ) -> None:
     recorded = yaml.safe_load((killed_run / "config.yaml").read_text())
@@ -395,7 +395,9 @@ def test_a_run_whose_trace_was_counted_in_microbatches_goes_on(
     assert_same_weights(killed_run, trained_run)
 
 
-def test_a_checkpoint_of_schema_2_gives_its_weights_alone(killed_run: Path, tmp_path: Path) -> None:
+def test_only_the_weights_of_a_schema_2_checkpoint_can_be_loaded(
+    killed_run: Path, tmp_path: Path
+) -> None:
     folder = killed_run / "checkpoints" / "step-8"
     weights = checkpoint.load(folder).model
     write_schema_2(folder)
@@ -414,7 +416,7 @@ def test_a_checkpoint_of_schema_2_gives_its_weights_alone(killed_run: Path, tmp_
     )
 
 
-def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(
+def test_a_checkpoint_without_a_manifest_is_refused_with_a_remedy(
     killed_run: Path, tmp_path: Path
 ) -> None:
     folder = killed_run / "checkpoints" / "step-8"
@@ -429,10 +431,10 @@ def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(
     )
 
 
-# ---- an earlier one, and what a kill leaves
+# ---- an earlier checkpoint, and the remains of a kill
 
 
-def test_a_run_goes_on_from_an_earlier_checkpoint(
+def test_a_run_resumes_from_an_earlier_checkpoint(
     trained_run: Path,
     tmp_path: Path,
     run_train_tool: Any,  # noqa: F811
@@ -454,7 +456,7 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(
         assert code == 2 and "--resume" in complaint and complaint.count("\n") == 1
 
 
-def test_what_came_after_an_earlier_checkpoint_is_deleted_at_once(
+def test_checkpoints_after_an_earlier_one_are_deleted_at_once(
     trained_run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -494,7 +496,7 @@ def test_a_full_disk_is_a_fault_and_earlier_checkpoints_stay(limit: int, killed_
     checkpoint.load(folder / "step-8")
 
 
-def test_a_run_with_weights_to_begin_with_is_resumed_twice(
+def test_a_run_with_initial_weights_is_resumed_twice(
     tmp_path: Path,
     trained_run: Path,
     run_train_tool: Any,  # noqa: F811

@@ -37,8 +37,8 @@ def count_events(trace: Trace) -> "Counter[Tuple[Any, ...]]":
     )
 
 
-def assert_traces_match(resumed: Trace, whole: Trace, ended: int = 0) -> None:
-    """Assert that two traces differ only as docs/traces.md allows; `ended`: evaluations at the
+def assert_traces_match(resumed: Trace, whole: Trace, final_evaluations: int = 0) -> None:
+    """Assert that two traces differ only as docs/traces.md allows; `final_evaluations` are those at the
     end of the first start."""
     added, missing = (
         count_events(resumed) - count_events(whole),
@@ -46,7 +46,7 @@ def assert_traces_match(resumed: Trace, whole: Trace, ended: int = 0) -> None:
     )
     assert (
         not missing
-        and sum(added.values()) == ended
+        and sum(added.values()) == final_evaluations
         and {event[2] for event in added} <= {"evaluate"}
     )
     assert resumed.metadata == whole.metadata
@@ -72,12 +72,12 @@ def test_ranks_of_one_host_have_one_clock(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_processes
-def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
+def test_the_trace_of_a_resumed_run_on_processes(tmp_path: Path) -> None:
     finish(start(tmp_path / "whole", steps=8, **KEYS))
     finish(start(tmp_path / "resumed", steps=4, **KEYS))
     finish(start(tmp_path / "resumed", steps=8, resume=True, **KEYS))
     resumed, whole = (read_trace(tmp_path / name / "run") for name in ("resumed", "whole"))
-    assert_traces_match(resumed, whole, ended=2)
+    assert_traces_match(resumed, whole, final_evaluations=2)
     assert (
         resumed.events.is_kind("pause").sum() == 2 and not whole.events.is_kind("pause").any()
     )  # one per rank
@@ -86,7 +86,7 @@ def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "method", mark_slow(["pipedream", "gpipe"], lambda method: method == "pipedream")
 )
-def test_a_resumed_runs_trace_on_the_emulator(method: str, tmp_path: Path) -> None:
+def test_the_trace_of_a_resumed_run_on_the_emulator(method: str, tmp_path: Path) -> None:
     def train_sleeping_model(folder: Path, steps: int, resume: bool = False) -> None:
         config = configure(
             method=method, stages=["two"], micro_batch_size=BATCH, evaluate={"every": 0}, steps=steps,

@@ -117,13 +117,13 @@ def test_two_stages_of_a_device_may_share_a_step_that_holds_both() -> None:
     ([["F0", "W0", "I0"]], (), "W0 on stage 0 waits for I0 on stage 0, which waits for W0 on stage 0 (before it in"),
     ([[Action(Kind.RECOMPUTE, 0, 0)]], (), "R0 on stage 0: must be a forward or a backward"),
 ])  # fmt: skip
-def test_rows_that_name_no_schedule_are_refused(
+def test_rows_that_are_not_a_schedule_are_refused(
     rows: Any, placement: Tuple[int, ...], message: str
 ) -> None:
     assert message in "\n".join(list_faults(from_rows, rows, 1, placement=placement))
 
 
-def test_the_pages_example_prints_what_it_says() -> None:
+def test_the_example_of_the_page_prints_the_output_on_the_page() -> None:
     text = DOCS.read_text()
     code = re.search(r"```python\n(.*?)```", text, re.S)
     assert code is not None

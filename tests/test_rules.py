@@ -144,13 +144,13 @@ def compute_both_difference_by_hand() -> Tuple[Q, Q, Q]:
 
 
 def compute_spectrain_by_hand() -> Tuple[Q, Q, Q]:
-    # stage 1 of 3: lag 2, one more step to the first stage
+    # stage 1 of 3: staleness 2, one more step to the first stage
     w, v, _ = compute_momentum_steps()[-1]
     return w, w - LR * 3 * v, w - LR * 1 * v
 
 
 def compute_feedback_by_hand(scale: Q) -> Tuple[Q, Q, Q]:
-    # the optimizer's own steps are d_t = -lr v_t; from the second on, w gets 2 k (d_t - d_{t-1}) more, the lag being 2
+    # the optimizer's own steps are d_t = -lr v_t; from the second on, w gets 2 k (d_t - d_{t-1}) more, as the staleness is 2
     w, steps = START, [-LR * v for _, v, _ in compute_momentum_steps()]
     for before, step in zip([steps[0], *steps], steps):
         w = w + step + 2 * scale * (step - before)
@@ -288,7 +288,7 @@ def test_each_group_has_its_own_settings_and_prediction() -> None:
         1 - 0.5 * 1 - 0.0 * 1.25,
         1 - 0.25 * 1 - 4.0 * 1.5,
     ]
-    # version 1 of a lag of 2 updates: w - 2 lr v, with the rate of update 1
+    # version 1, with a staleness of 2 updates: w - 2 lr v, with the rate of update 1
     [(x, c)] = rules.compute_corrections(0, int(rules.encode_forwards(np.array([1]))[0]), 1)
     assert [c * float(x[0]), c * float(x[1])] == [-2 * 0.0 * 1.25, -2 * 4.0 * 1.5]
 
@@ -449,7 +449,8 @@ def test_horizons_of_spectrain() -> None:
         method = resolve_method("spectrain", {"schedule": schedule})
         table = VersionTable(make_schedule(method, S, 40, 1), method)
         settings = [
-            Setting(None, s, lag, method, 1) for s, lag in enumerate(table.rule_lag().tolist())
+            Setting(None, s, staleness, method, 1)
+            for s, staleness in enumerate(table.rule_lag().tolist())
         ]
         assert [compute_spectrain_horizon(at, is_forward=True) for at in settings] == forward
         assert [compute_spectrain_horizon(at, is_forward=False) for at in settings] == backward
@@ -457,18 +458,18 @@ def test_horizons_of_spectrain() -> None:
 
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("accumulate", [1, 2, 5])
-def test_recomputation_lag_is_the_papers(turn: int, accumulate: int) -> None:
+def test_recomputation_staleness_is_the_papers(turn: int, accumulate: int) -> None:
     """For stage j of a segment of S stages tau_recomp is ceil((2(S-j) + turn) / N) (PipeMare,
     appendix A, with ipu_pipe's turn)."""
     P, segments = 11, 3
     method = resolve_method("pipemare", {"turn": turn, "recompute": {"segments": segments}})
     table = VersionTable(make_schedule(method, P, 40 * accumulate, accumulate), method)
     first, last = 20 * accumulate, 30 * accumulate
-    lag = table.backward(first, last) - table.recompute(first, last)
+    staleness = table.backward(first, last) - table.recompute(first, last)
     position = 0
     for length in (4, 4, 3):
         for j in range(1, length + 1):
-            assert lag[position].max() == math.ceil((2 * (length - j) + turn) / accumulate)
+            assert staleness[position].max() == math.ceil((2 * (length - j) + turn) / accumulate)
             position += 1
     assert find_segment_ends(P, segments).tolist() == [3] * 4 + [7] * 4 + [10] * 3
     assert find_segment_ends(107, 0)[0] == len(np.array_split(np.arange(107), 10)[0]) - 1
@@ -517,21 +518,21 @@ def test_cyclic_data_parallelism_is_a_table_of_delays_and_a_pipeline(
     variant: int, method: str, args: Any
 ) -> None:
     for P in range(2, 9):
-        chosen = resolve_method(method, args)
-        table = VersionTable(make_schedule(chosen, P, 5 * P, P), chosen)
+        resolved = resolve_method(method, args)
+        table = VersionTable(make_schedule(resolved, P, 5 * P, P), resolved)
         m = np.arange(5 * P)
         delays = np.array(make_cyclic_delays(P, variant == 2))[:, m % P]
         assert (table.forward(0, 5 * P) == np.maximum(m // P - delays, 0)).all()
         assert (table.backward(0, 5 * P) == table.forward(0, 5 * P)).all()
     twin, stages = fresh("mlp"), fresh("mlp")
     data, P = draw_microbatches(24), len(stages)
-    stated = resolve_method(
+    delayed = resolve_method(
         "pipedream", {"constant_delay": {"updates": make_cyclic_delays(P, variant == 2)}}
     )
-    literal(twin, stated, P, data, ADAMW)
-    for one in (stated, resolve_method(method, args)):
+    literal(twin, delayed, P, data, ADAMW)
+    for variant_method in (delayed, resolve_method(method, args)):
         unsplit = join_stages(fresh("mlp"))
-        emulate(unsplit, one, P, data, ADAMW)
+        emulate(unsplit, variant_method, P, data, ADAMW)
         assert_equal(unsplit, twin)
 
 
@@ -543,7 +544,7 @@ def test_a_table_of_delays_must_fit() -> None:
             VersionTable(make_schedule(method, P, 8, N), method)
 
 
-def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
+def test_hogwild_without_mean_takes_the_delays_of_the_pipeline() -> None:
     method = resolve_method("pipemare", {"hogwild": {"max": 20}})
     table = VersionTable(make_schedule(method, 4, 40, 1), method)
     assert table.rule_lag().tolist() == [7, 5, 3, 1]

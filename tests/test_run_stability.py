@@ -62,7 +62,7 @@ def make_saddle(sign: float = 1.0) -> Any:
     )
 
 
-def test_it_is_the_greatest_above_zero_that_counts() -> None:
+def test_the_curvature_is_the_greatest_positive_one() -> None:
     def average_output(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return output.mean()
 
@@ -80,7 +80,7 @@ def test_it_is_the_greatest_above_zero_that_counts() -> None:
         measure_curvature(model, average_output, x, x, [[model.b]], 50)
 
 
-def test_a_model_is_left_as_found_and_looked_at_without_its_dropout() -> None:
+def test_a_model_is_left_unchanged_and_measured_without_its_dropout() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(8, 3)
@@ -205,7 +205,7 @@ RUNS: Dict[str, Dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_emulator_diverges_where_theory_says(name: str) -> None:
+def test_the_emulator_diverges_above_the_predicted_rate(name: str) -> None:
     """The stages share one direction, so that the largest stable rate of the whole is exact.
 
     A tenth below that rate the loss falls from one stretch of updates to the next; a tenth above it
@@ -311,7 +311,7 @@ def test_against_discrepancy_t2_and_stashing_are_advised() -> None:
 DIGITS = "configs/mlp_digits.yaml"
 
 
-def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def run_stability_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     command.main(arguments)
     return capsys.readouterr().out
 
@@ -321,7 +321,7 @@ def test_a_config_is_described_stage_by_stage(
 ) -> None:
     monkeypatch.chdir(ROOT)
     arguments = (DIGITS, "--set", "method=pipemare", "optimizer.lr=0.5", "gradient_accumulation=1")
-    content = json.loads(run_command(capsys, *arguments, "--json"))
+    content = json.loads(run_stability_command(capsys, *arguments, "--json"))
     assert list(content) == [
         "config",
         "method",
@@ -335,7 +335,7 @@ def test_a_config_is_described_stage_by_stage(
         "iterations"
     ] < 100
     assert content["stages"][0]["margin"] < 1 < content["stages"][0]["raised_by"][0]["margin"]
-    table = run_command(capsys, *arguments, "--curvature", "0.3")
+    table = run_stability_command(capsys, *arguments, "--curvature", "0.3")
     assert "largest stable" in table and "t1 (" in table
 
 
@@ -367,7 +367,7 @@ def test_the_command_ends_with_2_and_a_line() -> None:
 
 def test_figures_are_data_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads(
-        run_command(capsys, "pipemare_16", "pb_3", "--out", str(tmp_path), "--json")
+        run_stability_command(capsys, "pipemare_16", "pb_3", "--out", str(tmp_path), "--json")
     )
     assert list(content) == ["pipemare_16", "pb_3"]
     assert json.loads((tmp_path / "pb_3.json").read_text()) == content["pb_3"]
@@ -378,7 +378,7 @@ def test_figures_are_data_and_pictures(tmp_path: Path, capsys: pytest.CaptureFix
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in content)
     lines = {line["label"]: line for line in content["pipemare_16"]["panels"][0]["lines"]}
     assert max(lines["no discrepancy"]["y"]) < max(lines["the same, T2 (D = 0.1)"]["y"])
-    output = run_command(capsys)
+    output = run_stability_command(capsys)
     assert "pb_12" in output and "pipemare_18" in output
 
 

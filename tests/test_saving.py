@@ -47,19 +47,19 @@ def assert_checkpoints_equal(ours: checkpoint.Checkpoint, theirs: checkpoint.Che
 
 
 @needs_processes
-def test_a_sharded_run_goes_on_on_any_layout(tmp_path: Path) -> None:
+def test_a_sharded_run_resumes_on_any_layout(tmp_path: Path) -> None:
     """Resume on other layouts, with weights that no stage uses: two ranks in shards, then the
     emulator, or three ranks from a single file."""
-    how = [
+    settings = [
         "model.entry=tests.staged_models:OddModel",
         "model.args={}",
         "method=gpipe",
         "optimizer.name=adamw",
     ]
-    how += ["optimizer.momentum=null"]
-    emulate(tmp_path / "one", *how)
+    settings += ["optimizer.momentum=null"]
+    emulate(tmp_path / "one", *settings)
     two, three = ["stages=2", SHARDED], ["stages=3", SHARDED, "checkpoint.background=true"]
-    code, _, error = run(2, tmp_path / "two", *how, *two, "steps=8")
+    code, _, error = run(2, tmp_path / "two", *settings, *two, "steps=8")
     assert code == 0, error
     names = {
         f"{kind}-0000{rank}-of-00002.safetensors"
@@ -72,16 +72,16 @@ def test_a_sharded_run_goes_on_on_any_layout(tmp_path: Path) -> None:
     assert predict(tmp_path / "two", torch.zeros(2, 64)).shape == (2, 10)
     shutil.copytree(tmp_path / "two", tmp_path / "on")
 
-    assert emulate(tmp_path / "on", *how, resume=True)["steps"] == 12
+    assert emulate(tmp_path / "on", *settings, resume=True)["steps"] == 12
     assert_checkpoints_equal(
         load_last_checkpoint(tmp_path / "on"), load_last_checkpoint(tmp_path / "one")
     )
     shutil.rmtree(tmp_path / "on" / "checkpoints" / "step-12")
     (tmp_path / "on" / "summary.json").unlink()
     emulate(
-        tmp_path / "on", *how, resume=True, resume_from=4
+        tmp_path / "on", *settings, resume=True, resume_from=4
     )  # single files from here on, and sharded ones beside them
-    code, _, error = run(3, tmp_path / "on", *how, *three, "--resume-from", "8")
+    code, _, error = run(3, tmp_path / "on", *settings, *three, "--resume-from", "8")
     assert code == 0, error
     assert_checkpoints_equal(
         load_last_checkpoint(tmp_path / "on"), load_last_checkpoint(tmp_path / "one")
@@ -229,7 +229,7 @@ class DelayedWriter(ipu_pipe.Callback):
         self.seen.append(now.checkpoint.name)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
+def test_training_continues_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(make_short_config(*KEYS), tmp_path / "before", quiet=True)
@@ -255,7 +255,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         assert_checkpoints_equal(*same_step)
 
 
-def test_ctrl_c_waits_for_a_checkpoint_and_the_run_goes_on(
+def test_ctrl_c_waits_for_a_checkpoint_and_the_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
@@ -280,7 +280,7 @@ def test_ctrl_c_waits_for_a_checkpoint_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
-def test_what_fails_in_the_background_ends_the_run(
+def test_a_failure_in_the_background_ends_the_run(
     fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fail at the first, second and last file of the second checkpoint; the first checkpoint
@@ -399,7 +399,7 @@ def test_a_slow_writer_saves_the_state_of_the_checkpoints_step(
 
 @needs_processes
 @pytest.mark.parametrize("format", ["single", "sharded"])
-def test_what_a_saver_was_given_may_change_at_once(
+def test_the_arguments_of_a_saver_may_change_at_once(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ipu_pipe.store import shards
@@ -438,7 +438,9 @@ def test_what_a_saver_was_given_may_change_at_once(
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_json_cannot_hold_ends_the_run_in_a_line(background: bool, tmp_path: Path) -> None:
+def test_state_that_json_cannot_store_ends_the_run_with_one_line(
+    background: bool, tmp_path: Path
+) -> None:
     """Tensors in a list of an optimizer's state, or a callback's state nested 2,000 deep, once
     raised a RecursionError."""
 

@@ -52,7 +52,7 @@ QUICK = {"gpipe", "pipedream_flush", "pipedream", "pipelined_backprop", "local_o
 
 
 @pytest.mark.parametrize("name", mark_slow(PLAYED, QUICK.__contains__))
-def test_slots_are_those_of_the_rules_played_out(name: str) -> None:
+def test_slots_equal_the_simulated_ones(name: str) -> None:
     method = METHODS[name]
     for P, M in SIZES:
         for N in list_update_sizes(method, P, M):
@@ -72,7 +72,7 @@ def test_slots_are_those_of_the_rules_played_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLAYED)
-def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -> None:
+def test_windows_and_counts_agree_with_the_simulated_slots(name: str) -> None:
     method = METHODS[name]
     for P, M, N in ((1, 5, 2), (3, 20, 3), (4, 11, 5), (6, 7, 7), (7, 20, 8)):
         expected, schedule = simulate_method(method, P, M, N), make_schedule(method, P, M, N)
@@ -95,7 +95,7 @@ def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -
 
 
 @pytest.mark.parametrize("name", mark_slow(PLAYED, QUICK.__contains__))
-def test_most_in_flight_is_the_count_over_the_rules(name: str) -> None:
+def test_most_in_flight_equals_the_count_over_the_simulated_slots(name: str) -> None:
     method = METHODS[name]
     for P, M in SIZES[::3]:
         for N in list_update_sizes(method, P, M):
@@ -163,16 +163,16 @@ def test_equal_segments_are_one_part() -> None:
 
 
 @pytest.mark.parametrize("drain", [3, -2, 12])
-def test_drains_that_split_a_batch_or_lie_outside_are_refused(drain: int) -> None:
+def test_drains_within_a_batch_or_outside_the_run_are_refused(drain: int) -> None:
     for name in ("pipemare", "gpipe"):
         with pytest.raises(BadInput, match=f"drains: {drain}: must be a multiple of accumulate"):
             make_schedule(METHODS[name], 2, 10, 2, drains=[drain])
 
 
-# --- what an action needs, and the proof
+# --- the needs of an action, and the proof
 
 
-def test_stretches_lie_between_drains() -> None:
+def test_a_stretch_begins_and_ends_at_a_drain() -> None:
     drained = make_schedule(METHODS["pipedream"], 3, 40, 4, drains=[8, 24])
     assert [drained.get_drain_interval(k) for k in (0, 1, 2, 5, 6, 9)] == [
         (0, 2),
@@ -188,7 +188,7 @@ def test_stretches_lie_between_drains() -> None:
         ] == [(0, 1), (3, 4), (9, 10)]
 
 
-def test_needs() -> None:
+def test_the_actions_that_an_action_needs() -> None:
     def list_need_names(kind: Kind, index: int, stage: int) -> List[str]:
         return [str(need) for need in list_needs(Action(kind, index, stage), 3)]
 
@@ -264,8 +264,8 @@ def test_schedules_that_cannot_run_are_refused_naming_the_action(
 
 
 def test_stages_of_one_device_must_not_act_at_once() -> None:
-    """Collisions are checked by device: GPipe's three stages on two devices collide, and so do
-    they on one device unless they take turns."""
+    """Collisions are checked by device: GPipe's three stages collide on two devices; stages that
+    take turns may share one."""
     schedule = make_schedule(METHODS["gpipe"], 3, 2, 2)
     with pytest.raises(
         BadInput, match="device 7 has two actions in slot 2"
@@ -281,8 +281,8 @@ def test_stages_of_one_device_must_not_act_at_once() -> None:
         one, Costs([1, 2, 3], [4, 5, 6], [1, 1, 1])
     )  # B0 of stage 1 begins after U0 of stage 2
     assert eager.start[Kind.BACKWARD].tolist() == [[19, 43], [13, 37], [6, 30]]
-    apart = replace(schedule, placement=(2, 1, 0))
-    assert apart.busy_share() == schedule.busy_share()
+    separate = replace(schedule, placement=(2, 1, 0))
+    assert separate.busy_share() == schedule.busy_share()
 
 
 runs_strategy = st.lists(
@@ -314,8 +314,10 @@ def test_the_compact_proof_agrees_with_checking_every_slot(
     fits = all(len(set(taken)) == len(taken) for taken in slots.values())
     if slot_holds is SlotHolds.ONE:
         fits = fits and not set(slots[0]) & set(slots[1])
-    early = [b < f if slot_holds is SlotHolds.BOTH else b <= f for f, b in zip(slots[0], slots[1])]
-    fits = fits and not any(early)
+    precedes_forward = [
+        b < f if slot_holds is SlotHolds.BOTH else b <= f for f, b in zip(slots[0], slots[1])
+    ]
+    fits = fits and not any(precedes_forward)
     M = sum(counts)
     part = Stretch(0, 0, 1, 64, M, np.array(runs, RUN))
     try:
@@ -391,7 +393,7 @@ def test_rows_that_cannot_run_are_refused(rows: List[List[str]], message: str) -
 # --- printing
 
 
-def test_printed_as_papers_draw_it() -> None:
+def test_schedules_are_printed_as_papers_draw_them() -> None:
     assert format_text(make_schedule(METHODS["pipedream"], 3, 4, 1)) == (
         "slot     0   1   2   3   4   5   6   7   8   9   10  11\n"
         "stage 0  F0  F1  F2  .   .   B0* F3  B1* .   B2* .   B3*\n"
@@ -425,10 +427,14 @@ def test_method_arguments_change_the_axes() -> None:
         0,
         Reads.STASHED,
     )
-    late = resolve_method("pipedream", {"schedule": "dataflow", "turn": 1})
-    assert (late.pipeline, late.turn, late.backward_reads) == (Timeline.DATAFLOW, 1, Reads.STASHED)
-    other = resolve_method("pipemare", {"schedule": "1f1b"})
-    assert (other.pipeline, other.turn, other.backward_reads) == (
+    dataflow = resolve_method("pipedream", {"schedule": "dataflow", "turn": 1})
+    assert (dataflow.pipeline, dataflow.turn, dataflow.backward_reads) == (
+        Timeline.DATAFLOW,
+        1,
+        Reads.STASHED,
+    )
+    one_f_one_b = resolve_method("pipemare", {"schedule": "1f1b"})
+    assert (one_f_one_b.pipeline, one_f_one_b.turn, one_f_one_b.backward_reads) == (
         Timeline.ONE_F_ONE_B,
         0,
         Reads.NEWEST,
@@ -468,13 +474,14 @@ def test_schedules_and_versions_take_a_methods_name_and_are_shown_by_their_sizes
     """A name once raised an AttributeError, and the repr of a schedule contained the arrays of
     its runs."""
     for name in ("pipedream", "zbv"):
-        named, expected = (make_schedule(method, 4, 6, 3) for method in (name, METHODS[name]))
-        assert format_text(named) == format_text(expected)
+        by_name, expected = (make_schedule(method, 4, 6, 3) for method in (name, METHODS[name]))
+        assert format_text(by_name) == format_text(expected)
         versions = [
-            VersionTable(named, method).backward(0, 6).tolist() for method in (name, METHODS[name])
+            VersionTable(by_name, method).backward(0, 6).tolist()
+            for method in (name, METHODS[name])
         ]
         assert versions[0] == versions[1]
-        assert name in repr(named) and len(repr(make_schedule(name, 64, 960, 3))) < 100
+        assert name in repr(by_name) and len(repr(make_schedule(name, 64, 960, 3))) < 100
     assert repr(from_rows(["F0 B0".split()], 1)).startswith("Schedule(")
     assert "pipedream_flush" in list_faults(make_schedule, "pipedream_flsh", 4, 6, 6)[0]
 

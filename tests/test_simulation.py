@@ -26,7 +26,7 @@ def test_seeds_of_the_simulated_network(seeds: Tuple[int, ...]) -> None:
     assert not failures, "\n".join(failures)
 
 
-def test_no_more_messages_are_kept_than_microbatches_are_in_flight() -> None:
+def test_a_rank_stores_no_more_messages_than_microbatches_in_flight() -> None:
     """Each rank once kept 24 sent tensors for a neighbor, a multiple of its activations."""
     keys = {
         "method": "pipedream_flush", "stages": 2, "gradient_accumulation": 16, "steps": 1, "micro_batch_size": 16,

@@ -40,17 +40,17 @@ def test_every_key_of_a_config_is_explained() -> None:
     assert silent == []
 
 
-def test_no_docstring_explains_a_key_that_is_gone() -> None:
-    gone = {
+def test_no_docstring_explains_a_removed_key() -> None:
+    removed_keys = {
         f"{section.__name__}: {key}"
         for section in keys.collect_sections()
         for key in keys.split_docstring(section)[1]
         if key not in section.model_fields
     }
-    assert gone == set()
+    assert removed_keys == set()
 
 
-def test_the_page_of_keys_says_types_defaults_and_what_is_allowed() -> None:
+def test_the_page_of_keys_has_types_defaults_and_allowed_values() -> None:
     page = keys.format_page()
     assert "| `method` | naive, gpipe, " in page and ', rows | `"gpipe"` | the training' in page
     assert "| `micro_batch_size` | a whole number >= 1 | `8` | samples of a microbatch" in page
@@ -60,13 +60,13 @@ def test_the_page_of_keys_says_types_defaults_and_what_is_allowed() -> None:
     assert "given" not in {line.split("|")[1].strip(" `") for line in page.split("\n|")[1:]}
 
 
-def test_the_committed_page_of_keys_is_that_of_the_schema() -> None:
+def test_the_committed_page_of_keys_matches_the_schema() -> None:
     assert keys.PAGE.read_text(encoding="utf-8") == keys.format_page(), (
         "run: python tools/write_keys.py"
     )
 
 
-def test_an_example_of_a_key_is_a_value_that_it_takes() -> None:
+def test_the_example_of_a_key_is_a_valid_value() -> None:
     examples: Dict[str, List[str]] = {}
     for section, places in keys.collect_sections().items():
         for key in keys.list_keys(section, places[0]):
@@ -92,7 +92,7 @@ def test_keys_that_the_documentation_names_are_keys() -> None:
     sections = [
         (section, place) for section, places in keys.collect_sections().items() for place in places
     ]
-    known = {
+    keys_of_schema = {
         f"{place}.{name}".lstrip(".")
         for section, place in sections
         for name in section.model_fields
@@ -112,11 +112,11 @@ def test_keys_that_the_documentation_names_are_keys() -> None:
         for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", page.read_text(encoding="utf-8")):
             text = " ".join(code.split())
             top = re.split(r"\W", text)[0]
-            if top not in known:
+            if top not in keys_of_schema:
                 continue
             if (
                 re.fullmatch(r"\w+(\.\w+)+", text)
-                and text not in known
+                and text not in keys_of_schema
                 and not text.startswith(open_ended)
             ):
                 wrong.append(f"{page.name}: {text}")
@@ -130,7 +130,7 @@ def test_keys_that_the_documentation_names_are_keys() -> None:
     assert wrong == []
 
 
-def test_the_committed_picture_is_that_of_the_stored_results() -> None:
+def test_the_committed_picture_matches_the_stored_results() -> None:
     assert draw_prices.PICTURE.read_text(encoding="utf-8") == draw_prices.draw_picture(), (
         "run: python tools/draw_prices.py"
     )
@@ -139,24 +139,24 @@ def test_the_committed_picture_is_that_of_the_stored_results() -> None:
 def test_the_code_tour_names_files_that_exist() -> None:
     """README's reading order equals that of the tour, and both name files of this tree."""
     tour = (DOCS / "code_tour.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"[\w/]+/\w+\.py", tour))
+    files = set(re.findall(r"[\w/]+/\w+\.py", tour))
     assert [
         name
-        for name in sorted(named)
+        for name in sorted(files)
         if not any((top / name).is_file() for top in (ROOT, ROOT / "ipu_pipe"))
     ] == []
     in_order = re.findall(r"^\d\. \*\*`([\w/]+\.py)`", tour, re.MULTILINE)
-    (listed,) = re.findall(
+    (reading_order,) = re.findall(
         r"read in this order: (.*?)\.\s",
         (ROOT / "README.md").read_text(encoding="utf-8"),
         re.DOTALL,
     )
-    assert re.findall(r"[\w/]+\.py", listed) == in_order and len(in_order) == 5
+    assert re.findall(r"[\w/]+\.py", reading_order) == in_order and len(in_order) == 5
     assert len(tour.split()) <= 500
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     lost = [
         link

@@ -51,10 +51,10 @@ def expand_at_step(recurrence: Recurrence, step: float) -> List[float]:
     return list(fixed + step * per_step)
 
 
-def assert_same_roots(derived: List[float], printed: List[float]) -> None:
+def assert_same_roots(derived: List[float], expected: List[float]) -> None:
     """Assert that two polynomials have the same roots, except roots at 0, of which one
     derivation may have more."""
-    assert np.trim_zeros(derived, "b") == pytest.approx(np.trim_zeros(printed, "b"), abs=1e-12)
+    assert np.trim_zeros(derived, "b") == pytest.approx(np.trim_zeros(expected, "b"), abs=1e-12)
 
 
 # ---- the polynomials as the papers print them (the sign of GDM's last term put right)
@@ -109,10 +109,10 @@ def test_pipemares_polynomials(forward: int, backward: int) -> None:
         expand_at_step(make_pipemare(forward, backward, curvature=h, momentum=0.9), step), momentum
     )
     gap = forward - backward
-    apart = np.polyadd([1, -1] + [0] * forward, [step * (h + delta)])
-    apart = np.polysub(apart, [step * delta] + [0] * gap)
+    with_gap = np.polyadd([1, -1] + [0] * forward, [step * (h + delta)])
+    with_gap = np.polysub(with_gap, [step * delta] + [0] * gap)
     assert_same_roots(
-        expand_at_step(make_pipemare(forward, backward, delta, curvature=h), step), list(apart)
+        expand_at_step(make_pipemare(forward, backward, delta, curvature=h), step), list(with_gap)
     )
 
     def make_correction(size: float, difference: int) -> Any:
@@ -204,7 +204,7 @@ def draw_recurrence(rng: np.random.Generator) -> Recurrence:
     )
 
 
-def test_stable_steps_are_those_whose_roots_lie_inside() -> None:
+def test_stable_steps_have_all_roots_inside_the_unit_circle() -> None:
     rng = np.random.default_rng(1)
     for _ in range(150):
         loop = derive_loop_gain(draw_recurrence(rng))
@@ -235,11 +235,11 @@ def test_stability_need_not_be_monotone() -> None:
     """With an immediate backward and momentum a step that is too large is unstable, and a larger
     one is stable again."""
     loop = derive_loop_gain(make_pipemare(5, 0, -0.7766, momentum=0.9))
-    (zero, first), (again, last) = find_stable_steps(loop)
-    assert (zero, first, again, last) == pytest.approx((0, 0.1556, 0.4271, 1.439), rel=1e-3)
+    (zero, first), (second, last) = find_stable_steps(loop)
+    assert (zero, first, second, last) == pytest.approx((0, 0.1556, 0.4271, 1.439), rel=1e-3)
     assert find_largest_stable_step(loop) == first
     steps = np.array(
-        [first * 0.99, first * 1.01, again * 0.99, again * 1.01, last * 0.99, last * 1.01]
+        [first * 0.99, first * 1.01, second * 0.99, second * 1.01, last * 0.99, last * 1.01]
     )
     assert (compute_root_radius(loop, steps) < 1).tolist() == [
         True,
@@ -251,7 +251,7 @@ def test_stability_need_not_be_monotone() -> None:
     ]
 
 
-def test_steps_within_smaller_circles_are_those_whose_roots_lie_inside_them() -> None:
+def test_steps_within_a_smaller_circle_have_all_roots_inside_it() -> None:
     rng = np.random.default_rng(2)
     radii = np.array([0.6, 0.83, 0.97, 0.9991])
     inside_count = 0
@@ -266,7 +266,7 @@ def test_steps_within_smaller_circles_are_those_whose_roots_lie_inside_them() ->
     assert inside_count > 300
 
 
-def test_the_recurrences_carried_out_grow_as_the_roots_say() -> None:
+def test_simulated_recurrences_grow_as_their_roots_predict() -> None:
     """Simulate several step sizes of each rule; near the unit circle growth is too slow to be
     measured."""
     rng = np.random.default_rng(3)
@@ -305,11 +305,11 @@ def test_stages_that_share_a_direction(
     for factor, grows in ((0.97, False), (1.03, True)):
         w, velocity, step = [v, v], np.zeros(len(v)), factor * largest
         for _ in range(4000):
-            seen = np.array([
+            read_weights = np.array([
                 (1 + horizon * d) * w[max(-1 - d, -len(w))][i] - horizon * d * w[max(-2 - d, -len(w))][i]
                 for i, d in enumerate(delays)
             ])  # fmt: skip
-            gradient = 2.0 * v * (v @ seen)
+            gradient = 2.0 * v * (v @ read_weights)
             velocity = m * velocity + gradient
             a, b = np.array(compensated).T
             w.append(w[-1] - step * np.array(rates) * (a * velocity + b * gradient))
@@ -319,7 +319,7 @@ def test_stages_that_share_a_direction(
         assert ours == pytest.approx(sums[:201], rel=1e-9, abs=1e-12)
 
 
-# ---- what is the same as what
+# ---- equivalent rules
 
 
 def test_compensation_answers_a_late_gradient_as_if_it_had_come_in_time() -> None:

@@ -59,9 +59,9 @@ def make_auto_config(**keys: Any) -> Any:
     return configure(**{**defaults, "gradient_accumulation": 8, **keys})
 
 
-def choose_stage_names(own: Any, **keys: Any) -> List[str]:
-    method = resolve_method(own.method)
-    return choose_stages(own, method, mlp(**SMALL["args"]), F.cross_entropy, EXAMPLE, **keys)
+def choose_stage_names(settings: Any, **keys: Any) -> List[str]:
+    method = resolve_method(settings.method)
+    return choose_stages(settings, method, mlp(**SMALL["args"]), F.cross_entropy, EXAMPLE, **keys)
 
 
 @pytest.mark.parametrize("keys", [
@@ -97,7 +97,7 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
     }
 
 
-def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
+def test_without_hardware_processes_are_the_stages_and_flops_the_costs() -> None:
     settings = make_auto_config(hardware=None, backend={"name": "distributed"})
     units = count_units(mlp(**SMALL["args"]), EXAMPLE[0], (), F.cross_entropy, EXAMPLE[1]).units
     work = [unit.forward_flops + unit.backward_flops for unit in units]
@@ -114,9 +114,9 @@ def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
 
 
 @pytest.mark.parametrize("method, depths", [("local_greedy", range(1, 5)), ("local_chunked", [2])])
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("on_hardware", [True, False])
 def test_local_stages_are_the_best_of_all_with_their_heads(
-    method: str, depths: Any, named: bool
+    method: str, depths: Any, on_hardware: bool
 ) -> None:
     """Compare with all cuts of one block per stage: by predicted times on hardware, by FLOPs
     without hardware.
@@ -124,20 +124,20 @@ def test_local_stages_are_the_best_of_all_with_their_heads(
     With hardware the run is then built with those blocks, and its prediction equals that of the
     choice.
     """
-    processes = None if named or method == "local_chunked" else 3
-    where = {} if named else {"hardware": None, "backend": {"name": "distributed"}}
+    processes = None if on_hardware or method == "local_chunked" else 3
+    where = {} if on_hardware else {"hardware": None, "backend": {"name": "distributed"}}
     settings = make_auto_config(method=method, gradient_accumulation=1, **where)
     names = choose_stage_names(
-        settings, processes=2 if not named and method == "local_chunked" else processes
+        settings, processes=2 if not on_hardware and method == "local_chunked" else processes
     )
     model, x = mlp(**SMALL["args"]), EXAMPLE[0][:FEW]
     units = count_units(model, x, (), F.cross_entropy, EXAMPLE[1][:FEW]).units
     blocks = count_blocks(model, x, units)
     result: Dict[Any, float] = {}
-    for depth in depths if named else [processes or 2]:
+    for depth in depths if on_hardware else [processes or 2]:
         for inner in itertools.combinations(range(1, len(units)), depth - 1):
             starts, ends = [0, *inner], [*inner, len(units)]
-            if named:
+            if on_hardware:
                 problem = replace(
                     make_problem(settings, units, 256.0, read_hardware(settings.hardware)),
                     blocks=blocks,
@@ -160,8 +160,8 @@ def test_local_stages_are_the_best_of_all_with_their_heads(
                     sum(u.forward_flops + u.backward_flops for u in stage) for stage in with_heads
                 )
     best = result[tuple(i for i, unit in enumerate(units) if unit.name in names)]
-    assert best <= (1.03 if named else 1 + 1e-9) * min(result.values())
-    if named:
+    assert best <= (1.03 if on_hardware else 1 + 1e-9) * min(result.values())
+    if on_hardware:
         job = build(settings)
         assert job.partition.begin_names() == names
         assert predict_config_cut(job).prediction.samples_per_second == pytest.approx(1 / best)
@@ -181,7 +181,7 @@ def test_local_stages_are_the_best_of_all_with_their_heads(
     ({"method": "zbv", "gradient_accumulation": 8, "hardware": "pod4"}, "stages: auto: devices in lock-step do not run zbv"),
     ({"method": "zb_auto", "method_args": {"activation_limit": 2}}, "stages: auto: the planner knows zb_auto without"),
 ])  # fmt: skip
-def test_what_cannot_be_chosen_is_reported(keys: Any, message: str) -> None:
+def test_impossible_choices_of_stages_are_reported(keys: Any, message: str) -> None:
     faults = list_faults(lambda: build(make_auto_config(**keys)))
     assert any(message in fault for fault in faults), faults
 
@@ -233,9 +233,14 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
         str(s) for s in range(len(prediction.starts))
     ]
     merged = "method_args={schedule: dataflow}"
-    for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", merged):
+    for setting in (
+        "method=local_overlapping",
+        "precision=bfloat16",
+        "stages={finest: 40}",
+        merged,
+    ):
         assert "not predicted on v100x8: " in run_train_command(
-            capsys, *arguments, "hardware=v100x8", more
+            capsys, *arguments, "hardware=v100x8", setting
         )
     assert "predicted" not in run_train_command(capsys, *arguments, "hardware=null")
 
@@ -367,8 +372,8 @@ def test_predicted_activations_are_those_of_the_runs_memory_report(keys: Any) ->
     """Include the inputs that stages stash for their backward, even if the previous stage stashes
     them too, and the loss's own tensors.
 
-    The figures are equal to the byte with the number of samples that units are counted with; a few
-    tensors do not grow with it.
+    The figures are equal to the byte with the number of samples that units are counted with; a
+    few numbers do not grow with the samples.
     """
     job = build(make_auto_config(**keys))
     predicted = [memory.activations for memory in predict_config_cut(job).prediction.memory]

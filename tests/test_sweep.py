@@ -32,7 +32,7 @@ def test_no_stored_run_is_silently_wrong_or_crashes() -> None:
             ), name
 
 
-def test_the_table_is_that_of_the_stored_results() -> None:
+def test_the_table_matches_the_stored_results() -> None:
     assert (STORED / "table.md").read_text() == sweep.format_table(
         json.loads((STORED / "results.json").read_text())
     )
@@ -47,7 +47,7 @@ def test_a_difference_is_reported() -> None:
     )
 
 
-def test_only_the_same_divergence_on_both_backends_is_let_pass() -> None:
+def test_only_the_same_divergence_on_both_backends_passes() -> None:
     fault = "update 2 of method pipemare: the training loss is nan; a smaller optimizer.lr may help"
     assert sweep.judge_divergence(fault, f"differs: {fault} (allow_nonfinite)") == [
         f"diverged: {fault}",

@@ -143,14 +143,14 @@ def test_characters_and_subsets(shakespeare_root: Path) -> None:
     )
     x, _ = epoch_of(load_data("shakespeare", shakespeare_root, context=4, ascii=True), 0, 1)
     assert all("".join(map(chr, window)) in make_prose() for window in x.tolist())
-    some = load_data("shakespeare", shakespeare_root, context=4, subset=10, test_subset=2)
+    subset = load_data("shakespeare", shakespeare_root, context=4, subset=10, test_subset=2)
     assert (
-        some.train_batches_per_epoch(1) == 10
-        and "".join(spell_windows(some, read_test_part(some, 3)[0])) == make_prose()[900:908]
+        subset.train_batches_per_epoch(1) == 10
+        and "".join(spell_windows(subset, read_test_part(subset, 3)[0])) == make_prose()[900:908]
     )
     places = [
         make_prose().index(a + b[-1])
-        for a, b in zip(*(spell_windows(some, part) for part in epoch_of(some, 0, 1)))
+        for a, b in zip(*(spell_windows(subset, part) for part in epoch_of(subset, 0, 1)))
     ]
     assert max(places) < 11 * 4 and len(set(places)) == 10
 
@@ -255,19 +255,19 @@ def test_pairs_padding_and_labels(translation_root: Path) -> None:
 def test_the_test_pairs_and_numbers_are_one_choice_whatever_seed_and_subset(
     translation_root: Path,
 ) -> None:
-    data, other = (
+    data, subset = (
         load_data("translation", translation_root, seed=s, length=8, subset=n, test_subset=m)
         for s, n, m in ((0, None, None), (5, 7, 4))
     )
-    assert data.source_tokens == other.source_tokens  # type: ignore[attr-defined]
+    assert data.source_tokens == subset.source_tokens  # type: ignore[attr-defined]
     assert (
-        torch.equal(read_test_part(data, 6)[0][:4], read_test_part(other, 6)[0])
-        and other.train_batches_per_epoch(1) == 7
+        torch.equal(read_test_part(data, 6)[0][:4], read_test_part(subset, 6)[0])
+        and subset.train_batches_per_epoch(1) == 7
     )
-    whole, some = (
-        {tuple(row) for row in epoch_of(d, 0, 1)[0][:, 0].tolist()} for d in (data, other)
+    all_pairs, subset_pairs = (
+        {tuple(row) for row in epoch_of(d, 0, 1)[0][:, 0].tolist()} for d in (data, subset)
     )
-    assert some < whole
+    assert subset_pairs < all_pairs
 
 
 def test_pairs_come_in_an_order_by_seed_and_epoch(translation_root: Path) -> None:
@@ -435,7 +435,7 @@ def test_markup_is_taken_off(markup: str, plain: str) -> None:
     assert fetch_module._strip_marks(markup) == plain
 
 
-# a module of texts in JSON, with what is used of pysword
+# a fake pysword with the used part of its API, whose texts are JSON
 PYSWORD = """
 import json, os
 

@@ -43,7 +43,7 @@ def separate_replicas(stages: List[nn.Module], name: str) -> List[nn.Module]:
     return stages
 
 
-# ---- which methods
+# ---- methods that share weights
 
 
 def test_methods_that_flush_and_2bw_share_weights() -> None:
@@ -51,14 +51,16 @@ def test_methods_that_flush_and_2bw_share_weights() -> None:
 
 
 @given(st.sampled_from(SHARING), st.integers(2, 6), st.integers(1, 4), st.integers(0, 5), st.data())
-def test_all_stages_of_such_methods_read_one_version_of_a_microbatch(
-    name: str, stages: int, batch: int, more: int, data: Any
+def test_all_stages_of_methods_that_share_read_one_version_of_a_microbatch(
+    name: str, stages: int, batch: int, extra_batches: int, data: Any
 ) -> None:
     method = resolve_method(name)
     accumulate = batch if name != "pipedream_2bw" else max(batch, stages)
-    count = accumulate * (more + 2)
+    count = accumulate * (extra_batches + 2)
     drains = data.draw(
-        st.lists(st.integers(1, more + 1).map(lambda k: k * accumulate), unique=True).map(sorted)
+        st.lists(st.integers(1, extra_batches + 1).map(lambda k: k * accumulate), unique=True).map(
+            sorted
+        )
     )
     forward, backward = VersionTable(
         make_schedule(method, stages, count, accumulate, drains), method
@@ -69,13 +71,13 @@ def test_all_stages_of_such_methods_read_one_version_of_a_microbatch(
 @pytest.mark.parametrize(
     "name", [n for n, m in METHODS.items() if not m.one_version and m.is_pipeline]
 )
-def test_stages_of_the_others_read_different_ones(name: str) -> None:
+def test_stages_of_other_methods_read_different_versions(name: str) -> None:
     method = resolve_method(name)
     forward, _ = VersionTable(make_schedule(method, 4, 40, 1), method).window(0, 40)
     assert (forward != forward[0]).any()
 
 
-# ---- which stages
+# ---- stages of a shared weight
 
 
 def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None:
@@ -113,11 +115,11 @@ def test_a_count_divides_a_shared_weight_where_it_may() -> None:
     assert not partition(model, x, 3).shared
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.one_version])
-def test_other_methods_refuse_it_with_weight_stages_reason_and_remedy(name: str) -> None:
+def test_other_methods_refuse_a_shared_weight_with_reason_and_remedy(name: str) -> None:
     (fault,) = list_faults(
         partition,
         join_stages(TIED["tied"]()),
@@ -139,7 +141,7 @@ def test_other_methods_refuse_it_with_weight_stages_reason_and_remedy(name: str)
     assert why in fault
 
 
-# ---- what is computed
+# ---- weights
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
@@ -149,14 +151,14 @@ def test_other_methods_refuse_it_with_weight_stages_reason_and_remedy(name: str)
 def test_weights_equal_those_of_the_literal_replay(
     method: str, model: str, optimizer: str, accumulate: int, drains: Tuple[int, ...]
 ) -> None:
-    chosen = resolve_method(method)
+    resolved = resolve_method(method)
     if method == "pipedream_2bw":
         accumulate = max(accumulate, 5)
     stages, microbatches = make_seeded_stages(model), draw_microbatches(accumulate * 8)
     twin, unsplit = separate_replicas(copy.deepcopy(stages), model), join_stages(stages)
-    emulator = emulate(unsplit, chosen, accumulate, microbatches, OPTIMIZERS[optimizer], drains)
+    emulator = emulate(unsplit, resolved, accumulate, microbatches, OPTIMIZERS[optimizer], drains)
     replayed = literal(
-        twin, chosen, accumulate, microbatches, OPTIMIZERS[optimizer], drains, ties=TIES[model]
+        twin, resolved, accumulate, microbatches, OPTIMIZERS[optimizer], drains, ties=TIES[model]
     )
     states = emulator.work.rules.optimizer.state
     parameters = [p for s, stage in enumerate(replayed) for p in stage.parameters.values()]

@@ -35,11 +35,11 @@ def test_unit_costs_give_the_slots(name: str) -> None:
             times = clock(schedule, costs, count)
             for kind in (Kind.FORWARD, Kind.BACKWARD):
                 slots = schedule.slots(kind, 0, count)
-                late = (
+                offset = (
                     0.5 if schedule.slot_holds is SlotHolds.BOTH and kind is Kind.BACKWARD else 0.0
                 )
-                assert (times.start[kind] == slots + late).all()
-                assert (times.end[kind] == slots + late + 1 / schedule.slot_capacity).all()
+                assert (times.start[kind] == slots + offset).all()
+                assert (times.end[kind] == slots + offset + 1 / schedule.slot_capacity).all()
             ends = schedule.slots(Kind.UPDATE, 0, count // N) + 1
             assert (times.start[Kind.UPDATE] == ends).all() and (
                 times.end[Kind.UPDATE] == ends
@@ -63,17 +63,17 @@ def test_an_update_waits_for_all_of_its_batch_in_whatever_order() -> None:
 # ---- messages
 
 
-def make_equal_costs(stages: int, **more: Any) -> Costs:
+def make_equal_costs(stages: int, **keys: Any) -> Costs:
     """Return equal costs for every stage: a forward of 1, a backward of 2, no update."""
-    return Costs([1.0] * stages, [2.0] * stages, [0.0] * stages, **more)
+    return Costs([1.0] * stages, [2.0] * stages, [0.0] * stages, **keys)
 
 
 def test_latency_delays_and_occupies_nothing() -> None:
     """GPipe waits for the latency once a stage forward, and once a stage backward."""
-    late = [Transfer(0.0, 2.5, (f"wire {s}",)) for s in range(3)]
+    latencies = [Transfer(0.0, 2.5, (f"wire {s}",)) for s in range(3)]
     schedule = make_schedule(resolve_method("gpipe"), 4, 6, 6)
     assert (
-        clock(schedule, make_equal_costs(4, onward=late, back=late)).finish
+        clock(schedule, make_equal_costs(4, onward=latencies, back=latencies)).finish
         == (6 + 3) * 3 + 2 * 3 * 2.5
     )
 
@@ -109,18 +109,18 @@ def test_few_microbatches_in_flight_wait_for_the_way_there_and_back() -> None:
 def test_messages_that_share_a_link_follow_one_another_as_they_come() -> None:
     """Two boundaries of local blocks share a link: 2 messages of 2 seconds a microbatch,
     although no stage takes more than 3."""
-    one = [Transfer(2.0, 0.0, ("wire",))]
+    wire = [Transfer(2.0, 0.0, ("wire",))]
     blocks = make_schedule(resolve_method("local_greedy"), 3, 100, 1)
-    shared, apart = (
-        make_equal_costs(3, onward=one * 2),
-        make_equal_costs(3, onward=[*one, Transfer(2.0, 0.0, ("other",))]),
+    shared, separate = (
+        make_equal_costs(3, onward=wire * 2),
+        make_equal_costs(3, onward=[*wire, Transfer(2.0, 0.0, ("other",))]),
     )
     assert clock(blocks, shared).finish > 100 * 4 and clock(blocks, shared).link_busy == {
         "wire": 400.0
     }
     # the last stage begins when two forwards and their messages are over
-    assert clock(blocks, apart).finish == 100 * 3 + 2 * (1 + 2)
-    # first come, first carried: what stage 1 sends at 3.5 holds up what stage 0 sends at 4 until 5
+    assert clock(blocks, separate).finish == 100 * 3 + 2 * (1 + 2)
+    # first come, first served: the message of stage 1 at 3.5 delays that of stage 0 from 4 to 5
     costs = make_equal_costs(3, onward=[Transfer(1.5, 0.0, ("wire",))] * 2)
     times = clock(make_schedule(resolve_method("local_greedy"), 3, 2, 1), costs)
     assert times.start[Kind.FORWARD].tolist() == [[0.0, 3.0], [2.5, 6.5], [5.0, 9.0]]

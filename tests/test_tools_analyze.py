@@ -82,7 +82,7 @@ def test_the_answer_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "begin stage 1 at layer4 instead of layer2" in lines[6] and "predicted" in lines[6]
 
 
-def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content: Dict[str, Any] = json.loads(
         run_analyze(capsys, write_run_folder(tmp_path / "run"), "--json")
     )
@@ -151,7 +151,7 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert page.startswith("<!doctype html>") and "times the mean of the others" in page
 
 
-def test_of_many_events_a_window_is_drawn() -> None:
+def test_a_window_of_many_events_is_drawn() -> None:
     events = Events.from_rows(
         Event(d, d, "forward", m, 10 * m, 10 * m + 9, 0, None)
         for m in range(10_000)

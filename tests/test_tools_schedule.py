@@ -40,7 +40,7 @@ def test_as_a_command_from_another_folder(tmp_path: Path) -> None:
     )
 
 
-def test_json_is_the_contract(run_schedule: ScheduleCommand) -> None:
+def test_the_json_output_of_a_schedule(run_schedule: ScheduleCommand) -> None:
     completed = run_schedule(
         "pipelined_backprop", "--stages", 2, "--microbatches", 3, "--format", "json"
     )
@@ -120,7 +120,7 @@ def test_the_legend_explains_every_symbol_of_the_drawing(
         assert (words in legend) is (symbol in symbols), (symbol, legend)
 
 
-def test_text_of_a_large_schedule_prints_its_beginning_and_says_so(
+def test_text_of_a_large_schedule_prints_and_mentions_its_beginning(
     run_schedule: ScheduleCommand,
 ) -> None:
     completed = run_schedule("gpipe", "--stages", 200, "--microbatches", 5000, "--accumulate", 50)
@@ -192,7 +192,7 @@ def test_bad_input_is_reported_in_one_line_a_fault(
     (["gpipe", "--stages", 4, "--microbatches", 8, "--slots", f"0:{10**20}"], "--slots: "),
     (["pipedream", "--stages", 4, "--microbatches", 8, "--work", "1,1"], "--work: 1,1: "),
 ])  # fmt: skip
-def test_numbers_with_which_it_would_not_end_are_refused(
+def test_numbers_that_would_take_for_ever_are_refused(
     run_schedule: ScheduleCommand, arguments: List[object], key: str
 ) -> None:
     completed = run_schedule(*arguments)

@@ -275,12 +275,12 @@ def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
 
     layout, cpu = RankLayout(rank, schedule.device_of_stage), torch.device("cpu")
     side = OurSide(schedule, method, layout.stages_of_rank)
-    cut = cut_model(side.model, side.begins, side.data[0][0])
+    pieces = cut_model(side.model, side.begins, side.data[0][0])
     recorder = TraceRecorder(rank, layout.stages_of_rank[0], range(1))
     mail = Mail(layout, cpu, recorder, 60.0)
-    crossings = list_crossings(cut)
+    crossings = list_crossings(pieces)
     models = [
-        StageModel(layout, s, cut[s], crossings, lambda m: side.data[m], cpu)
+        StageModel(layout, s, pieces[s], crossings, lambda m: side.data[m], cpu)
         for s in layout.stages_of_rank
     ]
     engine = Interpreter(

@@ -32,7 +32,7 @@ BACKWARD = np.array([[6, 7, 14, 15], [5, 6, 13, 14], [4, 5, 12, 13]])
 VERSIONS = np.array([[0, 0, 1, 1]] * 3)
 
 
-def model_gpipe_events(**changes: Any) -> Tuple[List[Event], List[Counter]]:
+def build_gpipe_events(**changes: Any) -> Tuple[List[Event], List[Counter]]:
     schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
     assert (schedule.slots(Kind.FORWARD, 0, 4) == FORWARD).all()
     assert (schedule.slots(Kind.BACKWARD, 0, 4) == BACKWARD).all()
@@ -59,7 +59,7 @@ def read_chrome(path: Path) -> Tuple[List[Event], List[Counter], Dict[str, Any]]
     return list(result.events.rows()), list(result.counters.rows()), result.metadata
 
 
-def make_times(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Times:
+def make_slot_times(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Times:
     """Return the times of passes of one unit each that begin in these slots."""
     start = {
         Kind.FORWARD: forward,
@@ -82,7 +82,7 @@ def list_records(path: Path, phase: str) -> List[Dict[str, Any]]:
 
 
 def test_events_of_a_schedule() -> None:
-    events, _ = model_gpipe_events()
+    events, _ = build_gpipe_events()
     assert len(events) == 2 * 12 + 3 * 2
     assert Event(0, 0, "forward", 3, 9000, 10000, 1, 70) in events  # sends activations to stage 1
     assert Event(1, 1, "backward", 1, 6000, 7000, 10, 70) in events  # sends gradients to stage 0
@@ -110,7 +110,7 @@ def count_in_flight(
 
 @pytest.mark.parametrize("devices", [[0, 1, 2], [0, 0, 1], [5, 5, 5], [0, 1, 0]])
 def test_counters_are_the_microbatches_in_flight_on_a_device(devices: List[int]) -> None:
-    _, counters = model_gpipe_events(device_of_stage=devices)
+    _, counters = build_gpipe_events(device_of_stage=devices)
     for device in set(devices):
         counts = {c.time_ns: c.value for c in counters if c.device == device}
         assert len(counts) == sum(c.device == device for c in counters)  # one value a moment
@@ -125,7 +125,7 @@ def test_counters_are_the_microbatches_in_flight_on_a_device(devices: List[int])
 # ---- the schedules that we have
 
 
-def model_method_events(
+def build_method_events(
     name: str, args: Dict[str, Any], microbatches: int = 12
 ) -> Tuple[List[Event], List[Counter]]:
     """Return the events and counters of a modelled run: 4 stages, 4 microbatches an update,
@@ -150,7 +150,7 @@ BOTH: List[Tuple[str, Dict[str, Any]]] = [
 def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forward_in_time(
     name: str, args: Dict[str, Any], tmp_path: Path
 ) -> None:
-    events, counters = model_method_events(name, args)
+    events, counters = build_method_events(name, args)
     local = METHODS[name].structure is not None
     passes = {(e.kind, e.stage, e.microbatch): e for e in events if e.kind != "update"}
     assert len(passes) == 2 * 4 * 12 and all(e.start_ns < e.end_ns for e in passes.values())
@@ -216,15 +216,15 @@ MIXED = [
 
 def test_a_counter_that_is_not_a_number_is_null(tmp_path: Path) -> None:
     trace.write_chrome(
-        tmp_path / "t", model_gpipe_events()[0], [Counter(0, "loss", 1, float("nan"))], {}
+        tmp_path / "t", build_gpipe_events()[0], [Counter(0, "loss", 1, float("nan"))], {}
     )
     assert list_records(tmp_path / "t", "C")[0]["args"]["value"] is None
     _, (counter,), _ = read_chrome(tmp_path / "t")
     assert counter.value != counter.value
 
 
-def test_modelled_times_say_so(tmp_path: Path) -> None:
-    events, counters = model_gpipe_events()
+def test_modelled_times_are_marked(tmp_path: Path) -> None:
+    events, counters = build_gpipe_events()
     for is_modelled in (True, False):
         trace.write_chrome(tmp_path / "t", events, counters, {"modelled": is_modelled})
         assert read_chrome_json(tmp_path / "t")["otherData"] == {"modelled": is_modelled}
@@ -255,8 +255,10 @@ def test_events_in_the_file(tmp_path: Path) -> None:
 
 def test_devices_and_tracks_have_names(tmp_path: Path) -> None:
     slots = 4 * np.arange(4)[None] + [[0], [1], [0]]
-    events, _ = model_gpipe_events(
-        times=make_times(slots, slots + 2, 2), versions=(slots, slots), device_of_stage=[0, 0, 4]
+    events, _ = build_gpipe_events(
+        times=make_slot_times(slots, slots + 2, 2),
+        versions=(slots, slots),
+        device_of_stage=[0, 0, 4],
     )
     trace.write_chrome(tmp_path / "t", [*events, Event(2, 4, "recv", 0, 0, 1, -1, None)], [], {})
     names = [

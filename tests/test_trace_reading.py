@@ -55,7 +55,7 @@ def test_a_run_of_several_ranks_is_one_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["trace.json.gz", "plain.json"])
-def test_chrome_json_of_ours(tmp_path: Path, name: str) -> None:
+def test_our_chrome_json_is_read(tmp_path: Path, name: str) -> None:
     waits = [
         Event(1, 1, "wait", 0, 0, 40, -1, None, 0, "activations"),
         Event(0, 0, "send", 0, 10, 20, -1, 64, 1, "activations"),
@@ -93,8 +93,8 @@ def write_kineto(
 
 
 def make_record(category: str, name: str, ts: float, dur: float) -> Dict[str, Any]:
-    where = {"pid": 9, "tid": 1, "ts": ts, "dur": dur}
-    return {"ph": "X", "cat": category, "name": name, **where, "args": {"External id": 1}}
+    place_and_time = {"pid": 9, "tid": 1, "ts": ts, "dur": dur}
+    return {"ph": "X", "cat": category, "name": name, **place_and_time, "args": {"External id": 1}}
 
 
 def read_kinds(path: Path) -> List[Any]:
@@ -149,7 +149,7 @@ def test_a_profilers_records_of_cpus_in_a_folder(tmp_path: Path) -> None:
     assert "microbatches, versions and waits" in read_trace(tmp_path).notes[0]
 
 
-def test_what_pytorchs_profiler_writes_here_is_read(tmp_path: Path) -> None:
+def test_a_trace_of_the_installed_profiler_is_read(tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         torch.ones(8, 8) @ torch.ones(8, 8)
     profiler.export_chrome_trace(str(tmp_path / "a.json"))
@@ -166,7 +166,7 @@ def test_two_files_of_one_rank(tmp_path: Path) -> None:
         read_trace(tmp_path)
 
 
-# ---- what is no trace
+# ---- files that are not traces
 
 
 def write_unreadable_files(tmp_path: Path) -> Dict[str, Path]:
@@ -225,7 +225,7 @@ def write_unreadable_files(tmp_path: Path) -> Dict[str, Path]:
     return result
 
 
-def test_what_is_no_trace_is_one_line_each(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_one_line(tmp_path: Path) -> None:
     paths = write_unreadable_files(tmp_path)
     for name, path in paths.items():
         (fault,) = list_faults(read_trace, path)

@@ -28,7 +28,7 @@ def draw_events(count: int) -> List[Event]:
     ]  # fmt: skip
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_events_are_read(tmp_path: Path) -> None:
     events, path = draw_events(10_000), tmp_path / "trace" / "rank-0.trace"
     writer = TraceWriter(path, {"method": "gpipe", "stages": 5})
     counters = [Counter(e.device, f"name {n % 3}", e.start_ns, n / 7) for n, e in enumerate(events)]
@@ -55,7 +55,7 @@ def test_times_are_by_the_first_ranks_clock(tmp_path: Path) -> None:
     assert read_store(path).events.start.tolist() == [10, 110, 180, 250, 1050]
 
 
-def test_what_a_killed_run_leaves(tmp_path: Path) -> None:
+def test_a_killed_runs_trace_is_read(tmp_path: Path) -> None:
     events, path, rows = draw_events(3 * 512), tmp_path / "a.trace", 512
     writer = TraceWriter(path, {"method": "gpipe"})
     for begin in range(0, len(events), rows):

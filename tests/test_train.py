@@ -154,7 +154,9 @@ def test_resuming_continues_to_the_bit(
     assert read_column(tmp_path / "whole", "step") == read_column(tmp_path / "cut", "step")
 
 
-def test_a_finished_run_says_so(tmp_path: Path, run_train_tool: Any) -> None:
+def test_resuming_a_finished_run_prints_that_it_is_finished(
+    tmp_path: Path, run_train_tool: Any
+) -> None:
     first = train(make_short_config(), tmp_path / "run", quiet=True)
     code, output, _ = run_train_tool(
         DIGITS, *make_set_options(), "--out", str(tmp_path / "run"), "--resume"
@@ -201,9 +203,7 @@ def test_stages_measured_by_time_are_measured_once(
     train(make_short_config(*settings[1:], "stages=[relu1]"), tmp_path / "named", quiet=True)
     assert_same_weights(tmp_path / "run", tmp_path / "named")
     code, output, _ = run_train_tool(*arguments, "--resume")
-    runs_at_equal_time = list(
-        (tmp_path / "run").glob("gpipe-accumulate-*")
-    )  # those at equal time too
+    runs_at_equal_time = list((tmp_path / "run").glob("gpipe-accumulate-*"))
     assert (
         code == 0
         and runs_at_equal_time
@@ -211,7 +211,7 @@ def test_stages_measured_by_time_are_measured_once(
     )
     (
         tmp_path / "run" / "summary.json"
-    ).unlink()  # another number of stages may be asked for, and it is told
+    ).unlink()  # another number of stages may be requested, and is reported
     code, output, _ = run_train_tool(
         DIGITS,
         *make_set_options(*settings, "stages.count=3"),
@@ -222,17 +222,17 @@ def test_stages_measured_by_time_are_measured_once(
     assert code == 0 and "the run continues with another stages" in output
 
 
-@pytest.mark.parametrize("how", ["interrupted", "not finite", "finished"])
-def test_a_run_leaves_an_ordinary_model(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["interrupted", "not finite", "finished"])
+def test_a_run_leaves_an_ordinary_model(ending: str, tmp_path: Path) -> None:
     """After a fault or Ctrl-C the emulator's hooks once stayed, and dropout drew the same mask
     for ever."""
     model = make_stateful_model()
-    ends = {
+    contexts = {
         "interrupted": interrupted_at(8),
         "not finite": pytest.raises(RunFault, match="training loss is"),
     }
-    rate = ["optimizer.lr=1e18"] if how == "not finite" else []
-    with ends.get(how, contextlib.nullcontext()):
+    rate = ["optimizer.lr=1e18"] if ending == "not finite" else []
+    with contexts.get(ending, contextlib.nullcontext()):
         train(
             make_short_config("stages=null", "method=pipemare", *rate),
             tmp_path / "run",
@@ -242,7 +242,7 @@ def test_a_run_leaves_an_ordinary_model(how: str, tmp_path: Path) -> None:
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-def test_only_training_moves_a_buffer_that_is_bound_anew(tmp_path: Path) -> None:
+def test_only_training_changes_a_buffer_that_is_rebound(tmp_path: Path) -> None:
     """The buffer counts training forwards, and the output depends on it."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
@@ -256,7 +256,7 @@ def test_only_training_moves_a_buffer_that_is_bound_anew(tmp_path: Path) -> None
     assert float(model.count) == 12 * 4
 
 
-def test_weights_to_begin_with_are_not_wanted_once_there_is_a_checkpoint(
+def test_initial_weights_are_not_needed_once_a_checkpoint_exists(
     tmp_path: Path, run_train_tool: Any
 ) -> None:
     """A run once could not be resumed or evaluated when that file was missing."""
@@ -280,7 +280,7 @@ def test_weights_to_begin_with_are_not_wanted_once_there_is_a_checkpoint(
     assert code == 0
 
 
-def test_limits_of_training_do_not_hold_for_evaluation(tmp_path: Path, run_train_tool: Any) -> None:
+def test_limits_of_training_do_not_apply_to_evaluation(tmp_path: Path, run_train_tool: Any) -> None:
     """Evaluation once built the whole run, and refused configs that only training cannot run."""
     report = train(make_short_config(), tmp_path / "run", quiet=True)
     path = str(tmp_path / "run" / "checkpoints" / "step-12")
@@ -348,7 +348,7 @@ def test_a_checkpoint_or_state_dict_is_evaluated_alone(tmp_path: Path, run_train
     assert continued["initial"]["test_loss"] == report["final"]["test_loss"]
 
 
-# ---- what is refused, in one line
+# ---- refusals, in one line
 
 
 def write_config(tmp: Path) -> List[str]:
@@ -503,7 +503,7 @@ def test_the_readmes_example_runs() -> None:
         "print": lambda *words: output.append(words),
     }
     exec(model + loop, names)
-    # the updates but those that the evaluation's drain has finished, then the evaluation
+    # all updates except those that the evaluation's drain finished, then the evaluation
     assert [words[0] for words in output[:-1]] == list(range(6))
     assert set(output[-1][0]) == {"loss", "accuracy"}
 
@@ -625,7 +625,7 @@ def test_the_folder_of_data_may_come_from_the_environment(
     assert code == 0, errors
 
 
-# ---- what cannot be trained or kept
+# ---- models that cannot be trained or saved
 
 
 def make_complex() -> nn.Module:
@@ -717,7 +717,7 @@ def test_metrics_that_cannot_be_written_are_a_fault(tmp_path: Path) -> None:
     run._metrics = open("/dev/full", "w")
     with pytest.raises(RunFault, match="metrics.jsonl: cannot be written: No space left on device"):
         run.write_metrics({"step": 2})
-    run.close()  # says nothing more
+    run.close()  # prints nothing
     (tmp_path / "run" / "metrics.jsonl").unlink()
     (tmp_path / "run" / "metrics.jsonl").mkdir()
     with pytest.raises(RunFault, match="metrics.jsonl"):

@@ -98,7 +98,7 @@ def test_t2_costs_one_copy_of_the_weights() -> None:
         assert f"{ratio:.2f} times that of the synchronous method" in format_plan(job)
 
 
-def test_the_summary_holds_the_papers_figures(tmp_path: Path) -> None:
+def test_the_summary_has_the_papers_figures(tmp_path: Path) -> None:
     report = train(
         make_short_config("method=pipemare", "stages=4", "method_args.t2={}", *SGD),
         tmp_path / "a",
@@ -150,14 +150,14 @@ def test_recomputation_shrinks_the_planned_activations() -> None:
     )
     assert segments < without
     for method in ("gpipe", "pipedream_2bw"):
-        more = ["gradient_accumulation=16"]
+        settings = ["gradient_accumulation=16"]
         plain, recomputing = (
             build_memory_table(
-                build(make_short_config(f"method={method}", *deep, *more, f"recompute={value}"))
+                build(make_short_config(f"method={method}", *deep, *settings, f"recompute={value}"))
             )
             for value in ("false", "true")
         )
-        job = build(make_short_config(f"method={method}", *deep, *more))
+        job = build(make_short_config(f"method={method}", *deep, *settings))
         for s, (a, b) in enumerate(zip(plain, recomputing)):
             x = job.example[0].numel() * 4 if s == 0 else job.footprint.boundary_bytes[s - 1]
             assert a["activation_bytes"] == a["in_flight"] * job.footprint.saved_bytes[s]
@@ -180,10 +180,10 @@ def test_annealing_follows_the_learning_rate_schedule() -> None:
         job = build(
             make_short_config("method=pipemare", "stages=4", "method_args.t1={}", *SGD, *more)
         )
-        lag = float(job.table.rule_lag()[0])
+        staleness = float(job.table.rule_lag()[0])
         assert job.rules.rates(expected - 1)[0] < job.rate(expected - 1)
         assert job.rules.rates(expected)[0] == job.rate(expected)
-        assert job.rules.rates(0)[0] == pytest.approx(job.rate(0) / lag)
+        assert job.rules.rates(0)[0] == pytest.approx(job.rate(0) / staleness)
 
 
 # ---- refusals
@@ -211,7 +211,7 @@ def test_spike_compensation_and_prediction_on_adamw_are_refused_with_the_reason(
     (["method=pipemare", "method_args.hogwild={max: 4, mean: [1, 2]}", "stages=4"], "for each of 4 stages"),
     (["method=pipemare", "method_args.hogwild={max: 4, mean: 3}", "stages=4"], "must be at least 6"),
 ])  # fmt: skip
-def test_what_only_the_stages_decide_is_refused_too(pairs: List[str], message: str) -> None:
+def test_arguments_that_do_not_fit_the_stages_are_refused(pairs: List[str], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         build(make_short_config(*pairs, *SGD))
 

@@ -213,24 +213,29 @@ def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: 
     """
     kind, changes = UNCLIPPED[name]
     model_kind = "gpt2" if kind == "lora" else kind
-    how: Dict[str, Any] = {
+    arguments: Dict[str, Any] = {
         "gradient_accumulation_steps": 3,
         "max_grad_norm": 0.0,
         "save_strategy": "no",
         **changes,
     }
-    if "train_dataset" in how:
-        how["train_dataset"] = draw_samples(model_kind, how["train_dataset"])
+    if "train_dataset" in arguments:
+        arguments["train_dataset"] = draw_samples(model_kind, arguments["train_dataset"])
     trainers = []
     for method in ("", "gpipe"):
         model = make_hugging_model(model_kind)
-        where = {}
+        pipeline = {}
         if kind == "lora":
             model = add_adapters(model)
-            where = {"pipeline": {"stages": [f"base_model.model.{STAGE['gpt2']}"]}}
+            pipeline = {"pipeline": {"stages": [f"base_model.model.{STAGE['gpt2']}"]}}
         trainers.append(
             make_trainer(
-                tmp_path, model_kind, method, model=model, **(where if method else {}), **how
+                tmp_path,
+                model_kind,
+                method,
+                model=model,
+                **(pipeline if method else {}),
+                **arguments,
             )
         )
     theirs, ours = trainers
@@ -243,7 +248,7 @@ def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: 
         assert line == pytest.approx(other, rel=1e-6)
 
 
-def test_checkpoints_are_trainers(tmp_path: Path) -> None:
+def test_checkpoints_are_those_of_trainer(tmp_path: Path) -> None:
     theirs, ours = (
         make_trainer(tmp_path / "theirs"),
         make_trainer(tmp_path / "ours", method="gpipe"),
@@ -251,9 +256,9 @@ def test_checkpoints_are_trainers(tmp_path: Path) -> None:
     theirs.train()
     ours.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-3"))
     assert_trainers_close(ours, theirs)
-    again = make_trainer(tmp_path / "again")
-    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-6"))
-    assert is_same_model(again.model, ours.model)
+    resumed = make_trainer(tmp_path / "again")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-6"))
+    assert is_same_model(resumed.model, ours.model)
 
 
 class EvaluationModeCallback(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
@@ -266,7 +271,7 @@ class EvaluationModeCallback(transformers.TrainerCallback):  # type: ignore[misc
 @pytest.mark.parametrize(
     "frozen", mark_slow([False, True], lambda frozen: frozen), ids=["whole", "dropout"]
 )
-def test_modes_are_those_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
+def test_modules_keep_the_modes_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
     """A dropout that is off stays off; a model in evaluation mode is trained in training mode,
     with its dropouts."""
     models = []
@@ -325,20 +330,20 @@ def test_groups_have_schedules_of_their_own(tmp_path: Path) -> None:
 )
 def test_a_scheduler_follows_evaluations(kind: str, tmp_path: Path) -> None:
     """Rates were once recorded ahead, so a scheduler that steps after evaluations was refused."""
-    how: Dict[str, Any] = {
+    arguments: Dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 1,
         "metric_for_best_model": "loss",
         "num_train_epochs": 4,
     }
-    how.update(
+    arguments.update(
         lr_scheduler_type=kind,
         lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
         warmup_steps=0,
         max_grad_norm=0.0,
     )
     theirs, ours = (
-        make_trainer(tmp_path, "bert", method, learning_rate=0.05, **how)
+        make_trainer(tmp_path, "bert", method, learning_rate=0.05, **arguments)
         for method in ("", "gpipe")
     )
     theirs.train()
@@ -361,7 +366,7 @@ def test_a_resumed_run_has_the_rates_of_its_checkpoint(tmp_path: Path) -> None:
     assert_trainers_close(ours, theirs)
 
 
-def test_only_what_a_known_loss_ignores_fills_up_a_batch(tmp_path: Path) -> None:
+def test_only_labels_that_a_known_loss_ignores_pad_a_batch(tmp_path: Path) -> None:
     class OwnLoss(PipelineTrainer):  # type: ignore[misc, valid-type]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -376,7 +381,7 @@ def test_only_what_a_known_loss_ignores_fills_up_a_batch(tmp_path: Path) -> None
     assert not trainer.can_ignore(batch)
 
 
-def test_values_are_not_ignored_and_fill_up_no_batch(tmp_path: Path) -> None:
+def test_values_of_a_regression_pad_no_batch(tmp_path: Path) -> None:
     """A model with one label regresses, also to -100: whole numbers as values once gave a loss
     of 5004 instead of 9."""
     samples = [
@@ -386,14 +391,16 @@ def test_values_are_not_ignored_and_fill_up_no_batch(tmp_path: Path) -> None:
     losses = []
     for method in ("", "gpipe"):
         torch.manual_seed(1)
-        how = {
+        arguments = {
             "model": third_party.make_hugging_bert(1),
             "train_dataset": samples,
             "eval_strategy": "no",
             "save_strategy": "no",
         }
         losses.append(
-            make_trainer(tmp_path, "bert", method, num_train_epochs=1, **how).train().training_loss
+            make_trainer(tmp_path, "bert", method, num_train_epochs=1, **arguments)
+            .train()
+            .training_loss
         )
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -401,9 +408,7 @@ def test_values_are_not_ignored_and_fill_up_no_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key, value", [("output_router_logits", True), ("ctc_loss_reduction", "sum")]
 )
-def test_losses_that_count_every_sample_fill_up_no_batch(
-    key: str, value: Any, tmp_path: Path
-) -> None:
+def test_losses_that_count_every_sample_pad_no_batch(key: str, value: Any, tmp_path: Path) -> None:
     trainer, batch = (
         make_trainer(tmp_path, method="gpipe"),
         {"labels": torch.zeros(1, dtype=torch.long)},
@@ -421,19 +426,21 @@ def test_a_subclass_knows_the_group_that_another_has_joined(
     assert not integration.PipelineTrainer._has_joined
 
 
-def test_the_best_model_of_an_early_stop_is_trainers(tmp_path: Path) -> None:
-    how: Dict[str, Any] = {
+def test_the_best_model_of_an_early_stop_is_that_of_trainer(tmp_path: Path) -> None:
+    arguments: Dict[str, Any] = {
         "max_grad_norm": 0.0,
         "num_train_epochs": 6,
         "learning_rate": 0.05,
         "save_total_limit": 1,
     }
-    how.update(load_best_model_at_end=True, metric_for_best_model="right")
+    arguments.update(load_best_model_at_end=True, metric_for_best_model="right")
     trainers = []
     for method in ("", "gpipe"):
         stop = transformers.EarlyStoppingCallback(2)
         trainers.append(
-            make_trainer(tmp_path / (method or "theirs"), "bert", method, callbacks=[stop], **how)
+            make_trainer(
+                tmp_path / (method or "theirs"), "bert", method, callbacks=[stop], **arguments
+            )
         )
     theirs, ours = trainers
     assert ours.train().global_step == theirs.train().global_step < 18
@@ -441,7 +448,7 @@ def test_the_best_model_of_an_early_stop_is_trainers(tmp_path: Path) -> None:
     assert is_same_model(ours.model, theirs.model)
 
 
-def test_a_second_run_goes_on_with_the_optimizer_as_trainers_does(tmp_path: Path) -> None:
+def test_a_second_run_keeps_the_optimizer_as_trainer_does(tmp_path: Path) -> None:
     theirs, ours = (
         make_trainer(tmp_path, method=method, max_grad_norm=0.0, save_strategy="no")
         for method in ("", "gpipe")
@@ -458,17 +465,17 @@ def test_a_method_whose_replicas_or_stages_take_their_own_microbatches(
 ) -> None:
     """An update once had one microbatch only, so an epoch of Trainer's was two epochs of the
     run."""
-    how: Dict[str, Any] = {
+    arguments: Dict[str, Any] = {
         "method": method,
         "max_grad_norm": 0.0,
         "train_dataset": draw_samples("gpt2", 24),
     }
-    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, **how)
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, **arguments)
     assert trainer.train().global_step == 12
     losses = [line["loss"] for line in read_log(trainer) if "loss" in line]
     assert losses[-1] < losses[0] < 4
     with pytest.raises(BadInput, match="^gradient_accumulation_steps: 4: "):
-        make_trainer(tmp_path, gradient_accumulation_steps=4, **how).train()
+        make_trainer(tmp_path, gradient_accumulation_steps=4, **arguments).train()
 
 
 # ---- processes
@@ -494,7 +501,9 @@ def run_methods(folder: Path, where: str) -> None:
         trainer.train()
         trainers.append((method, trainer))
     # with a short batch, until a callback ends it
-    trainer = make_trainer(folder / f"short-{where[:4]}", method="gpipe", callbacks=[Recorder(5)])
+    trainer = make_trainer(
+        folder / f"short-{where[:4]}", method="gpipe", callbacks=[EventRecorder(5)]
+    )
     trainer.train()
     trainers.append(("short", trainer))
     for name, trainer in trainers:
@@ -525,10 +534,8 @@ def test_processes_train_as_the_emulator(method: str, process_runs: Path) -> Non
         assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
 
 
-def test_processes_fill_up_a_short_batch_and_stop_together(
-    process_runs: Path, tmp_path: Path
-) -> None:
-    theirs = make_trainer(tmp_path, callbacks=[Recorder(5)])
+def test_processes_pad_a_short_batch_and_stop_together(process_runs: Path, tmp_path: Path) -> None:
+    theirs = make_trainer(tmp_path, callbacks=[EventRecorder(5)])
     theirs.train()
     for rank in range(2):
         weights, log = torch.load(process_runs / f"short.rank{rank}")
@@ -553,7 +560,7 @@ def test_losses_leave_a_pipeline_later_and_none_is_lost(process_runs: Path) -> N
     assert pipelined[2] == flushed[1]
 
 
-def test_a_run_of_processes_goes_on_in_the_emulator(process_runs: Path, tmp_path: Path) -> None:
+def test_a_run_of_processes_resumes_in_the_emulator(process_runs: Path, tmp_path: Path) -> None:
     pipeline = {"clip": {"scope": "delayed_global"}}
     trainer = make_trainer(
         tmp_path, method="pipedream", pipeline=pipeline, train_dataset=draw_samples("gpt2", EVEN)
@@ -563,7 +570,7 @@ def test_a_run_of_processes_goes_on_in_the_emulator(process_runs: Path, tmp_path
     assert is_same_model(trainer.model, weights) and read_log(trainer) == log
 
 
-# ---- what a collator draws, callbacks
+# ---- random draws of a collator, callbacks
 
 
 def mask_at_random(samples: List[Any]) -> Dict[str, torch.Tensor]:
@@ -582,36 +589,36 @@ def make_dropout_gpt2() -> Any:
     "method", mark_slow(["gpipe", "pipedream"], lambda method: method == "pipedream")
 )
 def test_a_resumed_run_draws_the_same_batches_and_masks(method: str, tmp_path: Path) -> None:
-    how: Dict[str, Any] = {
+    arguments: Dict[str, Any] = {
         "method": method,
         "data_collator": mask_at_random,
         "save_strategy": "steps",
         "save_steps": 5,
     }
-    how["max_grad_norm"] = 0.0
-    whole = make_trainer(tmp_path / "whole", model=make_dropout_gpt2(), **how)
+    arguments["max_grad_norm"] = 0.0
+    whole = make_trainer(tmp_path / "whole", model=make_dropout_gpt2(), **arguments)
     whole.train()
-    resumed = make_trainer(tmp_path / "resumed", model=make_dropout_gpt2(), **how)
+    resumed = make_trainer(tmp_path / "resumed", model=make_dropout_gpt2(), **arguments)
     torch.rand(3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
     assert is_same_model(resumed.model, whole.model)
     assert read_log(resumed) == read_log(whole)
 
 
-def make_noting_method(event: str) -> Any:
+def make_recording_method(event: str) -> Any:
     """Return a method that appends an event to `self.events`."""
 
-    def method(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def append_event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.events.append(event)
 
-    return method
+    return append_event
 
 
-class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
+class EventRecorder(transformers.TrainerCallback):  # type: ignore[misc]
     """A callback that records the events and ends the run after update `last`."""
 
     on_step_begin, on_optimizer_step, on_evaluate, on_save = map(
-        make_noting_method, ("begin", "step", "evaluate", "save")
+        make_recording_method, ("begin", "step", "evaluate", "save")
     )
 
     def __init__(self, last: int = 0) -> None:
@@ -625,7 +632,7 @@ class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
 def test_callbacks_are_called_as_trainer_calls_them(tmp_path: Path) -> None:
     events = []
     for method in ("", "gpipe"):
-        recorder = Recorder(5)
+        recorder = EventRecorder(5)
         trainer = make_trainer(tmp_path / method, method=method, callbacks=[recorder])
         assert trainer.train().global_step == 5
         events.append(recorder.events)
@@ -634,13 +641,13 @@ def test_callbacks_are_called_as_trainer_calls_them(tmp_path: Path) -> None:
 
 def test_a_method_that_does_not_flush_ends_where_a_callback_stops_it(tmp_path: Path) -> None:
     """Batches were once started ahead, so the run continued until update 6."""
-    how = {
+    arguments = {
         "eval_strategy": "no",
         "save_strategy": "no",
         "max_grad_norm": 0.0,
         "gradient_accumulation_steps": 1,
     }
-    trainer = make_trainer(tmp_path, method="pipedream", callbacks=[Recorder(5)], **how)
+    trainer = make_trainer(tmp_path, method="pipedream", callbacks=[EventRecorder(5)], **arguments)
     assert trainer.train().global_step == 5
 
 
@@ -656,19 +663,19 @@ class FlagCallback(transformers.TrainerCallback):  # type: ignore[misc, name-def
             setattr(control, self.flag, True)
 
 
-def test_a_callback_evaluates_where_it_wants(tmp_path: Path) -> None:
+def test_a_callback_evaluates_where_it_requests(tmp_path: Path) -> None:
     """The pipeline drains for the evaluation, so the run equals one with `eval_steps` there."""
-    how: Dict[str, Any] = {
+    arguments: Dict[str, Any] = {
         "method": "pipedream",
         "max_grad_norm": 0.0,
         "save_strategy": "no",
         "max_steps": 3,
     }
     by_callback = make_trainer(
-        tmp_path, callbacks=[FlagCallback(2)], **{**how, "eval_strategy": "no"}
+        tmp_path, callbacks=[FlagCallback(2)], **{**arguments, "eval_strategy": "no"}
     )
-    by_steps = make_trainer(tmp_path, **{**how, "eval_strategy": "steps", "eval_steps": 2})
-    without = make_trainer(tmp_path, **{**how, "eval_strategy": "no"})
+    by_steps = make_trainer(tmp_path, **{**arguments, "eval_strategy": "steps", "eval_steps": 2})
+    without = make_trainer(tmp_path, **{**arguments, "eval_strategy": "no"})
     for trainer in (by_callback, by_steps, without):
         trainer.train()
     assert read_log(by_callback)[:3] == read_log(by_steps)[:3]
@@ -701,14 +708,14 @@ def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
     ("pipeline.method", {"pipeline": {"method": "gpype"}}),
     ("pipeline.backend.name", {"pipeline": {"backend": {"name": "poptorch"}}}),
 ])  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_arguments_are_refused_by_name(
     key: str, changes: Dict[str, Any], tmp_path: Path
 ) -> None:
     faults = list_faults(make_trainer, tmp_path, **{"method": "gpipe", **changes})
     assert [fault.partition(": ")[0] for fault in faults] == [key]
 
 
-def test_what_only_training_shows_is_refused_by_name(
+def test_faults_found_only_in_training_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]

@@ -32,7 +32,7 @@ QUICK = {"README", "analyze", "pod"}
 LEARNS = {"your_own_model": 0.6, "third_party": 0.25}
 
 
-class Block(NamedTuple):
+class FencedBlock(NamedTuple):
     """A fenced block of a page."""
 
     language: str
@@ -40,8 +40,8 @@ class Block(NamedTuple):
     text: str
 
 
-def list_blocks(page: Path) -> List[Block]:
-    return [Block(*result) for result in BLOCK.findall(page.read_text(encoding="utf-8"))]
+def list_blocks(page: Path) -> List[FencedBlock]:
+    return [FencedBlock(*result) for result in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
 def split_commands(text: str) -> Iterator[List[str]]:

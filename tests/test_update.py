@@ -39,7 +39,7 @@ def test_a_group_a_stage_and_one_more_without_decay() -> None:
     assert [(g["stage"], g.get("weight_decay")) for g in groups] == [(0, None), (1, 0.0)]
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
+def test_groups_without_parameters_are_refused() -> None:
     model, part = make_staged_model()
     with pytest.raises(BadInput, match=r"optimizer.no_decay: 7\.\*: matches no parameter"):
         make_groups(model, part, ["7.*"])
@@ -97,14 +97,14 @@ def test_clipping_takes_the_kernels_that_a_process_takes(
 
 
 @pytest.mark.parametrize(
-    "how, place", [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+    "options, place", [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
 )
-def test_step_counts_resume_where_the_optimizer_keeps_them(how: Any, place: str) -> None:
+def test_step_counts_resume_where_the_optimizer_keeps_them(options: Any, place: str) -> None:
     """Fused and capturable optimizers keep their counts on the parameters' device; the meta
     device stands in for it."""
     weight = nn.Parameter(torch.zeros(2, device="meta"))
     optimizer = torch.optim.Adam([weight], lr=0.1)
-    optimizer.param_groups[0].update(how)
+    optimizer.param_groups[0].update(options)
     saved = {
         "w/step": torch.tensor(3.0),
         "w/exp_avg": torch.zeros(2),

@@ -53,7 +53,7 @@ def name_callback(where: str, how: str) -> List[str]:
 
 # ---- code
 
-# what misbehaves -> exit code, and a part of the line
+# misbehaving object -> exit code, and a part of the line
 OBJECTS = {
     # once a traceback
     ("forward", "cancelled", 2): (1, "CancelledError"),
@@ -225,11 +225,11 @@ def put_folder(path: Path) -> None:
 
 
 def put_socket(path: Path) -> None:
-    here = os.getcwd()
+    working_folder = os.getcwd()
     os.chdir(path.parent)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path.name)
-    os.chdir(here)
+    os.chdir(working_folder)
 
 
 PUT: Dict[str, Callable[[Path], None]] = {
@@ -268,7 +268,7 @@ READERS = {
 
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "large"])
 @pytest.mark.parametrize("reader", READERS)
-def test_a_named_file_that_is_none_is_refused(reader: str, kind: str, tmp_path: Path) -> None:
+def test_a_path_to_an_irregular_file_is_refused(reader: str, kind: str, tmp_path: Path) -> None:
     """Rows in a pipe were once waited for, and /dev/zero was read until the memory was full."""
     suffix, read = READERS[reader]
     path = tmp_path / f"odd{suffix}"
@@ -278,9 +278,7 @@ def test_a_named_file_that_is_none_is_refused(reader: str, kind: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "large"])
-def test_a_file_of_a_checkpoint_that_is_none_is_refused(
-    kind: str, name: str, tmp_path: Path
-) -> None:
+def test_an_irregular_file_in_a_checkpoint_is_refused(kind: str, name: str, tmp_path: Path) -> None:
     """An empty file of 4 TiB was once hashed."""
     path = checkpoint.save(tmp_path, 1, {"w": torch.zeros(1)}, {}, {})
     (path / name).unlink()
@@ -333,7 +331,7 @@ def test_a_data_root_that_cannot_be_read_is_one_line(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", [NUL, "\ud800"])
-def test_a_path_is_text_that_a_system_can_have(text: str) -> None:
+def test_a_path_must_be_encodable_by_the_system(text: str) -> None:
     assert list_faults(parse_path, text, "--out")[0].startswith("--out: ")
     assert parse_path(os.fsdecode(b"a\xff"), "--out") == Path(os.fsdecode(b"a\xff"))
 
@@ -406,7 +404,7 @@ def test_a_forged_manifest_is_refused_by_key(changes: Dict[str, Any], place: str
     assert list_manifest_faults({**WHOLE, **changes})[0].startswith(place)
 
 
-def test_what_a_manifest_may_have() -> None:
+def test_optional_entries_of_a_manifest_are_accepted() -> None:
     """Callbacks and plateau may be missing, and the position may be of an earlier version."""
     for changes in (
         {"callbacks": None},

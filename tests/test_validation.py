@@ -30,8 +30,8 @@ SETS = [
 ]  # fmt: skip
 
 
-def train_validated(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
-    return train(load_config(DIGITS, [*SETS, *sets]), out, quiet=True, **how)
+def train_validated(out: Path, *settings: str, **keys: Any) -> Dict[str, Any]:
+    return train(load_config(DIGITS, [*SETS, *settings]), out, quiet=True, **keys)
 
 
 def list_rows(x: torch.Tensor) -> List[bytes]:
@@ -88,8 +88,8 @@ def test_image_folders_hold_out_files_without_augmenting_them(tmp_path: Path) ->
 
 
 def test_a_run_watches_the_validation_set_and_tests_at_both_ends(tmp_path: Path) -> None:
-    out, early = tmp_path / "run", "early_stopping={metric: accuracy, patience: 9}"
-    report = train_validated(out, "steps=10", early)
+    out, stopping = tmp_path / "run", "early_stopping={metric: accuracy, patience: 9}"
+    report = train_validated(out, "steps=10", stopping)
     lines = read_metrics(out)
     assert [line["step"] for line in lines if "test_loss" in line] == [0, 10]
     validation_lines = {line["step"]: line for line in lines if "validation_loss" in line}
@@ -117,7 +117,7 @@ def test_a_run_watches_the_validation_set_and_tests_at_both_ends(tmp_path: Path)
 
     numbers = read_numbers(out)
     (out / "summary.json").unlink()  # as if killed after its last line: nothing is written twice
-    resumed = train_validated(out, "steps=10", early, resume=True)
+    resumed = train_validated(out, "steps=10", stopping, resume=True)
     assert resumed["final"] == report["final"] and read_numbers(out) == numbers
 
 
@@ -163,7 +163,7 @@ class ShadowingSource(ipu_pipe.data.TensorData):
         self.validation = validation
 
 
-def test_a_validation_set_that_is_no_source_is_refused(tmp_path: Path) -> None:
+def test_a_validation_set_that_is_not_a_source_is_refused(tmp_path: Path) -> None:
     """It once raised an AttributeError at the first evaluation."""
     (fault,) = list_faults(
         train_validated,

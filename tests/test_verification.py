@@ -53,7 +53,7 @@ def count_forwards(m: Any, h: torch.Tensor) -> torch.Tensor:
     return m.b(h)  # type: ignore[no-any-return]
 
 
-# what the second layer of three does
+# forwards of the second layer of three
 WAYS: Dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "no_grad": run_without_gradient, "autocast": run_in_bfloat16, "buffer": bind_a_buffer, "counted": alternate,
     "number": count_forwards,
@@ -69,14 +69,14 @@ WAYS: Dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
-def make_three_layers(how: str) -> nn.Module:
-    """Return three layers of which the second one runs `WAYS[how]`.
+def make_three_layers(way: str) -> nn.Module:
+    """Return three layers of which the second one runs `WAYS[way]`.
 
     It may use `scale`, which returns a Python number read from a tensor, `probe`, which stores such
     a number, and `own`, which draws from a generator of its own.
     """
     return Composed(
-        lambda m, x: m.c(WAYS[how](m, m.drop(m.a(x)))), kept=1, counts=[1], a=nn.Linear(4, 4), b=nn.Linear(4, 4),
+        lambda m, x: m.c(WAYS[way](m, m.drop(m.a(x)))), kept=1, counts=[1], a=nn.Linear(4, 4), b=nn.Linear(4, 4),
         c=nn.Linear(4, 3), drop=nn.Dropout(0.5), count=torch.zeros(()),
         scale=Composed(lambda m, h: float(h.detach().abs().max())), probe=Composed(note_number, seen=[0.0]),
         own=Composed(lambda m, h: h + torch.rand(4, generator=m.generator), generator=torch.Generator().manual_seed(1)),
@@ -87,7 +87,7 @@ def verify_cut(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffect
     return verify_pieces(model, cut_model(model, begins, x), x)
 
 
-@pytest.mark.parametrize("how, message", [
+@pytest.mark.parametrize("way, message", [
     ("buffer", r"the buffer of count differs"),
     ("random", r"the model itself: a stage begins inside, and its own forward draws random numbers"),
     ("counted", r"not the same model: the output of c \(stage 2\) differs"),
@@ -99,10 +99,10 @@ def verify_cut(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffect
     ("aside", r"not the same model: the output of c \(stage 2\) differs"),
     ("generator", r"the output own differs each time: something draws random numbers from a generator"),
 ])  # fmt: skip
-def test_what_pieces_would_do_otherwise_is_refused(how: str, message: str) -> None:
+def test_pieces_that_differ_from_the_model_are_refused(way: str, message: str) -> None:
     """Each is one line, and the model is left unchanged."""
     torch.manual_seed(0)
-    model, x = make_three_layers(how), torch.randn(2, 4)
+    model, x = make_three_layers(way), torch.randn(2, 4)
     state, attributes = {k: v.clone() for k, v in model.state_dict().items()}, set(vars(model))
     random_state = torch.get_rng_state()
     with pytest.raises(BadInput, match=message) as refused:
@@ -113,11 +113,11 @@ def test_what_pieces_would_do_otherwise_is_refused(how: str, message: str) -> No
     assert all(p.grad is None for p in model.parameters()) and not model.a._forward_hooks
 
 
-@pytest.mark.parametrize("how", ["size", "constant", "no_grad", "autocast"])
-def test_branches_on_sizes_and_blocks_of_a_mode_are_cut(how: str) -> None:
+@pytest.mark.parametrize("way", ["size", "constant", "no_grad", "autocast"])
+def test_branches_on_sizes_and_blocks_of_a_mode_are_cut(way: str) -> None:
     """A branch on a size after a module once ended in a RecursionError, `_tensor_constant0`
     stayed on the model, and weights frozen by no_grad silently got gradients."""
-    model, x = make_three_layers(how), torch.randn(2, 4)
+    model, x = make_three_layers(way), torch.randn(2, 4)
     attributes = set(vars(model))
     verify_cut(model, ["b", "c"], x)
     assert set(vars(model)) == attributes
@@ -135,8 +135,11 @@ def test_hooks_of_backwards_stay_and_run() -> None:
 def test_under_autocast_a_weight_that_stages_cast_is_refused() -> None:
     """The whole model sums the gradients of one cast in bfloat16. The message once blamed a
     tensor that the model keeps aside."""
-    again = nn.Linear(4, 4)
-    model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 4), again), torch.randn(3, 4)
+    repeated = nn.Linear(4, 4)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 4), repeated, nn.Linear(4, 4), repeated),
+        torch.randn(3, 4),
+    )
     verify_cut(model, ["2"], x)
     cast_forward(model, "cpu")
     with pytest.raises(
@@ -156,13 +159,13 @@ def test_models_that_are_cut_exactly_pass() -> None:
     verify_cut(nn.Sequential(nn.Linear(4, 4)), [], torch.randn(2, 4))
 
 
-def test_what_a_backward_changes_is_reported() -> None:
+def test_buffers_that_a_backward_changes_are_reported() -> None:
     """A backward may run a batch norm again; on processes, other microbatches' forwards come
     before it."""
-    again = Composed(
+    repeated = Composed(
         lambda m, h: checkpoint(m.norm, h, use_reentrant=False), norm=nn.BatchNorm1d(4)
     )
-    model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 2)), torch.randn(6, 4)
+    model, x = nn.Sequential(nn.Linear(4, 4), repeated, nn.Linear(4, 2)), torch.randn(6, 4)
     changed = verify_cut(model, ["2"], x).changed_by_backward
     assert changed == ["1.norm.running_mean", "1.norm.running_var", "1.norm.num_batches_tracked"]
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -183,7 +186,7 @@ class CountingLinear(nn.Linear):
 
 
 @pytest.mark.parametrize("stages", [1, ["2"]])
-def test_looks_at_a_model_before_training_leave_no_count_behind(stages: Any) -> None:
+def test_observing_a_model_before_training_leaves_its_counts_unchanged(stages: Any) -> None:
     """Processes observe a model more often than the emulator, so a module that counts its
     forwards once had another count there."""
     model = nn.Sequential(nn.Flatten(), CountingLinear(), nn.Linear(10, 10))
@@ -199,7 +202,7 @@ def test_looks_at_a_model_before_training_leave_no_count_behind(stages: Any) -> 
     assert model[1].count == model[1].seen[0] == 0
 
 
-def test_what_crosses_has_the_recorded_shape() -> None:
+def test_crossing_tensors_have_the_recorded_shape() -> None:
     """Otherwise a process would wait for ever for other bytes, or misread them."""
     crossing = Crossing((TensorSpec((2, 3), torch.float32, True),))
     assert len(crossing.to_messages(torch.zeros(2, 3))) == 1

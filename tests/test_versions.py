@@ -18,7 +18,7 @@ from ipu_pipe.schedule.rows import from_rows
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 
-# Every preset, and the other schedules and reads that can be asked for.
+# Every preset, and the other schedules and reads that a config may have.
 VARIANTS: Dict[str, Method] = {
     **{
         name: method
@@ -53,7 +53,7 @@ def replay_versions(
     forward = [[count_updates(s, "F", m) for m in range(M)] for s in range(P)]
     if (
         method.forward_reads is Reads.DOUBLE_BUFFERED and P > 1
-    ):  # one stage is no pipeline: it reads the newest
+    ):  # a single stage is not a pipeline: it reads the newest weights
         forward = [[max(m // N - 1, 0) for m in range(M)] for _ in range(P)]
     backward = [[count_updates(s, "B", m) for m in range(M)] for s in range(P)]
     return forward, forward if method.backward_reads is Reads.STASHED else backward
@@ -69,15 +69,15 @@ def count_copies(
     events += [(slot, 2, k + 1) for slot, k in simulated.updates[s]]
     events.sort()
     newest, most = 0, 1
-    for position, (_, moment, version) in enumerate(events):
-        newest = version if moment == 2 else newest
-        later = {read for _, when, read in events[position + 1 :] if when < 2}
-        most = max(most, len({v for v in later if v <= newest} | {newest}))
+    for position, (_, order, version) in enumerate(events):
+        newest = version if order == 2 else newest
+        later_reads = {read for _, when, read in events[position + 1 :] if when < 2}
+        most = max(most, len({v for v in later_reads if v <= newest} | {newest}))
     return most
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_versions_and_copies_are_those_of_the_rules_played_out(name: str) -> None:
+def test_versions_and_copies_equal_the_simulated_ones(name: str) -> None:
     method = VARIANTS[name]
     for P, M, N in list_sizes(method):
         simulated = simulate(method.pipeline, P, M, N, method.turn)
@@ -90,7 +90,7 @@ def test_versions_and_copies_are_those_of_the_rules_played_out(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_windows_are_cut_from_the_whole(name: str) -> None:
+def test_a_window_equals_that_part_of_the_whole(name: str) -> None:
     versions = make_version_table(VARIANTS[name], 4, 40, 5)
     forward, backward = versions.window(0, 40)
     assert (versions.forward(13, 29) == forward[:, 13:29]).all()
@@ -123,22 +123,22 @@ def test_laws_of_every_method(size: Tuple[str, int, int, int], drains: Set[int])
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 30), st.integers(1, 40))
-def test_greatest_steady_lag(P: int, N: int) -> None:
+def test_greatest_steady_staleness(P: int, N: int) -> None:
     s = np.arange(P)
 
-    def list_greatest_lags(name: str, accumulate: int = N) -> List[int]:
+    def list_greatest_staleness(name: str, accumulate: int = N) -> List[int]:
         versions = make_version_table(
             VARIANTS[name], P, 1, accumulate
-        )  # a short run has the lags of a long one
+        )  # a short run has the staleness of a long one
         return list(versions.greatest_lag().tolist())
 
-    assert list_greatest_lags("pipemare") == [
+    assert list_greatest_staleness("pipemare") == [
         -(-(2 * (P - i) + 1) // N) for i in range(1, P + 1)
     ]  # PipeMare, Table 1
-    assert list_greatest_lags("pipelined_backprop") == (-(-2 * (P - 1 - s) // N)).tolist()
-    assert list_greatest_lags("pipedream") == (-(-(P - 1 - s) // N)).tolist()
-    assert list_greatest_lags("pipedream_2bw", max(N, P)) == [1] * P
-    assert list_greatest_lags("gpipe") == list_greatest_lags("naive") == [0] * P
+    assert list_greatest_staleness("pipelined_backprop") == (-(-2 * (P - 1 - s) // N)).tolist()
+    assert list_greatest_staleness("pipedream") == (-(-(P - 1 - s) // N)).tolist()
+    assert list_greatest_staleness("pipedream_2bw", max(N, P)) == [1] * P
+    assert list_greatest_staleness("gpipe") == list_greatest_staleness("naive") == [0] * P
     for name in ("pipemare", "pipelined_backprop"):
         assert (
             make_version_table(METHODS[name], P, 1, N).greatest_backward_lag().tolist() == [0] * P
@@ -206,7 +206,7 @@ def test_global_history_is_undefined_for_methods_that_flush() -> None:
         assert summarize_history_delays(make_version_table(METHODS[name], 4, 16, 4)) == (None, None)
 
 
-# --- what cannot be replayed
+# --- reads that cannot be replayed
 
 
 def test_a_double_buffered_read_of_a_version_not_made_yet_is_refused() -> None:
@@ -217,9 +217,9 @@ def test_a_double_buffered_read_of_a_version_not_made_yet_is_refused() -> None:
         VersionTable(in_time, METHODS["pipedream_2bw"]).forward(0, 6).tolist()
         == [[0, 0, 0, 0, 1, 1]] * 2
     )
-    early = from_rows(["F0 F1 F2 F3 F4 B0 B1 F5 B2 B3 B4 B5".split(), last], 2)
+    too_early = from_rows(["F0 F1 F2 F3 F4 B0 B1 F5 B2 B3 B4 B5".split(), last], 2)
     with pytest.raises(BadInput, match="F4 on stage 0"):
-        VersionTable(early, METHODS["pipedream_2bw"]).window(0, 6)
+        VersionTable(too_early, METHODS["pipedream_2bw"]).window(0, 6)
 
 
 @pytest.mark.parametrize("forward, backward, newest, message", [

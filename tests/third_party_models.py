@@ -155,7 +155,7 @@ def make_words(classes: bool) -> TensorData:
     return TensorData((x[:64], y[:64]), (x[64:], y[64:]))
 
 
-class Case(NamedTuple):
+class CutCase(NamedTuple):
     """A builder in this module, the modules at which its four stages begin (inside modules that
     the library cuts whole otherwise), and the data section of its config."""
 
@@ -191,25 +191,26 @@ _VIT = (  # transformers 5 names its blocks otherwise than transformers 4, the l
         "vit.encoder.layer.3.layernorm_after",
     )
 )
-CASES: Dict[str, Case] = {
-    "torchvision-resnet18": Case("make_resnet18", ["layer1.0.conv2", "layer2.0.bn2", "layer3.1"], _configure_images(32)),
-    "torchvision-vit": Case(
+CASES: Dict[str, CutCase] = {
+    "torchvision-resnet18": CutCase("make_resnet18", ["layer1.0.conv2", "layer2.0.bn2", "layer3.1"], _configure_images(32)),
+    "torchvision-vit": CutCase(
         "make_vision_transformer",
         [f"encoder.layers.encoder_layer_{where}" for where in ("1", "2.mlp", "3.ln_2")],
         _configure_images(),
     ),
-    "timm-resnet": Case("make_timm_resnet", ["layer1.0.bn2", "layer2.0.conv2", "layer3"], _configure_images(32)),
-    "timm-vit": Case("make_timm_vit", ["blocks.1", "blocks.2.mlp", "blocks.3.attn.proj"], _configure_images()),
-    "timm-convnext": Case(
+    "timm-resnet": CutCase("make_timm_resnet", ["layer1.0.bn2", "layer2.0.conv2", "layer3"], _configure_images(32)),
+    "timm-vit": CutCase("make_timm_vit", ["blocks.1", "blocks.2.mlp", "blocks.3.attn.proj"], _configure_images()),
+    "timm-convnext": CutCase(
         "make_timm_convnext", ["stages.0.blocks.0.mlp", "stages.2.blocks.0.norm", "stages.3"], _configure_images(32)
     ),
-    "torchvision-convnext": Case("make_convnext", ["features.1.1", "features.3", "features.3.1"], _configure_images(32)),
-    "timm-cait": Case("make_timm_cait", ["blocks.1", "blocks.2", "blocks.3"], _configure_images()),
-    "hf-mixtral": Case("make_mixtral", [f"model.model.layers.{where}" for where in (1, 2, 3)], _configure_words(False)),
-    "hf-vit": Case("make_hf_vit", [f"model.{where}" for where in _VIT], _configure_images()),
-    "hf-bert": Case(
+    "torchvision-convnext": CutCase("make_convnext", ["features.1.1", "features.3", "features.3.1"], _configure_images(32)),
+    "timm-cait": CutCase("make_timm_cait", ["blocks.1", "blocks.2", "blocks.3"], _configure_images()),
+    "hf-mixtral": CutCase("make_mixtral", [f"model.model.layers.{where}" for where in (1, 2, 3)], _configure_words(False)),
+    "hf-vit": CutCase("make_hf_vit", [f"model.{where}" for where in _VIT], _configure_images()),
+    "hf-bert": CutCase(
         "make_bert", [f"model.bert.encoder.layer.{where}" for where in ("1", "2.attention.output", "3.output")],
         _configure_words(True),
     ),
-    "hf-gpt2": Case("make_gpt2", [f"model.transformer.h.{where}" for where in ("1", "2.mlp", "3.ln_2")], _configure_words(False)),
+    "hf-gpt2": CutCase("make_gpt2", [f"model.transformer.h.{where}" for where in ("1", "2.mlp", "3.ln_2")],
+                       _configure_words(False)),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from tests.vision_libraries import timm, torchvision
 CLASSES, WORDS, LENGTH, SAMPLES = 5, 48, 8, 16
 
 
-class Model(NamedTuple):
+class ZooModel(NamedTuple):
     """A row: how to build a model, the `family` of its inputs, and the `size` of its images."""
 
     build: Callable[[], nn.Module]
@@ -35,7 +35,7 @@ def take_scores(output: Any) -> torch.Tensor:
     return scores.transpose(1, 2) if scores.dim() == 3 else scores
 
 
-def make_samples(model: Model) -> DataSource:
+def make_zoo_source(model: ZooModel) -> DataSource:
     """Return a data source of random samples that fit the model."""
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randint, generator=generator)
@@ -67,8 +67,10 @@ def make_samples(model: Model) -> DataSource:
 # ---- torchvision: the published networks, narrower where the library lets them be
 
 
-def _make_vision_row(name: str, size: int = 32, **args: Any) -> Model:
-    return Model(lambda: getattr(torchvision.models, name)(num_classes=CLASSES, **args), size=size)
+def _make_vision_row(name: str, size: int = 32, **args: Any) -> ZooModel:
+    return ZooModel(
+        lambda: getattr(torchvision.models, name)(num_classes=CLASSES, **args), size=size
+    )
 
 
 def _make_alexnet() -> nn.Module:
@@ -95,9 +97,9 @@ def _make_vision_convnext() -> nn.Module:
     return torchvision.models.ConvNeXt(blocks, 0.1, num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
-def _make_vision_resnet(**args: Any) -> Model:
+def _make_vision_resnet(**args: Any) -> ZooModel:
     block = torchvision.models.resnet.Bottleneck
-    return Model(lambda: torchvision.models.ResNet(block, [1, 1, 1, 1], CLASSES, **args))
+    return ZooModel(lambda: torchvision.models.ResNet(block, [1, 1, 1, 1], CLASSES, **args))
 
 
 def _make_vision_swin(version: str) -> nn.Module:
@@ -113,17 +115,17 @@ def _make_vision_swin(version: str) -> nn.Module:
     return model
 
 
-TORCHVISION: Dict[str, Model] = {
-    "alexnet": Model(_make_alexnet, size=224),
-    "convnext": Model(_make_vision_convnext),
-    "densenet": Model(
+TORCHVISION: Dict[str, ZooModel] = {
+    "alexnet": ZooModel(_make_alexnet, size=224),
+    "convnext": ZooModel(_make_vision_convnext),
+    "densenet": ZooModel(
         lambda: torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)
     ),
     "efficientnet_b0": _make_vision_row("efficientnet_b0"),
     "efficientnet_v2_s": _make_vision_row("efficientnet_v2_s"),
     "googlenet": _make_vision_row("googlenet", init_weights=False),
     "inception_v3": _make_vision_row("inception_v3", 80, init_weights=False, aux_logits=False),
-    "maxvit": Model(
+    "maxvit": ZooModel(
         lambda: torchvision.models.MaxVit(
             (32, 32), 16, 4, [16, 16], [1, 1], 8, 0.1, num_classes=CLASSES
         )
@@ -139,11 +141,11 @@ TORCHVISION: Dict[str, Model] = {
     "resnext": _make_vision_resnet(groups=4, width_per_group=8),
     "shufflenet_v2_x0_5": _make_vision_row("shufflenet_v2_x0_5"),
     "squeezenet1_1": _make_vision_row("squeezenet1_1"),
-    "swin": Model(lambda: _make_vision_swin("1")),
-    "swin_v2": Model(lambda: _make_vision_swin("2")),
-    "vgg": Model(lambda: _make_vgg(False)),
-    "vgg_bn": Model(lambda: _make_vgg(True)),
-    "vit": Model(
+    "swin": ZooModel(lambda: _make_vision_swin("1")),
+    "swin_v2": ZooModel(lambda: _make_vision_swin("2")),
+    "vgg": ZooModel(lambda: _make_vgg(False)),
+    "vgg_bn": ZooModel(lambda: _make_vgg(True)),
+    "vit": ZooModel(
         lambda: torchvision.models.VisionTransformer(32, 8, 4, 2, 16, 32, 0.1, 0.1, CLASSES)
     ),
     "wide_resnet": _make_vision_resnet(width_per_group=128),
@@ -152,10 +154,10 @@ TORCHVISION: Dict[str, Model] = {
 # ---- timm
 
 
-def _make_timm_row(name: str, size: int = 32, **args: Any) -> Model:
+def _make_timm_row(name: str, size: int = 32, **args: Any) -> ZooModel:
     """Return a row of `timm.create_model`; pass a `size` among `args` too where timm requires
     it."""
-    return Model(lambda: timm.create_model(name, num_classes=CLASSES, **args), size=size)
+    return ZooModel(lambda: timm.create_model(name, num_classes=CLASSES, **args), size=size)
 
 
 _VIT: Dict[str, Any] = {
@@ -175,9 +177,9 @@ _SWIN: Dict[str, Any] = {
 }
 
 
-def _make_mixer(layer: str, **args: Any) -> Model:
+def _make_mixer(layer: str, **args: Any) -> ZooModel:
     sizes: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_blocks": 4}
-    return Model(
+    return ZooModel(
         lambda: timm.models.MlpMixer(
             CLASSES, **sizes, mlp_layer=getattr(timm.layers, layer), **args
         )
@@ -191,12 +193,12 @@ def _make_resmlp() -> nn.Module:
     ).build()
 
 
-TIMM: Dict[str, Model] = {
+TIMM: Dict[str, ZooModel] = {
     "beit": _make_timm_row("beit_base_patch16_224", **_VIT, drop_path_rate=0.1),
     "byobnet": _make_timm_row("test_byobnet"),
     "cait": _make_timm_row("cait_xxs24_224", **_VIT),
     "coatnet": _make_timm_row("test_coatnet", 32, img_size=32),
-    "convmixer": Model(lambda: timm.models.ConvMixer(16, 4, 5, 4, num_classes=CLASSES)),
+    "convmixer": ZooModel(lambda: timm.models.ConvMixer(16, 4, 5, 4, num_classes=CLASSES)),
     "convnext": _make_timm_row("test_convnext", drop_path_rate=0.1),
     "crossvit": _make_timm_row("crossvit_9_240", 48, img_size=48, img_scale=(1.0, 1.0), patch_size=(12, 16), embed_dim=(16, 32),
                       num_heads=(2, 2)),
@@ -209,7 +211,7 @@ TIMM: Dict[str, Model] = {
     "efficientnet": _make_timm_row("test_efficientnet", drop_rate=0.1),
     "eva02": _make_timm_row("eva02_tiny_patch14_224", **_VIT),
     "fastvit": _make_timm_row("fastvit_t8", 64, embed_dims=(8, 16, 16, 32), layers=(1, 1, 1, 1)),
-    "focalnet": Model(lambda: timm.models.FocalNet(embed_dim=8, **_FOUR, num_classes=CLASSES)),
+    "focalnet": ZooModel(lambda: timm.models.FocalNet(embed_dim=8, **_FOUR, num_classes=CLASSES)),
     "ghostnet": _make_timm_row("ghostnet_050"),
     "gmixer": _make_mixer("GluMlp", mlp_ratio=(1.0, 4.0)),
     "hrnet": _make_timm_row("hrnet_w18_small"),
@@ -224,11 +226,11 @@ TIMM: Dict[str, Model] = {
     "nfnet": _make_timm_row("test_nfnet"),
     "pit": _make_timm_row("pit_ti_224", 64, img_size=64, patch_size=8, stride=8, base_dims=(8, 8, 8), depth=(1, 1, 1),
                  heads=(1, 2, 2)),
-    "poolformer": Model(lambda: timm.models.MetaFormer(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32), num_classes=CLASSES)),
+    "poolformer": ZooModel(lambda: timm.models.MetaFormer(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32), num_classes=CLASSES)),
     "pvt_v2": _make_timm_row("pvt_v2_b0", embed_dims=(8, 16, 20, 32), **_FOUR),
     "regnet": _make_timm_row("regnetz_005"),
     "repvgg": _make_timm_row("repvgg_a0"),
-    "resmlp": Model(_make_resmlp),
+    "resmlp": ZooModel(_make_resmlp),
     "resnest": _make_timm_row("resnest14d"),
     "resnet": _make_timm_row("test_resnet", drop_path_rate=0.1),
     "rexnet": _make_timm_row("rexnetr_100"),
@@ -241,7 +243,7 @@ TIMM: Dict[str, Model] = {
     "twins": _make_timm_row("twins_pcpvt_small", 64, img_size=64, embed_dims=(8, 16, 20, 32), **_FOUR),
     "visformer": _make_timm_row("visformer_tiny", 64, img_size=64, embed_dim=24, depth=(1, 1, 1), init_channels=8, num_heads=2),
     "vit": _make_timm_row("test_vit", 32, img_size=32, patch_size=8, drop_path_rate=0.1),
-    "volo": Model(lambda: timm.models.VOLO([1] * 4, 64, num_classes=CLASSES, embed_dims=[16] * 4, num_heads=[2] * 4), size=64),
+    "volo": ZooModel(lambda: timm.models.VOLO([1] * 4, 64, num_classes=CLASSES, embed_dims=[16] * 4, num_heads=[2] * 4), size=64),
     "xception41": _make_timm_row("xception41", 64),
     "xcit": _make_timm_row("xcit_nano_12_p16_224", 32, img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2),
 }  # fmt: skip
@@ -282,12 +284,12 @@ _TIED = {"tie_word_embeddings": True}
 
 
 def _make_transformers_row(
-    prefix: str, head: str, family: str, config: Optional[Dict[str, Any]] = None, **more: Any
-) -> Model:
+    prefix: str, head: str, family: str, config: Optional[Dict[str, Any]] = None, **extra: Any
+) -> ZooModel:
     """Return a row of transformers, built from `prefix`Config and `prefix`For`head`."""
 
     def build() -> nn.Module:
-        settings = {**(config or {}), **more}
+        settings = {**(config or {}), **extra}
         if head in ("SequenceClassification", "ImageClassification"):
             settings = {"num_labels": CLASSES, **settings}
         else:
@@ -298,7 +300,7 @@ def _make_transformers_row(
         )
         return model
 
-    return Model(build, family)
+    return ZooModel(build, family)
 
 
 _make_causal_row = functools.partial(_make_transformers_row, head="CausalLM", family="next words")
@@ -312,7 +314,7 @@ _make_image_row = functools.partial(
     _make_transformers_row, head="ImageClassification", family="images"
 )
 
-TRANSFORMERS: Dict[str, Model] = {
+TRANSFORMERS: Dict[str, ZooModel] = {
     "albert": _make_text_row("Albert", config=_BERT, embedding_size=16),
     "bart": _make_pair_row("Bart", config=_BART),
     "bart_tied": _make_pair_row("Bart", config={**_BART, **_TIED}),
@@ -359,7 +361,7 @@ TRANSFORMERS: Dict[str, Model] = {
     "xlnet": _make_text_row("XLNet", config=_TOKENS, vocab_size=WORDS, d_model=16, n_layer=4, n_head=2, d_inner=32),
 }  # fmt: skip
 
-MODELS: Dict[str, Model] = {
+MODELS: Dict[str, ZooModel] = {
     f"{library}-{name}": model
     for library, models in (
         ("torchvision", TORCHVISION),

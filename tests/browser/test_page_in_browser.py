@@ -40,7 +40,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.quit()
 
 
-class Page:
+class BrowserPage:
     """An open page; at the end it must have logged no message and sent no request to the
     network."""
 
@@ -126,26 +126,26 @@ class Page:
 
     def assert_quiet(self) -> None:
         assert self.driver.get_log("browser") == []
-        asked = [
+        messages = [
             json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
         ]
         urls = [
             message["params"]["request"]["url"]
-            for message in asked
+            for message in messages
             if message["method"] == "Network.requestWillBeSent"
         ]
         assert urls and all(url.startswith(("file:", "data:")) for url in urls), urls
 
 
 @pytest.fixture
-def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., BrowserPage]]:
     """Return a function that writes a page and opens it; check at the end that the last page was
     quiet."""
     pages = []
 
-    def open_written_page(trace: Any, analysis: Any) -> Page:
+    def open_written_page(trace: Any, analysis: Any) -> BrowserPage:
         write_page(tmp_path / "page.html", trace, analysis)
-        pages.append(Page(browser, tmp_path / "page.html"))
+        pages.append(BrowserPage(browser, tmp_path / "page.html"))
         return pages[-1]
 
     yield open_written_page
@@ -153,7 +153,7 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Page]]:
 
 
 def test_the_answer_comes_first_and_every_figure_says_what_it_is(
-    open_page: Callable[..., Page],
+    open_page: Callable[..., BrowserPage],
 ) -> None:
     page = open_page(*example())
     assert page.read_text("h1") == "Trace of an example" and "740 events" in page.read_text(
@@ -178,7 +178,7 @@ def test_the_answer_comes_first_and_every_figure_says_what_it_is(
         assert labelled.get_attribute("aria-label")
 
 
-def test_zooming_panning_and_the_whole_run_again(open_page: Callable[..., Page]) -> None:
+def test_zooming_panning_and_the_whole_run_again(open_page: Callable[..., BrowserPage]) -> None:
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 
@@ -217,7 +217,7 @@ def test_zooming_panning_and_the_whole_run_again(open_page: Callable[..., Page])
     assert page.wait_until_drawn()[1] - page.wait_until_drawn()[0] == pytest.approx(whole[1] / 2)
 
 
-def test_searching_hovering_and_choosing_kinds(open_page: Callable[..., Page]) -> None:
+def test_searching_hovering_and_choosing_kinds(open_page: Callable[..., BrowserPage]) -> None:
     page = open_page(*example())
     whole = page.wait_until_drawn()
     page.send_keys("13\n", "#microbatch")
@@ -227,9 +227,11 @@ def test_searching_hovering_and_choosing_kinds(open_page: Callable[..., Page]) -
         and results[1] - results[0] < 0.2 * whole[1]
     )
     trace, _ = example()
-    mine = [e for e in trace.events.rows() if e.microbatch == 13 and e.kind != "update"]
-    assert results[0] < min(e.start_ns for e in mine) and max(e.end_ns for e in mine) < results[1]
-    (forward,) = [e for e in mine if e.kind == "forward" and e.stage == 1]
+    events = [e for e in trace.events.rows() if e.microbatch == 13 and e.kind != "update"]
+    assert (
+        results[0] < min(e.start_ns for e in events) and max(e.end_ns for e in events) < results[1]
+    )
+    (forward,) = [e for e in events if e.kind == "forward" and e.stage == 1]
     page.hover(
         ((forward.start_ns + forward.end_ns) / 2 - results[0]) / (results[1] - results[0]), row=1
     )
@@ -238,7 +240,9 @@ def test_searching_hovering_and_choosing_kinds(open_page: Callable[..., Page]) -
         "forward of microbatch 13", "stage 1, device 1", "2.1 ms from 92.0 ms (measured)", "reads weights' version 3",
         "512 KiB handed on",
     ]  # fmt: skip
-    (wait,) = [e for e in mine if e.kind == "wait" and e.stage == 2 and e.carries == "activations"]
+    (wait,) = [
+        e for e in events if e.kind == "wait" and e.stage == 2 and e.carries == "activations"
+    ]
     page.hover(((wait.start_ns + wait.end_ns) / 2 - results[0]) / (results[1] - results[0]), row=2)
     page.wait_until(lambda: "wait" in page.read_text("#tip"))
     assert "waits for activations from device 1" in page.read_text("#tip")
@@ -255,7 +259,7 @@ def test_searching_hovering_and_choosing_kinds(open_page: Callable[..., Page]) -
 
 
 def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(
-    open_page: Callable[..., Page],
+    open_page: Callable[..., BrowserPage],
 ) -> None:
     page = open_page(*split_example())
     kinds = [
@@ -280,7 +284,7 @@ def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(
     page.save_screenshot("halves")
 
 
-def test_without_a_mouse_and_as_tables(open_page: Callable[..., Page]) -> None:
+def test_without_a_mouse_and_as_tables(open_page: Callable[..., BrowserPage]) -> None:
     page = open_page(*example())
     page.send_keys("\ue015n")  # down, next
     page.wait_until(lambda: "device 0" in page.read_text("#status"))
@@ -300,7 +304,7 @@ def test_without_a_mouse_and_as_tables(open_page: Callable[..., Page]) -> None:
     assert "forward of microbatch 13" in page.read_text("#in-view")
 
 
-def test_memory_traffic_and_the_other_views(open_page: Callable[..., Page]) -> None:
+def test_memory_traffic_and_the_other_views(open_page: Callable[..., BrowserPage]) -> None:
     trace, analysis = example()
     longest = [{"microbatch": 7, "at_ns": 60_000_000, "duration_ns": 3_500_000}]
     row = {
@@ -331,7 +335,7 @@ def test_memory_traffic_and_the_other_views(open_page: Callable[..., Page]) -> N
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_colour_schemes_and_a_narrow_window(
-    open_page: Callable[..., Page], scheme: str
+    open_page: Callable[..., BrowserPage], scheme: str
 ) -> None:
     page = open_page(*example())
     run_devtools_command = page.driver.execute_cdp_cmd
@@ -354,7 +358,7 @@ def test_both_colour_schemes_and_a_narrow_window(
     run_devtools_command("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_names_are_only_ever_text(open_page: Callable[..., Page]) -> None:
+def test_names_are_only_ever_text(open_page: Callable[..., BrowserPage]) -> None:
     trace, analysis = example(HOSTILE)
     analysis["bottleneck"].update(what="link", device=3, why=HOSTILE, do=HOSTILE)
     analysis["notes"] = [HOSTILE, "</script>" + HOSTILE]
@@ -368,7 +372,7 @@ def test_names_are_only_ever_text(open_page: Callable[..., Page]) -> None:
     assert HOSTILE in page.read_text("#stages") and HOSTILE in page.read_text("#answer")
 
 
-def test_a_script_that_was_let_in_does_not_run(browser: Any, tmp_path: Path) -> None:
+def test_an_injected_script_does_not_run(browser: Any, tmp_path: Path) -> None:
     """Insert HTML as if names were not escaped: the page draws itself, and foreign code neither
     runs nor is applied."""
     write_page(tmp_path / "page.html", *example())
@@ -381,7 +385,7 @@ def test_a_script_that_was_let_in_does_not_run(browser: Any, tmp_path: Path) -> 
     (tmp_path / "page.html").write_text(
         text.replace("<header>", "".join(inserted) + "<header>", 1), encoding="utf-8"
     )
-    page = Page(browser, tmp_path / "page.html")
+    page = BrowserPage(browser, tmp_path / "page.html")
     page.wait_until_drawn()
     assert page.count_colours() >= 5 and page.find("h1").is_displayed()
     page.run_script("for (const id of ['attribute', 'link']) document.getElementById(id).click()")
@@ -398,8 +402,8 @@ def test_a_script_that_was_let_in_does_not_run(browser: Any, tmp_path: Path) -> 
     page.assert_quiet()
 
 
-def test_what_the_analysis_does_not_know_is_called_not_known(
-    open_page: Callable[..., Page],
+def test_missing_figures_are_shown_as_not_known(
+    open_page: Callable[..., BrowserPage],
 ) -> None:
     trace, analysis = example()
     for analysis_given in (
@@ -417,8 +421,8 @@ def test_what_the_analysis_does_not_know_is_called_not_known(
     assert "0 events" in open_page(empty, {}).read_text("#subtitle")
 
 
-def test_of_more_events_than_it_holds_the_page_shows_an_overview_and_a_window(
-    open_page: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
+def test_a_page_with_too_many_events_shows_an_overview_and_a_window(
+    open_page: Callable[..., BrowserPage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_module, "MOST_EVENTS", 200)
     page = open_page(*example())
