@@ -73,7 +73,7 @@ def make_thrice_tied_stages() -> List[nn.Module]:
     return stages
 
 
-# of the stages of a model: name of a weight -> the stage before that uses it, and its name there
+# model -> stage -> name of a weight -> the previous stage that uses it, and its name there
 TIES: Dict[str, Dict[int, Dict[str, Tuple[int, str]]]] = {
     "tied": {3: {"0.weight": (1, "0.weight")}},
     "thrice": {2: {"0.weight": (0, "0.weight")}, 4: {"weight": (2, "0.weight")}},

@@ -48,9 +48,8 @@ def test_draws_depend_on_seed_microbatch_and_module_alone_and_leave_the_state(
     model, x = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), torch.ones(64)
     keyed = KeyedRandomness(model, {"0": 1, "1": 1}, seed=4, device=CPU)
     torch.manual_seed(9)
-    monkeypatch.setattr(
-        torch, "manual_seed", None
-    )  # it seeds every device, which takes 100 times as long
+    # manual_seed seeds every device, which takes 100 times as long
+    monkeypatch.setattr(torch, "manual_seed", None)
     before = torch.get_rng_state()
     first, second = run_forward(keyed, model, x), run_forward(keyed, model, x)
     assert torch.equal(first, second) and torch.equal(before, torch.get_rng_state())
@@ -155,9 +154,8 @@ def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
     assert torch.equal(first, second) and torch.equal(before, torch.get_rng_state())
     assert len({mask.numpy().tobytes() for mask in masks[:7]}) == 7
     keyed.remove()
-    alone = KeyedRandomness(
-        model, {"block.1": 1}, seed=4, device=CPU
-    )  # the first call's key has no number in it
+    # the key of the first call has no call number
+    alone = KeyedRandomness(model, {"block.1": 1}, seed=4, device=CPU)
     torch.manual_seed(derive_seed(4, 0, "block.1"))
     expected = model.block(x)
     assert torch.equal(run_forward(alone, model.block, x), expected)
@@ -210,7 +208,7 @@ def test_stages_draw_as_the_whole_model_does() -> None:
     keyed = KeyedRandomness(model, observe_effects(model, x).draws, 3, CPU)
     whole = run_forward(keyed, model, x, 2)
     value: Any = x
-    for piece in cut_model(model, ["c"], x):  # each as on a device of its own
+    for piece in cut_model(model, ["c"], x):  # each piece as if on its own device
         with keyed.forward(2, piece.calls_before):
             value = piece(value)
     assert torch.equal(value, whole)

@@ -97,9 +97,8 @@ def test_a_run_does_not_resume_with_other_data(root_folder: Path) -> None:
     (fault,) = list_faults(train_on_images, root_folder / "run", 4, resume=True)
     assert message in fault
     with pytest.raises(BadInput, match=message):
-        check(
-            load_config(DIGITS, [*OWN, *SHAPES, "steps=4"]), root_folder / "run", resume=True
-        )  # as --dry-run does
+        # --dry-run calls it
+        check(load_config(DIGITS, [*OWN, *SHAPES, "steps=4"]), root_folder / "run", resume=True)
     save_images(root_folder / "data" / "2.npy", 2)
     first, second, *_ = list_faults(train_on_images, root_folder / "run", 4, resume=True)
     assert "1.npy" in first and "2.npy" in second
@@ -137,7 +136,7 @@ def test_files_that_moved_or_are_unchanged_are_the_same(
         files, "hash_file", lambda file, kind: hashed_files.append(file) or real_hash(file, kind)
     )
     train_on_images(root_folder / "run", 4, resume=True)
-    assert hashed_files == []  # their sizes and times say enough
+    assert hashed_files == []  # unchanged sizes and times suffice
     shutil.copytree(root_folder / "data", root_folder / "there" / "data")
     shutil.copytree(root_folder / "run", root_folder / "there" / "run")
     monkeypatch.chdir(root_folder / "there")
@@ -195,9 +194,8 @@ def test_data_passed_from_python_is_identified_by_its_first_microbatch(root_fold
     ):
         train_on("run", 6, make_loader_data(1), resume=True)
     train_on("noisy", 2, make_loader_data(0, noise=True))
-    train_on(
-        "noisy", 4, make_loader_data(0, noise=True), resume=True
-    )  # each start draws other noise, so no hash identifies the data
+    # each start draws other noise, so no hash identifies the data
+    train_on("noisy", 4, make_loader_data(0, noise=True), resume=True)
 
 
 def test_a_file_that_cannot_be_read_is_named(root_folder: Path) -> None:

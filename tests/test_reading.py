@@ -57,9 +57,8 @@ def test_losses_read_rarely_give_the_same_numbers(
         tmp_path / "b"
     )
     epochs = range(count_epoch_updates(config), 23, count_epoch_updates(config))
-    assert updates_read == sorted(
-        {1, 5, 10, 15, 20, 8, 16, 23, *epochs}
-    )  # the first, lines, checkpoints, evaluations
+    # the first update, log lines, checkpoints, evaluations
+    assert updates_read == sorted({1, 5, 10, 15, 20, 8, 16, 23, *epochs})
     states = [
         (tmp_path / run / "checkpoints" / "step-16" / "manifest.json").read_text() for run in "ab"
     ]

@@ -94,7 +94,7 @@ def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: Li
     fast.layers[0].weight.register_hook(lambda gradient: log.append("first layer"))
     all_reduce = dist.all_reduce
     dist.all_reduce = lambda *args, **settings: log.append("sum") or all_reduce(*args, **settings)  # type: ignore[func-returns-value]
-    for _ in range(2):  # the second begins anew
+    for _ in range(2):  # the second pass starts from zero gradients
         fast.zero_grad()
         for x in inputs:
             log.append("backward")

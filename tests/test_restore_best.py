@@ -16,7 +16,7 @@ from tests.test_going_on import OWN, own_model
 from tests.test_loop import OFTEN
 from tests.test_train import make_short_config
 
-# of a falling loss the greatest is the best: that of the first evaluation, after 4 updates, and the third ends the run
+# the greatest value of a falling loss is the best: that of the first evaluation, after 4 updates; the third ends the run
 STOPS = "early_stopping={mode: max, patience: 2, restore_best: true}"
 KEYS = [
     *OFTEN,
@@ -71,7 +71,7 @@ def test_the_model_has_the_best_weights_when_the_run_ends(
         {"1.weight": final_weights.model["1.weight"]}, best_weights
     )
     assert read_summary(tmp_path / "run")["restored_step"] == best_step
-    # all but the model is as without
+    # everything except the model equals a run without it
     plain_model = own_model()
     plain_report = train_own_model(
         tmp_path / "other", method, STOPS.replace("true", "false"), model=plain_model, quiet=True
@@ -99,7 +99,7 @@ def test_the_newest_may_be_the_best_and_a_run_need_not_stop(
         == 4
     )
     assert has_weights(first.state_dict(), read_weights(tmp_path / "whole", 4))
-    # a run that goes on knows which was the best
+    # a resumed run remembers the best evaluation
     second = own_model()
     arguments = {
         "callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)],

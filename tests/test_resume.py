@@ -168,14 +168,8 @@ def test_a_damaged_checkpoint_is_one_line_of_the_command(
 def test_initial_weights_must_be_undamaged(source: str, killed_run: Path, tmp_path: Path) -> None:
     folder = killed_run / "checkpoints" / "step-8"
     path = folder if source == "folder" else folder / "model.safetensors"
-    settings = [
-        "seed=3",
-        "method=gpipe",
-        "method_args={}",
-        ADAM,
-        "steps=1",
-        f"init_from={path}",
-    ]  # another run altogether
+    # another run
+    settings = ["seed=3", "method=gpipe", "method_args={}", ADAM, "steps=1", f"init_from={path}"]
     report = train(make_short_config(*make_settings(*settings)), tmp_path / "new", quiet=True)
     assert (
         report["initial"]["test_loss"]
@@ -213,7 +207,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_key(key: str, killed_run: Pat
     ), faults
     (killed_run / "config.yaml").write_text(
         dump_config(make_short_config(*make_settings(*DECIDING[key])))
-    )  # that run's own folder, with this checkpoint
+    )  # the other run's folder with this checkpoint
     faults = list_refusals(killed_run, *DECIDING[key])
     place = f"{killed_run / 'checkpoints' / 'step-8'}: {key}: saved with "
     assert any(fault.startswith(place) and "this run has" in fault for fault in faults), faults
@@ -222,7 +216,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_key(key: str, killed_run: Pat
 
 FREE = {
     "log": ["log.every=5"],
-    "where a checkpoint was": ["checkpoint.every=7"],  # the pipeline is empty after update 8 all the same
+    "where a checkpoint was": ["checkpoint.every=7"],  # the pipeline is empty after update 8 in both
     "evaluation": ["evaluate.every=0", "evaluate.subset=32"],
     "backend": ["backend.threads=1", "backend.deadline=100"],
     "stages": ["stages=2"],
@@ -286,13 +280,13 @@ def test_a_checkpoint_in_the_folder_of_another_step_is_refused(killed_run: Path)
     assert line.startswith(f"{folder}: step: ")
 
 
-# ---- its tensors
+# ---- tensors
 
 
 @pytest.mark.parametrize("name, value", [
     ("fc2.weight/momentum_buffer", torch.zeros(8, 9)),  # another shape
     ("fc1.bias/t2_delta", torch.zeros(9)),  # a rule's shape
-    ("fc9.weight/momentum_buffer", torch.zeros(8)),  # no such parameter
+    ("fc9.weight/momentum_buffer", torch.zeros(8)),  # unknown parameter
 ])  # fmt: skip
 def test_optimizer_state_that_does_not_fit_the_model_is_refused(
     name: str, value: torch.Tensor, resumed_job: Any, trained_run: Path
@@ -381,7 +375,7 @@ def test_resuming_in_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     assert list_refusals(tmp_path) == [f"--resume: {tmp_path}: contains no run to resume"]
 
 
-# ---- as earlier versions wrote it
+# ---- checkpoints of earlier versions
 
 
 def test_a_run_whose_trace_was_counted_in_microbatches_resumes(
@@ -468,9 +462,8 @@ def test_checkpoints_after_an_earlier_one_are_deleted_at_once(
 
 def test_leftovers_are_cleared_away(killed_run: Path) -> None:
     folder = killed_run / "checkpoints"
-    shutil.copytree(
-        folder / "step-4", folder / ".step-12.old"
-    )  # a pruned one: it must not come back
+    # a pruned checkpoint, which must not return
+    shutil.copytree(folder / "step-4", folder / ".step-12.old")
     (folder / ".step-7.part").write_text("a file")
     (folder / ".step-9.part").mkdir()
     (folder / ".step-9.part" / "model.safetensors").write_text("half")

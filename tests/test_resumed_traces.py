@@ -57,7 +57,7 @@ def assert_traces_match(resumed: Trace, whole: Trace, final_evaluations: int = 0
 def _check_clock_offsets(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     assert process_trace.compare_clocks() == 0
-    process_trace.identify_clock = lambda: str(rank)  # as of another host
+    process_trace.identify_clock = lambda: str(rank)  # pretend that the ranks are on two hosts
     offset = process_trace.compare_clocks()
     assert (offset == 0) == (rank == 0) and abs(offset) < 10**9
     end_process(0)
@@ -78,9 +78,8 @@ def test_the_trace_of_a_resumed_run_on_processes(tmp_path: Path) -> None:
     finish(start(tmp_path / "resumed", steps=8, resume=True, **KEYS))
     resumed, whole = (read_trace(tmp_path / name / "run") for name in ("resumed", "whole"))
     assert_traces_match(resumed, whole, final_evaluations=2)
-    assert (
-        resumed.events.is_kind("pause").sum() == 2 and not whole.events.is_kind("pause").any()
-    )  # one per rank
+    # one per rank
+    assert resumed.events.is_kind("pause").sum() == 2 and not whole.events.is_kind("pause").any()
 
 
 @pytest.mark.parametrize(

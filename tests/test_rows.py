@@ -73,9 +73,8 @@ def test_a_v_is_drawn_by_device() -> None:
         "slot      3     4\ndevice 0  F0@3  B0@3*\n(slots 3 to 4 of 10, 1 of 2 devices shown)\n"
     )
     assert schedule.max_in_flight().tolist() == [2, 2, 2, 1] and schedule.busy_share() == 0.8
-    with pytest.raises(
-        BadInput, match="device 0 has two actions in slot 1"
-    ):  # F1 of stage 0 and F0 of stage 1
+    # F1 of stage 0 and F0 of stage 1
+    with pytest.raises(BadInput, match="device 0 has two actions in slot 1"):
         replace(schedule, placement=(0, 0, 1, 1))
 
 

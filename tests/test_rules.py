@@ -74,7 +74,7 @@ class Row:
     args: Dict[str, Any]
     optimizers: Tuple[Any, ...] = (SGD, ADAMW)
     hand: Any = None
-    exact: bool = True  # to the last bit; spike compensation's step is summed in another order
+    exact: bool = True  # bitwise; spike compensation's step is summed in another order
     switch: int = 0
     extra: Dict[str, Any] = field(default_factory=dict)
 
@@ -144,7 +144,7 @@ def compute_both_difference_by_hand() -> Tuple[Q, Q, Q]:
 
 
 def compute_spectrain_by_hand() -> Tuple[Q, Q, Q]:
-    # stage 1 of 3: staleness 2, one more step to the first stage
+    # stage 1 of 3 has a staleness of 2 and is one step from the first stage
     w, v, _ = compute_momentum_steps()[-1]
     return w, w - LR * 3 * v, w - LR * 1 * v
 
@@ -484,9 +484,8 @@ def test_drawn_delays_are_exponential_with_the_stated_mean() -> None:
     counts = np.bincount(delays[1], minlength=13)
     ratios = counts[1:8] / counts[:7]
     assert np.allclose(ratios, ratios.mean(), atol=0.08) and 0.6 < ratios.mean() < 0.9
-    assert np.allclose(
-        np.bincount(delays[2]) / delays.shape[1], 1 / 13, atol=0.01
-    )  # mean max/2: uniform
+    # mean max/2: uniform
+    assert np.allclose(np.bincount(delays[2]) / delays.shape[1], 1 / 13, atol=0.01)
 
 
 def test_drawn_delays_depend_on_the_seed_and_the_microbatch_alone() -> None:

@@ -148,7 +148,7 @@ def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
     assert curvature.discrepancy == pytest.approx(-v[0] * v[1] * r * x / values[-1], rel=1e-6)
 
 
-# ---- a run of which theory knows all
+# ---- a run that theory predicts exactly
 
 
 def make_part(column: int, start: float) -> nn.Module:
@@ -160,7 +160,7 @@ def make_part(column: int, start: float) -> nn.Module:
     return Composed(forward, weight=nn.Parameter(torch.tensor([start])))
 
 
-SHARES = (0.4, 0.1, 0.3, 0.2)  # of a direction of curvature 3
+SHARES = (0.4, 0.1, 0.3, 0.2)  # of a direction with curvature 3
 
 
 def make_one_direction_job(lr: float, **keys: Any) -> Job:
@@ -286,14 +286,13 @@ def test_advice_names_the_worst_stage_and_what_raises_its_limit() -> None:
         "momentum 0 at lr / (1 - momentum)",
     }  # fmt: skip
     assert changes["t1"].margin == pytest.approx(6 * margins[0].margin)
-    assert not margins[-1].remedies  # nothing is late
+    assert not margins[-1].remedies  # this stage has no delay
     lines = describe_margins(margins)
     assert [v.margin < 1 for v in margins] == [True, True, True, False]
     assert lines[0].startswith("3 of 4 stages") and "stage 0 (delay 6 updates)" in lines[0]
     assert len(lines) == 4 and "with " in lines[1]
-    assert (
-        compute_margins([StageDynamics(0, make_delayed_sgd(3), 0.1, 0.0)])[0].margin == math.inf
-    )  # without weights
+    # a stage without weights
+    assert compute_margins([StageDynamics(0, make_delayed_sgd(3), 0.1, 0.0)])[0].margin == math.inf
     calm = describe_margins(compute_margins([StageDynamics(0, make_delayed_sgd(3), 1e-4, 1.0)]))
     assert calm[0].startswith("no stage") and len(calm) <= 4
 

@@ -78,9 +78,8 @@ def test_a_sharded_run_resumes_on_any_layout(tmp_path: Path) -> None:
     )
     shutil.rmtree(tmp_path / "on" / "checkpoints" / "step-12")
     (tmp_path / "on" / "summary.json").unlink()
-    emulate(
-        tmp_path / "on", *settings, resume=True, resume_from=4
-    )  # single files from here on, and sharded ones beside them
+    # from here on single files, beside sharded ones
+    emulate(tmp_path / "on", *settings, resume=True, resume_from=4)
     code, _, error = run(3, tmp_path / "on", *settings, *three, "--resume-from", "8")
     assert code == 0, error
     assert_checkpoints_equal(
@@ -141,7 +140,7 @@ def _save_failing_shards(rank: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
     folder = Path(path) / "checkpoints"
-    # a tied weight, which both hold, is written once; plain values of both come into the manifest
+    # a tied weight of both ranks is written once; the manifest has the plain values of both
     model = {f"{rank}.weight": torch.full((2,), float(rank)), "tied": torch.ones(3)}
     state = CheckpointState(
         model, {f"{rank}.weight/step": torch.tensor(4.0)}, {f"{rank}.weight/plain": rank}
@@ -163,16 +162,14 @@ def _save_failing_shards(rank: int, path: str) -> None:
         flush(file)
 
     checkpoint._flush = fail_to_flush
-    with pytest.raises(
-        RunFault, match="step-2: cannot write the checkpoint.*optimizer-00002"
-    ):  # on both
+    # on both ranks
+    with pytest.raises(RunFault, match="step-2: cannot write the checkpoint.*optimizer-00002"):
         save_shard(folder, 2, state, {}, None)
     dist.barrier()
     assert [file.name for file in folder.iterdir()] == ["step-1"]
 
-    checkpoint._flush = (
-        flush if rank == 0 else lambda file: os._exit(9)
-    )  # as by kill -9, in the midst of writing
+    # as if by kill -9 while writing
+    checkpoint._flush = flush if rank == 0 else lambda file: os._exit(9)
     with pytest.raises(RunFault, match="lost"):
         save_shard(folder, 3, state, {}, None)
     assert not (folder / "step-3").exists()
@@ -222,7 +219,7 @@ class DelayedWriter(ipu_pipe.Callback):
             raise KeyboardInterrupt
 
     def on_evaluation(self, now: ipu_pipe.Moment) -> None:
-        self.may_write.release()  # of the last one, before which training has ended
+        self.may_write.release()  # for the last checkpoint, after the end of training
 
     def on_checkpoint(self, now: ipu_pipe.Moment) -> None:
         assert now.checkpoint is not None and (now.checkpoint / "manifest.json").is_file()
@@ -246,8 +243,8 @@ def test_training_continues_while_a_checkpoint_is_written(
         and find_event("10") < find_event("step-8")
         and len(delayed_writer.seen) == 15
     )
-    assert delayed_writer.seen[-1] == "step-12"  # which the end has waited for
-    for step in (4, 8, 12):  # a copy: training has changed the weights meanwhile
+    assert delayed_writer.seen[-1] == "step-12"  # the end waits for it
+    for step in (4, 8, 12):  # a checkpoint is a copy: training has changed the weights since
         same_step = [
             checkpoint.load(tmp_path / out / "checkpoints" / f"step-{step}")
             for out in ("before", "beside")

@@ -47,7 +47,7 @@ def simulate_method(method: Method, P: int, M: int, N: int) -> Simulated:
 # --- the closed forms
 
 
-# one of each kind of timeline, which `make test` plays
+# one of each kind of timeline, which `make test` runs
 QUICK = {"gpipe", "pipedream_flush", "pipedream", "pipelined_backprop", "local_overlapping"}
 
 
@@ -128,9 +128,8 @@ def test_planned_utilization(P: int) -> None:
 def test_thousands_of_stages_stay_a_few_runs() -> None:
     for name, method in PLAYED.items():
         schedule = make_schedule(method, 2000, 20000, 2000 if name == "pipedream_2bw" else 1)
-        steps = (
-            1 if method.rounds is None else method.rounds.steps
-        )  # fewer replicas than stages: each has its own runs
+        # with fewer replicas than stages each replica has its own runs
+        steps = 1 if method.rounds is None else method.rounds.steps
         assert sum(len(part.runs) for part in schedule.stretches) <= max(4, 2 * steps) * 2000, name
 
 
@@ -151,9 +150,8 @@ def test_the_pipeline_is_empty_at_a_drain_and_then_starts_over(name: str) -> Non
             ).all()
         if last < 30:
             next_start = schedule.slots(Kind.FORWARD, last, last + 1)[0, 0]
-            assert (
-                schedule.slots(Kind.BACKWARD, first, last).max() + 1 == next_start
-            )  # the slot after, no gap
+            # the next slot, without a gap
+            assert schedule.slots(Kind.BACKWARD, first, last).max() + 1 == next_start
     assert (np.diff(schedule.slots(Kind.UPDATE, 0, 7), axis=1) > 0).all()
 
 
@@ -267,9 +265,8 @@ def test_stages_of_one_device_must_not_act_at_once() -> None:
     """Collisions are checked by device: GPipe's three stages collide on two devices; stages that
     take turns may share one."""
     schedule = make_schedule(METHODS["gpipe"], 3, 2, 2)
-    with pytest.raises(
-        BadInput, match="device 7 has two actions in slot 2"
-    ):  # F1 of stage 1 and F0 of stage 2
+    # F1 of stage 1 and F0 of stage 2
+    with pytest.raises(BadInput, match="device 7 has two actions in slot 2"):
         replace(schedule, placement=(0, 7, 7))
     with pytest.raises(BadInput, match="2 devices: must be one for each of 3 stages"):
         replace(schedule, placement=(0, 1))
@@ -277,9 +274,8 @@ def test_stages_of_one_device_must_not_act_at_once() -> None:
         replace(make_schedule(METHODS["pipemare"], 3, 4, 1), placement=(0, 1, 0))
     one = replace(make_schedule(METHODS["naive"], 3, 2, 1), placement=(4, 4, 4))
     assert one.device_of_stage == (4, 4, 4) and one.busy_share() == 1
-    eager = clock(
-        one, Costs([1, 2, 3], [4, 5, 6], [1, 1, 1])
-    )  # B0 of stage 1 begins after U0 of stage 2
+    # B0 of stage 1 begins after U0 of stage 2
+    eager = clock(one, Costs([1, 2, 3], [4, 5, 6], [1, 1, 1]))
     assert eager.start[Kind.BACKWARD].tolist() == [[19, 43], [13, 37], [6, 30]]
     separate = replace(schedule, placement=(2, 1, 0))
     assert separate.busy_share() == schedule.busy_share()

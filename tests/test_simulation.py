@@ -15,7 +15,7 @@ from tests.support.slow import mark_slow
 
 pytestmark = needs_processes
 SEEDS = 1000
-# which `make test` runs
+# seeds that `make test` runs
 QUICK = 60
 GROUPS = mark_slow(split_by_case(range(SEEDS)), lambda seeds: seeds[0] < QUICK)
 

@@ -97,7 +97,7 @@ def test_keys_that_the_documentation_names_are_keys() -> None:
         for section, place in sections
         for name in section.model_fields
     }
-    # arguments are called so, and files
+    # names of arguments and files
     open_ended = (
         "model.",
         "data.",
@@ -108,7 +108,7 @@ def test_keys_that_the_documentation_names_are_keys() -> None:
         "optimizer.safetensors",
     )
     wrong = []
-    for page in PAGES[:-1]:  # the changelog names those that are gone
+    for page in PAGES[:-1]:  # the changelog names removed keys
         for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", page.read_text(encoding="utf-8")):
             text = " ".join(code.split())
             top = re.split(r"\W", text)[0]

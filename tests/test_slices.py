@@ -50,11 +50,8 @@ def test_values_that_skip_pieces_are_handed_on() -> None:
         "d",
         "head",
     ]
-    assert [len(c.tensors) for c in list_crossings(pieces)] == [
-        2,
-        3,
-        3,
-    ]  # first, scale | + second | third, first, second
+    # first, scale | + second | third, first, second
+    assert [len(c.tensors) for c in list_crossings(pieces)] == [2, 3, 3]
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     value: Any = x
     for piece in pieces:

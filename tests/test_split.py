@@ -42,9 +42,8 @@ def make_residual_attention() -> nn.Module:
     )
 
 
-Case = Tuple[
-    Callable[[], nn.Module], List[int], int
-]  # the module, the shape of its input, weights that wait for W
+# the module, the shape of its input, the number of weights whose gradient W computes
+Case = Tuple[Callable[[], nn.Module], List[int], int]
 CASES: Dict[str, Case] = {
     "convolutions": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)),
                      [2, 3, 8, 8], 3),

@@ -57,7 +57,7 @@ def assert_same_roots(derived: List[float], expected: List[float]) -> None:
     assert np.trim_zeros(derived, "b") == pytest.approx(np.trim_zeros(expected, "b"), abs=1e-12)
 
 
-# ---- the polynomials as the papers print them (the sign of GDM's last term put right)
+# ---- the polynomials of the papers (with the sign of GDM's last term corrected)
 
 
 @pytest.mark.parametrize("D", [1, 2, 5, 12])
@@ -324,13 +324,15 @@ def test_stages_that_share_a_direction(
 
 def test_compensation_answers_a_late_gradient_as_if_it_had_come_in_time() -> None:
     m, D = 0.8, 5
-    late, early = (compute_impulse_response(make_delayed_sgd(delay, m), 30) for delay in (D, 0))
+    delayed, undelayed = (
+        compute_impulse_response(make_delayed_sgd(delay, m), 30) for delay in (D, 0)
+    )
     compensated = compute_impulse_response(
         make_delayed_sgd(D, m, compute_spike_coefficients(m, D)), 30
     )
-    assert (late[D:] == early[:-D]).all() and not late[:D].any()
-    assert compensated[D + 1 :] == pytest.approx(early[D + 1 :]) and not compensated[:D].any()
-    assert compensated[D] == pytest.approx(early[: D + 1].sum())
+    assert (delayed[D:] == undelayed[:-D]).all() and not delayed[:D].any()
+    assert compensated[D + 1 :] == pytest.approx(undelayed[D + 1 :]) and not compensated[:D].any()
+    assert compensated[D] == pytest.approx(undelayed[: D + 1].sum())
 
 
 def test_the_decay_of_t2() -> None:

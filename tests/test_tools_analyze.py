@@ -113,7 +113,7 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = write_run_folder(tmp_path / "one"), write_run_folder(tmp_path / "two", slow=10)
     output = run_analyze(capsys, one, "--against", two)
     lines = [" ".join(line.split()) for line in output.splitlines()]
-    # Two names, the settings, a head, span, bubble and two stages; the other figures are in the JSON.
+    # two names, the settings, a header, span, bubble and two stages; the other figures are in the JSON.
     assert len(lines) == 8 and "not known" in lines[2]
     assert (
         "span 240 ms 120 ms +100.0%" in lines

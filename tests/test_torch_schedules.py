@@ -132,7 +132,7 @@ def run_judge_rank(rank: int, ranks: int, folder: str) -> None:
             torch.save(
                 run_class(name, rank, ranks, v, Path(folder)), Path(folder) / f"{name}-{rank}.pt"
             )
-        torch.distributed.barrier()  # their files are written
+        torch.distributed.barrier()  # all files of PyTorch's orders are written
         for name in (*OURS, *THEIRS):
             torch.save(
                 train_on_rank(rank, *make_method_schedule(name, ranks, Path(folder))),
@@ -152,10 +152,14 @@ def run_file(rank: int, ranks: int, v: int, path: Path) -> Gradients:
     stages = sorted(
         {int(cell[: cell.index(kind)]) for cell in rows[rank] for kind in "FBIW" if kind in cell}
     )
-    return run_runtime_batch(
-        lambda made, M: schedules._PipelineScheduleRuntime(made, M, loss_fn=F.cross_entropy), rank, ranks, v, stages,
-        lambda runtime: runtime._load_csv(str(path)),
-    )  # fmt: skip
+
+    def make_runtime(runtime_stages: List[Any], M: int) -> Any:
+        return schedules._PipelineScheduleRuntime(runtime_stages, M, loss_fn=F.cross_entropy)
+
+    def load_order(runtime: Any) -> None:
+        runtime._load_csv(str(path))
+
+    return run_runtime_batch(make_runtime, rank, ranks, v, stages, load_order)
 
 
 def run_class(name: str, rank: int, ranks: int, v: int, folder: Path) -> Gradients:
@@ -177,13 +181,12 @@ def run_class(name: str, rank: int, ranks: int, v: int, folder: Path) -> Gradien
         if rank == 0:
             order = schedule._get_pipeline_order() if is_single else schedule.pipeline_order
             lines = [",".join(str(action or "") for action in order[r]) for r in range(ranks)]
-            if name == "Schedule1F1B":  # it numbers the forwards of the last rank from 1
+            if name == "Schedule1F1B":  # Schedule1F1B numbers the forwards of the last rank from 1
                 lines[-1] = re.sub(
-                    r"F(\d+)", lambda found: f"F{int(found.group(1)) - 1}", lines[-1]
+                    r"F(\d+)", lambda match: f"F{int(match.group(1)) - 1}", lines[-1]
                 )
-            text = re.sub(
-                r",\d+REDUCE_GRAD", "", "\n".join(lines) + "\n"
-            )  # with replicas they average there
+            # replicas average their gradients there
+            text = re.sub(r",\d+REDUCE_GRAD", "", "\n".join(lines) + "\n")
             (folder / f"{name}.csv").write_text(text)
 
     return run_runtime_batch(make_runtime, rank, ranks, v, stages, write_order)
@@ -339,9 +342,8 @@ def test_our_rows_run_pytorchs_orders(judge_results: Tuple[int, Path]) -> None:
         schedule, method = make_method_schedule(name, ranks, folder)
         assert schedule.in_order == (name != "ScheduleLoopedBFS"), name
         expected = sum_gradients_as(schedule)
-        assert (
-            are_equal(expected, sum_gradients_in_order(2 * ranks)) == schedule.in_order
-        )  # the order shows in the bits
+        # another order changes the bits
+        assert are_equal(expected, sum_gradients_in_order(2 * ranks)) == schedule.in_order
         assert are_equal(load_gradients(folder, name, ranks), expected), name
         assert are_equal(load_gradients(folder, f"ours-{name}", ranks), expected), name
         assert are_equal(train_on_emulator(schedule, method), expected), name

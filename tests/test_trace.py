@@ -113,7 +113,7 @@ def test_counters_are_the_microbatches_in_flight_on_a_device(devices: List[int])
     _, counters = build_gpipe_events(device_of_stage=devices)
     for device in set(devices):
         counts = {c.time_ns: c.value for c in counters if c.device == device}
-        assert len(counts) == sum(c.device == device for c in counters)  # one value a moment
+        assert len(counts) == sum(c.device == device for c in counters)  # one value for each time
         stages = [s for s in range(3) if devices[s] == device]
         value = 0.0
         for slot in range(17):
@@ -122,7 +122,7 @@ def test_counters_are_the_microbatches_in_flight_on_a_device(devices: List[int])
         assert value == 0
 
 
-# ---- the schedules that we have
+# ---- all schedules
 
 
 def build_method_events(
@@ -154,9 +154,8 @@ def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forw
     local = METHODS[name].structure is not None
     passes = {(e.kind, e.stage, e.microbatch): e for e in events if e.kind != "update"}
     assert len(passes) == 2 * 4 * 12 and all(e.start_ns < e.end_ns for e in passes.values())
-    if (
-        name == "pipelined_backprop"
-    ):  # two passes share a slot: 499.5 ns each, to the nearest nanosecond
+    # two passes share a slot: 499.5 ns each, to the nearest nanosecond
+    if name == "pipelined_backprop":
         first = passes["forward", 0, 0]
         assert (first.start_ns, first.end_ns) == (0, 500)
     for stage in range(4):

@@ -42,7 +42,7 @@ def test_a_run_of_several_ranks_is_one_trace(tmp_path: Path) -> None:
         write_trace(
             tmp_path / "trace" / f"rank-{rank}.trace", of_rank, [counter], method="gpipe", rank=rank
         )
-    write_chrome(tmp_path / "trace.json.gz", EVENTS[:1], [], {})  # of both the columns are read
+    write_chrome(tmp_path / "trace.json.gz", EVENTS[:1], [], {})  # the .trace files take precedence
     for path in (tmp_path, tmp_path / "trace"):
         trace = read_trace(path)
         assert sorted(trace.events.rows()) == sorted(EVENTS)

@@ -68,7 +68,7 @@ def make_set_options(*pairs: str) -> List[str]:
     return [item for pair in (*SHORT, *pairs) for item in ("--set", pair)]
 
 
-# ---- the contract of the outputs
+# ---- outputs
 
 
 @pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
@@ -209,9 +209,8 @@ def test_stages_measured_by_time_are_measured_once(
         and runs_at_equal_time
         and output.count("nothing to resume") == 2 + len(runs_at_equal_time)
     )
-    (
-        tmp_path / "run" / "summary.json"
-    ).unlink()  # another number of stages may be requested, and is reported
+    # another number of stages may be requested, and is reported
+    (tmp_path / "run" / "summary.json").unlink()
     code, output, _ = run_train_tool(
         DIGITS,
         *make_set_options(*settings, "stages.count=3"),
@@ -313,7 +312,7 @@ class TensorRows:
 def test_evaluation_takes_the_subset_and_no_more(subset: int) -> None:
     """The subset was once rounded up to whole batches of 128."""
     x, y = torch.randn(290, 6), torch.randint(0, 3, (290,))
-    y[1:120] = -100  # story: these batches counted as much as those whose labels all count
+    y[1:120] = -100  # these batches once had the same weight as batches without ignored labels
     model = nn.Linear(6, 3)
     config = ipu_pipe.configure(evaluate={"subset": subset})
     for loss in (nn.functional.cross_entropy, nn.CrossEntropyLoss()):
@@ -333,9 +332,8 @@ def test_a_checkpoint_or_state_dict_is_evaluated_alone(tmp_path: Path, run_train
     assert (
         evaluate_checkpoint(make_short_config(), path)["test_loss"] == report["final"]["test_loss"]
     )
-    is_safe = (
-        read_torch_version() >= checkpoint.SAFE_TORCH
-    )  # an older torch reads safetensors alone
+    # an older torch reads safetensors alone
+    is_safe = read_torch_version() >= checkpoint.SAFE_TORCH
     weights_file, write = (
         (tmp_path / "plain.pt", torch.save)
         if is_safe
@@ -426,7 +424,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert code == 2, output + errors
     lines = errors.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], errors
-    assert sorted(p.name for p in tmp_path.iterdir()) == listed  # nothing is written, nothing lost
+    assert sorted(p.name for p in tmp_path.iterdir()) == listed  # nothing is written or deleted
 
 
 def make_derived() -> nn.Module:
@@ -535,7 +533,7 @@ def test_learning_rates_and_clipping_reach_the_optimizer(tmp_path: Path) -> None
     assert len(rates) == 12 and max(rates) <= 0.4 and rates[0] < rates[3] and rates[-1] < rates[4]
 
 
-# ---- a second run beside the first
+# ---- a comparison with a second run
 
 
 def _read_all_files(folder: Path) -> Dict[str, bytes]:
@@ -556,7 +554,7 @@ def test_the_run_to_compare_with_is_deleted_only_when_asked(
     code, _, errors = run_train_tool(*arguments)
     assert code == 2 and "gpipe: contains another run" in errors and errors.count("\n") == 1
     assert _read_all_files(tmp_path) == before
-    for option in ("--overwrite", "--resume"):  # a run that is finished is not run again
+    for option in ("--overwrite", "--resume"):  # a finished run is not repeated
         code, output, _ = run_train_tool(*arguments, option)
         assert (
             code == 0
@@ -655,8 +653,8 @@ class FailingLinear(nn.Linear):
 
 
 @pytest.mark.parametrize("model, message", [
-    (make_complex(), "model: w: complex"),  # story: it became real without a word
-    # story: checkpoints gave a traceback
+    (make_complex(), "model: w: complex"),  # it once became real without a message
+    # checkpoints once ended in a traceback
     (ExtraStateModel(nn.Flatten(), nn.Linear(64, 10)), "model: _extra_state: is not a dense tensor"),
     (SparseBuffer(), "model: near: is not a dense tensor"),
     (nn.Sequential(nn.Embedding(9, 4, sparse=True)), "model: 0: gradients must be dense"),
@@ -727,7 +725,7 @@ def test_metrics_that_cannot_be_written_are_a_fault(tmp_path: Path) -> None:
 def test_a_loss_without_a_gradient_is_refused() -> None:
     """The first backward once ended in a traceback."""
     model = make_stateful_model().requires_grad_(False)
-    model.spare = nn.Linear(3, 3)  # trainable, and no part of the forward
+    model.spare = nn.Linear(3, 3)  # trainable, but unused in the forward
     count_right = lambda x, y: (x.argmax(1) == y).float().mean()  # noqa: E731
     for model_of_loss, loss in (
         (model, nn.functional.cross_entropy),
@@ -754,7 +752,8 @@ def test_parameters_that_are_frozen_or_unused_stay_as_they_are(
     model = make_stateful_model()
     model[1].requires_grad_(False)
     model[5].bias.requires_grad_(False)
-    model[7].spare = nn.Linear(3, 3)  # its weights lie on the last stage, and nothing reads them
+    # its weights belong to the last stage, but the forward does not read them
+    model[7].spare = nn.Linear(3, 3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     rules = ["method_args={t2: {}}"] if method == "pipemare" else []
     config = make_short_config(

@@ -40,7 +40,7 @@ def list_row_settings(row: Row) -> List[str]:
     return [f"method={row.method}", f"method_args={json.dumps(args)}"]
 
 
-# one row a kind of state: of an optimizer, of a rule, of draws, of a switch
+# a row for each kind of state: of an optimizer, a rule, a generator, a warm-up
 RESUMED = [
     "t1+t2+warmup", "recompute+t2", "hogwild", "delay+both", "prediction-2bw", "difference", "both", "shrinking",
     "compensation-adaptive", "compensation-warmup", "prediction-optimizer+t1", "feedback-2bw", "feedback+t2", "spectrain-1f1b",
@@ -165,9 +165,8 @@ def test_recomputation_shrinks_the_planned_activations() -> None:
 
 
 def test_hyperparameters_are_scaled_to_the_update_size() -> None:
-    job = build(
-        make_short_config("optimizer={lr: 0.1, momentum: 0.9, reference_batch_size: 128}")
-    )  # updates of 32 samples
+    # updates of 32 samples
+    job = build(make_short_config("optimizer={lr: 0.1, momentum: 0.9, reference_batch_size: 128}"))
     group = job.optimizer.param_groups[0]
     m = 0.9 ** (32 / 128)
     assert group["momentum"] == pytest.approx(m)
@@ -176,9 +175,13 @@ def test_hyperparameters_are_scaled_to_the_update_size() -> None:
 
 def test_annealing_follows_the_learning_rate_schedule() -> None:
     step = ["lr_schedule={name: step, milestones: [4]}", "steps=400"]
-    for more, expected in ((step, 44), (["lr_schedule.warmup_steps=6"], 30), (["steps=100"], 25)):
+    for settings, expected in (
+        (step, 44),
+        (["lr_schedule.warmup_steps=6"], 30),
+        (["steps=100"], 25),
+    ):
         job = build(
-            make_short_config("method=pipemare", "stages=4", "method_args.t1={}", *SGD, *more)
+            make_short_config("method=pipemare", "stages=4", "method_args.t1={}", *SGD, *settings)
         )
         staleness = float(job.table.rule_lag()[0])
         assert job.rules.rates(expected - 1)[0] < job.rate(expected - 1)

@@ -106,9 +106,8 @@ def assert_trainers_close(ours: Any, theirs: Any) -> None:
     for line, other in zip(read_log(ours), read_log(theirs)):
         assert line == pytest.approx(other, rel=1e-6, abs=1e-6)
     for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters()):
-        torch.testing.assert_close(
-            p, q, rtol=1e-4, atol=1e-5, msg=name
-        )  # Adam divides by what is near zero
+        # Adam divides by values near zero
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def import_in_process(statement: str, *folders: Path) -> Tuple[int, str]:
@@ -199,7 +198,7 @@ UNCLIPPED: Dict[str, Tuple[str, Dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# which `make test` runs
+# cases that `make test` runs
 QUICK = {"labels", "adapters"}
 
 
@@ -422,7 +421,7 @@ def test_a_subclass_knows_the_group_that_another_has_joined(
 ) -> None:
     monkeypatch.setattr(PipelineTrainer, "_has_joined", True)
     monkeypatch.setitem(globals(), "PipelineTrainer", type("Own", (PipelineTrainer,), {}))
-    assert not make_trainer(tmp_path, method="gpipe")._has_joined  # in one process there is none
+    assert not make_trainer(tmp_path, method="gpipe")._has_joined  # one process has no group
     assert not integration.PipelineTrainer._has_joined
 
 
@@ -482,7 +481,7 @@ def test_a_method_whose_replicas_or_stages_take_their_own_microbatches(
 
 
 METHODS = ("pipedream_flush", "pipedream")
-# of equally large batches, which processes need; the last update has 3 of 4
+# samples in batches of equal size, which processes need; the last update has 3 of 4 batches
 EVEN = 22
 
 
@@ -500,7 +499,7 @@ def run_methods(folder: Path, where: str) -> None:
         )
         trainer.train()
         trainers.append((method, trainer))
-    # with a short batch, until a callback ends it
+    # a run with a short batch, which a callback ends
     trainer = make_trainer(
         folder / f"short-{where[:4]}", method="gpipe", callbacks=[EventRecorder(5)]
     )
@@ -697,7 +696,7 @@ def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
     assert is_same_model(ours.model, theirs.model)
 
 
-# ---- refused
+# ---- refusals
 
 
 @pytest.mark.parametrize("key, changes", [
@@ -725,7 +724,7 @@ def test_faults_found_only_in_training_are_refused_by_name(
     with pytest.raises(BadInput, match="^callbacks: GradientCallback.on_pre_optimizer_step: "):
         make_trainer(tmp_path, method="gpipe", callbacks=[GradientCallback()])
     trainer = make_trainer(tmp_path, method="gpipe")
-    trainer.args.tf32 = True  # TrainingArguments refuse it themselves on a CPU
+    trainer.args.tf32 = True  # TrainingArguments refuse it on a CPU
     assert [fault.partition(": ")[0] for fault in trainer._list_faults()] == ["tf32"]
     monkeypatch.setattr(integration, "is_distributed", lambda: True)
     with pytest.raises(BadInput, match="^hyperparameter_search: "):

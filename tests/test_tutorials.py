@@ -26,9 +26,9 @@ PAGES = sorted((Path(__file__).resolve().parents[1] / "docs" / "tutorials").glob
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-# Pages whose commands `make test` runs.
+# pages whose commands `make test` runs.
 QUICK = {"README", "analyze", "pod"}
-# The least test accuracy of the runs of a page that trains to the end; by chance it is 0.1.
+# the least test accuracy of the runs of a page that trains to the end; chance is 0.1
 LEARNS = {"your_own_model": 0.6, "third_party": 0.25}
 
 
@@ -85,7 +85,7 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     summaries = {path: json.loads(path.read_text()) for path in Path("runs").glob("*/summary.json")}
     for path, summary in summaries.items():
         assert summary["final"]["test_accuracy"] >= LEARNS.get(page.stem, 0), path
-    for name in set(sys.modules) - before:  # the page's own
+    for name in set(sys.modules) - before:  # modules that the page wrote
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
 

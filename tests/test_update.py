@@ -89,10 +89,12 @@ def test_clipping_takes_the_kernels_that_a_process_takes(
     clipped = {p: p.grad.clone() for p in model.parameters()}
     for p, gradient in gradients.items():
         p.grad = gradient
-    known = {s: clipping.compute_gradient_norms(parameters) for s, parameters in stages.items()}
-    every = [norm for norms in known.values() for norm in norms]
+    norms_by_stage = {
+        s: clipping.compute_gradient_norms(parameters) for s, parameters in stages.items()
+    }
+    all_norms = [norm for norms in norms_by_stage.values() for norm in norms]
     for s, parameters in stages.items():
-        clipping.clip_to_norm(0.5, parameters, known[s] if scope == "stage" else every)
+        clipping.clip_to_norm(0.5, parameters, norms_by_stage[s] if scope == "stage" else all_norms)
     assert all(torch.equal(p.grad, clipped[p]) for p in model.parameters())
 
 
@@ -131,8 +133,8 @@ def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
     slots = schedule.slots(Kind.UPDATE, 0, 20)
     assert delayed.lag == 2
     for k in range(20):
-        known = [j for j in range(k) if slots[:, j].max() < slots[:, k].min()]
-        assert delayed.get_source(k) == (known[-1] if known else None)
+        complete_updates = [j for j in range(k) if slots[:, j].max() < slots[:, k].min()]
+        assert delayed.get_source(k) == (complete_updates[-1] if complete_updates else None)
     assert (
         delayed.get_source(20) is None
         and delayed.get_source(21) is None
@@ -144,7 +146,7 @@ def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
     delayed.remember(5, [6.0, None, 8.0, 0.0])
     delayed.clip(7, [p], 5.0)  # by update 5's norm of 10
     assert torch.allclose(p.grad, torch.tensor([0.3, 0.4]))
-    delayed.clip(0, [p], 5.0)  # no norm known yet: by its own, here 5
+    delayed.clip(0, [p], 5.0)  # no norm is known yet, so its own norm, 5, is used
     assert torch.allclose(p.grad, torch.tensor([0.06, 0.08]))
 
 

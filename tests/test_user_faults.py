@@ -55,7 +55,7 @@ def name_callback(where: str, how: str) -> List[str]:
 
 # misbehaving object -> exit code, and a part of the line
 OBJECTS = {
-    # once a traceback
+    # these once ended in a traceback
     ("forward", "cancelled", 2): (1, "CancelledError"),
     ("forward", "base", 2): (1, "BaseException: base"),
     ("forward", "generator exit", 2): (1, "GeneratorExit"),
@@ -63,7 +63,7 @@ OBJECTS = {
     ("train_batch", "assertion", 1): (1, "AssertionError"),
     ("state_dict", "exit 3", 2): (1, "error: after update"),
     ("constructor", "exit", 0): (1, "called exit()"),
-    # once our own file was named
+    # these once named a file of ours
     ("empties later", "none", 0): (2, "lr_schedule: LambdaLR: changes the optimizer's parameter groups"),
     ("empties", "none", 0): (2, "lr_schedule: LambdaLR: changes the optimizer's parameter groups"),
     ("renames", "none", 0): (2, "lr_schedule: LambdaLR: changes the optimizer's parameter groups"),

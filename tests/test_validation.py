@@ -40,19 +40,19 @@ def list_rows(x: torch.Tensor) -> List[bytes]:
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
 def test_every_sample_is_in_one_set_and_none_of_the_test_set_is_held_out(name: str) -> None:
-    whole, data = (
+    undivided, data = (
         ipu_pipe.load_data(name, seed=3, subset=200, **more) for more in ({}, {"validation": 0.25})
     )
     held_out = data.validation
     assert (data.train_samples, held_out.test_samples) == (150, 50)
     training_rows = list_rows(data.take_train(0, range(150))[0])
     validation_rows = list_rows(torch.cat([x for x, _ in held_out.test_batches(16)]))
-    test_rows = list_rows(torch.cat([x for x, _ in whole.test_batches(64)]))
+    test_rows = list_rows(torch.cat([x for x, _ in undivided.test_batches(64)]))
     assert not {*training_rows} & {*validation_rows} and not {*validation_rows} & {*test_rows}
     if name == "digits":
-        assert held_out.train is data.train  # not all of it, once more
+        assert held_out.train is data.train  # the same tensors, not a copy
         assert sorted([*training_rows, *validation_rows]) == sorted(
-            list_rows(whole.take_train(0, range(200))[0])
+            list_rows(undivided.take_train(0, range(200))[0])
         )
     same_seed, other_seed = (
         ipu_pipe.load_data(name, seed=s, subset=200, validation=50) for s in (3, 4)
@@ -116,7 +116,7 @@ def test_a_run_watches_the_validation_set_and_tests_at_both_ends(tmp_path: Path)
     )
 
     numbers = read_numbers(out)
-    (out / "summary.json").unlink()  # as if killed after its last line: nothing is written twice
+    (out / "summary.json").unlink()  # as if killed after its last line: no line is written twice
     resumed = train_validated(out, "steps=10", stopping, resume=True)
     assert resumed["final"] == report["final"] and read_numbers(out) == numbers
 
@@ -194,7 +194,8 @@ def test_bad_values_are_refused(value: str, tmp_path: Path) -> None:
 def test_the_best_is_by_a_metric_that_is_evaluated(tmp_path: Path) -> None:
     (fault,) = list_faults(train_validated, tmp_path / "run", "evaluate.best=top5")
     assert fault.startswith("evaluate.best: top5: ")
-    metrics = {"zero": lambda output, y: 0.0}  # of the call, which the config does not know
+    # a metric of the call, which the config does not name
+    metrics = {"zero": lambda output, y: 0.0}
     assert (
         train_validated(tmp_path / "run", "evaluate.best=zero", "steps=1", metrics=metrics)["best"][
             "validation_zero"

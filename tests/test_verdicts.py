@@ -38,7 +38,7 @@ def judge_gaps(gaps: List[float], margin: Optional[float] = None) -> str:
     ([0.1, -0.1, 0.0], UNDECIDED, SHOWN),
     ([0.0, 0.0, 0.0], UNDECIDED, SHOWN),
     ([5.0, -5.0, 0.0], UNDECIDED, UNDECIDED),
-    ([1.2, 0.8, 1.0], SHOWN, UNDECIDED),  # 1 +- 0.115: above 0, and on the margin
+    ([1.2, 0.8, 1.0], SHOWN, UNDECIDED),  # 1 +- 0.115: above 0, but too close to the margin
     ([9.0, 9.1], UNDECIDED, UNDECIDED),  # two seeds
     ([INF, INF, 2.0], UNDECIDED, UNDECIDED),
     ([], NOT_RUN, NOT_RUN),

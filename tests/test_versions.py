@@ -51,9 +51,8 @@ def replay_versions(
         return sum(slot < simulated.slots[s, kind, m] for slot, _ in simulated.updates[s])
 
     forward = [[count_updates(s, "F", m) for m in range(M)] for s in range(P)]
-    if (
-        method.forward_reads is Reads.DOUBLE_BUFFERED and P > 1
-    ):  # a single stage is not a pipeline: it reads the newest weights
+    # a single stage is not a pipeline: it reads the newest weights
+    if method.forward_reads is Reads.DOUBLE_BUFFERED and P > 1:
         forward = [[max(m // N - 1, 0) for m in range(M)] for _ in range(P)]
     backward = [[count_updates(s, "B", m) for m in range(M)] for s in range(P)]
     return forward, forward if method.backward_reads is Reads.STASHED else backward
@@ -127,9 +126,8 @@ def test_greatest_steady_staleness(P: int, N: int) -> None:
     s = np.arange(P)
 
     def list_greatest_staleness(name: str, accumulate: int = N) -> List[int]:
-        versions = make_version_table(
-            VARIANTS[name], P, 1, accumulate
-        )  # a short run has the staleness of a long one
+        # a short run has the staleness of a long one
+        versions = make_version_table(VARIANTS[name], P, 1, accumulate)
         return list(versions.greatest_lag().tolist())
 
     assert list_greatest_staleness("pipemare") == [
@@ -183,7 +181,8 @@ def test_global_history_counted_entry_by_entry(name: str) -> None:
                         (slot, s) < (simulated.slots[r, "F", m], r) for slot, s, _ in entries
                     )
                     while sum(s == r for _, s, _ in entries[:read_count]) > forward[r][m]:
-                        read_count -= 1  # back to the latest iterate that holds the version read
+                        # go back to the latest iterate with the version that is read
+                        read_count -= 1
                     delays.append(written_count - read_count)
         greatest, mean = summarize_history_delays(versions)
         assert (greatest, mean) == (
@@ -195,10 +194,8 @@ def test_global_history_counted_entry_by_entry(name: str) -> None:
 def test_the_middle_leaves_out_the_outer_quarters_in_whole_batches() -> None:
     assert find_steady_range(make_version_table(METHODS["pipedream"], 2, 400, 1)) == (100, 300)
     assert find_steady_range(make_version_table(METHODS["pipemare"], 2, 100, 8)) == (32, 72)
-    assert find_steady_range(make_version_table(METHODS["pipemare"], 2, 10, 8)) == (
-        3,
-        8,
-    )  # no whole batch remains
+    # no whole batch remains
+    assert find_steady_range(make_version_table(METHODS["pipemare"], 2, 10, 8)) == (3, 8)
 
 
 def test_global_history_is_undefined_for_methods_that_flush() -> None:

@@ -9,7 +9,7 @@ import transformers
 __all__ = ["transformers"]
 
 
-# ---- Hugging Face models as people train them: batches that are mappings, outputs that are objects
+# ---- Hugging Face models as users train them: batches that are mappings, outputs that are objects
 
 
 def make_hugging_bert(classes: int = 3) -> torch.nn.Module:

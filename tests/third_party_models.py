@@ -182,7 +182,7 @@ def _configure_words(classes: bool) -> Dict[str, Any]:
     return {"name": "tests.third_party_models:make_words", "classes": classes}
 
 
-_VIT = (  # transformers 5 names its blocks otherwise than transformers 4, the last for Python 3.9
+_VIT = (  # transformers 5 has other names of blocks than transformers 4, the last one for Python 3.9
     ("vit.layers.1", "vit.layers.2.mlp", "vit.layers.3.layernorm_after")
     if int(transformers.__version__.split(".")[0]) >= 5
     else (

@@ -43,9 +43,8 @@ def make_zoo_source(model: ZooModel) -> DataSource:
     label = draw(CLASSES, (SAMPLES,))
     inputs: Dict[str, torch.Tensor] = {"x": words}
     if model.family in ("images", "speech"):
-        shape = (
-            (3, model.size, model.size) if model.family == "images" else (8, 16)
-        )  # or 8 bands of 16 frames
+        # or 8 bands of 16 frames
+        shape = (3, model.size, model.size) if model.family == "images" else (8, 16)
         inputs = {"x": torch.randn(SAMPLES, *shape, generator=generator)}
     if model.family == "text classes":
         mask = (torch.arange(LENGTH) < draw(3, LENGTH + 1, (SAMPLES, 1))).long()
@@ -64,7 +63,7 @@ def make_zoo_source(model: ZooModel) -> DataSource:
     return from_loader(DataLoader(samples, batch_size=2), DataLoader(samples[:4], batch_size=2))
 
 
-# ---- torchvision: the published networks, narrower where the library lets them be
+# ---- torchvision: the published networks, narrower where the library allows it
 
 
 def _make_vision_row(name: str, size: int = 32, **args: Any) -> ZooModel:

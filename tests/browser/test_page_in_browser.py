@@ -20,7 +20,7 @@ FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--window-size=1400,900",
 )  # fmt: skip
-SHOTS = Path(__file__).parent / "build"  # ignored by git; to look at
+SHOTS = Path(__file__).parent / "build"  # ignored by git; for the eye
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,9 @@ class BrowserPage:
     def __init__(self, driver: Any, path: Path) -> None:
         self.driver = driver
         driver.get("about:blank")
-        (
-            driver.get_log("browser"),
-            driver.get_log("performance"),
-        )  # the page's before, and a new tab's own
+        # discard the logs of the previous page and of a new tab
+        driver.get_log("browser")
+        driver.get_log("performance")
         driver.get(path.as_uri())
         self.wait_until(
             lambda: self.run_script("return document.documentElement.dataset.ready === 'true'")
@@ -194,9 +193,8 @@ def test_zooming_panning_and_the_whole_run_again(open_page: Callable[..., Browse
     ActionChains(page.driver).scroll_from_origin(origin, 0, -600).perform()
     near = page.wait_until_drawn()
     assert near[1] - near[0] < 0.7 * (whole[1] - whole[0])
-    assert near[0] + 0.25 * (near[1] - near[0]) == pytest.approx(
-        before, rel=0.02
-    )  # what was under the pointer still is
+    # the time under the pointer stays there
+    assert near[0] + 0.25 * (near[1] - near[0]) == pytest.approx(before, rel=0.02)
     ActionChains(page.driver).move_to_element(canvas).click_and_hold().move_by_offset(
         -200, 0
     ).release().perform()
@@ -348,9 +346,8 @@ def test_both_colour_schemes_and_a_narrow_window(
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         run_devtools_command("Emulation.setDeviceMetricsOverride", size)
         page.wait_until_drawn()
-        assert (
-            page.run_script("return document.documentElement.scrollWidth") <= width
-        )  # nothing is cut off at the side
+        # the page is not wider than the window
+        assert page.run_script("return document.documentElement.scrollWidth") <= width
         assert page.count_colours() >= 5
         grounds.append(page.run_script("return getComputedStyle(document.body).backgroundColor"))
         page.save_screenshot(f"{scheme}-{width}")
@@ -389,7 +386,7 @@ def test_an_injected_script_does_not_run(browser: Any, tmp_path: Path) -> None:
     page.wait_until_drawn()
     assert page.count_colours() >= 5 and page.find("h1").is_displayed()
     page.run_script("for (const id of ['attribute', 'link']) document.getElementById(id).click()")
-    # a frame later the clicks have had their effect, had they any
+    # any effect of the clicks is visible a frame later
     page.wait_until_drawn()
     assert page.run_script("return window.hostile === undefined")
     assert (
