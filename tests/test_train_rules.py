@@ -144,9 +144,11 @@ def test_recomputation_shrinks_the_planned_activations() -> None:
     without, segments = (
         sum(
             row["activation_bytes"]
-            for row in build_memory_table(build(make_short_config("method=pipemare", *deep, *more)))
+            for row in build_memory_table(
+                build(make_short_config("method=pipemare", *deep, *settings))
+            )
         )
-        for more in ([], ["method_args.recompute={}"])
+        for settings in ([], ["method_args.recompute={}"])
     )
     assert segments < without
     for method in ("gpipe", "pipedream_2bw"):
