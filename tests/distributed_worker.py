@@ -32,12 +32,12 @@ from tests.nccl_double import NcclDouble
 from tests.staged_models import (
     MODELS,
     TIED,
-    Skipping,
-    batches,
-    checkpointed,
-    redrawing,
-    twice,
-    whole,
+    SkippingModel,
+    draw_microbatches,
+    join_stages,
+    make_checkpointed_stages,
+    make_redrawing_stages,
+    make_repeating_model,
 )
 from tests.support.flows import run_batches
 
@@ -61,7 +61,7 @@ def list_drains(case: Case) -> List[int]:
 
 def list_stage_begins(model: nn.Module, ranks: int) -> List[str]:
     """Return the names of the modules that begin stages on `ranks` ranks: the first modules are merged."""
-    if isinstance(model, Skipping):
+    if isinstance(model, SkippingModel):
         return ["b", "c", "d"][-(ranks - 1) :]
     if len(list(model.children())) < len(model):  # type: ignore[arg-type]
         return ["1", "2", "4"] if ranks == 4 else ["2"]  # one of them runs twice
@@ -72,15 +72,18 @@ def list_stage_begins(model: nn.Module, ranks: int) -> List[str]:
 def make_seeded_model(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(3)
     if name.startswith("skipping"):
-        return Skipping(trains_scale=name == "skipping").to(dtype)
+        return SkippingModel(trains_scale=name == "skipping").to(dtype)
     if name == "twice":
-        return twice().to(dtype)
-    return whole(
+        return make_repeating_model().to(dtype)
+    return join_stages(
         [
             stage.to(dtype)
-            for stage in {**MODELS, **TIED, "checkpointed": checkpointed, "redrawing": redrawing}[
-                name
-            ]()
+            for stage in {
+                **MODELS,
+                **TIED,
+                "checkpointed": make_checkpointed_stages,
+                "redrawing": make_redrawing_stages,
+            }[name]()
         ]
     )
 
@@ -97,7 +100,7 @@ def make_model_precision(case: Case, model: nn.Module) -> ModelPrecision:
 
 def make_case_batches(case: Case, numbers: ModelPrecision) -> List[Any]:
     """Return the microbatches of a case."""
-    return [(x.to(numbers.inputs), y) for x, y in batches(case[3] * count_updates(case))]
+    return [(x.to(numbers.inputs), y) for x, y in draw_microbatches(case[3] * count_updates(case))]
 
 
 def get_clip(case: Case) -> Any:

@@ -1,4 +1,5 @@
-"""Small models whose stages are modules in a row, so that they can run whole and stage by stage."""
+"""Build small models whose stages are modules in a row, so that they run whole and stage by
+stage."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ipu_pipe.model.stages import begin_stage
 from tests.support.models import Composed
 
 
-def mlp() -> List[nn.Module]:
+def make_mlp_stages() -> List[nn.Module]:
     return [
         nn.Sequential(nn.Linear(12, 10), nn.Tanh()),
         nn.Sequential(nn.Linear(10, 9), nn.ReLU()),
@@ -21,7 +22,7 @@ def mlp() -> List[nn.Module]:
     ]
 
 
-def convolution() -> List[nn.Module]:
+def make_convolution_stages() -> List[nn.Module]:
     return [
         nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 6, 3, padding=1)),
         nn.Sequential(nn.GroupNorm(2, 6), nn.ReLU()),
@@ -31,8 +32,9 @@ def convolution() -> List[nn.Module]:
     ]
 
 
-def residual() -> List[nn.Module]:
-    """Return a residual block on three stages: its input goes on beside what the block makes of it."""
+def make_residual_stages() -> List[nn.Module]:
+    """Return stages of which three share a residual block: its input travels beside the block's
+    output."""
     first = nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 3, padding=1))
     second = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, bias=False))
     third = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
@@ -45,8 +47,8 @@ def residual() -> List[nn.Module]:
     ]
 
 
-def tied() -> List[nn.Module]:
-    """Return a model whose second stage's weight is the last one's, too."""
+def make_tied_stages() -> List[nn.Module]:
+    """Return stages of which the second and the last share a weight."""
     stages: List[nn.Module] = [
         nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
         nn.Sequential(nn.Linear(9, 9), nn.Tanh()),
@@ -57,8 +59,8 @@ def tied() -> List[nn.Module]:
     return stages
 
 
-def thrice() -> List[nn.Module]:
-    """Return a weight of three stages, of which the last one has no other."""
+def make_thrice_tied_stages() -> List[nn.Module]:
+    """Return stages of which three share one weight; the last has no other weight."""
     stages: List[nn.Module] = [
         nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
         nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 12), nn.Tanh()),
@@ -66,44 +68,45 @@ def thrice() -> List[nn.Module]:
         nn.Sequential(nn.Linear(9, 12, bias=False), nn.Tanh()),
         nn.Linear(12, 9, bias=False),
     ]
-    for later in (stages[2][0], stages[4]):  # type: ignore[index]
-        later.weight = stages[0][0].weight  # type: ignore[index]
+    for module in (stages[2][0], stages[4]):  # type: ignore[index]
+        module.weight = stages[0][0].weight  # type: ignore[index]
     return stages
 
 
-# of the stages of a model: name of a weight -> the stage before that uses it, and its name there
+# model -> stage -> name of a weight -> the previous stage that uses it, and its name there
 TIES: Dict[str, Dict[int, Dict[str, Tuple[int, str]]]] = {
     "tied": {3: {"0.weight": (1, "0.weight")}},
     "thrice": {2: {"0.weight": (0, "0.weight")}, 4: {"weight": (2, "0.weight")}},
 }
-TIED = {"tied": tied, "thrice": thrice}
+TIED = {"tied": make_tied_stages, "thrice": make_thrice_tied_stages}
 
 
-def twice() -> nn.Sequential:
-    """Return a module of two weights that runs again after others."""
+def make_repeating_model() -> nn.Sequential:
+    """Return a model in which a linear layer runs a second time, after other modules."""
     torch.manual_seed(3)
-    again = nn.Linear(4, 4)
+    repeated = nn.Linear(4, 4)
     return nn.Sequential(
         nn.Linear(12, 4),
-        begin_stage(again),
+        begin_stage(repeated),
         begin_stage(nn.Tanh()),
-        again,
+        repeated,
         begin_stage(nn.Linear(4, 4)),
     )
 
 
-def checkpointed() -> List[nn.Module]:
-    """Return stages that run their forward a second time in the backward, and draw the same again."""
+def make_checkpointed_stages() -> List[nn.Module]:
+    """Return stages that recompute their forward in the backward, with the same dropout masks."""
 
-    def make() -> nn.Module:
+    def make_stage() -> nn.Module:
         inner = nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.3), nn.Tanh())
         return Composed(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=inner)
 
-    return [*(make() for _ in range(3)), nn.Linear(12, 4)]
+    return [*(make_stage() for _ in range(3)), nn.Linear(12, 4)]
 
 
-def redrawing() -> List[nn.Module]:
-    """Return stages that draw three times by one dropout of all, twice of these inside of a checkpoint."""
+def make_redrawing_stages() -> List[nn.Module]:
+    """Return stages that share one dropout and draw from it three times, twice inside a
+    checkpoint."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         return checkpoint(lambda x: m.drop(m.linear(m.drop(x))), m.drop(x), use_reentrant=False)
@@ -113,19 +116,19 @@ def redrawing() -> List[nn.Module]:
 
 
 MODELS: Dict[str, Callable[[], List[nn.Module]]] = {
-    "mlp": mlp,
-    "convolution": convolution,
-    "residual": residual,
+    "mlp": make_mlp_stages,
+    "convolution": make_convolution_stages,
+    "residual": make_residual_stages,
 }
 
 
-def whole(stages: List[nn.Module]) -> nn.Sequential:
-    """Return the unsplit model, annotated at every stage."""
+def join_stages(stages: List[nn.Module]) -> nn.Sequential:
+    """Return the unsplit model, with a boundary before every stage."""
     return nn.Sequential(*[begin_stage(stage) for stage in stages])
 
 
-class Skipping(nn.Module):
-    """No sequence: values skip stages, and the model has a weight and a branch of its own."""
+class SkippingModel(nn.Module):
+    """A model with skip connections across stages, a weight of its own and a check of its input."""
 
     def __init__(self, trains_scale: bool = True) -> None:
         super().__init__()
@@ -146,7 +149,7 @@ class Skipping(nn.Module):
 
 
 def make_flat_skipping() -> nn.Module:
-    """Return Skipping, on the digits."""
+    """Return a model for digits in which a value and a weight of the model skip a stage."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         first = m.a(m.flatten(x))
@@ -159,7 +162,8 @@ def make_flat_skipping() -> nn.Module:
 
 
 def make_forces() -> nn.Module:
-    """Return, on the digits, classes from the gradient of an energy, for which a forward asks inside."""
+    """Return a model for digits whose forward calls autograd: its first stage returns an
+    energy's gradient."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -170,21 +174,21 @@ def make_forces() -> nn.Module:
     return nn.Sequential(force, begin_stage(nn.Linear(64, 10)))
 
 
-class Shrinking(nn.Sequential):
-    """On the digits: the forward writes a weight."""
+class ShrinkingModel(nn.Sequential):
+    """A model for digits whose forward shrinks one of its own weights."""
 
     def __init__(self) -> None:
         inner = nn.Linear(64, 8)
-        inner.register_forward_pre_hook(shrink)
+        inner.register_forward_pre_hook(shrink_weight)
         super().__init__(nn.Flatten(), inner, begin_stage(nn.Linear(8, 10)))
 
 
-def shrink(module: nn.Module, inputs: Any) -> None:
+def shrink_weight(module: nn.Module, inputs: Any) -> None:
     module.weight.data.mul_(0.9)  # type: ignore[operator,union-attr]
 
 
 def make_cut_checkpoint() -> nn.Module:
-    """Return, on the digits, a checkpoint inside of which a stage begins."""
+    """Return a model for digits with a stage boundary inside a checkpoint."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         return checkpoint(lambda x: m.b(m.a(x).tanh()), m.flatten(x), use_reentrant=False)
@@ -194,8 +198,9 @@ def make_cut_checkpoint() -> nn.Module:
     )
 
 
-class Odd(nn.Sequential):
-    """On the digits: a buffer that layers on all stages share, one that none uses, a stage that begins in place."""
+class OddModel(nn.Sequential):
+    """A model for digits with a buffer that all stages share, an unused buffer and stages that
+    begin with an in-place ReLU."""
 
     def __init__(self) -> None:
         table = nn.Module()
@@ -208,7 +213,8 @@ class Odd(nn.Sequential):
 
 
 def make_gate() -> nn.Module:
-    """Return, on the digits, a stage of which one of two layers runs, by the microbatch, and another stage."""
+    """Return a model for digits whose first stage runs one of two layers, depending on the
+    microbatch."""
     choose = lambda m, x: m.a(x) if int(x.sum() * 10) % 2 else m.b(x)  # noqa: E731
     gated = Composed(
         lambda m, x: choose(m, m.flatten(x)),
@@ -219,10 +225,10 @@ def make_gate() -> nn.Module:
     return nn.Sequential(gated, begin_stage(nn.Linear(10, 10)))
 
 
-def batches(
+def draw_microbatches(
     count: int, size: int = 3, dtype: Any = torch.float64
 ) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    """Return random microbatches for any of the models."""
+    """Return `count` random microbatches of `size` samples that fit every model of this module."""
     generator = torch.Generator().manual_seed(5)
     return [
         (

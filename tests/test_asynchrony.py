@@ -24,7 +24,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups
-from tests.staged_models import MODELS, batches, whole
+from tests.staged_models import MODELS, draw_microbatches, join_stages
 from tests.support.runs import assert_same, list_faults
 
 LR, MOMENTUM, DECAY = 0.2, 0.9, 1e-3
@@ -169,7 +169,7 @@ def emulated(
     data: Sequence[Any],
     drains: Sequence[int] = (),
 ) -> Emulator:
-    model = whole(modules)
+    model = join_stages(modules)
     part = partition(model, data[0][0])
     R = 1 if method.rounds is None else method.rounds.replicas or len(part)
     schedule = make_schedule(method, len(part), steps * R, R, drains)
@@ -207,7 +207,7 @@ def normed() -> List[nn.Module]:
 
 
 def assert_alike(ours: List[nn.Module], theirs: List[nn.Module]) -> None:
-    assert_same(whole(ours).state_dict(), whole(theirs).state_dict())
+    assert_same(join_stages(ours).state_dict(), join_stages(theirs).state_dict())
 
 
 @pytest.mark.parametrize("model", [*MODELS, "normed"])
@@ -217,13 +217,13 @@ def test_with_the_schedules_own_delays_it_is_pipedream_bit_for_bit(
 ) -> None:
     """Weights, velocities and running statistics, with a learning rate that falls (appendix F)."""
     make = normed if model == "normed" else lambda: fresh(model)
-    ours, theirs, data = make(), make(), batches(30)
+    ours, theirs, data = make(), make(), draw_microbatches(30)
     exact = resolve_method("randomized_pipedream", {"order": "schedule", "delays": "schedule"})
     randomized = emulated(ours, exact, 30, data, drains)
     pipedream = emulated(theirs, resolve_method("pipedream"), 30, data, drains)
     assert_alike(ours, theirs)
     states = [emulator.work.rules.optimizer.state for emulator in (randomized, pipedream)]
-    for p, q in zip(whole(ours).parameters(), whole(theirs).parameters()):
+    for p, q in zip(join_stages(ours).parameters(), join_stages(theirs).parameters()):
         assert torch.equal(states[0][p]["momentum_buffer"], states[1][q]["momentum_buffer"])
 
 
@@ -238,7 +238,7 @@ def by_the_algorithm(
     parameters = [list(module.parameters()) for module in modules]
     history = [[[p.detach().clone() for p in stage] for stage in parameters]]
     velocity: Dict[Tuple[int, int], torch.Tensor] = {}
-    P, net = len(modules), whole(modules)
+    P, net = len(modules), join_stages(modules)
     stages, microbatches = (
         source.list_stages(0, source.count),
         source.list_microbatches(0, source.count),
@@ -275,13 +275,13 @@ def by_the_algorithm(
     ids=lambda v: "-".join(map(str, v.values())) or "default",
 )  # fmt: skip
 def test_weights_are_those_of_algorithm_1(args: Dict[str, Any], model: str) -> None:
-    ours, theirs, data = fresh(model), fresh(model), batches(40)
+    ours, theirs, data = fresh(model), fresh(model), draw_microbatches(40)
     emulator = emulated(ours, resolve_method("randomized_pipedream", args), 20, data)
     by_the_algorithm(
         theirs, replays(args, P=len(theirs), M=20), data, args.get("nag"), "order" in args
     )
     assert emulator.update == 20 * len(theirs)
-    for a, b in zip(whole(ours).parameters(), whole(theirs).parameters()):
+    for a, b in zip(join_stages(ours).parameters(), join_stages(theirs).parameters()):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
         assert args.get("nag") or torch.equal(a, b)
 
@@ -291,7 +291,7 @@ def test_weights_are_those_of_algorithm_1(args: Dict[str, Any], model: str) -> N
 def test_local_sgd_is_replicas_that_train_by_themselves_and_meet(
     R: int, K: int, drains: List[int], model: str
 ) -> None:
-    steps, data = 9, batches(9 * R)
+    steps, data = 9, draw_microbatches(9 * R)
     make = normed if model == "normed" else lambda: fresh(model)
     ours, first = make(), make()
     emulated(
@@ -301,7 +301,7 @@ def test_local_sgd_is_replicas_that_train_by_themselves_and_meet(
         data,
         [d * R for d in drains],
     )
-    nets = [whole(copy.deepcopy(first)) for _ in range(R)]
+    nets = [join_stages(copy.deepcopy(first)) for _ in range(R)]
     optimizers = [sgd(net.parameters()) for net in nets]
     since = 0
     for h in range(steps):
@@ -315,7 +315,7 @@ def test_local_sgd_is_replicas_that_train_by_themselves_and_meet(
         if since == K or h + 1 in drains or h + 1 == steps:
             meet(nets, optimizers)
             since = 0
-    assert_same(whole(ours).state_dict(), nets[0].state_dict())
+    assert_same(join_stages(ours).state_dict(), nets[0].state_dict())
 
 
 def meet(nets: List[nn.Module], optimizers: List[torch.optim.Optimizer]) -> None:

@@ -90,7 +90,7 @@ def make_hugging_model(kind: str) -> nn.Module:
     pytest.importorskip("transformers")
     import third_party
 
-    return getattr(third_party, f"hugging_{kind}")()  # type: ignore[no-any-return]
+    return getattr(third_party, f"make_hugging_{kind}")()  # type: ignore[no-any-return]
 
 
 def draw_sentences() -> List[Dict[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ import pytest
 from ipu_pipe.trace.chrome import find_arrows, write_chrome
 from ipu_pipe.trace.events import KINDS, MEMORY, PAYLOADS, Counter, Event, Events
 from ipu_pipe.trace.reading import read_trace
-from tests.test_trace import METHODS, of_method
+from tests.test_trace import METHODS, build_method_events
 
 # Two devices, each of which waits for results of the other.
 #     device 0   F0 F1 [wait] B0            sends F0's result, then F1's
@@ -137,7 +137,7 @@ def test_a_measured_trace_follows_the_rules(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream", "local_greedy"])
 def test_modelled_traces_follow_the_rules(tmp_path: Path, name: str) -> None:
-    events, counters = of_method(name, {})
+    events, counters = build_method_events(name, {})
     local = METHODS[name].structure is not None
     write_chrome(tmp_path / "t", events, counters, {"modelled": True, "gradients_cross": not local})
     check_chrome_file(tmp_path / "t", len(events))

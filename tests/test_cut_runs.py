@@ -16,8 +16,8 @@ from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
 from tests import forked
-from tests.staged_models import Shrinking
-from tests.support.runs import assert_same, read_summary, read_weights
+from tests.staged_models import ShrinkingModel
+from tests.support.runs import assert_same, assert_states_close, read_summary, read_weights
 from tests.support.slow import mark_slow
 
 SHORT: Dict[str, Any] = {
@@ -66,7 +66,7 @@ def test_models_of_other_libraries_train_as_on_the_emulator(tmp_path: Path, name
         tmp_path,
         f"tests.third_party_models:{case.entry}",
         case.data,
-        case.stages(2),
+        case.list_stages(2),
         method="gpipe",
     )
 
@@ -74,7 +74,11 @@ def test_models_of_other_libraries_train_as_on_the_emulator(tmp_path: Path, name
 DIGITS = {"name": "digits", "subset": 64, "test_subset": 32}
 
 
-ENTRIES = [("make_forces", "pipedream"), ("Shrinking", "gpipe"), ("make_cut_checkpoint", "gpipe")]
+ENTRIES = [
+    ("make_forces", "pipedream"),
+    ("ShrinkingModel", "gpipe"),
+    ("make_cut_checkpoint", "gpipe"),
+]
 
 
 @pytest.mark.parametrize("entry, method", ENTRIES)
@@ -96,7 +100,7 @@ def test_a_forward_that_writes_a_weight_writes_it_as_often_as_it_runs() -> None:
         backend={"threads": 1},
         optimizer={"name": "sgd", "lr": 1e-30},
     )
-    model = Shrinking()
+    model = ShrinkingModel()
     weight = model[1].weight.detach().clone()
     build(config, model)
     assert torch.equal(model[1].weight, weight)
@@ -105,7 +109,7 @@ def test_a_forward_that_writes_a_weight_writes_it_as_often_as_it_runs() -> None:
 def test_weights_that_a_forward_writes_have_no_versions() -> None:
     config = configure(method="pipedream", micro_batch_size=4, steps=1, data=DIGITS)
     with pytest.raises(BadInput, match="model: 1.weight"):
-        build(config, Shrinking())
+        build(config, ShrinkingModel())
 
 
 def test_a_checkpoint_that_is_cut_is_refused_where_its_backward_reads_newer_weights(

@@ -387,7 +387,7 @@ def test_a_cache_of_keys_is_refused_with_the_setting_that_turns_it_off() -> None
     with pytest.raises(
         BadInput, match=r"stage 0: model.transformer.h.0.*DynamicCache.*config.use_cache = False"
     ):
-        cut_model(third_party_models.gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)
+        cut_model(third_party_models.make_gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)
 
 
 class MaskedModel(nn.Module):

@@ -24,7 +24,7 @@ from ipu_pipe.trace.chrome import write_chrome
 from ipu_pipe.trace.events import EVENT_TYPES, Counter, Counters, Event, Events, Trace
 from ipu_pipe.trace.reading import read_trace
 from tests.support.runs import list_faults
-from tests.test_tools_analyze import run_folder
+from tests.test_tools_analyze import write_run_folder
 
 ODD: List[Any] = [
     None, True, 0, -1, 3, 1 << 15, 1 << 31, -(1 << 40), 1 << 62, 1 << 64, 10**30, 1e300, 1e-320, float("nan"), float("inf"), 0.5,
@@ -119,7 +119,7 @@ def analyze_or_refuse(path: Path) -> bool:
 @pytest.mark.filterwarnings("error:invalid value", "error:overflow", "error:divide")
 def test_any_damage_is_read_or_refused(tmp_path: Path) -> None:
     """Story: 44 of a thousand damaged traces ended in a traceback, such as a counter with an unknown code of its name."""
-    rng, run = random.Random(22), run_folder(tmp_path / "run")
+    rng, run = random.Random(22), write_run_folder(tmp_path / "run")
     whole = read_trace(run)
     write_chrome(tmp_path / "a.json.gz", whole.events, whole.counters, whole.metadata)
     document = json.loads(gzip.decompress((tmp_path / "a.json.gz").read_bytes()))
@@ -159,7 +159,7 @@ DAMAGED: Dict[str, List[Block]] = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damage_is_refused(name: str, tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "run")
+    run = write_run_folder(tmp_path / "run")
     assert not analyze_or_refuse(
         write_blocks(
             tmp_path / "x.trace", read_blocks(run / "trace" / "rank-0.trace") + DAMAGED[name]

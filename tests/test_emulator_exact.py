@@ -22,7 +22,7 @@ from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.slot_simulation import PLAYED
-from tests.staged_models import MODELS, batches, whole
+from tests.staged_models import MODELS, draw_microbatches, join_stages
 from tests.support.runs import assert_same
 from tests.support.slow import mark_slow
 
@@ -118,7 +118,7 @@ def train_literally(
 
 def assert_equals_stages(model: nn.Module, stages: List[nn.Module]) -> None:
     """Check that a model has the state of these stages, bit for bit."""
-    assert_same(model.state_dict(), whole(stages).state_dict())
+    assert_same(model.state_dict(), join_stages(stages).state_dict())
 
 
 def make_seeded_stages(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
@@ -169,9 +169,9 @@ def test_weights_equal_those_of_the_literal_replay(
     chosen = resolve_method(method, args)
     if chosen.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < len(stages):
         accumulate += len(stages)
-    data = batches(accumulate * 9)
+    data = draw_microbatches(accumulate * 9)
     twin = copy.deepcopy(stages)
-    unsplit = whole(stages)
+    unsplit = join_stages(stages)
     emulator = train_on_emulator(unsplit, chosen, accumulate, data, OPTIMIZERS[optimizer])
     literal_stages = train_literally(twin, chosen, accumulate, data, OPTIMIZERS[optimizer])
     assert_equals_stages(unsplit, twin)
@@ -193,8 +193,8 @@ def test_weights_equal_those_of_the_literal_replay(
 )
 def test_orders_by_device_train_as_gpipe(name: str) -> None:
     """These methods flush, and every stage adds the gradients of a batch in the order of the microbatches."""
-    model, gpipe = whole(make_seeded_stages("mlp")), whole(make_seeded_stages("mlp"))
-    data = batches(3 * 8)
+    model, gpipe = join_stages(make_seeded_stages("mlp")), join_stages(make_seeded_stages("mlp"))
+    data = draw_microbatches(3 * 8)
     args = {} if METHODS[name].order.fixed else {"stages_per_device": 2}  # type: ignore[union-attr]
     train_on_emulator(model, resolve_method(name, args), 8, data, OPTIMIZERS["adamw"])
     train_on_emulator(gpipe, METHODS["gpipe"], 8, data, OPTIMIZERS["adamw"])
@@ -203,9 +203,9 @@ def test_orders_by_device_train_as_gpipe(name: str) -> None:
 
 @pytest.mark.parametrize("method", ["pipemare", "pipedream", "pipedream_2bw", "pipelined_backprop"])
 def test_drains_empty_the_pipeline_as_in_the_literal_replay(method: str) -> None:
-    data = batches(5 * 12)
+    data = draw_microbatches(5 * 12)
     stages, twin = make_seeded_stages("residual"), make_seeded_stages("residual")
-    unsplit = whole(stages)
+    unsplit = join_stages(stages)
     chosen = resolve_method(method)
     train_on_emulator(unsplit, chosen, 5, data, OPTIMIZERS["sgd"], drains=[20, 25])
     train_literally(twin, chosen, 5, data, OPTIMIZERS["sgd"], drains=[20, 25])
@@ -217,7 +217,11 @@ def test_methods_differ_so_that_equality_means_something() -> None:
     for method, args in VARIANTS:
         stages = make_seeded_stages("mlp")
         train_on_emulator(
-            whole(stages), resolve_method(method, args), 5, batches(40), OPTIMIZERS["sgd"]
+            join_stages(stages),
+            resolve_method(method, args),
+            5,
+            draw_microbatches(40),
+            OPTIMIZERS["sgd"],
         )
         weights_by_method[(method, str(args))] = torch.cat(
             [p.detach().flatten() for s in stages for p in s.parameters()]
@@ -256,9 +260,9 @@ def train_in_plain_loop(
 def test_synchronous_methods_are_plain_training(
     method: str, model: str, dtype: torch.dtype
 ) -> None:
-    data = batches(24, dtype=dtype)
-    stages, twin = make_seeded_stages(model, dtype), whole(make_seeded_stages(model, dtype))
-    unsplit = whole(stages)
+    data = draw_microbatches(24, dtype=dtype)
+    stages, twin = make_seeded_stages(model, dtype), join_stages(make_seeded_stages(model, dtype))
+    unsplit = join_stages(stages)
     losses: List[float] = []
     train_on_emulator(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"], losses=losses)
     expected = train_in_plain_loop(twin, data, 4, OPTIMIZERS["sgd"])
@@ -271,9 +275,9 @@ def test_synchronous_methods_are_plain_training(
 @pytest.mark.parametrize("method", WHOLE)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_one_stage_is_plain_training(method: str, accumulate: int) -> None:
-    data = batches(24)
+    data = draw_microbatches(24)
     twin, unsplit = (
-        whole(make_seeded_stages("convolution")),
+        join_stages(make_seeded_stages("convolution")),
         nn.Sequential(nn.Sequential(*make_seeded_stages("convolution"))),
     )
     train_on_emulator(unsplit, resolve_method(method), accumulate, data, OPTIMIZERS["adamw"])
@@ -283,9 +287,9 @@ def test_one_stage_is_plain_training(method: str, accumulate: int) -> None:
 
 def test_two_buffered_weights_are_delayed_by_one_update() -> None:
     """w_{t+1} = w_t - lr grad f(w_{t-1}), with w_{-1} = w_0 (PipeDream-2BW, section 3.1)."""
-    data = batches(4 * 8)
-    stages, twin = make_seeded_stages("mlp"), whole(make_seeded_stages("mlp"))
-    unsplit = whole(stages)
+    data = draw_microbatches(4 * 8)
+    stages, twin = make_seeded_stages("mlp"), join_stages(make_seeded_stages("mlp"))
+    unsplit = join_stages(stages)
     train_on_emulator(
         unsplit,
         resolve_method("pipedream_2bw"),
@@ -313,8 +317,8 @@ def test_two_buffered_weights_are_delayed_by_one_update() -> None:
 def test_memory_has_only_versions_that_are_still_to_be_read(
     method: str, most: Optional[int]
 ) -> None:
-    chosen, data = resolve_method(method), batches(5 * 10)
-    unsplit = whole(make_seeded_stages("residual"))
+    chosen, data = resolve_method(method), draw_microbatches(5 * 10)
+    unsplit = join_stages(make_seeded_stages("residual"))
     part = partition(unsplit, data[0][0])
     schedule = make_schedule(chosen, len(part), len(data), 5)
     table = VersionTable(schedule, chosen)

@@ -17,7 +17,7 @@ import ipu_pipe
 from tests.support.runs import assert_same
 from tests.support.slow import mark_slow
 from tests.test_examples import EXAMPLES, LOOPS, run_script
-from tests.test_tutorials import blocks, commands
+from tests.test_tutorials import list_blocks, split_commands
 
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -130,14 +130,14 @@ def test_the_blocks_of_the_page_run(
     monkeypatch.chdir(tmp_path)
     names: Dict[str, Any] = {}
     languages = []
-    for block in blocks(PAGE):
+    for block in list_blocks(PAGE):
         languages.append(block.language)
         if block.file:
             Path(block.file).write_text(block.text, encoding="utf-8")
         elif block.language == "python":
             exec(compile(block.text, str(PAGE), "exec"), names)
         else:
-            (words,) = commands(block.text)
+            (words,) = split_commands(block.text)
             assert words[:3] == ["torchrun", "--nproc_per_node", "2"]
             assert run_script([*TWO_RANKS, *words[3:]], tmp_path).startswith("loss ")
     assert languages == ["python", "python", "python", "bash"]
@@ -188,7 +188,7 @@ atexit.register(print_group)
 @pytest.mark.slow
 def test_a_loop_destroys_its_process_group_before_the_interpreter_ends(tmp_path: Path) -> None:
     """Story: the end of the interpreter among gloo's threads aborted every third run, after all its work was done."""
-    (block,) = [block for block in blocks(PAGE) if block.file]
+    (block,) = [block for block in list_blocks(PAGE) if block.file]
     script = tmp_path / block.file
     script.write_text(LAST + block.text, encoding="utf-8")
     assert run_script([*TWO_RANKS, str(script)], tmp_path).count("group: False") == 2

@@ -17,7 +17,7 @@ from ipu_pipe.run.train import train
 from ipu_pipe.store import checkpoint
 from tests.command_line import run_here
 from tests.support.runs import assert_same, list_faults
-from tests.test_train import config
+from tests.test_train import make_short_config
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "stages=2",
         "method=local_greedy",
     ]
-    train(config(*keys, "evaluate.steps=4", "evaluate.subset=64"), out, quiet=True)
+    train(make_short_config(*keys, "evaluate.steps=4", "evaluate.subset=64"), out, quiet=True)
     return out
 
 
@@ -99,8 +99,8 @@ def test_a_model_of_transformers_is_exported_to_its_own_layout(tmp_path: Path) -
     third_party = pytest.importorskip("tests.third_party")
     torch.manual_seed(1)
     model, other = (
-        third_party.hugging_gpt2(),
-        third_party.hugging_gpt2(),
+        third_party.make_hugging_gpt2(),
+        third_party.make_hugging_gpt2(),
     )  # whose head is its embedding
     path = checkpoint.save(tmp_path / "run" / "checkpoints", 3, model.state_dict(), {}, {})
     assert ipu_pipe.export(tmp_path / "run", tmp_path / "gpt2", into=other) == path

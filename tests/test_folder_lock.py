@@ -27,7 +27,7 @@ from ipu_pipe.run.train import reserve_folder, train
 from ipu_pipe.store import folder
 from ipu_pipe.store.folder import RunFolder, check_folder, lock_folder
 from tests.support.runs import DIGITS, ROOT, read_metrics
-from tests.test_train import command
+from tests.test_train import run_train_here
 
 SHORT = [
     "steps=4", "log.tensorboard=false", "log.every=1", "evaluate.every=0", "gradient_accumulation=4", "micro_batch_size=8",
@@ -120,7 +120,7 @@ main()
         wait_until_true(lambda: waiting_file.exists() or live_run.poll() is not None)
         before = read_tree(out)
         for option in ("--resume", "--overwrite"):
-            exit_code, _, error_line = command(
+            exit_code, _, error_line = run_train_here(
                 *arguments, option, monkeypatch=monkeypatch, capsys=capsys
             )
             assert exit_code == 2 and error_line.count("\n") == 1
@@ -166,13 +166,13 @@ def test_a_comparison_locks_both_folders(
         "--overwrite",
     ]
     for _ in range(2):
-        assert command(*arguments, monkeypatch=monkeypatch, capsys=capsys)[0] == 0
+        assert run_train_here(*arguments, monkeypatch=monkeypatch, capsys=capsys)[0] == 0
     assert (
         locks == [[True, True]] * 2 + [[False, True]] * 2 + [[True, True]] * 2 + [[False, True]] * 2
     )
     with hold_lock(out / "gpipe"):
         before = read_tree(out)
-        code, _, error_line = command(*arguments, monkeypatch=monkeypatch, capsys=capsys)
+        code, _, error_line = run_train_here(*arguments, monkeypatch=monkeypatch, capsys=capsys)
         assert code == 2 and "gpipe: process" in error_line and error_line.count("\n") == 1
         assert read_tree(out) == before
         with pytest.raises(BadInput, match="gpipe: process .* writes a run there"):
@@ -325,7 +325,7 @@ def test_an_empty_folder_name_is_refused(
 ) -> None:
     """Story: an empty name was the current folder."""
     for arguments in ([DIGITS, "--out", ""], [DIGITS, "--out", " ", "--overwrite"]):
-        code, _, error_line = command(*arguments, monkeypatch=monkeypatch, capsys=capsys)
+        code, _, error_line = run_train_here(*arguments, monkeypatch=monkeypatch, capsys=capsys)
         assert (
             code == 2
             and "--out" in error_line

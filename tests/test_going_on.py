@@ -33,7 +33,7 @@ from tests.support.runs import (
     read_weights,
 )
 from tests.support.slow import mark_slow
-from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
+from tests.test_train import DIGITS, make_set_options, make_short_config, run_train_tool  # noqa: F401
 
 BASE = [
     "optimizer.momentum=0.9", "optimizer.lr=0.02", "checkpoint.every=4", "checkpoint.keep=9", "log.every=1",
@@ -45,7 +45,7 @@ COSINE = "lr_schedule={name: cosine, warmup_steps: 2, total_steps: 14}"
 
 def train_base(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
     """Train the base config with overrides and return the report."""
-    return train(config(*BASE, *over), out, quiet=True, **how)
+    return train(make_short_config(*BASE, *over), out, quiet=True, **how)
 
 
 def read_update_metrics(out: Path) -> List[Dict[str, Any]]:
@@ -134,7 +134,7 @@ def test_the_length_of_a_schedule_is_that_of_the_run_or_more(tmp_path: Path) -> 
     ):
         train_base(tmp_path / "run", "lr_schedule={name: cosine, total_steps: 10}", "steps=12")
     with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: "):
-        config("lr_schedule.total_steps=10")
+        make_short_config("lr_schedule.total_steps=10")
     train_base(tmp_path / "null", "lr_schedule={name: cosine}", "steps=4")
     train_base(tmp_path / "explicit", "lr_schedule={name: cosine, total_steps: 4}", "steps=4")
     assert_same_state(tmp_path / "null", tmp_path / "explicit", 4)
@@ -258,14 +258,14 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_begins_with_the_newest_weights_of_another(finished_run: Path) -> None:
-    newest = evaluate_checkpoint(config(*BASE), finished_run / "checkpoints" / "step-8")
+    newest = evaluate_checkpoint(make_short_config(*BASE), finished_run / "checkpoints" / "step-8")
     assert {
-        **evaluate_checkpoint(config(*BASE), finished_run),
+        **evaluate_checkpoint(make_short_config(*BASE), finished_run),
         "weights": newest["weights"],
     } == newest
     for path in (finished_run, finished_run / "checkpoints" / "step-8"):
         assert_same(
-            set_up(config(*BASE, f"init_from={path}")).model.state_dict(),
+            set_up(make_short_config(*BASE, f"init_from={path}")).model.state_dict(),
             read_weights(finished_run, 8),
         )
 
@@ -273,13 +273,13 @@ def test_a_run_begins_with_the_newest_weights_of_another(finished_run: Path) -> 
 def test_weights_load_into_a_model_with_a_new_head(
     finished_run: Path,
     tmp_path: Path,
-    run_tool: Any,  # noqa: F811
+    run_train_tool: Any,  # noqa: F811
 ) -> None:
     out, keys = (
         tmp_path / "tuned",
         ["model.args.classes=12", f"init_from={{path: {finished_run}, strict: false}}", "steps=4"],
     )
-    code, output, error = run_tool(DIGITS, *sets(*BASE, *keys), "--out", str(out))
+    code, output, error = run_train_tool(DIGITS, *make_set_options(*BASE, *keys), "--out", str(out))
     assert code == 0, error
     record = read_json(out / "init_from.json")
     assert set(record["left_out"]) == set(record["new"]) and len(record["new"]) == 2
@@ -291,13 +291,15 @@ def test_weights_load_into_a_model_with_a_new_head(
     assert f"{record['taken']} parameters and buffers loaded" in line and all(
         n in line for n in record["new"]
     )
-    first_weights = set_up(config(*BASE, keys[0])).model.state_dict()
+    first_weights = set_up(make_short_config(*BASE, keys[0])).model.state_dict()
     loaded = {
         name: value
         for name, value in read_weights(finished_run, 8).items()
         if name not in record["new"]
     }
-    assert_same(set_up(config(*BASE, *keys)).model.state_dict(), {**first_weights, **loaded})
+    assert_same(
+        set_up(make_short_config(*BASE, *keys)).model.state_dict(), {**first_weights, **loaded}
+    )
     assert load_config(out / "config.yaml").init_from == InitFrom(
         path=str(finished_run), strict=False
     )
@@ -311,7 +313,7 @@ def test_weights_that_do_not_fit_are_refused_with_a_remedy(
     finished_run: Path, tmp_path: Path
 ) -> None:
     def list_init_faults(path: Path, *over: str) -> List[str]:
-        return list_faults(set_up, config(*BASE, f"init_from={path}", *over))
+        return list_faults(set_up, make_short_config(*BASE, f"init_from={path}", *over))
 
     (tmp_path / "begun" / "checkpoints").mkdir(
         parents=True

@@ -20,7 +20,7 @@ from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import resolve_method
 from tests.slot_simulation import PLAYED
-from tests.staged_models import MODELS, batches, whole
+from tests.staged_models import MODELS, draw_microbatches, join_stages
 from tests.support.runs import DIGITS, find_checkpoint, read_metrics
 from tests.test_emulator_exact import (
     OPTIMIZERS,
@@ -49,9 +49,9 @@ def use_deterministic_cuda() -> Any:
 def test_weights_equal_those_of_the_literal_replay(
     method: str, model: str, dtype: torch.dtype
 ) -> None:
-    data = [(x.cuda(), y.cuda()) for x, y in batches(5 * 8, dtype=dtype)]
+    data = [(x.cuda(), y.cuda()) for x, y in draw_microbatches(5 * 8, dtype=dtype)]
     stages = [stage.cuda() for stage in make_seeded_stages(model, dtype)]
-    twin, unsplit = copy.deepcopy(stages), whole(stages)
+    twin, unsplit = copy.deepcopy(stages), join_stages(stages)
     train_on_emulator(unsplit, resolve_method(method), 5, data, OPTIMIZERS["sgd"])
     train_literally(twin, resolve_method(method), 5, data, OPTIMIZERS["sgd"])
     assert_equals_stages(unsplit, twin)
@@ -61,12 +61,12 @@ def test_weights_equal_those_of_the_literal_replay(
 def test_rules_equal_those_of_the_literal_replay(name: str) -> None:
     row = ROWS[name]
     method = resolve_method(row.method, row.args)
-    data = [(x.cuda(), y.cuda()) for x, y in batches(5 * 8)]
+    data = [(x.cuda(), y.cuda()) for x, y in draw_microbatches(5 * 8)]
     stages = [stage.cuda() for stage in make_seeded_stages("residual")]
-    twin, unsplit = copy.deepcopy(stages), whole(stages)
+    twin, unsplit = copy.deepcopy(stages), join_stages(stages)
     train_on_emulator(unsplit, method, 5, data, row.optimizers[0], args=row.args, switch=row.switch)
     train_literally(twin, method, 5, data, row.optimizers[0], args=row.args, switch=row.switch)
-    expected = whole(twin).state_dict()
+    expected = join_stages(twin).state_dict()
     for key, value in unsplit.state_dict().items():
         assert torch.allclose(value, expected[key], rtol=1e-8, atol=1e-10), key
 

@@ -18,7 +18,7 @@ from ipu_pipe.pipeline.checks import check_modules
 from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.train import train
 from tests.support.runs import list_faults
-from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
+from tests.test_train import DIGITS, make_set_options, make_short_config, run_train_tool  # noqa: F401
 
 HINTS = {
     "learning_rate=0.1": "unknown key, nearest is optimizer.lr",
@@ -39,7 +39,7 @@ HINTS = {
 
 @pytest.mark.parametrize("text", list(HINTS))
 def test_words_of_other_libraries_get_hints(text: str) -> None:
-    assert list_faults(config, text)[0].endswith(HINTS[text])
+    assert list_faults(make_short_config, text)[0].endswith(HINTS[text])
 
 
 def test_every_alias_hints_at_an_existing_key() -> None:
@@ -47,10 +47,10 @@ def test_every_alias_hints_at_an_existing_key() -> None:
         key = here.partition(".")[2]
         assert name not in Config.model_fields
         with pytest.raises(BadInput, match=f"nearest is {here}"):
-            config(f"{name}=1")
+            make_short_config(f"{name}=1")
         if key:  # a key of a section is known
             with pytest.raises(BadInput, match="did you mean|must be"):
-                config(f"{here}=[]")
+                make_short_config(f"{here}=[]")
 
 
 # ---- wrapped models
@@ -110,11 +110,13 @@ def test_a_model_compiled_in_place_is_refused() -> None:
 
 def test_steps_beside_epochs_report_which_is_used(run_tool: Any) -> None:  # noqa: F811
     line = "steps: 5 is used, epochs: 3 is ignored"
-    code, output, _ = run_tool(DIGITS, *sets("steps=5", "epochs=3"), "--dry-run")
+    code, output, _ = run_tool(DIGITS, *make_set_options("steps=5", "epochs=3"), "--dry-run")
     assert code == 0 and output.splitlines()[0] == line
-    agreeing = build(config("steps=null", "epochs=2"))
+    agreeing = build(make_short_config("steps=null", "epochs=2"))
     assert "counts" not in format_opening(agreeing)
-    assert "counts" not in format_opening(build(config(f"steps={agreeing.updates}", "epochs=2")))
+    assert "counts" not in format_opening(
+        build(make_short_config(f"steps={agreeing.updates}", "epochs=2"))
+    )
 
 
 ALONE = "stages: one stage: there is nothing to pipeline, "
@@ -128,7 +130,7 @@ ALONE = "stages: one stage: there is nothing to pipeline, "
     (["method=last_layers", "stages=1", "method_args={layers: 1}"], False),
 ])  # fmt: skip
 def test_one_stage_under_a_pipelines_method_is_reported(keys: List[str], is_expected: bool) -> None:
-    assert (ALONE in format_opening(build(config(*keys)))) == is_expected
+    assert (ALONE in format_opening(build(make_short_config(*keys)))) == is_expected
 
 
 # ---- diverged
@@ -139,7 +141,7 @@ WILD = ["optimizer.lr=1e18", "optimizer.momentum=0", "stages=4", "evaluate.every
 def read_divergence_message(out: Path, *keys: str) -> str:
     """Train at a rate that diverges and return the message."""
     with pytest.raises(RunFault) as error:
-        train(config(*WILD, *keys), out, quiet=True)
+        train(make_short_config(*WILD, *keys), out, quiet=True)
     return str(error.value)
 
 

@@ -17,7 +17,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.planning import build_for_planning
 from tests.support.runs import list_faults
-from tests.test_train import config
+from tests.test_train import make_short_config
 
 X, Y = torch.randn(32, 8), torch.arange(32) % 4
 SET: Any = TensorDataset(X, Y)
@@ -139,10 +139,10 @@ def test_a_dry_run_reports_callbacks_that_cannot_be_built() -> None:
     """Story: only the run itself reported them."""
     ends = "tests.callbacks_of_runs:StoppingCallback"
     entries = f"[{{entry: '{ends}', args: {{afte: 3}}}}, 'tests.callbacks_of_runs:FailingCallback', 'tests.nothing:X']"
-    faults = list_faults(build_for_planning, config(f"callbacks={entries}"))
+    faults = list_faults(build_for_planning, make_short_config(f"callbacks={entries}"))
     keys = [fault.partition(": ")[0] for fault in faults]
     (fault,) = list_faults(
-        build_for_planning, config("callbacks=['tests.test_kinds:MisnamedStopping']")
+        build_for_planning, make_short_config("callbacks=['tests.test_kinds:MisnamedStopping']")
     )
     assert "MisnamedStopping.on_epoch_end: unknown method" in fault
     assert keys == [f"callbacks.{ends}.afte", f"callbacks.{ends}.after", "callbacks"]
@@ -279,7 +279,7 @@ KEYS = {
 
 @pytest.mark.parametrize("key", list(KEYS))
 def test_a_wrong_key_is_one_line(key: str) -> None:
-    (fault,) = list_faults(config, key)
+    (fault,) = list_faults(make_short_config, key)
     assert f": {KEYS[key]}" in fault
 
 

@@ -37,7 +37,7 @@ from ipu_pipe.update.optimizer import make_groups
 from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
 from models.vgg import vgg11
-from tests.staged_models import batches, whole
+from tests.staged_models import draw_microbatches, join_stages
 from tests.support.runs import (
     DIGITS,
     ROOT,
@@ -87,7 +87,7 @@ MODELS = ("mlp", "batch_norm", "group_norm")
 def make_blocked_model(
     stages: Sequence[nn.Module], structure: Structure
 ) -> Tuple[BlockedModel, Any]:
-    return make_blocks(whole(list(stages)), batches(1)[0][0], structure, None)
+    return make_blocks(join_stages(list(stages)), draw_microbatches(1)[0][0], structure, None)
 
 
 def emulate_blocks(
@@ -98,7 +98,7 @@ def emulate_blocks(
     optimizer: str,
     args: Dict[str, Any] = {},
 ) -> None:
-    method, data = resolve_method(method_name), batches(UPDATES * accumulate)
+    method, data = resolve_method(method_name), draw_microbatches(UPDATES * accumulate)
     table = VersionTable(make_schedule(method, len(part), len(data), accumulate), method)
     make = OPTIMIZERS[optimizer]
     rate = make.keywords["lr"]
@@ -129,7 +129,7 @@ def train_blocks_plainly(
         nn.ModuleList([*block, *([head] if head else [])]) for block, head in zip(blocks, heads)
     ]
     optimizers = [OPTIMIZERS[optimizer](modules.parameters()) for modules in block_modules]
-    data = batches(UPDATES * accumulate)
+    data = draw_microbatches(UPDATES * accumulate)
     for k in range(UPDATES):
         for x, y in data[k * accumulate : (k + 1) * accumulate]:
             entering = [x]
@@ -209,7 +209,7 @@ def test_methods_are_their_plain_definitions(
     expected, heads = copy.deepcopy(stages), copy_heads(model)
     emulate_blocks(model, part, method, accumulate, optimizer)
     train_blocks_plainly(cut(expected), heads, accumulate, optimizer)
-    assert_blocks_equal(model, whole(expected), heads)
+    assert_blocks_equal(model, join_stages(expected), heads)
 
 
 @pytest.mark.parametrize("cut", [(), ("2",), ("1", "3")])
@@ -225,7 +225,7 @@ def test_chunks_are_their_plain_definition_and_one_is_plain_training(
     train_blocks_plainly(
         [[nn.Sequential(*expected[a:b])] for a, b in zip(edges, edges[1:])], heads, 2, "sgd"
     )
-    assert_blocks_equal(model, whole(expected), heads)
+    assert_blocks_equal(model, join_stages(expected), heads)
     assert len(part) == len(cut) + 1 and heads[-1] is None
 
 
@@ -236,7 +236,7 @@ def test_the_last_layers_train_and_the_others_stay() -> None:
     emulate_blocks(model, part, "last_layers", 2, "sgd")
     front = nn.Sequential(*expected[:2]).train()
     optimizer = OPTIMIZERS["sgd"]([p for layer in expected[2:] for p in layer.parameters()])
-    data = batches(2 * UPDATES)
+    data = draw_microbatches(2 * UPDATES)
     for k in range(UPDATES):
         for x, y in data[2 * k : 2 * k + 2]:
             with torch.no_grad():
@@ -244,7 +244,7 @@ def test_the_last_layers_train_and_the_others_stay() -> None:
             (cross_entropy(expected[3](expected[2](value)), y) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_blocks_equal(model, whole(expected), [None, None])
+    assert_blocks_equal(model, join_stages(expected), [None, None])
     blocks = get_blocks(model)
     assert blocks is not None and not any(p.requires_grad for p in stages[0].parameters())
     blocks.unfreeze()
@@ -257,7 +257,7 @@ def test_blocks_have_rates_and_accumulation_of_their_own() -> None:
     expected, heads = copy.deepcopy(stages), copy_heads(model)
     emulate_blocks(model, part, "local_greedy", 1, "sgd", {"block_accumulation": [1, 2, 4, 1]})
     train_blocks_plainly(cut_into_one_each(expected), heads, 1, "sgd", every=[1, 2, 4, 1])
-    assert_blocks_equal(model, whole(expected), heads)
+    assert_blocks_equal(model, join_stages(expected), heads)
     model, part = make_blocked_model(make_block_layers("mlp"), Structure())
     before = copy.deepcopy(model.state_dict())
     emulate_blocks(model, part, "local_greedy", 1, "sgd", {"block_rates": [0.0, 1.0, 0.0, 1.0]})

@@ -21,6 +21,7 @@ from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.local.blocks import average_gradients
 from ipu_pipe.model.loss import CountTokens, make_token_count
 from ipu_pipe.schedule.methods import Reads, resolve_method
+from tests.staged_models import draw_microbatches, join_stages
 from tests.support.processes import check_two_processes, run_in_group, train_on_processes
 from tests.support.runs import (
     assert_same,
@@ -35,11 +36,9 @@ from tests.test_emulator_exact import (
     OPTIMIZERS,
     VARIANTS,
     assert_equals_stages,
-    batches,
     make_seeded_stages,
     train_literally,
     train_on_emulator,
-    whole,
 )
 
 N, IGNORED = 4, -100
@@ -208,13 +207,13 @@ def test_every_method_weighs_as_the_literal_replay(method: str, args: Any) -> No
         args = {**args, "stages_per_device": len(stages)}
     chosen = resolve_method(method, args)
     count = 5 + (len(stages) if chosen.forward_reads is Reads.DOUBLE_BUFFERED else 0)
-    data = batches(count * 6)
+    data = draw_microbatches(count * 6)
     # the labels of the first microbatch cannot be read, so its loss must not be
     data[0] = data[0][0], torch.full_like(data[0][1], 99)
     weights = [float(m * 7 % 5) for m in range(len(data))]
     totals = [sum(weights[start : start + count]) for start in range(0, len(data), count)]
     shares = [weight / totals[m // count] for m, weight in enumerate(weights)]
-    twin, unsplit = make_seeded_stages("mlp"), whole(stages)
+    twin, unsplit = make_seeded_stages("mlp"), join_stages(stages)
     train_on_emulator(unsplit, chosen, count, data, OPTIMIZERS["sgd"], weights=weights)
     train_literally(twin, chosen, count, data, OPTIMIZERS["sgd"], shares=shares)
     assert_equals_stages(unsplit, twin)
@@ -223,8 +222,8 @@ def test_every_method_weighs_as_the_literal_replay(method: str, args: Any) -> No
 def test_equal_weights_change_no_bit() -> None:
     data, one, other = (
         batches(24),
-        whole(make_seeded_stages("mlp")),
-        whole(make_seeded_stages("mlp")),
+        join_stages(make_seeded_stages("mlp")),
+        join_stages(make_seeded_stages("mlp")),
     )
     chosen = resolve_method("pipedream")
     train_on_emulator(one, chosen, 3, data, OPTIMIZERS["sgd"])

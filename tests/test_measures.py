@@ -21,7 +21,7 @@ from ipu_pipe.model.loss import SumOfLosses
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Structure
-from tests.staged_models import whole
+from tests.staged_models import join_stages
 from tests.support.runs import ROOT, list_faults
 from tools.experiments import measures
 from tools.experiments.experiment import Request
@@ -81,7 +81,7 @@ def make_measured_batch(size: int = 6) -> Tuple[torch.Tensor, torch.Tensor]:
 
 def make_measured_model(structure: Structure, stages: Sequence[nn.Module] = ()) -> BlockedModel:
     return make_blocks(
-        whole(list(stages or make_measured_layers(structure))),
+        join_stages(list(stages or make_measured_layers(structure))),
         make_measured_batch()[0],
         structure,
         None,

@@ -33,7 +33,7 @@ from ipu_pipe.update.optimizer import (
     make_placeholder,
     spread_settings,
 )
-from tests.staged_models import batches, whole
+from tests.staged_models import draw_microbatches, join_stages
 from tests.support.runs import read_state, read_summary, read_weights
 from tests.test_emulator_exact import (
     assert_equals_stages,
@@ -43,7 +43,7 @@ from tests.test_emulator_exact import (
 )
 from tests.test_open_optimizers import HOW, are_weights_equal, make_labelled_data
 from tests.test_processes import compare
-from tests.test_update import staged
+from tests.test_update import make_staged_model
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon")
 
@@ -194,7 +194,7 @@ def test_processes_give_the_emulators_weights_and_state(tmp_path: Path) -> None:
 
 
 def test_a_parameter_belongs_to_the_first_group_that_fits() -> None:
-    net, part = staged()
+    net, part = make_staged_model()
     groups = make_groups(net, part, ["*.bias"], [Member(["2.*"]), Member(None, 2), Member()])
     names = {id(p): name for name, p in net.named_parameters()}
     assert [(g["stage"], g["member"], [names[id(p)] for p in g["params"]], g.get("weight_decay")) for g in groups] == [
@@ -204,7 +204,7 @@ def test_a_parameter_belongs_to_the_first_group_that_fits() -> None:
 
 
 def test_the_parts_share_state_and_groups_and_a_stage_without_weights_has_one() -> None:
-    net, part = staged()
+    net, part = make_staged_model()
     muon, sgd = (
         functools.partial(torch.optim.Muon, lr=0.1),
         functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5),
@@ -366,9 +366,9 @@ def test_users_optimizers_take_two_buffered_weights(args: Any) -> None:
     method, stages, batch = (
         resolve_method("pipedream_2bw", args),
         make_seeded_stages("mlp"),
-        batches(24),
+        draw_microbatches(24),
     )
-    twin, unsplit = copy.deepcopy(stages), whole(stages)
+    twin, unsplit = copy.deepcopy(stages), join_stages(stages)
     train_on_emulator(unsplit, method, 4, batch, functools.partial(Lion, lr=0.01), args=args)
     train_literally(twin, method, 4, batch, functools.partial(Lion, lr=0.01), args=args)
     assert_equals_stages(unsplit, twin)

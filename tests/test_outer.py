@@ -22,7 +22,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups
-from tests.staged_models import batches, whole
+from tests.staged_models import draw_microbatches, join_stages
 from tests.support.models import Composed
 from tests.support.runs import assert_same_weights, list_faults
 from tests.test_asynchrony import assert_alike, cross_entropy, emulated, fresh
@@ -118,7 +118,7 @@ ARGUMENTS: List[Dict[str, Any]] = [
 def test_the_weights_are_those_of_the_papers_loop(outer: Dict[str, Any], drains: List[int]) -> None:
     """Replicas have their own optimizers; torch.optim.SGD steps a fragment of the shared weights
     when a round ends."""
-    R, steps, data = 3, 18, batches(54)
+    R, steps, data = 3, 18, draw_microbatches(54)
     settings: Dict[str, Any] = {**OUTER, **outer}
     ours, first = fresh("mlp"), fresh("mlp")
     P = len(first)
@@ -128,7 +128,7 @@ def test_the_weights_are_those_of_the_papers_loop(outer: Dict[str, Any], drains:
     emulated(ours, method, steps, data, [d * R for d in drains])
     nets = [copy.deepcopy(first) for _ in range(R)]
     inner = [
-        torch.optim.SGD(whole(net).parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
+        torch.optim.SGD(join_stages(net).parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
         for net in nets
     ]
     shared = [[nn.Parameter(p.detach().clone()) for p in stage.parameters()] for stage in first]
@@ -149,7 +149,7 @@ def test_the_weights_are_those_of_the_papers_loop(outer: Dict[str, Any], drains:
                 inner[r].param_groups[0]["lr"] = 0.2 / (h + 1)
                 x, y = data[h * R + r]
                 inner[r].zero_grad()
-                cross_entropy(whole(nets[r])(x), y).backward()
+                cross_entropy(join_stages(nets[r])(x), y).backward()
                 inner[r].step()
                 if h == max(end - 1 - settings["delay"], begin - 1) or (
                     h == end - 1 and r not in deltas

@@ -34,7 +34,7 @@ from ipu_pipe.run.callbacks import Callback
 from ipu_pipe.run.train import check, train
 from tests import forked
 from tests.command_line import run_here
-from tests.staged_models import Odd
+from tests.staged_models import OddModel
 from tests.support.data import write_pictures
 from tests.support.ipu_runs import (
     SGD,
@@ -715,7 +715,7 @@ def list_build_faults(settings: Any, name: str = "mlp", **keys: Any) -> List[str
 
 
 def make_odd_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 64), Odd())
+    return nn.Sequential(nn.Linear(12, 64), OddModel())
 
 
 ODD_STAGES = ["1.2", "1.4", "1.6"]

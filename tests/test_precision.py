@@ -39,9 +39,9 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups, replace_parameters
 from tests.literal_replay import LiteralRules, LiteralStage, replay
-from tests.staged_models import MODELS, batches, whole
+from tests.staged_models import MODELS, draw_microbatches, join_stages
 from tests.support.runs import assert_same_state, read_state, read_summary, read_weights
-from tests.test_train import config
+from tests.test_train import make_short_config
 
 CPU, LOW = torch.device("cpu"), torch.bfloat16
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2)
@@ -62,7 +62,7 @@ def fresh(name: str) -> List[nn.Module]:
 
 
 def data_of(count: int) -> List[Any]:
-    return [(x.float(), y) for x, y in batches(count)]
+    return [(x.float(), y) for x, y in draw_microbatches(count)]
 
 
 def emulated(
@@ -148,7 +148,7 @@ def test_the_emulator_equals_the_literal_replay(
     method, accumulate = resolve_method(name, args), 5 if name == "pipedream_2bw" else 2
     stages, data = fresh(model), data_of(accumulate * 8)
     twins = copy.deepcopy(stages)
-    unsplit = whole(stages)
+    unsplit = join_stages(stages)
     numbers = emulated(unsplit, method, accumulate, data, make, args)
     done = literally(twins, method, accumulate, data, make, args)
     parameters = {
@@ -171,7 +171,9 @@ def test_the_emulator_equals_the_literal_replay(
 
 
 def digits(*over: str) -> Config:
-    return config("evaluate.subset=96", "model.args.width=8", "stages=3", "steps=8", *over)
+    return make_short_config(
+        "evaluate.subset=96", "model.args.width=8", "stages=3", "steps=8", *over
+    )
 
 
 MASTERED = ["method=pipemare", "method_args.t2={}", "precision=bfloat16_mixed"]
@@ -204,7 +206,9 @@ def test_it_learns_as_float32_does(method: str, tmp_path: Path) -> None:
             adam,
         ]
         summary = train(
-            config("stages=2", "gradient_accumulation=2", *keys), tmp_path / precision, quiet=True
+            make_short_config("stages=2", "gradient_accumulation=2", *keys),
+            tmp_path / precision,
+            quiet=True,
         )
         ends[precision] = summary["final"]["test_accuracy"]
         assert summary["precision"] == {

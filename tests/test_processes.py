@@ -408,7 +408,7 @@ def test_a_weight_that_is_handed_on_cannot_be_read_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [
-    ["model.entry=tests.staged_models:Odd", 'stages=["2", "3", "5"]'],  # shared, unused and in-place modules
+    ["model.entry=tests.staged_models:OddModel", 'stages=["2", "3", "5"]'],  # shared, unused and in-place modules
     # a replica that does not reach a weight counts as zero
     ["model.entry=tests.staged_models:make_gate", "stages=null", "replicas=2", "gradient_accumulation=1"],
 ])  # fmt: skip

@@ -1,4 +1,5 @@
-"""Dropout drawn by (seed, microbatch, module name): the same under any partition, method and recomputation."""
+"""Check that dropout is drawn by (seed, microbatch, module name): the same under any partition,
+method and recomputation."""
 
 from __future__ import annotations
 
@@ -15,21 +16,21 @@ from ipu_pipe.model import observation
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, list_generators
 from ipu_pipe.schedule.methods import resolve_method
-from tests.staged_models import batches, whole
+from tests.staged_models import draw_microbatches, join_stages
 from tests.support.models import Composed
 from tests.test_emulator_exact import OPTIMIZERS, train_on_emulator
 
 CPU = torch.device("cpu")
 
 
-def drop() -> nn.Sequential:
+def make_layers_with_two_dropouts() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(12, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)
     ).double()
 
 
-def run(
+def run_forward(
     keyed: KeyedRandomness, model: nn.Module, x: torch.Tensor, microbatch: int = 0
 ) -> torch.Tensor:
     with keyed.forward(microbatch):
@@ -47,30 +48,30 @@ def test_draws_depend_on_seed_microbatch_and_module_alone_and_leave_the_state(
     model, x = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), torch.ones(64)
     keyed = KeyedRandomness(model, {"0": 1, "1": 1}, seed=4, device=CPU)
     torch.manual_seed(9)
-    monkeypatch.setattr(
-        torch, "manual_seed", None
-    )  # it seeds every device, which takes 100 times as long
+    # manual_seed seeds every device, which takes 100 times as long
+    monkeypatch.setattr(torch, "manual_seed", None)
     before = torch.get_rng_state()
-    first, again = run(keyed, model, x), run(keyed, model, x)
-    assert torch.equal(first, again) and torch.equal(before, torch.get_rng_state())
-    assert not torch.equal(run(keyed, model[0], x), run(keyed, model[1], x))
-    assert not torch.equal(run(keyed, model, x, 1), first)
+    first, second = run_forward(keyed, model, x), run_forward(keyed, model, x)
+    assert torch.equal(first, second) and torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(run_forward(keyed, model[0], x), run_forward(keyed, model[1], x))
+    assert not torch.equal(run_forward(keyed, model, x, 1), first)
     keyed.remove()
     assert not torch.equal(model(x), model(x))
 
 
-def test_the_division_into_stages_does_not_change_what_is_drawn() -> None:
-    data, ends = batches(12), []
+def test_the_division_into_stages_does_not_change_the_draws() -> None:
+    microbatches, weights = draw_microbatches(12), []
     for marked in (False, True):
-        model: Any = drop()
-        model = whole(list(model)) if marked else model
-        train_on_emulator(model, resolve_method("gpipe"), 3, data, OPTIMIZERS["sgd"])
-        ends.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(p, q) for p, q in zip(*ends))
+        model: Any = make_layers_with_two_dropouts()
+        model = join_stages(list(model)) if marked else model
+        train_on_emulator(model, resolve_method("gpipe"), 3, microbatches, OPTIMIZERS["sgd"])
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*weights))
 
 
-def make_depth(*drawing: torch.Generator) -> nn.Module:
-    """Return what draws from these generators, as stochastic depth does from the CPU's whatever the device of its input."""
+def make_drawing_module(*drawing: torch.Generator) -> nn.Module:
+    """Return a module that draws from these generators, as stochastic depth draws from the CPU's
+    generator on any device."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         for generator in drawing:
@@ -81,28 +82,34 @@ def make_depth(*drawing: torch.Generator) -> nn.Module:
 
 
 def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generator takes the place of the GPU's."""
+    """Check the draws of both generators; a second CPU generator takes the place of the GPU's."""
     gpu, x = torch.Generator(), torch.ones(8)
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
     monkeypatch.setattr(
         observation, "list_generators", lambda device: list_generators(torch.device("cuda", 0))
     )
     cpu = torch.default_generator
-    layers = [make_depth(cpu), make_depth(gpu), make_depth(cpu, gpu), nn.Identity()]
+    layers = [
+        make_drawing_module(cpu),
+        make_drawing_module(gpu),
+        make_drawing_module(cpu, gpu),
+        nn.Identity(),
+    ]
     model = nn.Sequential(*layers)
     calls = observe_effects(model, x).draws
     assert calls == {"0": 1, "1": 1, "2": 1}
     keyed = KeyedRandomness(model, calls, seed=4, device=torch.device("cuda", 0))
     before = [torch.get_rng_state(), gpu.get_state()]
-    first, again = run(keyed, model, x), run(keyed, model, x)
-    assert torch.equal(first, again)
+    first, second = run_forward(keyed, model, x), run_forward(keyed, model, x)
+    assert torch.equal(first, second)
     assert all(torch.equal(a, b) for a, b in zip(before, [torch.get_rng_state(), gpu.get_state()]))
-    assert not torch.equal(run(keyed, model, x, 1), first)
+    assert not torch.equal(run_forward(keyed, model, x, 1), first)
     keyed.remove()
 
 
-class Shared(nn.Module):
-    """One dropout between three layers, as T5 has it, and a block that runs twice, as ALBERT has it."""
+class SharedDropoutModel(nn.Module):
+    """A model that shares one dropout between three layers, as T5, and runs a block twice, as
+    ALBERT."""
 
     def __init__(self, way: str = "plain") -> None:
         super().__init__()
@@ -121,17 +128,18 @@ class Shared(nn.Module):
         return self.c(x)  # type: ignore[no-any-return]
 
     def _run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        def passed(x: torch.Tensor) -> torch.Tensor:
+        def drop_twice(x: torch.Tensor) -> torch.Tensor:
             return self.drop(self.drop(block(x)))
 
         if self.way == "plain":
-            return passed(x)
-        return checkpoint(passed, x, use_reentrant=self.way == "reentrant")  # type: ignore[no-any-return]
+            return drop_twice(x)
+        return checkpoint(drop_twice, x, use_reentrant=self.way == "reentrant")  # type: ignore[no-any-return]
 
 
 def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
-    """SimCSE's two passes: the same masks in both made its two embeddings one."""
-    model, x = Shared(), torch.ones(64, 8)
+    """SimCSE runs an encoder twice: equal masks in both passes once made its two embeddings
+    equal."""
+    model, x = SharedDropoutModel(), torch.ones(64, 8)
     calls = observe_effects(model, x).draws
     assert calls == {"block.1": 2, "drop": 7}
     keyed = KeyedRandomness(model, calls, seed=4, device=CPU)
@@ -141,27 +149,26 @@ def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
     handle = model.drop.register_forward_hook(
         lambda m, inputs, output: masks.append((output == 0) & (inputs[0] != 0))
     )
-    first, again = run(keyed, model, x), run(keyed, model, x)
+    first, second = run_forward(keyed, model, x), run_forward(keyed, model, x)
     handle.remove()
-    assert torch.equal(first, again) and torch.equal(before, torch.get_rng_state())
+    assert torch.equal(first, second) and torch.equal(before, torch.get_rng_state())
     assert len({mask.numpy().tobytes() for mask in masks[:7]}) == 7
     keyed.remove()
-    alone = KeyedRandomness(
-        model, {"block.1": 1}, seed=4, device=CPU
-    )  # the first call's key has no number in it
+    # the key of the first call has no call number
+    alone = KeyedRandomness(model, {"block.1": 1}, seed=4, device=CPU)
     torch.manual_seed(derive_seed(4, 0, "block.1"))
     expected = model.block(x)
-    assert torch.equal(run(alone, model.block, x), expected)
+    assert torch.equal(run_forward(alone, model.block, x), expected)
     alone.remove()
 
 
 @pytest.mark.parametrize("way", ["plain", "reentrant", "not reentrant"])
-def test_a_checkpoint_in_which_modules_run_again_draws_what_its_forward_drew(way: str) -> None:
+def test_a_checkpoint_in_which_modules_run_again_repeats_the_draws_of_its_forward(way: str) -> None:
     gradients = []
-    for model in (Shared(), Shared(way)):
+    for model in (SharedDropoutModel(), SharedDropoutModel(way)):
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
         keyed = KeyedRandomness(model, observe_effects(model, x).draws, 0, CPU)
-        outputs = [run(keyed, model, x, m) for m in range(3)]
+        outputs = [run_forward(keyed, model, x, m) for m in range(3)]
         before = torch.get_rng_state()
         for m, output in enumerate(outputs):
             with keyed.backward(m):
@@ -191,17 +198,17 @@ def test_a_module_around_others_may_draw_itself() -> None:
     calls = observe_effects(around, x).draws
     assert calls == {"": 1, "drop": 2}
     keyed = KeyedRandomness(around, calls, 0, CPU)
-    assert torch.equal(run(keyed, around, x), run(keyed, around, x))
-    assert not torch.equal(run(keyed, around, x), run(keyed, around, x, 1))
+    assert torch.equal(run_forward(keyed, around, x), run_forward(keyed, around, x))
+    assert not torch.equal(run_forward(keyed, around, x), run_forward(keyed, around, x, 1))
     keyed.remove()
 
 
-def test_stages_of_one_model_draw_what_the_whole_draws() -> None:
-    model, x = Shared(), torch.randn(6, 8)
+def test_stages_draw_as_the_whole_model_does() -> None:
+    model, x = SharedDropoutModel(), torch.randn(6, 8)
     keyed = KeyedRandomness(model, observe_effects(model, x).draws, 3, CPU)
-    whole = run(keyed, model, x, 2)
+    whole = run_forward(keyed, model, x, 2)
     value: Any = x
-    for piece in cut_model(model, ["c"], x):  # each as on a device of its own
+    for piece in cut_model(model, ["c"], x):  # each piece as if on its own device
         with keyed.forward(2, piece.calls_before):
             value = piece(value)
     assert torch.equal(value, whole)

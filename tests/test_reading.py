@@ -1,4 +1,5 @@
-"""A GPU is asked for losses when someone wants to see them, and all numbers stay as they are. The CPU stands in for it."""
+"""Check that losses are read from a GPU only when they are needed, and that no number changes.
+The CPU stands in for the GPU."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ SHORT = [
 ]  # fmt: skip
 
 
-class Reads(TorchDispatchMode):
-    """Counts the tensors that are read, each of which waits for a GPU."""
+class ReadCounter(TorchDispatchMode):
+    """A dispatch mode that counts reads of tensors, each of which waits for a GPU."""
 
     count = 0
 
@@ -39,24 +40,25 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "how", [["method=pipemare"], ["method=local_greedy"], ["replicas=2", "method=gpipe"]]
+    "settings", [["method=pipemare"], ["method=local_greedy"], ["replicas=2", "method=gpipe"]]
 )
-def test_losses_read_now_and_then_give_the_same_numbers(
-    how: List[str], tmp_path: Path, monkeypatch: Any
+def test_losses_read_rarely_give_the_same_numbers(
+    settings: List[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    config, reads = load_config(DIGITS, [*SHORT, *how]), []
+    config, updates_read = load_config(DIGITS, [*SHORT, *settings]), []
     at_once = train(config, tmp_path / "a", quiet=True)
     monkeypatch.setattr(engines, "does_reading_synchronize", lambda device: True)
     read = Emulator.read
-    monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))
-    later = train(config, tmp_path / "b", quiet=True)
-    assert later["final"] == at_once["final"] and read_numbers(tmp_path / "a") == read_numbers(
+    monkeypatch.setattr(
+        Emulator, "read", lambda self: updates_read.append(self.update) or read(self)
+    )
+    delayed = train(config, tmp_path / "b", quiet=True)
+    assert delayed["final"] == at_once["final"] and read_numbers(tmp_path / "a") == read_numbers(
         tmp_path / "b"
     )
-    epochs = range(config_updates(config), 23, config_updates(config))
-    assert reads == sorted(
-        {1, 5, 10, 15, 20, 8, 16, 23, *epochs}
-    )  # the first, lines, checkpoints, evaluations
+    epochs = range(count_epoch_updates(config), 23, count_epoch_updates(config))
+    # the first update, log lines, checkpoints, evaluations
+    assert updates_read == sorted({1, 5, 10, 15, 20, 8, 16, 23, *epochs})
     states = [
         (tmp_path / run / "checkpoints" / "step-16" / "manifest.json").read_text() for run in "ab"
     ]
@@ -66,8 +68,8 @@ def test_losses_read_now_and_then_give_the_same_numbers(
     )
 
 
-def config_updates(config: Any) -> int:
-    """Of an epoch."""
+def count_epoch_updates(config: Any) -> int:
+    """Return the number of updates in an epoch."""
     return int(320 // (8 * 4 * config.replicas))
 
 
@@ -84,25 +86,25 @@ def test_a_loss_that_is_not_finite_is_reported_of_its_own_update(
     assert messages[0] == messages[1] and "update 0" not in messages[0]
 
 
-def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_read_no_tensor_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "does_reading_synchronize", lambda device: True)
     flow = Flow(
         build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), is_planned=True
     )
     flow.give()
     assert len(list(flow.take())) == 1
-    with Reads() as reads:
+    with ReadCounter() as reads:
         for _ in range(4):
             flow.give()
     assert reads.count == 0
     assert [k for k, _ in flow.take()] == [1, 2, 3, 4]
 
 
-def test_an_evaluation_reads_nothing_until_its_end() -> None:
+def test_an_evaluation_reads_no_tensor_until_its_end() -> None:
     tally, y = Tally(nn.functional.cross_entropy), torch.tensor([0, 2, -100])
     none = torch.full((3,), -100)
     output = torch.randn(3, 4)
-    with Reads() as reads:
+    with ReadCounter() as reads:
         for labels in (y, y, none):
             tally.add(output, labels, 3)
     assert reads.count == 0

@@ -1,4 +1,5 @@
-"""Gradients averaged over replicas by the backend's own all-reduce: close to the exact mean, beside the backward, on nccl too."""
+"""Check that gradients averaged by the backend's own all-reduce are close to the exact mean and
+overlap the backward, on nccl too."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ pytestmark = needs_processes
 RANKS, MICROBATCHES, BUCKET = 3, 2, 8 * (9 * 9 + 9)  # bytes of one layer
 
 
-class Sometimes(nn.Module):
-    """Layers of which rank 1 alone uses one, and nobody another."""
+class PartlyUsedLayers(nn.Module):
+    """Layers of which one is used by rank 1 alone, and one by no rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Sometimes(nn.Module):
         self.scale = nn.Parameter(torch.ones(9, dtype=torch.float32))
 
     def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """x: (B, 9) -> (B, 9)."""
+        """Return (B, 9) from x (B, 9)."""
         for number, layer in enumerate(self.layers):
             if number != 1 and (number != 2 or rank == 1):
                 x = layer(x).tanh()
@@ -51,7 +52,7 @@ class Sometimes(nn.Module):
 
 
 def test_buckets_are_of_one_dtype_and_size_the_last_parameters_first() -> None:
-    model = Sometimes()
+    model = PartlyUsedLayers()
     layers = [[layer.bias, layer.weight] for layer in reversed(model.layers)]
     assert [
         [id(p) for p in bucket] for bucket in divide_into_buckets(list(model.parameters()), BUCKET)
@@ -61,10 +62,10 @@ def test_buckets_are_of_one_dtype_and_size_the_last_parameters_first() -> None:
 
 
 def test_fast_is_close_to_exact_and_runs_beside_the_last_backward(tmp_path: Path) -> None:
-    run_in_group(RANKS, _compare, tmp_path)
+    run_in_group(RANKS, _check_reductions, tmp_path)
 
 
-def _compare(rank: int, folder: Path) -> None:
+def _check_reductions(rank: int, folder: Path) -> None:
     _check_numbers_and_order(rank, ReplicaGroup(None), _make_mail(rank), [])
     _check_parts(rank)
     group = dist.new_group(list(range(RANKS)))
@@ -82,7 +83,7 @@ def _make_mail(rank: int, channels: Any = None) -> Mail:
 
 
 def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: List[str]) -> None:
-    exact, fast = Sometimes(), Sometimes()
+    exact, fast = PartlyUsedLayers(), PartlyUsedLayers()
     draw = torch.Generator().manual_seed(rank)
     inputs = [torch.randn(4, 9, generator=draw, dtype=torch.float64) for _ in range(MICROBATCHES)]
     for x in inputs:
@@ -91,16 +92,16 @@ def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: Li
 
     average = OverlappedAverage(list(fast.parameters()), mail, group, MICROBATCHES, BUCKET)
     fast.layers[0].weight.register_hook(lambda gradient: log.append("first layer"))
-    real = dist.all_reduce
-    dist.all_reduce = lambda *args, **how: log.append("sum") or real(*args, **how)  # type: ignore[func-returns-value]
-    for _ in range(2):  # the second begins anew
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **settings: log.append("sum") or all_reduce(*args, **settings)  # type: ignore[func-returns-value]
+    for _ in range(2):  # the second pass starts from zero gradients
         fast.zero_grad()
         for x in inputs:
             log.append("backward")
             with average.add_pass():
                 fast(x, rank).square().sum().backward()
         average.finish()
-    dist.all_reduce = real
+    dist.all_reduce = all_reduce
     average.remove_hooks()
 
     for (name, p), q in zip(exact.named_parameters(), fast.parameters()):
@@ -112,14 +113,16 @@ def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: Li
             q.grad, p.grad, rtol=1e-6 if q.dtype == torch.float32 else 1e-13, atol=1e-15
         )
     assert any(bool(p.grad.any()) for p in fast.layers[2].parameters() if p.grad is not None)
-    # the bucket of the last layer is on its way before the first layer has its gradient; what nobody uses holds up those after it
+    # the bucket of the last layer is sent before the first layer has its gradient; an unused layer
+    # delays the buckets after it
     before = 3 if rank == 1 else 2  # of 6 buckets
-    last = ["backward", *["sum"] * before, "first layer", *["sum"] * (6 - before)]
-    assert log == 2 * ["backward", "first layer", *last], log
+    last_pass = ["backward", *["sum"] * before, "first layer", *["sum"] * (6 - before)]
+    assert log == 2 * ["backward", "first layer", *last_pass], log
 
 
 def _check_parts(rank: int) -> None:
-    """A gradient that comes twice in one backward is refused, after its sum has begun."""
+    """Check that a gradient that arrives twice in one backward is refused once its sum has
+    begun."""
     layer = nn.Linear(9, 9)
     average = OverlappedAverage(
         list(layer.parameters()), _make_mail(rank), ReplicaGroup(None), 1, 1
@@ -134,7 +137,8 @@ def _check_parts(rank: int) -> None:
 
 
 def _check_nccl(rank: int, group: Any) -> None:
-    """A group of nccl is used once before anything is posted, and its waits take no limit."""
+    """Check that a group of nccl is used once before anything is posted, and that its waits have
+    no limit."""
     double, channels = NcclDouble([group]), {REPLICAS: group}
     with double:
         use_channels_once(
@@ -157,12 +161,14 @@ def _check_nccl(rank: int, group: Any) -> None:
         posted.wait()
 
 
-def test_a_run_of_three_replicas_is_close_to_the_emulators(tmp_path: Path) -> None:
-    """Three, because a sum of two has but one order. The same config trains on the emulator.
+def test_three_replicas_with_fast_reduction_are_close_to_the_emulator(tmp_path: Path) -> None:
+    """Train three replicas, since a sum of two has only one order; the emulator trains the same
+    config.
 
-    A sum that began before the rule had corrected the last microbatch's gradients lost the earlier microbatches'.
+    A sum that began before the rule had corrected the last microbatch's gradients lost those of
+    earlier microbatches.
     """
-    how = [
+    settings = [
         "method=pipedream",
         "stages=2",
         "replicas=3",
@@ -171,10 +177,10 @@ def test_a_run_of_three_replicas_is_close_to_the_emulators(tmp_path: Path) -> No
         "steps=8",
         "log.every=1",
     ]
-    how.append("method_args={delay_compensation: {scale: 1.0}}")
-    code, _, error = run(3, tmp_path / "ranks", *how)
+    settings.append("method_args={delay_compensation: {scale: 1.0}}")
+    code, _, error = run(3, tmp_path / "ranks", *settings)
     assert code == 0, error
-    emulate(tmp_path / "one", *how)
+    emulate(tmp_path / "one", *settings)
     torch.testing.assert_close(
         *(read_state(tmp_path / out, 8) for out in ("ranks", "one")), rtol=1e-4, atol=1e-6
     )

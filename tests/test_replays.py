@@ -24,7 +24,7 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import make_groups
 from tests.literal_replay import LiteralStage
-from tests.staged_models import MODELS, batches, whole
+from tests.staged_models import MODELS, draw_microbatches, join_stages
 from tests.support.runs import list_faults
 from tests.test_asynchrony import until_update
 
@@ -106,7 +106,7 @@ def literally(modules: List[nn.Module], replays: List[Stated], data: list) -> No
 
 
 def emulated(modules: List[nn.Module], source: Listed, data: list) -> Emulator:  # type: ignore[type-arg]
-    model = whole(modules)
+    model = join_stages(modules)
     part = partition(model, data[0][0])
     method = resolve_method("pipelined_backprop", {"stash": source.stashes})
     table = VersionTable(make_schedule(method, len(part), source.count, 1), method)
@@ -130,12 +130,12 @@ def test_updates_of_single_stages_are_those_of_the_literal_replay(
 ) -> None:
     torch.manual_seed(3)
     modules = [stage.double() for stage in MODELS[model]()]
-    twin, data = copy.deepcopy(modules), batches(12)
+    twin, data = copy.deepcopy(modules), draw_microbatches(12)
     replays = drawn(len(modules), count, 7, stashes, every)
     emulator = emulated(modules, Listed(replays, 7, stashes), data)
     literally(twin, replays, data)
     for ours, theirs in zip(
-        whole(modules).state_dict().values(), whole(twin).state_dict().values()
+        join_stages(modules).state_dict().values(), join_stages(twin).state_dict().values()
     ):
         assert torch.equal(ours, theirs)
     assert [int(p.item()) for p in emulator._plan.count_updates(len(replays) - 1)] == [

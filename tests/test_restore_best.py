@@ -1,4 +1,4 @@
-"""The weights of the best evaluation, in the caller's model when a run ends."""
+"""Check that the caller's model has the weights of the best evaluation when a run ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.support.processes import run_in_group
 from tests.support.runs import needs_processes, read_summary, read_weights
 from tests.test_going_on import OWN, make_counting_model
 from tests.test_loop import OFTEN
-from tests.test_train import config
+from tests.test_train import make_short_config
 
-# of a falling loss the greatest is the best: that of the first evaluation, after 4 updates, and the third ends the run
+# the greatest value of a falling loss is the best: that of the first evaluation, after 4 updates; the third ends the run
 STOPS = "early_stopping={mode: max, patience: 2, restore_best: true}"
 KEYS = [
     *OFTEN,
@@ -28,22 +28,25 @@ KEYS = [
 ]
 
 
-def went(
-    out: Path, method: str, *over: str, model: Optional[torch.nn.Module] = None, **how: Any
+def train_own_model(
+    out: Path, method: str, *overrides: str, model: Optional[torch.nn.Module] = None, **keys: Any
 ) -> Dict[str, Any]:
-    sets = [*KEYS, "optimizer.lr=0.01", f"method={method}", *OWN[method], *over]
+    settings = [*KEYS, "optimizer.lr=0.01", f"method={method}", *OWN[method], *overrides]
     return ipu_pipe.train(
-        config(*sets), out, model=make_counting_model() if model is None else model, **how
+        make_short_config(*settings),
+        out,
+        model=make_counting_model() if model is None else model,
+        **keys,
     )
 
 
-def holds(model_state: Dict[str, Any], weights: Dict[str, torch.Tensor]) -> bool:
+def has_weights(model_state: Dict[str, Any], weights: Dict[str, torch.Tensor]) -> bool:
     return all(
         torch.equal(value, weights[name].to(value.dtype)) for name, value in model_state.items()
     )
 
 
-class Sees(ipu_pipe.Callback):
+class FinalWeights(ipu_pipe.Callback):
     def on_end(self, now: ipu_pipe.Moment) -> None:
         self.model = {name: value.clone() for name, value in now.model.state_dict().items()}  # type: ignore[union-attr]
 
@@ -52,68 +55,79 @@ class Sees(ipu_pipe.Callback):
 def test_the_model_has_the_best_weights_when_the_run_ends(
     method: str, tmp_path: Path, capsys: Any
 ) -> None:
-    model, sees = make_counting_model(), Sees()
-    report = went(tmp_path / "run", method, STOPS, model=model, callbacks=[sees])
-    step, last = report["restored_step"], report["steps"]
-    assert (step, last) == ((16, 24) if method == "local_greedy" else (4, 12))
-    line = f"restored the best weights, of step {step}: {tmp_path}/run/checkpoints/step-{step}"
-    assert capsys.readouterr().out.rstrip().splitlines()[-1] == line
-    best, newest = read_weights(tmp_path / "run", step), read_weights(tmp_path / "run", last)
-    assert holds(model.state_dict(), best) and not holds(model.state_dict(), newest)
-    assert sees.model.keys() == best.keys() and holds({"1.weight": sees.model["1.weight"]}, best)
-    assert read_summary(tmp_path / "run")["restored_step"] == step
-    # all but the model is as without
-    without = make_counting_model()
-    other = went(
-        tmp_path / "other", method, STOPS.replace("true", "false"), model=without, quiet=True
+    model, final_weights = make_counting_model(), FinalWeights()
+    report = train_own_model(
+        tmp_path / "run", method, STOPS, model=model, callbacks=[final_weights]
     )
-    assert other["final"] == report["final"] and "restored_step" not in other
-    assert holds(without.state_dict(), newest)
+    best_step, last_step = report["restored_step"], report["steps"]
+    assert (best_step, last_step) == ((16, 24) if method == "local_greedy" else (4, 12))
+    line = f"restored the best weights, of step {best_step}: {tmp_path}/run/checkpoints/step-{best_step}"
+    assert capsys.readouterr().out.rstrip().splitlines()[-1] == line
+    best_weights, last_weights = (
+        read_weights(tmp_path / "run", best_step),
+        read_weights(tmp_path / "run", last_step),
+    )
+    assert has_weights(model.state_dict(), best_weights) and not has_weights(
+        model.state_dict(), last_weights
+    )
+    assert final_weights.model.keys() == best_weights.keys() and has_weights(
+        {"1.weight": final_weights.model["1.weight"]}, best_weights
+    )
+    assert read_summary(tmp_path / "run")["restored_step"] == best_step
+    # everything except the model equals a run without it
+    plain_model = make_counting_model()
+    plain_report = train_own_model(
+        tmp_path / "other", method, STOPS.replace("true", "false"), model=plain_model, quiet=True
+    )
+    assert plain_report["final"] == report["final"] and "restored_step" not in plain_report
+    assert has_weights(plain_model.state_dict(), last_weights)
 
 
 def test_the_newest_may_be_the_best_and_a_run_need_not_stop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_counting_model()
-    report = went(
+    report = train_own_model(
         tmp_path / "run", "pipedream", STOPS.replace("max", "min"), "steps=8", model=model
     )
     assert report["restored_step"] == 8 and report["stopped"] is None
     assert capsys.readouterr().out.rstrip().endswith("the newest weights are the best: step 8")
-    assert holds(model.state_dict(), read_weights(tmp_path / "run", 8))
+    assert has_weights(model.state_dict(), read_weights(tmp_path / "run", 8))
     first = make_counting_model()
     arguments = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)]}
     assert (
-        went(tmp_path / "whole", "pipedream", "steps=8", model=first, **arguments)["restored_step"]
+        train_own_model(tmp_path / "whole", "pipedream", "steps=8", model=first, **arguments)[
+            "restored_step"
+        ]
         == 4
     )
-    assert holds(first.state_dict(), read_weights(tmp_path / "whole", 4))
-    # a run that goes on knows which was the best
+    assert has_weights(first.state_dict(), read_weights(tmp_path / "whole", 4))
+    # a resumed run remembers the best evaluation
     second = make_counting_model()
     arguments = {
         "callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)],
         "resume": True,
     }
     assert (
-        went(tmp_path / "whole", "pipedream", "steps=12", model=second, **arguments)[
+        train_own_model(tmp_path / "whole", "pipedream", "steps=12", model=second, **arguments)[
             "restored_step"
         ]
         == 4
     )
-    assert holds(second.state_dict(), read_weights(tmp_path / "whole", 4))
+    assert has_weights(second.state_dict(), read_weights(tmp_path / "whole", 4))
 
 
-def test_a_wrong_kind_is_reported() -> None:
+def test_a_restore_best_of_another_type_is_reported() -> None:
     with pytest.raises(BadInput, match="early_stopping.restore_best"):
-        config("early_stopping={restore_best: 3}")
+        make_short_config("early_stopping={restore_best: 3}")
 
 
 def train_each_method(rank: int, folder: Path) -> None:
-    """Train as a rank of a group of two, and save what the caller's model holds."""
+    """Train each method as a rank of a group of two, and save the weights of the caller's model."""
     for method in OWN:
         model = make_counting_model()
-        over = ["backend.name=distributed", "backend.deadline=20", STOPS]
-        report = went(folder / method, method, *over, model=model, quiet=True)
+        overrides = ["backend.name=distributed", "backend.deadline=20", STOPS]
+        report = train_own_model(folder / method, method, *overrides, model=model, quiet=True)
         assert report["restored_step"] < report["steps"]
         torch.save(model.state_dict(), folder / f"{method}-{rank}.pt")
 
@@ -124,10 +138,13 @@ def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
     run_in_group(2, train_each_method, tmp_path)
     for method in OWN:
         emulated = make_counting_model()
-        step = went(tmp_path / f"{method}-emulated", method, STOPS, model=emulated, quiet=True)[
-            "restored_step"
-        ]
+        step = train_own_model(
+            tmp_path / f"{method}-emulated", method, STOPS, model=emulated, quiet=True
+        )["restored_step"]
         best = read_weights(tmp_path / method, step)
         for rank in range(2):
             saved = torch.load(tmp_path / f"{method}-{rank}.pt")
-            assert holds(saved, best) and holds(saved, emulated.state_dict()), (method, rank)
+            assert has_weights(saved, best) and has_weights(saved, emulated.state_dict()), (
+                method,
+                rank,
+            )

@@ -1,4 +1,5 @@
-"""A run goes on from a checkpoint that is its own, whole and sane, and from no other: each refusal is one line that says why."""
+"""Check that a run resumes from a whole checkpoint of its own alone; each refusal is one line
+with the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from ipu_pipe.store import checkpoint
 from tests.interrupted import interrupt_at
 from tests.support.models import Composed
 from tests.support.runs import DIGITS, assert_same_weights, list_faults, read_metrics, read_numbers
-from tests.test_train import config, run_tool, sets  # noqa: F401
+from tests.test_train import make_set_options, make_short_config, run_train_tool  # noqa: F401
 
 BASE = [
     "method=pipemare", "method_args.t2={}", "optimizer.momentum=0.9", "checkpoint.every=4", "checkpoint.keep=9", "log.every=1",
@@ -35,44 +36,47 @@ BASE = [
 ADAM = "optimizer={name: adam, lr: 0.003, momentum: null}"
 
 
-def keys(*over: str) -> List[str]:
-    return [*BASE, *over]
+def make_settings(*overrides: str) -> List[str]:
+    return [*BASE, *overrides]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that has ended, with checkpoints after 4, 8 and 12 updates; not to be changed."""
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a finished run with checkpoints after 4, 8 and 12 updates; tests must
+    not change it."""
     out = tmp_path_factory.mktemp("trained") / "run"
-    train(config(*keys()), out, quiet=True)
+    train(make_short_config(*make_settings()), out, quiet=True)
     return out
 
 
 @pytest.fixture
-def cut(trained: Path, tmp_path: Path) -> Path:
-    """Return the same run, killed after 8 updates."""
+def killed_run(trained_run: Path, tmp_path: Path) -> Path:
+    """Return a copy of the run as if it was killed after 8 updates."""
     out = tmp_path / "cut"
-    shutil.copytree(trained, out)
+    shutil.copytree(trained_run, out)
     shutil.rmtree(out / "checkpoints" / "step-12")
     (out / "summary.json").unlink()
     return out
 
 
-def resumed(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
-    return train(config(*keys(*over)), out, resume=True, quiet=True, **how)
+def resume_run(out: Path, *overrides: str, **keys: Any) -> Dict[str, Any]:
+    return train(
+        make_short_config(*make_settings(*overrides)), out, resume=True, quiet=True, **keys
+    )
 
 
-def refused(out: Path, *over: str) -> List[str]:
-    return list_faults(resumed, out, *over)
+def list_refusals(out: Path, *overrides: str) -> List[str]:
+    return list_faults(resume_run, out, *overrides)
 
 
 @pytest.fixture(scope="module")
-def job(trained: Path) -> Any:
-    """Return the same run, about to go on."""
-    return build(config(*keys()), done=8)
+def resumed_job(trained_run: Path) -> Any:
+    """Return the job that resumes the run after 8 updates."""
+    return build(make_short_config(*make_settings()), done=8)
 
 
 def write_schema_2(path: Path) -> None:
-    """Rewrite a checkpoint's manifest as the version before schema 3 wrote it, with a mapping for each file."""
+    """Rewrite a checkpoint's manifest in schema 2, which has a mapping for each file."""
     manifest = checkpoint.load(path).manifest
     files = {
         name: {
@@ -92,7 +96,7 @@ def write_schema_2(path: Path) -> None:
 
 
 def write_schema_1(path: Path) -> None:
-    """Rewrite a checkpoint as the versions before manifests wrote it."""
+    """Rewrite a checkpoint in the format before manifests."""
     manifest = checkpoint.load(path).manifest
     hashes = {
         name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in checkpoint.FILES
@@ -106,12 +110,12 @@ def write_schema_1(path: Path) -> None:
     (path / "manifest.json").unlink()
 
 
-# ---- whole
+# ---- damaged checkpoints
 
 
-def damaged(data: bytes, count: int, seed: int) -> Any:
-    """Return (what, bytes): one bit flipped at each end, in the middle and at `count` other
-    places, and the file cut or made longer."""
+def damage_bytes(data: bytes, count: int, seed: int) -> Any:
+    """Yield (damage, bytes): one bit flipped at each end, in the middle and at `count` random
+    places, then the file cut or one byte longer."""
     draw = random.Random(seed)
     for place in [0, 7, 8, 9, len(data) // 2, len(data) - 1, *draw.sample(range(len(data)), count)]:
         bit = draw.randrange(8)
@@ -125,61 +129,62 @@ def damaged(data: bytes, count: int, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
-def test_every_flipped_bit_and_every_cut_is_detected(name: str, cut: Path) -> None:
-    """Story: a flipped bit in the position resumed from update 0 with exit code 0."""
-    folder = cut / "checkpoints" / "step-8"
-    file, whole = folder / name, (folder / name).read_bytes()
-    for what, data in damaged(whole, 120 if name == "manifest.json" else 20, seed=len(name)):
+def test_every_flipped_bit_and_every_cut_is_detected(name: str, killed_run: Path) -> None:
+    """A run with a flipped bit in its position once resumed from update 0 with exit code 0."""
+    folder = killed_run / "checkpoints" / "step-8"
+    file, content = folder / name, (folder / name).read_bytes()
+    for damage, data in damage_bytes(
+        content, 120 if name == "manifest.json" else 20, seed=len(name)
+    ):
         file.write_bytes(data)
         (fault,) = list_faults(checkpoint.load, folder)
         assert fault.startswith(f"{file}: corrupt checkpoint") and "--resume-from 4" in fault, (
-            what,
+            damage,
             fault,
         )
-    file.write_bytes(whole)
+    file.write_bytes(content)
     checkpoint.load(folder)
 
 
-def test_a_damaged_checkpoint_is_one_line_of_the_command(cut: Path, run_tool: Any) -> None:  # noqa: F811
-    path = cut / "checkpoints" / "step-8"
+def test_a_damaged_checkpoint_is_one_line_of_the_command(
+    killed_run: Path,
+    run_train_tool: Any,  # noqa: F811
+) -> None:
+    path = killed_run / "checkpoints" / "step-8"
     file = path / "manifest.json"
     file.write_text(file.read_text().replace('"update": 8', '"update": 0'))
-    for arguments in (["--out", str(cut), "--resume"], ["--evaluate", str(path)]):
-        code, _, complaint = run_tool(DIGITS, *sets(*keys()), *arguments)
+    for arguments in (["--out", str(killed_run), "--resume"], ["--evaluate", str(path)]):
+        code, _, complaint = run_train_tool(DIGITS, *make_set_options(*make_settings()), *arguments)
         assert (
             code == 2 and complaint.count("\n") == 1 and f"{file}: corrupt checkpoint" in complaint
         )
-    code, _, complaint = run_tool(DIGITS, *sets(*keys()), "--out", str(cut), "--resume-from", "4")
+    code, _, complaint = run_train_tool(
+        DIGITS, *make_set_options(*make_settings()), "--out", str(killed_run), "--resume-from", "4"
+    )
     assert code == 0, complaint
 
 
-@pytest.mark.parametrize("how", ["folder", "file"])
-def test_weights_to_begin_with_must_be_what_was_saved(how: str, cut: Path, tmp_path: Path) -> None:
-    folder = cut / "checkpoints" / "step-8"
-    path = folder if how == "folder" else folder / "model.safetensors"
-    other = [
-        "seed=3",
-        "method=gpipe",
-        "method_args={}",
-        ADAM,
-        "steps=1",
-        f"init_from={path}",
-    ]  # another run altogether
-    report = train(config(*keys(*other)), tmp_path / "new", quiet=True)
+@pytest.mark.parametrize("source", ["folder", "file"])
+def test_initial_weights_must_be_undamaged(source: str, killed_run: Path, tmp_path: Path) -> None:
+    folder = killed_run / "checkpoints" / "step-8"
+    path = folder if source == "folder" else folder / "model.safetensors"
+    # another run
+    settings = ["seed=3", "method=gpipe", "method_args={}", ADAM, "steps=1", f"init_from={path}"]
+    report = train(make_short_config(*make_settings(*settings)), tmp_path / "new", quiet=True)
     assert (
         report["initial"]["test_loss"]
-        == evaluate_checkpoint(config(*keys(*other)), path)["test_loss"]
+        == evaluate_checkpoint(make_short_config(*make_settings(*settings)), path)["test_loss"]
     )
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-3] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     with pytest.raises(BadInput, match="corrupt checkpoint"):
-        evaluate_checkpoint(config(*keys(*other)), path)
+        evaluate_checkpoint(make_short_config(*make_settings(*settings)), path)
     with pytest.raises(BadInput, match="corrupt checkpoint"):
-        train(config(*keys(*other)), tmp_path / "again", quiet=True)
+        train(make_short_config(*make_settings(*settings)), tmp_path / "again", quiet=True)
 
 
-# ---- whose
+# ---- checkpoints of another run
 
 
 DECIDING = {
@@ -194,24 +199,24 @@ DECIDING = {
 
 
 @pytest.mark.parametrize("key", list(DECIDING))
-def test_a_checkpoint_of_another_run_is_refused_by_key(key: str, cut: Path) -> None:
-    """Story: a checkpoint of another seed, method, rate or optimizer was accepted."""
-    faults = refused(cut, *DECIDING[key])
+def test_a_checkpoint_of_another_run_is_refused_by_key(key: str, killed_run: Path) -> None:
+    """A checkpoint of another seed, method, rate or optimizer was once accepted."""
+    faults = list_refusals(killed_run, *DECIDING[key])
     assert any(
         f": {key}: " in fault and "the config of a run cannot change" in fault for fault in faults
     ), faults
-    (cut / "config.yaml").write_text(
-        dump_config(config(*keys(*DECIDING[key])))
-    )  # that run's own folder, with this checkpoint
-    faults = refused(cut, *DECIDING[key])
-    place = f"{cut / 'checkpoints' / 'step-8'}: {key}: saved with "
+    (killed_run / "config.yaml").write_text(
+        dump_config(make_short_config(*make_settings(*DECIDING[key])))
+    )  # the other run's folder with this checkpoint
+    faults = list_refusals(killed_run, *DECIDING[key])
+    place = f"{killed_run / 'checkpoints' / 'step-8'}: {key}: saved with "
     assert any(fault.startswith(place) and "this run has" in fault for fault in faults), faults
-    assert not (cut / "checkpoints" / "step-12").exists()
+    assert not (killed_run / "checkpoints" / "step-12").exists()
 
 
 FREE = {
     "log": ["log.every=5"],
-    "where a checkpoint was": ["checkpoint.every=7"],  # the pipeline is empty after update 8 all the same
+    "where a checkpoint was": ["checkpoint.every=7"],  # the pipeline is empty after update 8 in both
     "evaluation": ["evaluate.every=0", "evaluate.subset=32"],
     "backend": ["backend.threads=1", "backend.deadline=100"],
     "stages": ["stages=2"],
@@ -221,28 +226,38 @@ FREE = {
 
 
 @pytest.mark.parametrize("name", list(FREE))
-def test_what_is_free_to_change_may(name: str, cut: Path) -> None:
-    report = resumed(cut, *FREE[name])
+def test_keys_with_a_free_role_may_change(name: str, killed_run: Path) -> None:
+    report = resume_run(killed_run, *FREE[name])
     steps = 14 if name == "more steps" else 12
-    assert report["steps"] == steps and (cut / "checkpoints" / f"step-{steps}").is_dir()
+    assert report["steps"] == steps and (killed_run / "checkpoints" / f"step-{steps}").is_dir()
 
 
-def test_a_run_may_only_grow(trained: Path, cut: Path, capsys: Any) -> None:
-    """Story: a longer run that was killed before its first checkpoint was taken for a finished one."""
-    assert refused(cut, "steps=10") == [
-        f"--resume: {cut / 'config.yaml'}: steps: 12 -> 10: may only grow"
+def test_a_run_may_only_grow(trained_run: Path, killed_run: Path, capsys: Any) -> None:
+    """A longer run that was killed before its first checkpoint was once taken for a finished
+    one."""
+    assert list_refusals(killed_run, "steps=10") == [
+        f"--resume: {killed_run / 'config.yaml'}: steps: 12 -> 10: may only grow"
     ]
-    ended = cut.parent / "ended"
-    shutil.copytree(trained, ended)
-    assert train(config(*keys("lr_schedule.name=constant")), ended, resume=True)["steps"] == 12
+    finished_run = killed_run.parent / "ended"
+    shutil.copytree(trained_run, finished_run)
+    assert (
+        train(
+            make_short_config(*make_settings("lr_schedule.name=constant")),
+            finished_run,
+            resume=True,
+        )["steps"]
+        == 12
+    )
     assert "nothing to resume" in capsys.readouterr().out
     with interrupt_at(12):
-        train(config(*keys("steps=16")), ended, resume=True)
+        train(make_short_config(*make_settings("steps=16")), finished_run, resume=True)
     assert "the run continues with another steps: 12 -> 16" in capsys.readouterr().out
-    again = train(config(*keys("steps=16")), ended, resume=True)
+    longer = train(make_short_config(*make_settings("steps=16")), finished_run, resume=True)
     assert "resuming after update 12" in capsys.readouterr().out
-    assert again["steps"] == 16
-    assert [line["step"] for line in read_metrics(ended) if "lr" in line] == list(range(1, 17))
+    assert longer["steps"] == 16
+    assert [line["step"] for line in read_metrics(finished_run) if "lr" in line] == list(
+        range(1, 17)
+    )
 
 
 def test_every_key_of_the_config_has_a_role() -> None:
@@ -257,42 +272,46 @@ def test_every_key_of_the_config_has_a_role() -> None:
     }  # fmt: skip
 
 
-def test_a_checkpoint_in_the_folder_of_another_step_is_refused(cut: Path) -> None:
-    folder = cut / "checkpoints" / "step-8"
+def test_a_checkpoint_in_the_folder_of_another_step_is_refused(killed_run: Path) -> None:
+    folder = killed_run / "checkpoints" / "step-8"
     shutil.rmtree(folder)
-    (cut / "checkpoints" / "step-4").rename(folder)
-    (line,) = refused(cut)
+    (killed_run / "checkpoints" / "step-4").rename(folder)
+    (line,) = list_refusals(killed_run)
     assert line.startswith(f"{folder}: step: ")
 
 
-# ---- its tensors
+# ---- tensors
 
 
 @pytest.mark.parametrize("name, value", [
     ("fc2.weight/momentum_buffer", torch.zeros(8, 9)),  # another shape
     ("fc1.bias/t2_delta", torch.zeros(9)),  # a rule's shape
-    ("fc9.weight/momentum_buffer", torch.zeros(8)),  # no such parameter
+    ("fc9.weight/momentum_buffer", torch.zeros(8)),  # unknown parameter
 ])  # fmt: skip
 def test_optimizer_state_that_does_not_fit_the_model_is_refused(
-    name: str, value: torch.Tensor, job: Any, trained: Path
+    name: str, value: torch.Tensor, resumed_job: Any, trained_run: Path
 ) -> None:
-    path = trained / "checkpoints" / "step-8"
+    path = trained_run / "checkpoints" / "step-8"
     saved = checkpoint.load(path)
-    check_run(job, trained, saved)
+    check_run(resumed_job, trained_run, saved)
     saved.optimizer[name] = value
-    (line,) = list_faults(check_run, job, trained, saved)
+    (line,) = list_faults(check_run, resumed_job, trained_run, saved)
     assert line.startswith(f"{path}: optimizer: {name.partition('/')[0]}")
 
 
-def test_weights_of_another_precision_are_refused_before_anything_is_written(cut: Path) -> None:
-    path = cut / "checkpoints" / "step-8"
+def test_weights_of_another_precision_are_refused_before_anything_is_written(
+    killed_run: Path,
+) -> None:
+    path = killed_run / "checkpoints" / "step-8"
     saved = checkpoint.load(path)
-    wide = {name: value.double() for name, value in saved.model.items()}
-    checkpoint.save(path.parent, 8, wide, saved.optimizer, saved.manifest)
-    before = {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()}
-    lines = refused(cut)
+    wide_weights = {name: value.double() for name, value in saved.model.items()}
+    checkpoint.save(path.parent, 8, wide_weights, saved.optimizer, saved.manifest)
+    files_before = {path: path.read_bytes() for path in killed_run.rglob("*") if path.is_file()}
+    lines = list_refusals(killed_run)
     assert all(line.startswith((f"{path}: model: ", f"{path}: 5 more")) for line in lines)
-    assert {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in killed_run.rglob("*") if path.is_file()
+    } == files_before
 
 
 def test_a_parameter_that_never_had_a_gradient_has_no_entries(tmp_path: Path) -> None:
@@ -304,67 +323,79 @@ def test_a_parameter_that_never_had_a_gradient_has_no_entries(tmp_path: Path) ->
             spare=torch.nn.Linear(3, 3),
         )
 
-    how = ["method=gpipe", "method_args={}", "stages=1", "model.args={}"]
+    overrides = ["method=gpipe", "method_args={}", "stages=1", "model.args={}"]
     for optimizer in ("optimizer.momentum=0.9", ADAM):
         out = tmp_path / optimizer[:12]
-        train(config(*keys(*how, optimizer)), out, model=make_spare(), quiet=True)
-        resumed(out, *how, optimizer, resume_from=4, model=make_spare())
+        train(
+            make_short_config(*make_settings(*overrides, optimizer)),
+            out,
+            model=make_spare(),
+            quiet=True,
+        )
+        resume_run(out, *overrides, optimizer, resume_from=4, model=make_spare())
 
 
 # ---- before the first checkpoint
 
 
 def test_resuming_where_there_is_no_run_yet_starts_one(
-    trained: Path, tmp_path: Path, capsys: Any
+    trained_run: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    train(config(*keys()), tmp_path / "new", resume=True)
+    train(make_short_config(*make_settings()), tmp_path / "new", resume=True)
     assert (
         f"--resume: {tmp_path / 'new'}: contains no run yet: it starts from the beginning"
         in capsys.readouterr().out
     )
-    assert_same_weights(tmp_path / "new", trained)
+    assert_same_weights(tmp_path / "new", trained_run)
 
 
-def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(cut: Path, run_tool: Any) -> None:  # noqa: F811
-    dry = [DIGITS, *sets(*keys()), "--dry-run", "--out", str(cut)]
-    before = {path: path.stat().st_mtime_ns for path in cut.rglob("*")}
-    refused: Dict[str, List[str]] = {
+def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(
+    killed_run: Path,
+    run_train_tool: Any,  # noqa: F811
+) -> None:
+    arguments = [DIGITS, *make_set_options(*make_settings()), "--dry-run", "--out", str(killed_run)]
+    before = {path: path.stat().st_mtime_ns for path in killed_run.rglob("*")}
+    refused_options: Dict[str, List[str]] = {
         "--out": [], "--resume-from": ["--resume-from", "5"], "--resume": ["--resume", "--set", "optimizer.lr=0.2"],
     }  # fmt: skip
-    for option, more in refused.items():
-        code, _, complaint = run_tool(*dry, *more)
-        assert code == 2 and f"{option}: " in complaint and str(cut) in complaint
+    for option, options in refused_options.items():
+        code, _, complaint = run_train_tool(*arguments, *options)
+        assert code == 2 and f"{option}: " in complaint and str(killed_run) in complaint
     assert (
-        run_tool(*dry, "--resume")[0]
-        == run_tool(*dry, "--resume-from", "4")[0]
-        == run_tool(*dry, "--overwrite")[0]
+        run_train_tool(*arguments, "--resume")[0]
+        == run_train_tool(*arguments, "--resume-from", "4")[0]
+        == run_train_tool(*arguments, "--overwrite")[0]
         == 0
     )
-    assert before == {path: path.stat().st_mtime_ns for path in cut.rglob("*")}
+    assert before == {path: path.stat().st_mtime_ns for path in killed_run.rglob("*")}
 
 
-def test_resuming_in_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
+def test_resuming_in_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.json.gz").write_bytes(b"")
-    assert refused(tmp_path) == [f"--resume: {tmp_path}: contains no run to resume"]
+    assert list_refusals(tmp_path) == [f"--resume: {tmp_path}: contains no run to resume"]
 
 
-# ---- as earlier versions wrote it
+# ---- checkpoints of earlier versions
 
 
-def test_a_run_whose_trace_was_counted_in_microbatches_goes_on(trained: Path, cut: Path) -> None:
-    recorded = yaml.safe_load((cut / "config.yaml").read_text())
+def test_a_run_whose_trace_was_counted_in_microbatches_resumes(
+    trained_run: Path, killed_run: Path
+) -> None:
+    recorded = yaml.safe_load((killed_run / "config.yaml").read_text())
     del recorded["log"]["trace"]
     recorded["log"]["trace_microbatches"] = 64
-    (cut / "config.yaml").write_text(yaml.safe_dump(recorded))
-    train(config(*keys()), cut, resume=True)
-    assert_same_weights(cut, trained)
+    (killed_run / "config.yaml").write_text(yaml.safe_dump(recorded))
+    train(make_short_config(*make_settings()), killed_run, resume=True)
+    assert_same_weights(killed_run, trained_run)
 
 
-def test_a_checkpoint_of_schema_2_gives_its_weights_alone(cut: Path, tmp_path: Path) -> None:
-    folder = cut / "checkpoints" / "step-8"
+def test_only_the_weights_of_a_schema_2_checkpoint_can_be_loaded(
+    killed_run: Path, tmp_path: Path
+) -> None:
+    folder = killed_run / "checkpoints" / "step-8"
     weights = checkpoint.load(folder).model
     write_schema_2(folder)
-    (line,) = refused(cut)
+    (line,) = list_refusals(killed_run)
     file = folder / "model.safetensors"
     assert (
         line.startswith(f"{folder / 'manifest.json'}: schema: 2: ") and f"init_from: {file}" in line
@@ -372,71 +403,79 @@ def test_a_checkpoint_of_schema_2_gives_its_weights_alone(cut: Path, tmp_path: P
     for path in (folder, file):
         loaded = checkpoint.read_weights(path)
         assert all(torch.equal(loaded[name], weights[name]) for name in weights)
-    train(config(*keys(f"init_from={file}", "steps=1")), tmp_path / "new", quiet=True)
+    train(
+        make_short_config(*make_settings(f"init_from={file}", "steps=1")),
+        tmp_path / "new",
+        quiet=True,
+    )
 
 
-def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(
-    cut: Path, tmp_path: Path
+def test_a_checkpoint_without_a_manifest_is_refused_with_a_remedy(
+    killed_run: Path, tmp_path: Path
 ) -> None:
-    folder = cut / "checkpoints" / "step-8"
+    folder = killed_run / "checkpoints" / "step-8"
     write_schema_1(folder)
-    (line,) = refused(cut)
+    (line,) = list_refusals(killed_run)
     file = folder / "model.safetensors"
     assert line.startswith(f"{folder / 'manifest.json'}: ") and f"init_from: {file}" in line
-    train(config(*keys(f"init_from={file}", "steps=1")), tmp_path / "new", quiet=True)
+    train(
+        make_short_config(*make_settings(f"init_from={file}", "steps=1")),
+        tmp_path / "new",
+        quiet=True,
+    )
 
 
-# ---- an earlier one, and what a kill leaves
+# ---- an earlier checkpoint, and the remains of a kill
 
 
-def test_a_run_goes_on_from_an_earlier_checkpoint(
-    trained: Path,
+def test_a_run_resumes_from_an_earlier_checkpoint(
+    trained_run: Path,
     tmp_path: Path,
-    run_tool: Any,  # noqa: F811
+    run_train_tool: Any,  # noqa: F811
 ) -> None:
     out = tmp_path / "run"
-    shutil.copytree(trained, out)
+    shutil.copytree(trained_run, out)
 
-    before = [line for line in read_numbers(out) if "lr" in line]
-    arguments = [DIGITS, *sets(*keys()), "--out", str(out)]
-    code, _, complaint = run_tool(*arguments, "--resume-from", "5")
+    lines_before = [line for line in read_numbers(out) if "lr" in line]
+    arguments = [DIGITS, *make_set_options(*make_settings()), "--out", str(out)]
+    code, _, complaint = run_train_tool(*arguments, "--resume-from", "5")
     assert code == 2 and "--resume-from: 5: " in complaint and "there are 4, 8, 12" in complaint
     assert checkpoint.list_steps(out / "checkpoints") == [4, 8, 12]
-    code, printed, complaint = run_tool(*arguments, "--resume-from", "4")
-    assert code == 0 and "deleted, will be written again: step-8, step-12" in printed, complaint
-    assert_same_weights(out, trained)
-    assert [line for line in read_numbers(out) if "lr" in line] == before
+    code, output, complaint = run_train_tool(*arguments, "--resume-from", "4")
+    assert code == 0 and "deleted, will be written again: step-8, step-12" in output, complaint
+    assert_same_weights(out, trained_run)
+    assert [line for line in read_numbers(out) if "lr" in line] == lines_before
     for wrong in (["4", "--resume"], ["x"], ["4", "--against", "gpipe"]):
-        code, _, complaint = run_tool(*arguments, "--resume-from", *wrong)
+        code, _, complaint = run_train_tool(*arguments, "--resume-from", *wrong)
         assert code == 2 and "--resume" in complaint and complaint.count("\n") == 1
 
 
-def test_what_came_after_an_earlier_checkpoint_is_deleted_at_once(
-    trained: Path, tmp_path: Path
+def test_checkpoints_after_an_earlier_one_are_deleted_at_once(
+    trained_run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    shutil.copytree(trained, out)
+    shutil.copytree(trained_run, out)
     with interrupt_at(4):
-        train(config(*keys()), out, resume_from=4, quiet=True)
+        train(make_short_config(*make_settings()), out, resume_from=4, quiet=True)
     assert checkpoint.list_steps(out / "checkpoints") == [4] and not (out / "summary.json").exists()
 
 
-def test_leftovers_are_cleared_away(cut: Path) -> None:
-    folder = cut / "checkpoints"
-    shutil.copytree(
-        folder / "step-4", folder / ".step-12.old"
-    )  # a pruned one: it must not come back
+def test_leftovers_are_cleared_away(killed_run: Path) -> None:
+    folder = killed_run / "checkpoints"
+    # a pruned checkpoint, which must not return
+    shutil.copytree(folder / "step-4", folder / ".step-12.old")
     (folder / ".step-7.part").write_text("a file")
     (folder / ".step-9.part").mkdir()
     (folder / ".step-9.part" / "model.safetensors").write_text("half")
-    resumed(cut)
+    resume_run(killed_run)
     assert {path.name for path in folder.iterdir()} == {"step-4", "step-8", "step-12"}
 
 
 @pytest.mark.parametrize("limit", [100, 1000, 2500])
-def test_a_full_disk_is_a_fault_and_earlier_checkpoints_stay(limit: int, cut: Path) -> None:
-    """By a limit on the size of files, which refuses as a full disk does; 2,500 bytes end in another file than 1,000."""
-    folder = cut / "checkpoints"
+def test_a_full_disk_is_a_fault_and_earlier_checkpoints_stay(limit: int, killed_run: Path) -> None:
+    """Limit the size of files, which fails as a full disk does; 2,500 bytes end in another file
+    than 1,000."""
+    folder = killed_run / "checkpoints"
     saved = checkpoint.load(folder / "step-8")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -450,39 +489,41 @@ def test_a_full_disk_is_a_fault_and_earlier_checkpoints_stay(limit: int, cut: Pa
     checkpoint.load(folder / "step-8")
 
 
-def test_a_run_with_weights_to_begin_with_is_resumed_twice(
+def test_a_run_with_initial_weights_is_resumed_twice(
     tmp_path: Path,
-    trained: Path,
-    run_tool: Any,  # noqa: F811
+    trained_run: Path,
+    run_train_tool: Any,  # noqa: F811
 ) -> None:
-    """Story: the first resume wrote init_from: null into config.yaml, and the second was refused."""
-    first = tmp_path / "first.safetensors"
-    shutil.copy(trained / "checkpoints" / "step-4" / "model.safetensors", first)
-    chosen = [f"init_from={first}", "steps=8"]
-    train(config(*keys(*chosen)), tmp_path / "run", quiet=True)
-    first.unlink()
-    dry = [
+    """The first resume once wrote init_from: null into config.yaml, and the second was refused."""
+    weights_file = tmp_path / "first.safetensors"
+    shutil.copy(trained_run / "checkpoints" / "step-4" / "model.safetensors", weights_file)
+    settings = [f"init_from={weights_file}", "steps=8"]
+    train(make_short_config(*make_settings(*settings)), tmp_path / "run", quiet=True)
+    weights_file.unlink()
+    arguments = [
         DIGITS,
-        *sets(*keys(*chosen)),
+        *make_set_options(*make_settings(*settings)),
         "--dry-run",
         "--out",
         str(tmp_path / "run"),
         "--resume-from",
         "4",
     ]
-    assert run_tool(*dry)[0] == 0
+    assert run_train_tool(*arguments)[0] == 0
     for _ in range(2):
-        resumed(tmp_path / "run", *chosen, resume_from=4)
-    assert load_config(tmp_path / "run" / "config.yaml").init_from == InitFrom(path=str(first))
+        resume_run(tmp_path / "run", *settings, resume_from=4)
+    assert load_config(tmp_path / "run" / "config.yaml").init_from == InitFrom(
+        path=str(weights_file)
+    )
 
 
 # ---- foreign files
 
 
 def test_an_older_torch_reads_safetensors_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_run: Path
 ) -> None:
-    """Before 2.6 torch.load(weights_only=True) could be made to run code (CVE-2025-32434)."""
+    """Before 2.6, torch.load(weights_only=True) could be made to run code (CVE-2025-32434)."""
     file = tmp_path / "plain.pt"
     torch.save({"weight": torch.ones(2)}, file)
     monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
@@ -492,6 +533,6 @@ def test_an_older_torch_reads_safetensors_alone(
         and "safetensors.torch.save_file" in fault
         and "torch 2.6" in fault
     )
-    assert checkpoint.read_weights(trained / "checkpoints" / "step-4")
+    assert checkpoint.read_weights(trained_run / "checkpoints" / "step-4")
     monkeypatch.setattr(torch, "__version__", "2.6.0")
     assert set(checkpoint.read_tensors(file)) == {"weight"}

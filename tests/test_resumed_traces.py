@@ -1,4 +1,5 @@
-"""The trace of a run that was interrupted and went on, against that of one never interrupted (docs/traces.md)."""
+"""Compare the trace of a run that was interrupted and resumed with that of an uninterrupted run
+(docs/traces.md)."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ KEYS = {"log": {"tensorboard": False}, "checkpoint": {"every": 4}}
 FREE = ("wait", "pause")  # they follow from the times
 
 
-def multiset(trace: Trace) -> "Counter[Tuple[Any, ...]]":
-    """Return the events without their times, and without waits and pauses, with how often each occurs."""
+def count_events(trace: Trace) -> "Counter[Tuple[Any, ...]]":
+    """Count the events without their times; waits and pauses are left out."""
     return Counter(
         event._replace(start_ns=0, end_ns=0)
         for event in trace.events.rows()
@@ -36,19 +37,27 @@ def multiset(trace: Trace) -> "Counter[Tuple[Any, ...]]":
     )
 
 
-def check(resumed: Trace, whole: Trace, ended: int = 0) -> None:
-    """Assert that two traces differ in what docs/traces.md lists alone; `ended`: evaluations at the end of the first start."""
-    more, less = multiset(resumed) - multiset(whole), multiset(whole) - multiset(resumed)
-    assert not less and sum(more.values()) == ended and {event[2] for event in more} <= {"evaluate"}
+def assert_traces_match(resumed: Trace, whole: Trace, final_evaluations: int = 0) -> None:
+    """Assert that two traces differ only as docs/traces.md allows; `final_evaluations` are those at the
+    end of the first start."""
+    added, missing = (
+        count_events(resumed) - count_events(whole),
+        count_events(whole) - count_events(resumed),
+    )
+    assert (
+        not missing
+        and sum(added.values()) == final_evaluations
+        and {event[2] for event in added} <= {"evaluate"}
+    )
     assert resumed.metadata == whole.metadata
     assert set(resumed.counters.name.tolist()) == set(whole.counters.name.tolist())
     assert resumed.notes == whole.notes == ()
 
 
-def _offsets(rank: int, store: str) -> None:
+def _check_clock_offsets(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     assert process_trace.compare_clocks() == 0
-    process_trace.identify_clock = lambda: str(rank)  # as of another host
+    process_trace.identify_clock = lambda: str(rank)  # pretend that the ranks are on two hosts
     offset = process_trace.compare_clocks()
     assert (offset == 0) == (rank == 0) and abs(offset) < 10**9
     end_process(0)
@@ -56,28 +65,28 @@ def _offsets(rank: int, store: str) -> None:
 
 @needs_processes
 def test_ranks_of_one_host_have_one_clock(tmp_path: Path) -> None:
-    """Story: messages between two ranks of one host took -791 us, since an offset of their one clock was estimated."""
-    forked.fork_ranks(2, _offsets, str(tmp_path / "store"))
+    """Messages between two ranks of one host once took -791 us, since the offset of their one
+    clock was estimated."""
+    forked.fork_ranks(2, _check_clock_offsets, str(tmp_path / "store"))
 
 
 @pytest.mark.slow
 @needs_processes
-def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
+def test_the_trace_of_a_resumed_run_on_processes(tmp_path: Path) -> None:
     finish_ranks(start_ranks(tmp_path / "whole", steps=8, **KEYS))
     finish_ranks(start_ranks(tmp_path / "resumed", steps=4, **KEYS))
     finish_ranks(start_ranks(tmp_path / "resumed", steps=8, resume=True, **KEYS))
     resumed, whole = (read_trace(tmp_path / name / "run") for name in ("resumed", "whole"))
-    check(resumed, whole, ended=2)
-    assert (
-        resumed.events.is_kind("pause").sum() == 2 and not whole.events.is_kind("pause").any()
-    )  # one per rank
+    assert_traces_match(resumed, whole, final_evaluations=2)
+    # one per rank
+    assert resumed.events.is_kind("pause").sum() == 2 and not whole.events.is_kind("pause").any()
 
 
 @pytest.mark.parametrize(
     "method", mark_slow(["pipedream", "gpipe"], lambda method: method == "pipedream")
 )
-def test_a_resumed_runs_trace_on_the_emulator(method: str, tmp_path: Path) -> None:
-    def run(folder: Path, steps: int, resume: bool = False) -> None:
+def test_the_trace_of_a_resumed_run_on_the_emulator(method: str, tmp_path: Path) -> None:
+    def train_sleeping_model(folder: Path, steps: int, resume: bool = False) -> None:
         config = configure(
             method=method, stages=["two"], micro_batch_size=BATCH, evaluate={"every": 0}, steps=steps,
             optimizer={"lr": 0.01}, gradient_accumulation=2, **KEYS,
@@ -91,7 +100,7 @@ def test_a_resumed_runs_trace_on_the_emulator(method: str, tmp_path: Path) -> No
             quiet=True,
         )
 
-    run(tmp_path / "whole" / "run", 8)
-    run(tmp_path / "resumed" / "run", 4)
-    run(tmp_path / "resumed" / "run", 8, resume=True)
-    check(*(read_trace(tmp_path / name / "run") for name in ("resumed", "whole")))
+    train_sleeping_model(tmp_path / "whole" / "run", 8)
+    train_sleeping_model(tmp_path / "resumed" / "run", 4)
+    train_sleeping_model(tmp_path / "resumed" / "run", 8, resume=True)
+    assert_traces_match(*(read_trace(tmp_path / name / "run") for name in ("resumed", "whole")))

@@ -1,4 +1,5 @@
-"""Rows written by hand for devices with several stages, and with backwards split in two: proved, drawn, timed."""
+"""Check rows written by hand, for devices with several stages and for split backwards: proof,
+drawing and times."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ V = [
 ]
 
 
-def zero_bubble(P: int, M: int) -> List[List[str]]:
-    """ZB-H1 (Qi et al. 2023): 1F1B, whose weight gradients follow s microbatches later on stage s."""
+def make_zero_bubble_rows(P: int, M: int) -> List[List[str]]:
+    """Return the rows of ZB-H1 (Qi et al. 2023): 1F1B, with weight gradients s microbatches
+    later on stage s."""
     rows = []
     for s in range(P):
         row = [f"F{m}" for m in range(min(P - s, M))]
@@ -42,8 +44,8 @@ def zero_bubble(P: int, M: int) -> List[List[str]]:
     return rows
 
 
-def slots_of(schedule: Schedule) -> Dict[Action, int]:
-    """Of every action, updates included, by stage."""
+def find_slots(schedule: Schedule) -> Dict[Action, int]:
+    """Return the slot of every action, updates included."""
     counts = {
         **dict.fromkeys(schedule.passes, schedule.microbatches),
         Kind.UPDATE: schedule.update_count,
@@ -71,9 +73,8 @@ def test_a_v_is_drawn_by_device() -> None:
         "slot      3     4\ndevice 0  F0@3  B0@3*\n(slots 3 to 4 of 10, 1 of 2 devices shown)\n"
     )
     assert schedule.max_in_flight().tolist() == [2, 2, 2, 1] and schedule.busy_share() == 0.8
-    with pytest.raises(
-        BadInput, match="device 0 has two actions in slot 1"
-    ):  # F1 of stage 0 and F0 of stage 1
+    # F1 of stage 0 and F0 of stage 1
+    with pytest.raises(BadInput, match="device 0 has two actions in slot 1"):
         replace(schedule, placement=(0, 0, 1, 1))
 
 
@@ -115,20 +116,20 @@ def test_two_stages_of_a_device_may_share_a_step_that_holds_both() -> None:
     ([["F0", "W0", "I0"]], (), "W0 on stage 0 waits for I0 on stage 0, which waits for W0 on stage 0 (before it in"),
     ([[Action(Kind.RECOMPUTE, 0, 0)]], (), "R0 on stage 0: must be a forward or a backward"),
 ])  # fmt: skip
-def test_rows_that_name_no_schedule_are_refused(
+def test_rows_that_are_not_a_schedule_are_refused(
     rows: Any, placement: Tuple[int, ...], message: str
 ) -> None:
     assert message in "\n".join(list_faults(from_rows, rows, 1, placement=placement))
 
 
-def test_the_pages_example_prints_what_it_says() -> None:
+def test_the_example_of_the_page_prints_the_output_on_the_page() -> None:
     text = DOCS.read_text()
     code = re.search(r"```python\n(.*?)```", text, re.S)
     assert code is not None
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         exec(code.group(1), {})
-    assert "\n".join(f"    {line}" for line in printed.getvalue().splitlines()) in text
+    assert "\n".join(f"    {line}" for line in output.getvalue().splitlines()) in text
 
 
 # --- backwards split in two
@@ -136,12 +137,13 @@ def test_the_pages_example_prints_what_it_says() -> None:
 
 @pytest.mark.parametrize(("P", "M"), [(2, 4), (3, 7), (4, 4), (4, 8), (6, 13)])
 def test_zero_bubble_has_the_papers_bubble_and_1f1bs_memory(P: int, M: int) -> None:
-    """(P - 1)(F + B - 2W) beside M (F + B), B being both halves; weights wait for their gradients alone."""
-    schedule = from_rows(zero_bubble(P, M), M)
+    """The bubble is (P - 1)(F + B - 2W) beside M (F + B), where B is both halves; weights wait
+    for their gradients alone."""
+    schedule = from_rows(make_zero_bubble_rows(P, M), M)
     assert schedule.passes == SPLIT_PASSES
     assert schedule.slot_count == 3 * M + (P - 1) * (1 + 2 - 2 * 1)
     assert schedule.max_in_flight().tolist() == [P] * P  # microbatches: activations wait for W
-    slots = slots_of(schedule)
+    slots = find_slots(schedule)
     for action, slot in slots.items():
         is_update = action.kind is Kind.UPDATE
         weight_gradients = [Action(Kind.WEIGHT_GRADIENT, m, action.stage) for m in range(M)]
@@ -159,7 +161,8 @@ def test_zero_bubble_has_the_papers_bubble_and_1f1bs_memory(P: int, M: int) -> N
 
 
 def test_split_backwards_are_drawn_and_update_with_the_last_weight_gradient() -> None:
-    """Whichever microbatch's that is: on stage 0 the first one's."""
+    """An update follows the last weight gradient of any microbatch: on stage 0 that is the first
+    microbatch's."""
     schedule = from_rows(["F0 F1 I0 I1 W1 W0".split(), "F0 I0 F1 I1 W0 W1".split()], 2)
     assert format_text(schedule) == (
         "slot     0   1   2   3   4   5   6   7\n"
@@ -170,7 +173,7 @@ def test_split_backwards_are_drawn_and_update_with_the_last_weight_gradient() ->
 
 
 def test_a_split_schedule_that_cannot_run_is_refused() -> None:
-    schedule = from_rows(zero_bubble(3, 4), 4)
+    schedule = from_rows(make_zero_bubble_rows(3, 4), 4)
     part = schedule.stretches[0]
     runs = part.runs.copy()
     first = np.flatnonzero((runs["stage"] == 0) & (runs["kind"] == CODE[Kind.INPUT_GRADIENT]))[0]

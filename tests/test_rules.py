@@ -1,6 +1,7 @@
-"""Every update rule: its equation by hand in exact arithmetic, the literal replay, no effect without delay, saving and resuming.
+"""Check every update rule: its equation by hand in exact arithmetic, the literal replay, no effect
+without delay, resuming.
 
-One table drives the tests: a rule that is missing here is missing.
+One table drives the tests: a rule without a row is not tested, and a test fails.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ipu_pipe.update.apply import FORWARD, UpdateRules
 from ipu_pipe.update.optimizer import OptimizersByGroup
 from ipu_pipe.update.rates import choose_anneal_updates, scale_for_update_size
 from ipu_pipe.update.rules import RULES, Setting, compute_spectrain_horizon, list_conflicts
-from tests.staged_models import MODELS, batches, whole
+from tests.staged_models import MODELS, draw_microbatches, join_stages
 from tests.support.slow import mark_slow
 from tests.test_emulator_exact import (
     assert_equals_stages,
@@ -41,22 +42,23 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
 
 
 def make_mixed(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Return Muon on matrices and AdamW on the rest, of parameter groups or of one stage's parameters."""
+    """Return Muon on matrices and AdamW on the rest, from parameter groups or from one stage's
+    parameters."""
     groups = parameters if isinstance(parameters[0], dict) else [{"params": parameters, "stage": 0}]
-    parts = []
-    for number, make in enumerate(
+    optimizers = []
+    for number, make_optimizer in enumerate(
         (getattr(torch.optim, "Muon", torch.optim.SGD), torch.optim.AdamW)
     ):
-        chosen = [
+        parameters_by_group = [
             [p for p in group["params"] if (p.dim() == 2) == (number == 0)] for group in groups
         ]
         chosen_groups = [
             {"params": some, "stage": g["stage"], "member": number}
-            for g, some in zip(groups, chosen)
+            for g, some in zip(groups, parameters_by_group)
             if some
         ]
-        parts += [make(chosen_groups, lr=lr)] if chosen_groups else []
-    return OptimizersByGroup(parts)
+        optimizers += [make_optimizer(chosen_groups, lr=lr)] if chosen_groups else []
+    return OptimizersByGroup(optimizers)
 
 
 MIXED = functools.partial(make_mixed, lr=0.01)
@@ -67,20 +69,24 @@ START = Q(2)
 
 @dataclass
 class Row:
-    """`method`, `args`: as in a config. `optimizers`: on which the rule is defined. `hand`: weights after three updates of a
-    single weight with GRADIENTS and lag 2, and what its forward and its backward (2 updates later) read then."""
+    """A rule and how it is tested.
+
+    `method` and `args` are as in a config; the rule is defined on `optimizers`. `hand` returns the
+    weight after three updates with GRADIENTS and a staleness of 2, and the weights that its forward
+    and its backward (2 updates later) then read.
+    """
 
     method: str
     args: Dict[str, Any]
     optimizers: Tuple[Any, ...] = (SGD, ADAMW)
     hand: Any = None
-    exact: bool = True  # to the last bit; spike compensation's step is summed in another order
+    exact: bool = True  # bitwise; spike compensation's step is summed in another order
     switch: int = 0
     extra: Dict[str, Any] = field(default_factory=dict)
 
 
-def momentum_steps(rate: Any = lambda k: LR, shrink: Q = Q(1)) -> List[Tuple[Q, Q, Q]]:
-    """Return (w, v, g) after each update of plain momentum."""
+def compute_momentum_steps(rate: Any = lambda k: LR, shrink: Q = Q(1)) -> List[Tuple[Q, Q, Q]]:
+    """Return (w, v, g) after each update of SGD with momentum."""
     w, v, states = START, Q(0), []
     for k, g in enumerate(GRADIENTS):
         g = g * shrink
@@ -90,7 +96,7 @@ def momentum_steps(rate: Any = lambda k: LR, shrink: Q = Q(1)) -> List[Tuple[Q, 
     return states
 
 
-def spike(a: Q, b: Q) -> List[Tuple[Q, Q, Q]]:
+def compute_spike_steps(a: Q, b: Q) -> List[Tuple[Q, Q, Q]]:
     w, v, states = START, Q(0), []
     for g in GRADIENTS:
         v = M * v + g
@@ -99,59 +105,59 @@ def spike(a: Q, b: Q) -> List[Tuple[Q, Q, Q]]:
     return states
 
 
-def hand_plain(states: Any = None) -> Tuple[Q, Q, Q]:
-    w = (states or momentum_steps())[-1][0]
+def compute_plain_by_hand(states: Any = None) -> Tuple[Q, Q, Q]:
+    w = (states or compute_momentum_steps())[-1][0]
     return w, w, w
 
 
-def hand_t1() -> Tuple[Q, Q, Q]:
+def compute_t1_by_hand() -> Tuple[Q, Q, Q]:
     # tau = 2, K = 1: the first update at lr/2, then lr
-    return hand_plain(momentum_steps(lambda k: LR / 2 if k == 0 else LR))
+    return compute_plain_by_hand(compute_momentum_steps(lambda k: LR / 2 if k == 0 else LR))
 
 
-def hand_t2(gamma: Q = Q(1, 2)) -> Tuple[Q, Q, Q]:
+def compute_t2_by_hand(gamma: Q = Q(1, 2)) -> Tuple[Q, Q, Q]:
     # gamma = (1/4)^(1/2) = 1/2, or optimal: 1 - 2/3 = 1/3; the backward reads w - 2 delta
-    weights = [START, *[w for w, _, _ in momentum_steps()]]
+    weights = [START, *[w for w, _, _ in compute_momentum_steps()]]
     delta = Q(0)
     for old, new in zip(weights, weights[1:]):
         delta = gamma * delta + (1 - gamma) * (new - old)
     return weights[-1], weights[-1], weights[-1] - 2 * delta
 
 
-def hand_spike(scale: int) -> Tuple[Q, Q, Q]:
+def compute_spike_by_hand(scale: int) -> Tuple[Q, Q, Q]:
     a = M ** (2 * scale)
-    return hand_plain(spike(a, (1 - a) / (1 - M)))
+    return compute_plain_by_hand(compute_spike_steps(a, (1 - a) / (1 - M)))
 
 
-def hand_prediction(scale: int) -> Tuple[Q, Q, Q]:
-    w, v, _ = momentum_steps()[-1]
+def compute_prediction_by_hand(scale: int) -> Tuple[Q, Q, Q]:
+    w, v, _ = compute_momentum_steps()[-1]
     return w, w - LR * 2 * scale * v, w
 
 
-def hand_difference(states: Any = None) -> Tuple[Q, Q, Q]:
-    (before, _, _), (w, _, _) = (states or momentum_steps())[-2:]
+def compute_difference_by_hand(states: Any = None) -> Tuple[Q, Q, Q]:
+    (before, _, _), (w, _, _) = (states or compute_momentum_steps())[-2:]
     return w, w + 2 * (w - before), w
 
 
-def hand_both_velocity() -> Tuple[Q, Q, Q]:
+def compute_both_velocity_by_hand() -> Tuple[Q, Q, Q]:
     # the velocity is v <- m v + g, though the step is -lr (a v + b g)
-    w, v, _ = spike(M**2, (1 - M**2) / (1 - M))[-1]
+    w, v, _ = compute_spike_steps(M**2, (1 - M**2) / (1 - M))[-1]
     return w, w - LR * 2 * v, w
 
 
-def hand_both_difference() -> Tuple[Q, Q, Q]:
-    return hand_difference(spike(M**2, (1 - M**2) / (1 - M)))
+def compute_both_difference_by_hand() -> Tuple[Q, Q, Q]:
+    return compute_difference_by_hand(compute_spike_steps(M**2, (1 - M**2) / (1 - M)))
 
 
-def hand_spectrain() -> Tuple[Q, Q, Q]:
-    # stage 1 of 3: lag 2, one more step to the first stage
-    w, v, _ = momentum_steps()[-1]
+def compute_spectrain_by_hand() -> Tuple[Q, Q, Q]:
+    # stage 1 of 3 has a staleness of 2 and is one step from the first stage
+    w, v, _ = compute_momentum_steps()[-1]
     return w, w - LR * 3 * v, w - LR * 1 * v
 
 
-def hand_feedback(scale: Q) -> Tuple[Q, Q, Q]:
-    # the optimizer's own steps are d_t = -lr v_t; from the second on, w gets 2 k (d_t - d_{t-1}) more, the lag being 2
-    w, steps = START, [-LR * v for _, v, _ in momentum_steps()]
+def compute_feedback_by_hand(scale: Q) -> Tuple[Q, Q, Q]:
+    # the optimizer's own steps are d_t = -lr v_t; from the second on, w gets 2 k (d_t - d_{t-1}) more, as the staleness is 2
+    w, steps = START, [-LR * v for _, v, _ in compute_momentum_steps()]
     for before, step in zip([steps[0], *steps], steps):
         w = w + step + 2 * scale * (step - before)
     return w, w, w
@@ -162,10 +168,10 @@ SC, WP = {"scale": 1.0}, {"form": "velocity", "scale": 1.0}
 DC = {"scale": 4.0, "adaptive": False, "decay": 0.75}
 WPW = {"form": "difference", "scale": 1.0}
 ROWS: Dict[str, Row] = {
-    "t1": Row("pipemare", {"t1": {"anneal_updates": 1}}, hand=hand_t1),
+    "t1": Row("pipemare", {"t1": {"anneal_updates": 1}}, hand=compute_t1_by_hand),
     "t1-slow": Row("pipemare", {"t1": {"anneal_updates": 7}}),
-    "t2": Row("pipemare", {"t2": {"decay": 0.25}}, hand=hand_t2),
-    "t2-optimal": Row("pipemare", {"t2": {"decay": "optimal"}}, hand=lambda: hand_t2(Q(1, 3))),
+    "t2": Row("pipemare", {"t2": {"decay": 0.25}}, hand=compute_t2_by_hand),
+    "t2-optimal": Row("pipemare", {"t2": {"decay": "optimal"}}, hand=lambda: compute_t2_by_hand(Q(1, 3))),
     "t1+t2": Row("pipemare", {"t1": {"anneal_updates": 5}, "t2": {"decay": 0.135}}),
     "t2-1f1b": Row("pipemare", {"schedule": "1f1b", "t2": {"decay": 0.135}}),
     "warmup": Row("pipemare", {}, switch=3),
@@ -182,41 +188,43 @@ ROWS: Dict[str, Row] = {
         PB, {"constant_delay": {"updates": 3}, "spike_compensation": SC, "weight_prediction": WP}, (SGD,), exact=False
     ),
     "delay+t2": Row(PB, {"constant_delay": {"updates": 3}, "t2": {"decay": 0.5}}),
-    "spike": Row(PB, {"spike_compensation": SC}, (SGD,), lambda: hand_spike(1), exact=False),
-    "spike-2D": Row(PB, {"spike_compensation": {"scale": 2.0}}, (SGD,), lambda: hand_spike(2), exact=False),
+    "spike": Row(PB, {"spike_compensation": SC}, (SGD,), lambda: compute_spike_by_hand(1), exact=False),
+    "spike-2D": Row(PB, {"spike_compensation": {"scale": 2.0}}, (SGD,), lambda: compute_spike_by_hand(2), exact=False),
     "spike-general": Row(PB, {"spike_compensation": {"a": 0.75, "b": 0.125}}, (SGD,),
-                         lambda: hand_plain(spike(Q(3, 4), Q(1, 8))), exact=False),
-    "prediction": Row(PB, {"weight_prediction": WP}, (SGD,), lambda: hand_prediction(1)),
+                         lambda: compute_plain_by_hand(compute_spike_steps(Q(3, 4), Q(1, 8))), exact=False),
+    "prediction": Row(PB, {"weight_prediction": WP}, (SGD,), lambda: compute_prediction_by_hand(1)),
     "prediction-2D": Row(
-        PB, {"weight_prediction": {"form": "velocity", "scale": 2.0}}, (SGD,), lambda: hand_prediction(2)
+        PB, {"weight_prediction": {"form": "velocity", "scale": 2.0}}, (SGD,), lambda: compute_prediction_by_hand(2)
     ),
     "prediction-stash": Row(PB, {"weight_prediction": WP, "stash": True}, (SGD,)),
     "prediction-2bw": Row("pipedream_2bw", {"weight_prediction": WPW}),
-    "difference": Row(PB, {"weight_prediction": WPW}, hand=hand_difference),
+    "difference": Row(PB, {"weight_prediction": WPW}, hand=compute_difference_by_hand),
     "difference-stash": Row("pipedream", {"weight_prediction": WPW}),
-    "both": Row(PB, {"spike_compensation": SC, "weight_prediction": WP}, (SGD,), hand_both_velocity, exact=False),
+    "both": Row(PB, {"spike_compensation": SC, "weight_prediction": WP}, (SGD,), compute_both_velocity_by_hand, exact=False),
     "both-difference": Row(
-        PB, {"spike_compensation": SC, "weight_prediction": WPW}, (SGD,), hand_both_difference, exact=False
+        PB, {"spike_compensation": SC, "weight_prediction": WPW}, (SGD,), compute_both_difference_by_hand, exact=False
     ),
     "prediction+t1": Row(PB, {"weight_prediction": WP, "t1": {"anneal_updates": 9}}, (SGD,)),
-    "shrinking": Row(PB, {"gradient_shrinking": {"factor": 0.5}}, hand=lambda: hand_plain(momentum_steps(shrink=Q(1, 4)))),
+    "shrinking": Row(PB, {"gradient_shrinking": {"factor": 0.5}},
+                     hand=lambda: compute_plain_by_hand(compute_momentum_steps(shrink=Q(1, 4)))),
     "compensation": Row("pipedream", {"delay_compensation": DC}),
     "compensation-adaptive": Row("pipedream", {"delay_compensation": {**DC, "adaptive": True}}),
     "compensation-2bw": Row("pipedream_2bw", {"delay_compensation": {**DC, "adaptive": True}}),
     "compensation-warmup": Row(PB, {"stash": True, "delay_compensation": {**DC, "adaptive": True}}, switch=2),
     "compensation-delay": Row(PB, {"constant_delay": {"updates": 2}, "stash": True, "delay_compensation": DC}),
     "prediction-optimizer": Row(
-        "pipedream", {"stash": False, "weight_prediction": {"form": "optimizer", "scale": 1.0}}, hand=lambda: hand_prediction(1)
+        "pipedream", {"stash": False, "weight_prediction": {"form": "optimizer", "scale": 1.0}},
+        hand=lambda: compute_prediction_by_hand(1),
     ),
     "prediction-optimizer+t1": Row(
         "pipemare", {"weight_prediction": {"form": "optimizer", "scale": 2.0}, "t1": {"anneal_updates": 9}}
     ),
-    "feedback": Row(PB, {"error_feedback": {"scale": 0.5}}, hand=lambda: hand_feedback(Q(1, 2))),
+    "feedback": Row(PB, {"error_feedback": {"scale": 0.5}}, hand=lambda: compute_feedback_by_hand(Q(1, 2))),
     "feedback-2bw": Row("pipedream_2bw", {"error_feedback": {"scale": 1.0}}, (SGD, ADAMW, MIXED)),
     "feedback+t2": Row("pipemare", {"error_feedback": {"scale": 0.25}, "t2": {"decay": 0.25}}, (SGD, MIXED)),
-    "spectrain": Row("spectrain", {}, (SGD,), hand_spectrain),
+    "spectrain": Row("spectrain", {}, (SGD,), compute_spectrain_by_hand),
     "spectrain-1f1b": Row("spectrain", {"schedule": "1f1b"}, (SGD,)),
-    "plain": Row(PB, {}, hand=hand_plain),
+    "plain": Row(PB, {}, hand=compute_plain_by_hand),
     "2bw": Row("pipedream_2bw", {}),
 }  # fmt: skip
 
@@ -231,8 +239,9 @@ def test_the_table_has_every_rule() -> None:
 # ---- by hand
 
 
-def rules_of_one_weight(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
-    """Return a single weight on the second of three stages, where PB's lag is 2."""
+def make_one_weight_rules(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
+    """Return a single weight on the second of three stages, where PB has a staleness of 2, and
+    its rules."""
     method = resolve_method(row.method, row.args)
     weight = nn.Parameter(torch.tensor([float(START)], dtype=torch.float64))
     optimizer = torch.optim.SGD([{"params": [weight], "stage": 1}], lr=float(LR), momentum=float(M))
@@ -244,7 +253,7 @@ def rules_of_one_weight(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.hand])
 def test_three_updates_are_those_computed_by_hand(name: str) -> None:
     row = ROWS[name]
-    weight, rules = rules_of_one_weight(row)
+    weight, rules = make_one_weight_rules(row)
     for k, g in enumerate(GRADIENTS):
         weight.grad = torch.tensor([float(g)], dtype=torch.float64)
         rules.step(k, None)
@@ -262,7 +271,8 @@ def test_three_updates_are_those_computed_by_hand(name: str) -> None:
 
 
 def test_each_group_has_its_own_settings_and_prediction() -> None:
-    """Update k of a group steps by the group's settings; a prediction for version v goes by its rate of update v."""
+    """Update k of a group uses the group's settings; a prediction for version v uses the group's
+    rate of update v."""
     weights = [nn.Parameter(torch.tensor([1.0], dtype=torch.float64)) for _ in range(2)]
     groups = [{"params": [weight], "stage": 0, "number": i} for i, weight in enumerate(weights)]
     optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
@@ -284,14 +294,15 @@ def test_each_group_has_its_own_settings_and_prediction() -> None:
         1 - 0.5 * 1 - 0.0 * 1.25,
         1 - 0.25 * 1 - 4.0 * 1.5,
     ]
-    # version 1 of a lag of 2 updates: w - 2 lr v, with the rate of update 1
+    # version 1, with a staleness of 2 updates: w - 2 lr v, with the rate of update 1
     [(x, c)] = rules.compute_corrections(0, int(rules.encode_forwards(np.array([1]))[0]), 1)
     assert [c * float(x[0]), c * float(x[1])] == [-2 * 0.0 * 1.25, -2 * 4.0 * 1.5]
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
-    """Two microbatches of one update, gradients 3 and -1 halved, of weights 1/2 and 0 behind: g + 4 g g (w_now - w_read)."""
+    """One update has two microbatches: halved gradients 3 and -1, read 1/2 and 0 away from the
+    newest weight; each becomes g + 4 g g (w_now - w_read)."""
     args = {"delay_compensation": {"scale": 4.0, "adaptive": adaptive, "decay": 0.5}}
     weight = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
     optimizer = torch.optim.Adam([{"params": [weight], "stage": 0}], lr=0.25)
@@ -312,7 +323,8 @@ def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
 
 
 def test_delay_compensation_keeps_its_mean_square_beside_an_optimizer_without_state() -> None:
-    """A checkpoint of SGD without momentum had none, and a resumed run began it at 0."""
+    """A checkpoint of SGD without momentum once lacked the mean square, so a resumed run began
+    it at 0."""
     args = {"delay_compensation": {"scale": 1.0, "adaptive": True, "decay": 0.5}}
     weight, unused = (nn.Parameter(torch.tensor([2.0], dtype=torch.float64)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [weight, unused], "stage": 0}], lr=0.25)
@@ -328,7 +340,7 @@ def test_delay_compensation_keeps_its_mean_square_beside_an_optimizer_without_st
 
 
 def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
-    """PipeOptim: a forward reads w - lr T m_hat / (sqrt(v_hat) + eps); the lag is 3, the rate 0.1."""
+    """In PipeOptim a forward reads w - lr T m_hat / (sqrt(v_hat) + eps); here T is 3 and lr 0.1."""
     weight, never = (nn.Parameter(torch.tensor([2.0], dtype=torch.float64)) for _ in range(2))
     optimizer = torch.optim.AdamW(
         [{"params": [weight, never], "stage": 0}], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0
@@ -356,17 +368,17 @@ def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
 
 
 def test_spike_compensation_with_delay_one_is_nesterov() -> None:
-    data = batches(12)
+    data = draw_microbatches(12)
     method = resolve_method(PB, {"constant_delay": {"updates": 1}, "stash": True})
-    ends = []
-    for make, args in (
+    weights = []
+    for make_optimizer, args in (
         (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), {}),
         (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), {"spike_compensation": SC}),
     ):
-        model = whole(make_seeded_stages("mlp"))
-        train_on_emulator(model, method, 1, data, make, args=args)
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.allclose(ends[0], ends[1], rtol=1e-12, atol=1e-13)
+        model = join_stages(make_seeded_stages("mlp"))
+        train_on_emulator(model, method, 1, data, make_optimizer, args=args)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(weights[0], weights[1], rtol=1e-12, atol=1e-13)
 
 
 # ---- against the literal replay
@@ -382,9 +394,9 @@ def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumu
         stages = make_seeded_stages(model)
         if method.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < len(stages):
             accumulate += len(stages)
-        data = batches(accumulate * 12)
+        data = draw_microbatches(accumulate * 12)
         twin = copy.deepcopy(stages)
-        unsplit = whole(stages)
+        unsplit = join_stages(stages)
         drains = (
             [accumulate * 7] if name in ("t1+t2", "both", "prediction-stash", "hogwild") else []
         )
@@ -397,7 +409,7 @@ def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumu
         if row.exact:
             assert_equals_stages(unsplit, twin)
         else:
-            expected = whole(twin).state_dict()
+            expected = join_stages(twin).state_dict()
             for key, value in unsplit.state_dict().items():
                 assert torch.allclose(value, expected[key], rtol=1e-8, atol=1e-10), key
 
@@ -411,9 +423,9 @@ def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumu
 def test_one_stage_is_plain_training(name: str) -> None:
     row = ROWS[name]
     args = {**row.args, "recompute": {"segments": 1}} if "recompute" in row.args else row.args
-    data = batches(12)
+    data = draw_microbatches(12)
     twin, unsplit = (
-        whole(make_seeded_stages("convolution")),
+        join_stages(make_seeded_stages("convolution")),
         nn.Sequential(nn.Sequential(*make_seeded_stages("convolution"))),
     )
     train_on_emulator(
@@ -433,7 +445,8 @@ def test_one_stage_is_plain_training(name: str) -> None:
 
 
 def test_horizons_of_spectrain() -> None:
-    """Forward 2(S-1) - s and backward s on dataflow; P-1-s + ceil(s/2) and ceil(s/2) on 1F1B."""
+    """The horizons are 2(S-1) - s forward and s backward on dataflow, P-1-s + ceil(s/2) and
+    ceil(s/2) on 1F1B."""
     S = 6
     for schedule, forward, backward in (
         ("dataflow", [2 * (S - 1) - s for s in range(S)], list(range(S))),
@@ -446,7 +459,8 @@ def test_horizons_of_spectrain() -> None:
         method = resolve_method("spectrain", {"schedule": schedule})
         table = VersionTable(make_schedule(method, S, 40, 1), method)
         settings = [
-            Setting(None, s, lag, method, 1) for s, lag in enumerate(table.rule_lag().tolist())
+            Setting(None, s, staleness, method, 1)
+            for s, staleness in enumerate(table.rule_lag().tolist())
         ]
         assert [compute_spectrain_horizon(at, is_forward=True) for at in settings] == forward
         assert [compute_spectrain_horizon(at, is_forward=False) for at in settings] == backward
@@ -454,17 +468,18 @@ def test_horizons_of_spectrain() -> None:
 
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("accumulate", [1, 2, 5])
-def test_recomputation_lag_is_the_papers(turn: int, accumulate: int) -> None:
-    """tau_recomp of the j-th stage of a segment of S: ceil((2(S-j) + turn) / N) (PipeMare, appendix A, with our turn)."""
+def test_recomputation_staleness_is_the_papers(turn: int, accumulate: int) -> None:
+    """For stage j of a segment of S stages tau_recomp is ceil((2(S-j) + turn) / N) (PipeMare,
+    appendix A, with ipu_pipe's turn)."""
     P, segments = 11, 3
     method = resolve_method("pipemare", {"turn": turn, "recompute": {"segments": segments}})
     table = VersionTable(make_schedule(method, P, 40 * accumulate, accumulate), method)
     first, last = 20 * accumulate, 30 * accumulate
-    lag = table.backward(first, last) - table.recompute(first, last)
+    staleness = table.backward(first, last) - table.recompute(first, last)
     position = 0
     for length in (4, 4, 3):
         for j in range(1, length + 1):
-            assert lag[position].max() == math.ceil((2 * (length - j) + turn) / accumulate)
+            assert staleness[position].max() == math.ceil((2 * (length - j) + turn) / accumulate)
             position += 1
     assert find_segment_ends(P, segments).tolist() == [3] * 4 + [7] * 4 + [10] * 3
     assert find_segment_ends(107, 0)[0] == len(np.array_split(np.arange(107), 10)[0]) - 1
@@ -479,9 +494,8 @@ def test_drawn_delays_are_exponential_with_the_stated_mean() -> None:
     counts = np.bincount(delays[1], minlength=13)
     ratios = counts[1:8] / counts[:7]
     assert np.allclose(ratios, ratios.mean(), atol=0.08) and 0.6 < ratios.mean() < 0.9
-    assert np.allclose(
-        np.bincount(delays[2]) / delays.shape[1], 1 / 13, atol=0.01
-    )  # mean max/2: uniform
+    # mean max/2: uniform
+    assert np.allclose(np.bincount(delays[2]) / delays.shape[1], 1 / 13, atol=0.01)
 
 
 def test_drawn_delays_depend_on_the_seed_and_the_microbatch_alone() -> None:
@@ -492,9 +506,14 @@ def test_drawn_delays_depend_on_the_seed_and_the_microbatch_alone() -> None:
     assert (draws[0](0, 700) != draws[2](0, 700)).any()
 
 
-def cyclic_delays(stages: int, newest: bool) -> List[List[int]]:
-    """Of cyclic data parallelism on [stage][microbatch], as many microbatches an update as stages, each two slots after the one
-    before: the update of stage s has come when microbatch i of the next arrives if s + i >= P - 1 (variant 2); or always 1."""
+def make_cyclic_delays(stages: int, newest: bool) -> List[List[int]]:
+    """Return the delays of cyclic data parallelism by [stage][microbatch], with one microbatch an
+    update for each stage.
+
+    Each microbatch begins two slots after the previous one. The delay is always 1, but in variant 2
+    (`newest`) it is 0 if s + i >= P - 1: the update of stage s is then complete when microbatch i
+    of the next update arrives.
+    """
     return [
         [0 if newest and s + i >= stages - 1 else 1 for i in range(stages)] for s in range(stages)
     ]
@@ -508,21 +527,21 @@ def test_cyclic_data_parallelism_is_a_table_of_delays_and_a_pipeline(
     variant: int, method: str, args: Any
 ) -> None:
     for P in range(2, 9):
-        chosen = resolve_method(method, args)
-        table = VersionTable(make_schedule(chosen, P, 5 * P, P), chosen)
+        resolved = resolve_method(method, args)
+        table = VersionTable(make_schedule(resolved, P, 5 * P, P), resolved)
         m = np.arange(5 * P)
-        delays = np.array(cyclic_delays(P, variant == 2))[:, m % P]
+        delays = np.array(make_cyclic_delays(P, variant == 2))[:, m % P]
         assert (table.forward(0, 5 * P) == np.maximum(m // P - delays, 0)).all()
         assert (table.backward(0, 5 * P) == table.forward(0, 5 * P)).all()
     twin, stages = make_seeded_stages("mlp"), make_seeded_stages("mlp")
-    data, P = batches(24), len(stages)
-    stated = resolve_method(
-        "pipedream", {"constant_delay": {"updates": cyclic_delays(P, variant == 2)}}
+    data, P = draw_microbatches(24), len(stages)
+    delayed = resolve_method(
+        "pipedream", {"constant_delay": {"updates": make_cyclic_delays(P, variant == 2)}}
     )
-    train_literally(twin, stated, P, data, ADAMW)
-    for one in (stated, resolve_method(method, args)):
-        unsplit = whole(make_seeded_stages("mlp"))
-        train_on_emulator(unsplit, one, P, data, ADAMW)
+    train_literally(twin, delayed, P, data, ADAMW)
+    for variant_method in (delayed, resolve_method(method, args)):
+        unsplit = join_stages(make_seeded_stages("mlp"))
+        train_on_emulator(unsplit, variant_method, P, data, ADAMW)
         assert_equals_stages(unsplit, twin)
 
 
@@ -534,7 +553,7 @@ def test_a_table_of_delays_must_fit() -> None:
             VersionTable(make_schedule(method, P, 8, N), method)
 
 
-def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
+def test_hogwild_without_mean_takes_the_delays_of_the_pipeline() -> None:
     method = resolve_method("pipemare", {"hogwild": {"max": 20}})
     table = VersionTable(make_schedule(method, 4, 40, 1), method)
     assert table.rule_lag().tolist() == [7, 5, 3, 1]
@@ -602,7 +621,8 @@ def test_rules_that_adam_allows_are_allowed() -> None:
 
 
 def test_hyperparameters_for_another_update_size() -> None:
-    """m = m_r^(N/N_r), lr = lr_r (1-m) N / ((1-m_r) N_r) (Kosson et al. 2021, equation 9)."""
+    """The scaling is m = m_r^(N/N_r), lr = lr_r (1-m) N / ((1-m_r) N_r) (Kosson et al. 2021,
+    equation 9)."""
     lr, m = scale_for_update_size(0.1, 0.9, 128, 1)
     assert m == pytest.approx(0.9 ** (1 / 128))
     assert lr == pytest.approx(0.1 * (1 - m) / (0.1 * 128))

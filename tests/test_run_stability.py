@@ -1,4 +1,5 @@
-"""What theory says of a run: curvature, the recurrences that a config stands for, advice; and the emulator, which must agree."""
+"""Check what theory predicts of a run: curvature, the recurrences that a config stands for,
+advice; and compare the emulator."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from tools.experiments.theory_figures import (
 # ---- curvature
 
 
-def half_square(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def compute_last_column_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((output[:, -1] - y) ** 2).mean() / 2
 
 
@@ -43,11 +44,13 @@ def test_the_curvature_of_linear_regression_is_known() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(50, 7, dtype=torch.float64), torch.randn(50, dtype=torch.float64)
     model = nn.Linear(7, 1, bias=False).double()
-    curvature = measure_curvature(model, half_square, x, y, [[model.weight]], 500, 1e-8)
+    curvature = measure_curvature(
+        model, compute_last_column_loss, x, y, [[model.weight]], 500, 1e-8
+    )
     values = np.linalg.eigvalsh((x.T @ x / 50).numpy())
     assert curvature.value == pytest.approx(values[-1], rel=1e-9) and curvature.residual <= 1e-8
     assert 1 < curvature.iterations < 500 and curvature.shares == (pytest.approx(1),)
-    few = measure_curvature(model, half_square, x, y, [[model.weight]], 3, 1e-8)
+    few = measure_curvature(model, compute_last_column_loss, x, y, [[model.weight]], 3, 1e-8)
     assert few.iterations == 3 and few.residual > 1e-8 and few.value < curvature.value
 
 
@@ -59,25 +62,25 @@ def make_saddle(sign: float = 1.0) -> Any:
     )
 
 
-def test_it_is_the_greatest_above_zero_that_counts() -> None:
-    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def test_the_curvature_is_the_greatest_positive_one() -> None:
+    def average_output(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return output.mean()
 
     x, model = torch.ones(4, 1), make_saddle()
-    curvature = measure_curvature(model, loss, x, x, [[model.a], [model.b]], 500, 1e-5)
+    curvature = measure_curvature(model, average_output, x, x, [[model.a], [model.b]], 500, 1e-5)
     assert curvature.value == pytest.approx(2, rel=1e-3) and curvature.shares == (
         pytest.approx(1),
         pytest.approx(0, abs=1e-6),
     )
     hill = make_saddle(-1.0)
     assert measure_curvature(
-        hill, loss, x, x, [[hill.a], [hill.b]], 500, 1e-5
+        hill, average_output, x, x, [[hill.a], [hill.b]], 500, 1e-5
     ).value == pytest.approx(10, rel=1e-3)
     with pytest.raises(BadInput, match="^model: "):
-        measure_curvature(model, loss, x, x, [[model.b]], 50)
+        measure_curvature(model, average_output, x, x, [[model.b]], 50)
 
 
-def test_a_model_is_left_as_found_and_looked_at_without_its_dropout() -> None:
+def test_a_model_is_left_unchanged_and_measured_without_its_dropout() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(8, 3)
@@ -118,8 +121,11 @@ def test_attention_can_be_differentiated_twice() -> None:
 
 
 def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
-    """f = (a b x - y)^2 / 2: of the gradient (r b x, r a x), r = a b x - y, the backward reads b alone anew:
-    its derivative by that is r x, of the first by b."""
+    """Compare with f = (a b x - y)^2 / 2, whose discrepancy is known.
+
+    Of the gradient (r b x, r a x), r = a b x - y, the backward reads only b anew: the derivative of
+    the first entry by b is then r x.
+    """
     a, b, x, y = 1.2, 0.7, 1.5, 0.4
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
     with torch.no_grad():
@@ -127,7 +133,9 @@ def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
         model[1].weight.fill_(b)
     data = torch.tensor([[x]], dtype=torch.float64), torch.tensor([y], dtype=torch.float64)
     stages = [[model[0].weight], [model[1].weight]]
-    curvature = measure_curvature(model, half_square, *data, stages, 500, 1e-9, discrepancy=True)
+    curvature = measure_curvature(
+        model, compute_last_column_loss, *data, stages, 500, 1e-9, discrepancy=True
+    )
     r = a * b * x - y
     hessian = np.array(
         [[b * b * x * x, r * x + a * b * x * x], [r * x + a * b * x * x, a * a * x * x]]
@@ -140,7 +148,7 @@ def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
     assert curvature.discrepancy == pytest.approx(-v[0] * v[1] * r * x / values[-1], rel=1e-6)
 
 
-# ---- a run of which theory knows all
+# ---- a run that theory predicts exactly
 
 
 def make_part(column: int, start: float) -> nn.Module:
@@ -152,11 +160,11 @@ def make_part(column: int, start: float) -> nn.Module:
     return Composed(forward, weight=nn.Parameter(torch.tensor([start])))
 
 
-SHARES = (0.4, 0.1, 0.3, 0.2)  # of a direction of curvature 3
+SHARES = (0.4, 0.1, 0.3, 0.2)  # of a direction with curvature 3
 
 
-def job(lr: float, **keys: Any) -> Job:
-    """Return four stages on a loss with one direction, the same sample again and again."""
+def make_one_direction_job(lr: float, **keys: Any) -> Job:
+    """Return the job of four stages on a loss with one direction; all samples are equal."""
     columns = torch.tensor([3 * share for share in SHARES]).sqrt()
     parts: List[nn.Module] = [make_part(i, float(column)) for i, column in enumerate(columns)]
     model = nn.Sequential(parts[0], *map(begin_stage, parts[1:]))
@@ -166,7 +174,9 @@ def job(lr: float, **keys: Any) -> Job:
         "optimizer": {"name": "sgd", "lr": lr, "momentum": 0.8}, "micro_batch_size": 1, "gradient_accumulation": 1,
         "steps": 3000, "precision": "float64", "evaluate": {"every": 0}, "log": {"tensorboard": False}, **keys,
     })  # fmt: skip
-    return build(config, model=model, data=TensorData((x, y), (x[:4], y[:4])), loss=half_square)
+    return build(
+        config, model=model, data=TensorData((x, y), (x[:4], y[:4])), loss=compute_last_column_loss
+    )
 
 
 RUNS: Dict[str, Dict[str, Any]] = {
@@ -195,11 +205,14 @@ RUNS: Dict[str, Dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_emulator_diverges_where_theory_says(name: str) -> None:
-    """The stages share one direction, so that the largest stable rate of the whole is exact: a tenth below it the loss falls from
-    one stretch of updates to the next, a tenth above it rises."""
+def test_the_emulator_diverges_above_the_predicted_rate(name: str) -> None:
+    """The stages share one direction, so that the largest stable rate of the whole is exact.
+
+    A tenth below that rate the loss falls from one stretch of updates to the next; a tenth above it
+    rises.
+    """
     keys = RUNS[name]
-    analysis = analyze_job(job(0.1, **keys), samples=4, iterations=20)
+    analysis = analyze_job(make_one_direction_job(0.1, **keys), samples=4, iterations=20)
     assert analysis["curvature"]["value"] == pytest.approx(3) and analysis["curvature"][
         "discrepancy"
     ] in (None, 0)
@@ -207,14 +220,16 @@ def test_the_emulator_diverges_where_theory_says(name: str) -> None:
     limit = analysis["whole"]["largest_stable_rate"]
     assert analysis["whole"]["margin"] == pytest.approx(limit / 0.1)
     for factor in (0.9, 1.1):
-        again = dict(
+        settings = dict(
             keys,
             optimizer={
                 **keys.get("optimizer", {"name": "sgd", "momentum": 0.8}),
                 "lr": factor * limit,
             },
         )
-        flow, results = train_updates(job(0.1, **again), 90 if name in ("2BW", "gpipe") else 180)
+        flow, results = train_updates(
+            make_one_direction_job(0.1, **settings), 90 if name in ("2BW", "gpipe") else 180
+        )
         losses = [result.loss for result in results]
         flow.engine.close()
         third = len(losses) // 3
@@ -223,7 +238,10 @@ def test_the_emulator_diverges_where_theory_says(name: str) -> None:
 
 def test_each_stage_is_distinguished_by_its_delay_and_curvature() -> None:
     analysis = analyze_job(
-        job(0.1, method="pipelined_backprop"), samples=4, iterations=20, by_stage=True
+        make_one_direction_job(0.1, method="pipelined_backprop"),
+        samples=4,
+        iterations=20,
+        by_stage=True,
     )
     stages = analysis["stages"]
     assert [s["delay"] for s in stages] == [6, 4, 2, 0] and [s["rate"] for s in stages] == [0.1] * 4
@@ -240,7 +258,7 @@ def test_each_stage_is_distinguished_by_its_delay_and_curvature() -> None:
 def test_rates_are_the_greatest_of_the_run_after_its_rules() -> None:
     keys = {"method": "pipemare", "method_args": {"t1": {"anneal_updates": 100}}, "steps": 200,
             "lr_schedule": {"name": "step", "milestones": [1], "gamma": 0.01}}  # fmt: skip
-    analysis = analyze_job(job(0.2, **keys), curvature=3.0)
+    analysis = analyze_job(make_one_direction_job(0.2, **keys), curvature=3.0)
     assert analysis["curvature"] == {"value": 3.0, "how": "given"} and analysis["whole"] is None
     stages = analysis["stages"]
     assert [s["delay"] for s in stages] == [7, 5, 3, 1]
@@ -268,14 +286,13 @@ def test_advice_names_the_worst_stage_and_what_raises_its_limit() -> None:
         "momentum 0 at lr / (1 - momentum)",
     }  # fmt: skip
     assert changes["t1"].margin == pytest.approx(6 * margins[0].margin)
-    assert not margins[-1].remedies  # nothing is late
+    assert not margins[-1].remedies  # this stage has no delay
     lines = describe_margins(margins)
     assert [v.margin < 1 for v in margins] == [True, True, True, False]
     assert lines[0].startswith("3 of 4 stages") and "stage 0 (delay 6 updates)" in lines[0]
     assert len(lines) == 4 and "with " in lines[1]
-    assert (
-        compute_margins([StageDynamics(0, make_delayed_sgd(3), 0.1, 0.0)])[0].margin == math.inf
-    )  # without weights
+    # a stage without weights
+    assert compute_margins([StageDynamics(0, make_delayed_sgd(3), 0.1, 0.0)])[0].margin == math.inf
     calm = describe_margins(compute_margins([StageDynamics(0, make_delayed_sgd(3), 1e-4, 1.0)]))
     assert calm[0].startswith("no stage") and len(calm) <= 4
 
@@ -293,7 +310,7 @@ def test_against_discrepancy_t2_and_stashing_are_advised() -> None:
 DIGITS = "configs/mlp_digits.yaml"
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def run_stability_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     command.main(arguments)
     return capsys.readouterr().out
 
@@ -302,8 +319,8 @@ def test_a_config_is_described_stage_by_stage(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    asked = (DIGITS, "--set", "method=pipemare", "optimizer.lr=0.5", "gradient_accumulation=1")
-    content = json.loads(printed(capsys, *asked, "--json"))
+    arguments = (DIGITS, "--set", "method=pipemare", "optimizer.lr=0.5", "gradient_accumulation=1")
+    content = json.loads(run_stability_command(capsys, *arguments, "--json"))
     assert list(content) == [
         "config",
         "method",
@@ -317,7 +334,7 @@ def test_a_config_is_described_stage_by_stage(
         "iterations"
     ] < 100
     assert content["stages"][0]["margin"] < 1 < content["stages"][0]["raised_by"][0]["margin"]
-    table = printed(capsys, *asked, "--curvature", "0.3")
+    table = run_stability_command(capsys, *arguments, "--curvature", "0.3")
     assert "largest stable" in table and "t1 (" in table
 
 
@@ -342,13 +359,15 @@ def test_bad_input_is_a_line(
 
 
 def test_the_command_ends_with_2_and_a_line() -> None:
-    code, printed, error = forked.run_command("stability", "nowhere.yaml")
-    assert (code, printed) == (2, "") and error.startswith("error: nowhere.yaml: ")
+    code, output, error = forked.run_command("stability", "nowhere.yaml")
+    assert (code, output) == (2, "") and error.startswith("error: nowhere.yaml: ")
     assert error.count("\n") == 1
 
 
 def test_figures_are_data_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = json.loads(printed(capsys, "pipemare_16", "pb_3", "--out", str(tmp_path), "--json"))
+    content = json.loads(
+        run_stability_command(capsys, "pipemare_16", "pb_3", "--out", str(tmp_path), "--json")
+    )
     assert list(content) == ["pipemare_16", "pb_3"]
     assert json.loads((tmp_path / "pb_3.json").read_text()) == content["pb_3"]
     assert (
@@ -358,8 +377,8 @@ def test_figures_are_data_and_pictures(tmp_path: Path, capsys: pytest.CaptureFix
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in content)
     lines = {line["label"]: line for line in content["pipemare_16"]["panels"][0]["lines"]}
     assert max(lines["no discrepancy"]["y"]) < max(lines["the same, T2 (D = 0.1)"]["y"])
-    listed = printed(capsys)
-    assert "pb_12" in listed and "pipemare_18" in listed
+    output = run_stability_command(capsys)
+    assert "pb_12" in output and "pipemare_18" in output
 
 
 def test_delayed_regression_diverges_along_lemma_1() -> None:

@@ -1,4 +1,5 @@
-"""Schedules: the closed forms against the rules played out literally, the proof that they run, and how they print."""
+"""Check schedules: the closed forms against the simulated policies, the proof that they run, and
+how they print."""
 
 from __future__ import annotations
 
@@ -32,36 +33,37 @@ from tests.support.slow import mark_slow
 SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
 
 
-def accumulates(method: Method, P: int, M: int) -> List[int]:
-    """Return some N: one, several that do and do not divide M, the whole run, more than the run."""
+def list_update_sizes(method: Method, P: int, M: int) -> List[int]:
+    """Return some update sizes N: one, several that do and do not divide M, the whole run, more
+    than the run."""
     smallest = P if method.forward_reads is Reads.DOUBLE_BUFFERED else 1
     return sorted(N for N in {1, 2, 3, 7, M, P, P + 1} if N >= smallest)
 
 
-def simulated(method: Method, P: int, M: int, N: int) -> Simulated:
+def simulate_method(method: Method, P: int, M: int, N: int) -> Simulated:
     return simulate(method.pipeline, P, M, N, method.turn)
 
 
 # --- the closed forms
 
 
-# one of each kind of timeline, which `make test` plays
+# one of each kind of timeline, which `make test` runs
 QUICK = {"gpipe", "pipedream_flush", "pipedream", "pipelined_backprop", "local_overlapping"}
 
 
 @pytest.mark.parametrize("name", mark_slow(PLAYED, QUICK.__contains__))
-def test_slots_are_those_of_the_rules_played_out(name: str) -> None:
+def test_slots_equal_the_simulated_ones(name: str) -> None:
     method = METHODS[name]
     for P, M in SIZES:
-        for N in accumulates(method, P, M):
-            expected, schedule = simulated(method, P, M, N), make_schedule(method, P, M, N)
+        for N in list_update_sizes(method, P, M):
+            expected, schedule = simulate_method(method, P, M, N), make_schedule(method, P, M, N)
             forward, backward = (
                 schedule.slots(Kind.FORWARD, 0, M),
                 schedule.slots(Kind.BACKWARD, 0, M),
             )
-            got = {(s, "F", m): int(forward[s, m]) for s in range(P) for m in range(M)}
-            got.update({(s, "B", m): int(backward[s, m]) for s in range(P) for m in range(M)})
-            assert got == expected.slots, (P, M, N)
+            slots = {(s, "F", m): int(forward[s, m]) for s in range(P) for m in range(M)}
+            slots.update({(s, "B", m): int(backward[s, m]) for s in range(P) for m in range(M)})
+            assert slots == expected.slots, (P, M, N)
             assert schedule.slot_count == expected.length
             updates = schedule.slots(Kind.UPDATE, 0, schedule.update_count).tolist()
             assert [
@@ -70,10 +72,10 @@ def test_slots_are_those_of_the_rules_played_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLAYED)
-def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -> None:
+def test_windows_and_counts_agree_with_the_simulated_slots(name: str) -> None:
     method = METHODS[name]
     for P, M, N in ((1, 5, 2), (3, 20, 3), (4, 11, 5), (6, 7, 7), (7, 20, 8)):
-        expected, schedule = simulated(method, P, M, N), make_schedule(method, P, M, N)
+        expected, schedule = simulate_method(method, P, M, N), make_schedule(method, P, M, N)
         cells: Dict[Tuple[int, int], str] = {}
         for (s, kind, m), slot in sorted(
             expected.slots.items(), key=lambda item: item[0][1], reverse=True
@@ -93,11 +95,11 @@ def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -
 
 
 @pytest.mark.parametrize("name", mark_slow(PLAYED, QUICK.__contains__))
-def test_most_in_flight_is_the_count_over_the_rules(name: str) -> None:
+def test_most_in_flight_equals_the_count_over_the_simulated_slots(name: str) -> None:
     method = METHODS[name]
     for P, M in SIZES[::3]:
-        for N in accumulates(method, P, M):
-            slots = simulated(method, P, M, N).slots
+        for N in list_update_sizes(method, P, M):
+            slots = simulate_method(method, P, M, N).slots
             most = [
                 max(
                     sum(slots[s, "F", o] <= slots[s, "F", m] <= slots[s, "B", o] for o in range(M))
@@ -126,9 +128,8 @@ def test_planned_utilization(P: int) -> None:
 def test_thousands_of_stages_stay_a_few_runs() -> None:
     for name, method in PLAYED.items():
         schedule = make_schedule(method, 2000, 20000, 2000 if name == "pipedream_2bw" else 1)
-        steps = (
-            1 if method.rounds is None else method.rounds.steps
-        )  # fewer replicas than stages: each has its own runs
+        # with fewer replicas than stages each replica has its own runs
+        steps = 1 if method.rounds is None else method.rounds.steps
         assert sum(len(part.runs) for part in schedule.stretches) <= max(4, 2 * steps) * 2000, name
 
 
@@ -149,9 +150,8 @@ def test_the_pipeline_is_empty_at_a_drain_and_then_starts_over(name: str) -> Non
             ).all()
         if last < 30:
             next_start = schedule.slots(Kind.FORWARD, last, last + 1)[0, 0]
-            assert (
-                schedule.slots(Kind.BACKWARD, first, last).max() + 1 == next_start
-            )  # the slot after, no gap
+            # the next slot, without a gap
+            assert schedule.slots(Kind.BACKWARD, first, last).max() + 1 == next_start
     assert (np.diff(schedule.slots(Kind.UPDATE, 0, 7), axis=1) > 0).all()
 
 
@@ -161,16 +161,16 @@ def test_equal_segments_are_one_part() -> None:
 
 
 @pytest.mark.parametrize("drain", [3, -2, 12])
-def test_drains_that_split_a_batch_or_lie_outside_are_refused(drain: int) -> None:
+def test_drains_within_a_batch_or_outside_the_run_are_refused(drain: int) -> None:
     for name in ("pipemare", "gpipe"):
         with pytest.raises(BadInput, match=f"drains: {drain}: must be a multiple of accumulate"):
             make_schedule(METHODS[name], 2, 10, 2, drains=[drain])
 
 
-# --- what an action needs, and the proof
+# --- the needs of an action, and the proof
 
 
-def test_stretches_lie_between_drains() -> None:
+def test_a_stretch_begins_and_ends_at_a_drain() -> None:
     drained = make_schedule(METHODS["pipedream"], 3, 40, 4, drains=[8, 24])
     assert [drained.get_drain_interval(k) for k in (0, 1, 2, 5, 6, 9)] == [
         (0, 2),
@@ -186,25 +186,26 @@ def test_stretches_lie_between_drains() -> None:
         ] == [(0, 1), (3, 4), (9, 10)]
 
 
-def test_needs() -> None:
-    def needed(kind: Kind, index: int, stage: int) -> List[str]:
+def test_the_actions_that_an_action_needs() -> None:
+    def list_need_names(kind: Kind, index: int, stage: int) -> List[str]:
         return [str(need) for need in list_needs(Action(kind, index, stage), 3)]
 
-    assert needed(Kind.FORWARD, 1, 0) == []
-    assert needed(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
-    assert needed(Kind.BACKWARD, 1, 1) == ["F1 on stage 1", "B1 on stage 2"]
+    assert list_need_names(Kind.FORWARD, 1, 0) == []
+    assert list_need_names(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
+    assert list_need_names(Kind.BACKWARD, 1, 1) == ["F1 on stage 1", "B1 on stage 2"]
     assert get_pass_needs(Kind.BACKWARD, local=True) == ((Kind.FORWARD, 0),)
-    assert needed(Kind.BACKWARD, 1, 2) == ["F1 on stage 2"]
-    assert needed(Kind.INPUT_GRADIENT, 1, 1) == ["F1 on stage 1", "I1 on stage 2"]
-    assert needed(Kind.WEIGHT_GRADIENT, 1, 1) == ["I1 on stage 1"]
-    assert needed(Kind.RECOMPUTE, 1, 2) == ["F1 on stage 2", "R1 on stage 1"]
+    assert list_need_names(Kind.BACKWARD, 1, 2) == ["F1 on stage 2"]
+    assert list_need_names(Kind.INPUT_GRADIENT, 1, 1) == ["F1 on stage 1", "I1 on stage 2"]
+    assert list_need_names(Kind.WEIGHT_GRADIENT, 1, 1) == ["I1 on stage 1"]
+    assert list_need_names(Kind.RECOMPUTE, 1, 2) == ["F1 on stage 2", "R1 on stage 1"]
     assert get_pass_needs(Kind.RECOMPUTE, begins_segment=True) == ((Kind.FORWARD, 0),)
 
 
 @pytest.mark.parametrize(("P", "segments"), [(2, 1), (2, 2), (5, 2), (9, 3), (9, 9)])
 @pytest.mark.parametrize("turn", [0, 1])
 def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: int) -> None:
-    """Only heads of segments may begin before the stage before has recomputed: they kept their input."""
+    """Only the first stage of a segment may begin before the previous stage has recomputed,
+    since it stashed its input."""
     method = resolve_method("pipemare", {"turn": turn, "recompute": {"segments": segments}})
     schedule, M = make_schedule(method, P, 3 * P, 1), 3 * P
     slots = {kind: schedule.slots(kind, 0, M) for kind in (Kind.FORWARD, Kind.BACKWARD)}
@@ -212,8 +213,9 @@ def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: i
     heads = np.flatnonzero(find_segment_heads(find_segment_ends(P, segments))).tolist()
     assert len(heads) == segments
 
-    def late(heads: List[int]) -> List[int]:
-        """Return stages that recompute before all is there; a forward may be in the same slot (turn 0, last stage)."""
+    def find_late_stages(heads: List[int]) -> List[int]:
+        """Return the stages that recompute too early; a forward may be in the same slot (turn 0,
+        last stage)."""
         return sorted({
             s
             for s in range(P)
@@ -222,11 +224,11 @@ def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: i
             and (slots[kind][s + offset] >= slots[Kind.RECOMPUTE][s] + (kind is Kind.FORWARD)).any()
         })  # fmt: skip
 
-    assert late(heads) == [] and late([]) == heads[1:]
+    assert find_late_stages(heads) == [] and find_late_stages([]) == heads[1:]
     assert (slots[Kind.RECOMPUTE] <= slots[Kind.BACKWARD]).all()
 
 
-def damaged(name: str, stage: int, kind: int, **changes: int) -> Schedule:
+def make_damaged_schedule(name: str, stage: int, kind: int, **changes: int) -> Schedule:
     """Return a schedule of 3 stages whose first run of `kind` on `stage` is shifted or shortened."""
     schedule = make_schedule(METHODS[name], 3, 6, 3)
     part = schedule.stretches[0]
@@ -256,15 +258,15 @@ def test_schedules_that_cannot_run_are_refused_naming_the_action(
     name: str, stage: int, kind: int, changes: Dict[str, int], message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):
-        damaged(name, stage, kind, **changes)
+        make_damaged_schedule(name, stage, kind, **changes)
 
 
 def test_stages_of_one_device_must_not_act_at_once() -> None:
-    """Collisions are checked by device: GPipe's three stages on two devices, and one after another on one."""
+    """Collisions are checked by device: GPipe's three stages collide on two devices; stages that
+    take turns may share one."""
     schedule = make_schedule(METHODS["gpipe"], 3, 2, 2)
-    with pytest.raises(
-        BadInput, match="device 7 has two actions in slot 2"
-    ):  # F1 of stage 1 and F0 of stage 2
+    # F1 of stage 1 and F0 of stage 2
+    with pytest.raises(BadInput, match="device 7 has two actions in slot 2"):
         replace(schedule, placement=(0, 7, 7))
     with pytest.raises(BadInput, match="2 devices: must be one for each of 3 stages"):
         replace(schedule, placement=(0, 1))
@@ -272,12 +274,11 @@ def test_stages_of_one_device_must_not_act_at_once() -> None:
         replace(make_schedule(METHODS["pipemare"], 3, 4, 1), placement=(0, 1, 0))
     one = replace(make_schedule(METHODS["naive"], 3, 2, 1), placement=(4, 4, 4))
     assert one.device_of_stage == (4, 4, 4) and one.busy_share() == 1
-    eager = clock(
-        one, Costs([1, 2, 3], [4, 5, 6], [1, 1, 1])
-    )  # B0 of stage 1 begins after U0 of stage 2
+    # B0 of stage 1 begins after U0 of stage 2
+    eager = clock(one, Costs([1, 2, 3], [4, 5, 6], [1, 1, 1]))
     assert eager.start[Kind.BACKWARD].tolist() == [[19, 43], [13, 37], [6, 30]]
-    apart = replace(schedule, placement=(2, 1, 0))
-    assert apart.busy_share() == schedule.busy_share()
+    separate = replace(schedule, placement=(2, 1, 0))
+    assert separate.busy_share() == schedule.busy_share()
 
 
 runs_strategy = st.lists(
@@ -295,7 +296,8 @@ def test_the_compact_proof_agrees_with_checking_every_slot(
     backwards: List[Tuple[int, int, int]],
     slot_holds: SlotHolds,
 ) -> None:
-    """Random affine runs on one stage: accepted exactly if no slot is overfull and no backward precedes its forward."""
+    """Draw affine runs on one stage: they are accepted exactly if no slot is overfull and no
+    backward precedes its forward."""
     counts = [count for _, count, _ in forwards]
     backwards = [(b[0] + 3, count, b[2]) for b, count in zip(backwards * 3, counts)]
     runs, slots = [], {0: [], 1: []}  # type: ignore[var-annotated]
@@ -308,8 +310,10 @@ def test_the_compact_proof_agrees_with_checking_every_slot(
     fits = all(len(set(taken)) == len(taken) for taken in slots.values())
     if slot_holds is SlotHolds.ONE:
         fits = fits and not set(slots[0]) & set(slots[1])
-    early = [b < f if slot_holds is SlotHolds.BOTH else b <= f for f, b in zip(slots[0], slots[1])]
-    fits = fits and not any(early)
+    precedes_forward = [
+        b < f if slot_holds is SlotHolds.BOTH else b <= f for f, b in zip(slots[0], slots[1])
+    ]
+    fits = fits and not any(precedes_forward)
     M = sum(counts)
     part = Stretch(0, 0, 1, 64, M, np.array(runs, RUN))
     try:
@@ -325,7 +329,7 @@ def test_the_compact_proof_agrees_with_checking_every_slot(
 # --- rows written by hand
 
 
-def rows_of(schedule: Schedule) -> List[List[str]]:
+def list_schedule_rows(schedule: Schedule) -> List[List[str]]:
     return [[cell for cell in schedule.cells(s) if cell] for s in range(schedule.stages)]
 
 
@@ -333,22 +337,23 @@ def rows_of(schedule: Schedule) -> List[List[str]]:
     "name", ["naive", "gpipe", "pipedream_flush", "pipedream", "pipedream_2bw"]
 )
 def test_the_planned_rows_written_by_hand_get_the_planned_slots(name: str) -> None:
-    """The planned schedules do nothing late. (Flush methods: one batch, since rows alone know no flush.)"""
+    """Closed-form schedules delay nothing. (Flush methods: one batch, since rows alone have no
+    flush.)"""
     for P, M in ((1, 1), (2, 5), (4, 9), (7, 20)):
         planned = make_schedule(METHODS[name], P, 1 if name == "naive" else M, max(M, P))
-        by_hand = from_rows(rows_of(planned), planned.accumulate)
-        assert by_hand.slot_count == planned.slot_count
+        from_cells = from_rows(list_schedule_rows(planned), planned.accumulate)
+        assert from_cells.slot_count == planned.slot_count
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             assert (
-                by_hand.slots(kind, 0, planned.microbatches)
+                from_cells.slots(kind, 0, planned.microbatches)
                 == planned.slots(kind, 0, planned.microbatches)
             ).all()
 
 
 def test_steps_that_hold_both_written_by_hand() -> None:
     planned = make_schedule(METHODS["pipelined_backprop"], 3, 6, 1)
-    by_hand = from_rows(rows_of(planned), 1, slot_holds=SlotHolds.BOTH)
-    assert [by_hand.cells(s) for s in range(3)] == [planned.cells(s) for s in range(3)]
+    from_cells = from_rows(list_schedule_rows(planned), 1, slot_holds=SlotHolds.BOTH)
+    assert [from_cells.cells(s) for s in range(3)] == [planned.cells(s) for s in range(3)]
 
 
 def test_backwards_in_reverse_order_update_once_the_batch_is_complete() -> None:
@@ -384,7 +389,7 @@ def test_rows_that_cannot_run_are_refused(rows: List[List[str]], message: str) -
 # --- printing
 
 
-def test_printed_as_papers_draw_it() -> None:
+def test_schedules_are_printed_as_papers_draw_them() -> None:
     assert format_text(make_schedule(METHODS["pipedream"], 3, 4, 1)) == (
         "slot     0   1   2   3   4   5   6   7   8   9   10  11\n"
         "stage 0  F0  F1  F2  .   .   B0* F3  B1* .   B2* .   B3*\n"
@@ -418,10 +423,14 @@ def test_method_arguments_change_the_axes() -> None:
         0,
         Reads.STASHED,
     )
-    late = resolve_method("pipedream", {"schedule": "dataflow", "turn": 1})
-    assert (late.pipeline, late.turn, late.backward_reads) == (Timeline.DATAFLOW, 1, Reads.STASHED)
-    other = resolve_method("pipemare", {"schedule": "1f1b"})
-    assert (other.pipeline, other.turn, other.backward_reads) == (
+    dataflow = resolve_method("pipedream", {"schedule": "dataflow", "turn": 1})
+    assert (dataflow.pipeline, dataflow.turn, dataflow.backward_reads) == (
+        Timeline.DATAFLOW,
+        1,
+        Reads.STASHED,
+    )
+    one_f_one_b = resolve_method("pipemare", {"schedule": "1f1b"})
+    assert (one_f_one_b.pipeline, one_f_one_b.turn, one_f_one_b.backward_reads) == (
         Timeline.ONE_F_ONE_B,
         0,
         Reads.NEWEST,
@@ -429,7 +438,8 @@ def test_method_arguments_change_the_axes() -> None:
 
 
 def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
-    """The randomized PipeDream paper's timeline caps stage 0 alone, the original PipeDream's every stage."""
+    """In the randomized PipeDream paper's timeline only stage 0 is capped, in the original
+    PipeDream every stage."""
     P, M = 6, 40
     result = {
         name: make_schedule(resolve_method("pipedream", {"schedule": name}), P, M, 1)
@@ -457,15 +467,17 @@ def test_methods_refuse_with_the_reason(name: str, args: Dict[str, object], mess
 
 
 def test_schedules_and_versions_take_a_methods_name_and_are_shown_by_their_sizes() -> None:
-    """A name was an AttributeError, and the text of a schedule was the arrays of its runs."""
+    """A name once raised an AttributeError, and the repr of a schedule contained the arrays of
+    its runs."""
     for name in ("pipedream", "zbv"):
-        named, expected = (make_schedule(method, 4, 6, 3) for method in (name, METHODS[name]))
-        assert format_text(named) == format_text(expected)
+        by_name, expected = (make_schedule(method, 4, 6, 3) for method in (name, METHODS[name]))
+        assert format_text(by_name) == format_text(expected)
         versions = [
-            VersionTable(named, method).backward(0, 6).tolist() for method in (name, METHODS[name])
+            VersionTable(by_name, method).backward(0, 6).tolist()
+            for method in (name, METHODS[name])
         ]
         assert versions[0] == versions[1]
-        assert name in repr(named) and len(repr(make_schedule(name, 64, 960, 3))) < 100
+        assert name in repr(by_name) and len(repr(make_schedule(name, 64, 960, 3))) < 100
     assert repr(from_rows(["F0 B0".split()], 1)).startswith("Schedule(")
     assert "pipedream_flush" in list_faults(make_schedule, "pipedream_flsh", 4, 6, 6)[0]
 

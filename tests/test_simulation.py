@@ -1,4 +1,5 @@
-"""Ranks on a simulated network give the emulator's bits in any order of messages, and end in time when one of them is lost."""
+"""Check ranks on a simulated network: the emulator's bits in any order of messages, and an end
+in time when a rank is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.support.slow import mark_slow
 
 pytestmark = needs_processes
 SEEDS = 1000
-# which `make test` runs
+# seeds that `make test` runs
 QUICK = 60
 GROUPS = mark_slow(split_by_case(range(SEEDS)), lambda seeds: seeds[0] < QUICK)
 
@@ -31,8 +32,8 @@ def test_seeds_of_the_simulated_network(seeds: Tuple[int, ...]) -> None:
     assert not failures, "\n".join(failures)
 
 
-def test_no_more_messages_are_kept_than_microbatches_are_in_flight() -> None:
-    """Each rank kept 24 sent tensors for a neighbor, a multiple of its activations."""
+def test_a_rank_stores_no_more_messages_than_microbatches_in_flight() -> None:
+    """Each rank once kept 24 sent tensors for a neighbor, a multiple of its activations."""
     keys = {
         "method": "pipedream_flush", "stages": 2, "gradient_accumulation": 16, "steps": 1, "micro_batch_size": 16,
         "evaluate": {"every": 0}, "log": {"tensorboard": False},
@@ -47,7 +48,8 @@ def test_no_more_messages_are_kept_than_microbatches_are_in_flight() -> None:
 
 @pytest.mark.slow
 def test_a_rank_may_be_lost_at_any_call() -> None:
-    """While the engine started, or replicas waited for an evaluation, others ended with a traceback."""
+    """Other ranks once ended with a traceback if a rank was lost while the engine started or
+    replicas waited for an evaluation."""
     keys = {
         "method": "gpipe", "stages": 2, "gradient_accumulation": 1, "steps": 2, "micro_batch_size": 1, "replicas": 2,
         "clip": {"norm": 1.0, "scope": "global"}, "evaluate": {"steps": 1}, "log": {"tensorboard": False},

@@ -1,4 +1,4 @@
-"""What the site is made of: every key of a config is explained, every link leads somewhere."""
+"""Check the documentation: every key of a config is explained, every link has a target."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ PAGES = [
 
 
 def test_every_key_of_a_config_is_explained() -> None:
-    """Each section's docstring has `key`: meaning, or names it. PopTorch's own are in docs/reference/ipu.md."""
+    """Each section's docstring has `key`: meaning, or names the key. PopTorch's own keys are in
+    docs/reference/ipu.md."""
     silent = []
     for section, places in keys.collect_sections().items():
         whole, _ = keys.split_docstring(section)
@@ -39,17 +40,17 @@ def test_every_key_of_a_config_is_explained() -> None:
     assert silent == []
 
 
-def test_no_docstring_explains_a_key_that_is_gone() -> None:
-    gone = {
+def test_no_docstring_explains_a_removed_key() -> None:
+    removed_keys = {
         f"{section.__name__}: {key}"
         for section in keys.collect_sections()
         for key in keys.split_docstring(section)[1]
         if key not in section.model_fields
     }
-    assert gone == set()
+    assert removed_keys == set()
 
 
-def test_the_page_of_keys_says_types_defaults_and_what_is_allowed() -> None:
+def test_the_page_of_keys_has_types_defaults_and_allowed_values() -> None:
     page = keys.format_page()
     assert "| `method` | naive, gpipe, " in page and ', rows | `"gpipe"` | the training' in page
     assert "| `micro_batch_size` | a whole number >= 1 | `8` | samples of a microbatch" in page
@@ -59,13 +60,13 @@ def test_the_page_of_keys_says_types_defaults_and_what_is_allowed() -> None:
     assert "given" not in {line.split("|")[1].strip(" `") for line in page.split("\n|")[1:]}
 
 
-def test_the_committed_page_of_keys_is_that_of_the_schema() -> None:
+def test_the_committed_page_of_keys_matches_the_schema() -> None:
     assert keys.PAGE.read_text(encoding="utf-8") == keys.format_page(), (
         "run: python tools/write_keys.py"
     )
 
 
-def test_an_example_of_a_key_is_a_value_that_it_takes() -> None:
+def test_the_example_of_a_key_is_a_valid_value() -> None:
     examples: Dict[str, List[str]] = {}
     for section, places in keys.collect_sections().items():
         for key in keys.list_keys(section, places[0]):
@@ -77,7 +78,7 @@ def test_an_example_of_a_key_is_a_value_that_it_takes() -> None:
 
 
 def list_faults_of_key(section: Type[BaseModel], name: str, value: Any) -> List[str]:
-    """List what a section says against the value of one key, whatever it says about others."""
+    """Return the errors of a section about one key, whatever it reports about other keys."""
     try:
         section.model_validate({name: value})
     except ValidationError as error:
@@ -86,16 +87,17 @@ def list_faults_of_key(section: Type[BaseModel], name: str, value: Any) -> List[
 
 
 def test_keys_that_the_documentation_names_are_keys() -> None:
-    """`stages.by`, and `checkpoint: {every: 3}`, the values aside."""
+    """Check keys in running text, as `stages.by`, and in YAML, as `checkpoint: {every: 3}`;
+    values are not checked."""
     sections = [
         (section, place) for section, places in keys.collect_sections().items() for place in places
     ]
-    known = {
+    keys_of_schema = {
         f"{place}.{name}".lstrip(".")
         for section, place in sections
         for name in section.model_fields
     }
-    # arguments are called so, and files
+    # names of arguments and files
     open_ended = (
         "model.",
         "data.",
@@ -106,15 +108,15 @@ def test_keys_that_the_documentation_names_are_keys() -> None:
         "optimizer.safetensors",
     )
     wrong = []
-    for page in PAGES[:-1]:  # the changelog names those that are gone
+    for page in PAGES[:-1]:  # the changelog names removed keys
         for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", page.read_text(encoding="utf-8")):
             text = " ".join(code.split())
             top = re.split(r"\W", text)[0]
-            if top not in known:
+            if top not in keys_of_schema:
                 continue
             if (
                 re.fullmatch(r"\w+(\.\w+)+", text)
-                and text not in known
+                and text not in keys_of_schema
                 and not text.startswith(open_ended)
             ):
                 wrong.append(f"{page.name}: {text}")
@@ -128,33 +130,33 @@ def test_keys_that_the_documentation_names_are_keys() -> None:
     assert wrong == []
 
 
-def test_the_committed_picture_is_that_of_the_stored_results() -> None:
+def test_the_committed_picture_matches_the_stored_results() -> None:
     assert draw_prices.PICTURE.read_text(encoding="utf-8") == draw_prices.draw_picture(), (
         "run: python tools/draw_prices.py"
     )
 
 
 def test_the_code_tour_names_files_that_exist() -> None:
-    """README's reading order is that of the tour, and both are of this tree."""
+    """README's reading order equals that of the tour, and both name files of this tree."""
     tour = (DOCS / "code_tour.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"[\w/]+/\w+\.py", tour))
+    files = set(re.findall(r"[\w/]+/\w+\.py", tour))
     assert [
         name
-        for name in sorted(named)
+        for name in sorted(files)
         if not any((top / name).is_file() for top in (ROOT, ROOT / "ipu_pipe"))
     ] == []
     in_order = re.findall(r"^\d\. \*\*`([\w/]+\.py)`", tour, re.MULTILINE)
-    (listed,) = re.findall(
+    (reading_order,) = re.findall(
         r"read in this order: (.*?)\.\s",
         (ROOT / "README.md").read_text(encoding="utf-8"),
         re.DOTALL,
     )
-    assert re.findall(r"[\w/]+\.py", listed) == in_order and len(in_order) == 5
+    assert re.findall(r"[\w/]+\.py", reading_order) == in_order and len(in_order) == 5
     assert len(tour.split()) <= 500
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     lost = [
         link

@@ -1,4 +1,5 @@
-"""Models cut for devices: where they may be cut, how stages are taken together, what crosses."""
+"""Check models cut for devices: where they may be cut, how stages are merged, which tensors
+cross."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from ipu_pipe.model.stages import (
     partition,
 )
 from models.resnet import preact_resnet20, resnet18
-from tests.staged_models import Skipping, residual, whole
+from tests.staged_models import SkippingModel, join_stages, make_residual_stages
 
 
 def merge_stages(
@@ -28,7 +29,7 @@ def merge_stages(
     return list(group_stages(model, part, count, x, where).values())
 
 
-def test_what_stays_whole_keeps_its_name() -> None:
+def test_a_module_that_is_not_cut_keeps_its_name() -> None:
     model, x = resnet18(classes=10, small_images=True), torch.randn(2, 3, 8, 8)
     assert [piece.names for piece in cut_model(model, ["layer1.1", "layer3", "layer4.0.conv2"], x)] == [
         ["conv1", "bn1", "relu", "layer1.0"], ["layer1.1", "layer2"],
@@ -39,27 +40,33 @@ def test_what_stays_whole_keeps_its_name() -> None:
 
 def test_values_that_skip_pieces_are_handed_on() -> None:
     torch.manual_seed(0)
-    model, x = Skipping().double(), torch.randn(5, 12, dtype=torch.float64)
-    cut = cut_model(model, ["b", "c", "d"], x)
-    assert [name for piece in cut for name in piece.names] == ["a", "b", "c", "norm", "d", "head"]
-    assert [len(c.tensors) for c in list_crossings(cut)] == [
-        2,
-        3,
-        3,
-    ]  # first, scale | + second | third, first, second
+    model, x = SkippingModel().double(), torch.randn(5, 12, dtype=torch.float64)
+    pieces = cut_model(model, ["b", "c", "d"], x)
+    assert [name for piece in pieces for name in piece.names] == [
+        "a",
+        "b",
+        "c",
+        "norm",
+        "d",
+        "head",
+    ]
+    # first, scale | + second | third, first, second
+    assert [len(c.tensors) for c in list_crossings(pieces)] == [2, 3, 3]
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     value: Any = x
-    for piece in cut:
+    for piece in pieces:
         value = piece(value)
-    result = torch.autograd.grad(value.square().sum(), list(model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(expected, result))
-    assert sorted(name for piece in cut for name in piece.select_state()) == sorted(
+    gradients = torch.autograd.grad(value.square().sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(expected, gradients))
+    assert sorted(name for piece in pieces for name in piece.select_state()) == sorted(
         model.state_dict()
     )
-    assert sum(t.numel() for piece in cut for t in piece.list_tensors()) == sum(
+    assert sum(t.numel() for piece in pieces for t in piece.list_tensors()) == sum(
         t.numel() for t in model.state_dict().values()
     )
-    assert "scale" in cut[0].select_state() and [piece.list_passed_weights() for piece in cut] == [
+    assert "scale" in pieces[0].select_state() and [
+        piece.list_passed_weights() for piece in pieces
+    ] == [
         ["scale"],
         [],
         [],
@@ -67,20 +74,20 @@ def test_values_that_skip_pieces_are_handed_on() -> None:
     ]
 
 
-class GivesSizes(nn.Sequential):
+class SizeReader(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         rows = x.shape[0]
         return self[1](self[0](x)).reshape(rows, 4)
 
 
 def test_sizes_do_not_cross() -> None:
-    """Of an input of another size they are the ones of its own recording."""
-    model = GivesSizes(nn.Linear(4, 4), nn.Linear(4, 4))
-    cut = cut_model(model, ["1"], torch.randn(2, 4))
-    assert [len(crossing.tensors) for crossing in list_crossings(cut)] == [1]
+    """Sizes are those of the current input, not of the input that was recorded."""
+    model = SizeReader(nn.Linear(4, 4), nn.Linear(4, 4))
+    pieces = cut_model(model, ["1"], torch.randn(2, 4))
+    assert [len(crossing.tensors) for crossing in list_crossings(pieces)] == [1]
     for rows in (2, 5, 2):
         x = torch.randn(rows, 4)
-        assert torch.equal(cut[1](cut[0](x)), model(x))
+        assert torch.equal(pieces[1](pieces[0](x)), model(x))
 
 
 def test_few_devices_cut_between_blocks_many_inside_them() -> None:
@@ -99,8 +106,8 @@ def test_few_devices_cut_between_blocks_many_inside_them() -> None:
     two = merge_stages(model, part, 2, x)
     assert len(two) == 1 and two[0] in starts
     assert merge_stages(model, part, len(starts) + 1, x) == starts
-    more = merge_stages(model, part, 20, x)
-    assert len(more) == 19 and "layer1.0.norm2" in more
+    starts_of_20 = merge_stages(model, part, 20, x)
+    assert len(starts_of_20) == 19 and "layer1.0.norm2" in starts_of_20
     assert merge_stages(model, part, 34, x) == part.begin_names()
     with pytest.raises(BadInput, match="at most 34 devices, not 35"):
         merge_stages(model, part, 35, x)
@@ -110,7 +117,7 @@ def test_few_devices_cut_between_blocks_many_inside_them() -> None:
         merge_stages(model, part, 4, x, list(tops)[:2])
 
 
-def test_stages_taken_together_balance_their_flops() -> None:
+def test_merged_stages_balance_their_flops() -> None:
     widths = [8, 8, 8, 8, 8, 8, 8]
     for sizes, expected in ((widths, ["2", "4"]), ([8, 64, 8, 8, 8, 8, 64], ["1", "4"])):
         layers = [begin_stage(nn.Linear(a, b)) for a, b in zip(sizes, sizes[1:])]
@@ -118,19 +125,19 @@ def test_stages_taken_together_balance_their_flops() -> None:
         assert merge_stages(model, partition(model, x), 3, x) == expected
 
 
-def test_what_crosses_is_known_with_its_nesting() -> None:
-    model = whole([stage.float() for stage in residual()])
+def test_crossings_keep_the_nesting_of_values() -> None:
+    model = join_stages([stage.float() for stage in make_residual_stages()])
     x = torch.randn(3, 12)
-    cut = cut_model(model, ["1", "2", "3"], x)
+    pieces = cut_model(model, ["1", "2", "3"], x)
     model.train()
-    across = list_crossings(cut)
+    across = list_crossings(pieces)
     assert [[t.shape for t in c.tensors] for c in across] == [
         [(3, 4, 2, 2)],
         [(3, 4, 2, 2)] * 2,
         [(3, 4, 2, 2)] * 2,
     ]
     pair = (torch.ones(3, 4, 2, 2), torch.zeros(3, 4, 2, 2))
-    again = across[1].from_messages(across[1].to_messages(pair))
-    assert isinstance(again, tuple) and torch.equal(again[1], pair[1])
+    restored = across[1].from_messages(across[1].to_messages(pair))
+    assert isinstance(restored, tuple) and torch.equal(restored[1], pair[1])
     assert across[0].tensors[0].bytes == 3 * 4 * 4 * 4 and across[0].tensors[0].differentiable
     assert all(module.training for module in model.modules())

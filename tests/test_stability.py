@@ -1,4 +1,5 @@
-"""Stability on a quadratic: the papers' polynomials and lemmas, and the recurrences carried out, against root radii and steps."""
+"""Check stability on a quadratic: the papers' polynomials and lemmas, and simulated recurrences,
+against root radii and steps."""
 
 from __future__ import annotations
 
@@ -38,72 +39,83 @@ DELAYS = [0, 1, 2, 3, 4, 7, 10, 16, 29, 40, 100]
 MOMENTA = [0.0, 0.1, 0.5, 0.9, 0.99, 0.999]
 
 
-def powers(*parts: Tuple[int, float]) -> List[float]:
-    """Return a polynomial written as (power, coefficient), from the highest down."""
+def make_polynomial(*parts: Tuple[int, float]) -> List[float]:
+    """Return the coefficients, highest power first, of a polynomial given as (power,
+    coefficient) pairs."""
     highest = max(power for power, _ in parts)
     return [sum(c for p, c in parts if p == power) for power in range(highest, -1, -1)]
 
 
-def at_step(one: Recurrence, step: float) -> List[float]:
-    fixed, per_step = derive_loop_gain(one).expand_polynomial()
+def expand_at_step(recurrence: Recurrence, step: float) -> List[float]:
+    fixed, per_step = derive_loop_gain(recurrence).expand_polynomial()
     return list(fixed + step * per_step)
 
 
-def same_roots(found: List[float], printed: List[float]) -> None:
-    """Up to roots at 0, which one of two derivations may have more of."""
-    assert np.trim_zeros(found, "b") == pytest.approx(np.trim_zeros(printed, "b"), abs=1e-12)
+def assert_same_roots(derived: List[float], expected: List[float]) -> None:
+    """Assert that two polynomials have the same roots, except roots at 0, of which one
+    derivation may have more."""
+    assert np.trim_zeros(derived, "b") == pytest.approx(np.trim_zeros(expected, "b"), abs=1e-12)
 
 
-# ---- the polynomials as the papers print them (the sign of GDM's last term put right)
+# ---- the polynomials of the papers (with the sign of GDM's last term corrected)
 
 
 @pytest.mark.parametrize("D", [1, 2, 5, 12])
 @pytest.mark.parametrize("m", [0.0, 0.6, 0.95])
 def test_pipelined_backpropagations_polynomials(D: int, m: float) -> None:
     k, T, a, b = 0.3, 3.5, 0.7, 1.3
-    same_roots(
-        at_step(make_delayed_sgd(D, m), k), powers((D + 1, 1), (D, -(1 + m)), (D - 1, m), (0, k))
+    assert_same_roots(
+        expand_at_step(make_delayed_sgd(D, m), k),
+        make_polynomial((D + 1, 1), (D, -(1 + m)), (D - 1, m), (0, k)),
     )
-    gsc = powers((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (a + b)), (0, -k * m * b))
-    same_roots(at_step(make_delayed_sgd(D, m, (a, b)), k), gsc)
-    lwp = powers((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (1 + T)), (0, -k * T))
-    same_roots(at_step(make_delayed_sgd(D, m, horizon=T), k), lwp)
-    both = powers(
+    gsc = make_polynomial((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (a + b)), (0, -k * m * b))
+    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, (a, b)), k), gsc)
+    lwp = make_polynomial((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (1 + T)), (0, -k * T))
+    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, horizon=T), k), lwp)
+    both = make_polynomial(
         (D + 3, 1), (D + 2, -(1 + m)), (D + 1, m), (2, k * (a + b) * (T + 1)),
         (1, -k * ((T + 1) * m * b + T * (a + b))), (0, k * T * m * b),
     )  # fmt: skip
-    same_roots(at_step(make_delayed_sgd(D, m, (a, b), T), k), both)
+    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, (a, b), T), k), both)
     velocity = np.polyadd(
         np.polymul([1, -1], np.polyadd([1, -m] + [0] * D, [k * T])), [k * (a + b), -k * b * m]
     )
-    same_roots(at_step(make_delayed_sgd(D, m, (a, b), T, by_velocity=True), k), list(velocity))
+    assert_same_roots(
+        expand_at_step(make_delayed_sgd(D, m, (a, b), T, by_velocity=True), k), list(velocity)
+    )
 
 
 @pytest.mark.parametrize("D", [1, 4, 12])
 @pytest.mark.parametrize("m", [0.3, 0.9])
 def test_on_a_quadratic_spike_compensation_is_weight_prediction(D: int, m: float) -> None:
-    """Equations 44 to 47 of Kosson et al. 2021."""
+    """Check equations 44 to 47 of Kosson et al. 2021."""
     a, b = compute_spike_coefficients(m, D)
-    predicted = at_step(make_delayed_sgd(D, m, horizon=m * (1 - m**D) / (1 - m)), 0.3)
-    same_roots(at_step(make_delayed_sgd(D, m, (a, b)), 0.3), predicted)
+    predicted = expand_at_step(make_delayed_sgd(D, m, horizon=m * (1 - m**D) / (1 - m)), 0.3)
+    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, (a, b)), 0.3), predicted)
     T = 3.5
     spike = make_delayed_sgd(D, m, (1 - (1 - m) / m * T, T / m))
-    same_roots(at_step(spike, 0.3), at_step(make_delayed_sgd(D, m, horizon=T), 0.3))
+    assert_same_roots(
+        expand_at_step(spike, 0.3), expand_at_step(make_delayed_sgd(D, m, horizon=T), 0.3)
+    )
 
 
 @pytest.mark.parametrize("forward, backward", [(1, 0), (6, 2), (10, 6), (10, 0)])
 def test_pipemares_polynomials(forward: int, backward: int) -> None:
     step, h, delta, phi, middle, g = 0.07, 1.5, 4.0, -2.0, (forward + backward) // 2, 0.8
-    plain = powers((forward + 1, 1), (forward, -1), (0, step * h))
-    same_roots(at_step(make_delayed_sgd(forward, curvature=h), step), plain)
-    momentum = powers((forward + 1, 1), (forward, -1.9), (forward - 1, 0.9), (0, step * h))
-    same_roots(at_step(make_pipemare(forward, backward, curvature=h, momentum=0.9), step), momentum)
+    plain = make_polynomial((forward + 1, 1), (forward, -1), (0, step * h))
+    assert_same_roots(expand_at_step(make_delayed_sgd(forward, curvature=h), step), plain)
+    momentum = make_polynomial((forward + 1, 1), (forward, -1.9), (forward - 1, 0.9), (0, step * h))
+    assert_same_roots(
+        expand_at_step(make_pipemare(forward, backward, curvature=h, momentum=0.9), step), momentum
+    )
     gap = forward - backward
-    apart = np.polyadd([1, -1] + [0] * forward, [step * (h + delta)])
-    apart = np.polysub(apart, [step * delta] + [0] * gap)
-    same_roots(at_step(make_pipemare(forward, backward, delta, curvature=h), step), list(apart))
+    with_gap = np.polyadd([1, -1] + [0] * forward, [step * (h + delta)])
+    with_gap = np.polysub(with_gap, [step * delta] + [0] * gap)
+    assert_same_roots(
+        expand_at_step(make_pipemare(forward, backward, delta, curvature=h), step), list(with_gap)
+    )
 
-    def corrected(size: float, difference: int) -> Any:
+    def make_correction(size: float, difference: int) -> Any:
         """Return -step size z^n (z - g) + step size z^n n (1 - g) (z - 1)."""
         inner = np.polysub(np.array([1, -1]) * difference * (1 - g), [1, -g])
         return np.polymul([step * size] + [0] * difference, inner)
@@ -111,15 +123,16 @@ def test_pipemares_polynomials(forward: int, backward: int) -> None:
     start = np.polyadd(
         np.polymul(np.poly([1, g]), [1] + [0] * forward), step * (h + delta) * np.array([1, -g])
     )
-    same_roots(
-        at_step(make_pipemare(forward, backward, delta, g, curvature=h), step),
-        list(np.polyadd(start, corrected(delta, gap))),
+    assert_same_roots(
+        expand_at_step(make_pipemare(forward, backward, delta, g, curvature=h), step),
+        list(np.polyadd(start, make_correction(delta, gap))),
     )
     split = np.polyadd(
-        np.polyadd(start, corrected(delta - phi, gap)), corrected(phi, forward - middle)
+        np.polyadd(start, make_correction(delta - phi, gap)), make_correction(phi, forward - middle)
     )
-    same_roots(
-        at_step(make_pipemare(forward, backward, delta, g, (middle, phi), h), step), list(split)
+    assert_same_roots(
+        expand_at_step(make_pipemare(forward, backward, delta, g, (middle, phi), h), step),
+        list(split),
     )
 
 
@@ -162,8 +175,8 @@ def test_lemma_3_bounds_it_with_momentum(delay: int, momentum: float) -> None:
 # ---- root radii, stable steps and the recurrences agree
 
 
-def drawn(rng: np.random.Generator) -> Recurrence:
-    """Return any of the papers' rules, with any numbers."""
+def draw_recurrence(rng: np.random.Generator) -> Recurrence:
+    """Draw one of the papers' rules with random numbers."""
     m = float(rng.choice([0.0, rng.uniform(0, 0.98)]))
     if rng.random() < 0.5:
         delay = int(rng.integers(0, 13))
@@ -191,10 +204,10 @@ def drawn(rng: np.random.Generator) -> Recurrence:
     )
 
 
-def test_stable_steps_are_those_whose_roots_lie_inside() -> None:
+def test_stable_steps_have_all_roots_inside_the_unit_circle() -> None:
     rng = np.random.default_rng(1)
     for _ in range(150):
-        loop = derive_loop_gain(drawn(rng))
+        loop = derive_loop_gain(draw_recurrence(rng))
         stable_steps = find_stable_steps(loop)
         steps = np.exp(rng.uniform(np.log(1e-4), np.log(6), 25))
         radius = compute_root_radius(loop, steps)
@@ -219,13 +232,14 @@ def measure_growth(path: np.ndarray, window: int) -> np.ndarray:
 
 
 def test_stability_need_not_be_monotone() -> None:
-    """A backward at once, with momentum: too great a step is unstable, a greater one stable again."""
+    """With an immediate backward and momentum a step that is too large is unstable, and a larger
+    one is stable again."""
     loop = derive_loop_gain(make_pipemare(5, 0, -0.7766, momentum=0.9))
-    (zero, first), (again, last) = find_stable_steps(loop)
-    assert (zero, first, again, last) == pytest.approx((0, 0.1556, 0.4271, 1.439), rel=1e-3)
+    (zero, first), (second, last) = find_stable_steps(loop)
+    assert (zero, first, second, last) == pytest.approx((0, 0.1556, 0.4271, 1.439), rel=1e-3)
     assert find_largest_stable_step(loop) == first
     steps = np.array(
-        [first * 0.99, first * 1.01, again * 0.99, again * 1.01, last * 0.99, last * 1.01]
+        [first * 0.99, first * 1.01, second * 0.99, second * 1.01, last * 0.99, last * 1.01]
     )
     assert (compute_root_radius(loop, steps) < 1).tolist() == [
         True,
@@ -237,12 +251,12 @@ def test_stability_need_not_be_monotone() -> None:
     ]
 
 
-def test_steps_within_smaller_circles_are_those_whose_roots_lie_inside_them() -> None:
+def test_steps_within_a_smaller_circle_have_all_roots_inside_it() -> None:
     rng = np.random.default_rng(2)
     radii = np.array([0.6, 0.83, 0.97, 0.9991])
     inside_count = 0
     for _ in range(80):
-        loop = derive_loop_gain(drawn(rng))
+        loop = derive_loop_gain(draw_recurrence(rng))
         steps = np.exp(rng.uniform(np.log(1e-4), np.log(6), 25))
         radius = compute_root_radius(loop, steps)
         for circle, result in zip(radii, find_steps_within(loop, radii)):
@@ -252,18 +266,19 @@ def test_steps_within_smaller_circles_are_those_whose_roots_lie_inside_them() ->
     assert inside_count > 300
 
 
-def test_the_recurrences_carried_out_grow_as_the_roots_say() -> None:
-    """Several steps of each rule at once; near the circle neither grows nor shrinks soon enough to be told."""
+def test_simulated_recurrences_grow_as_their_roots_predict() -> None:
+    """Simulate several step sizes of each rule; near the unit circle growth is too slow to be
+    measured."""
     rng = np.random.default_rng(3)
     clear_count = 0
     for _ in range(45):
-        one = drawn(rng)
+        recurrence = draw_recurrence(rng)
         steps = np.exp(rng.uniform(np.log(1e-2), np.log(4), 24))
-        radius = compute_root_radius(derive_loop_gain(one), steps)
-        seen = measure_growth(simulate(one, steps=steps, updates=500), 200)
-        clear = np.abs(radius - 1) > 0.02
-        clear_count += clear.sum()
-        assert ((seen < 1) == (radius < 1))[clear].all(), one
+        radius = compute_root_radius(derive_loop_gain(recurrence), steps)
+        growth = measure_growth(simulate(recurrence, steps=steps, updates=500), 200)
+        is_clear = np.abs(radius - 1) > 0.02
+        clear_count += is_clear.sum()
+        assert ((growth < 1) == (radius < 1))[is_clear].all(), recurrence
     assert clear_count > 500
 
 
@@ -275,7 +290,8 @@ def test_the_recurrences_carried_out_grow_as_the_roots_say() -> None:
 def test_stages_that_share_a_direction(
     delays: List[int], shares: List[float], rates: List[float], horizon: float
 ) -> None:
-    """Beside their recurrence: a quadratic of one direction v in as many dimensions, each of its own delay and rate."""
+    """Compare the recurrence with a quadratic of one direction v, each of whose dimensions has
+    its own delay and rate."""
     m, compensated = (
         0.8,
         [compute_spike_coefficients(0.8, delay) if horizon else (1.0, 0.0) for delay in delays],
@@ -289,11 +305,11 @@ def test_stages_that_share_a_direction(
     for factor, grows in ((0.97, False), (1.03, True)):
         w, velocity, step = [v, v], np.zeros(len(v)), factor * largest
         for _ in range(4000):
-            seen = np.array([
+            read_weights = np.array([
                 (1 + horizon * d) * w[max(-1 - d, -len(w))][i] - horizon * d * w[max(-2 - d, -len(w))][i]
                 for i, d in enumerate(delays)
             ])  # fmt: skip
-            gradient = 2.0 * v * (v @ seen)
+            gradient = 2.0 * v * (v @ read_weights)
             velocity = m * velocity + gradient
             a, b = np.array(compensated).T
             w.append(w[-1] - step * np.array(rates) * (a * velocity + b * gradient))
@@ -303,18 +319,20 @@ def test_stages_that_share_a_direction(
         assert ours == pytest.approx(sums[:201], rel=1e-9, abs=1e-12)
 
 
-# ---- what is the same as what
+# ---- equivalent rules
 
 
 def test_compensation_answers_a_late_gradient_as_if_it_had_come_in_time() -> None:
     m, D = 0.8, 5
-    late, early = (compute_impulse_response(make_delayed_sgd(delay, m), 30) for delay in (D, 0))
+    delayed, undelayed = (
+        compute_impulse_response(make_delayed_sgd(delay, m), 30) for delay in (D, 0)
+    )
     compensated = compute_impulse_response(
         make_delayed_sgd(D, m, compute_spike_coefficients(m, D)), 30
     )
-    assert (late[D:] == early[:-D]).all() and not late[:D].any()
-    assert compensated[D + 1 :] == pytest.approx(early[D + 1 :]) and not compensated[:D].any()
-    assert compensated[D] == pytest.approx(early[: D + 1].sum())
+    assert (delayed[D:] == undelayed[:-D]).all() and not delayed[:D].any()
+    assert compensated[D + 1 :] == pytest.approx(undelayed[D + 1 :]) and not compensated[:D].any()
+    assert compensated[D] == pytest.approx(undelayed[: D + 1].sum())
 
 
 def test_the_decay_of_t2() -> None:
@@ -326,7 +344,8 @@ def test_the_decay_of_t2() -> None:
 
 
 def test_half_lives_without_delay_are_those_of_the_best_heavy_ball() -> None:
-    """Momentum ((sqrt(kappa) - 1) / (sqrt(kappa) + 1))^2, radius its root."""
+    """The best momentum is ((sqrt(kappa) - 1) / (sqrt(kappa) + 1))^2, and the root radius its
+    square root."""
     condition = 1e3
     root = (math.sqrt(condition) - 1) / (math.sqrt(condition) + 1)
     life, momentum = find_best_momentum(
@@ -341,7 +360,7 @@ def test_half_lives_without_delay_are_those_of_the_best_heavy_ball() -> None:
 
 
 def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
-    """Searched on a grid of rates, all roots by eigenvalues."""
+    """Search a grid of rates, with all roots by eigenvalues."""
     for one in (
         make_delayed_sgd(3, 0.5),
         make_delayed_sgd(2, 0.7, compute_spike_coefficients(0.7, 2), 2.0),
@@ -363,7 +382,7 @@ def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
 # ---- bounds
 
 
-def quadratic(seed: int) -> Tuple[Any, Any, float]:
+def make_quadratic(seed: int) -> Tuple[Any, Any, float]:
     """Return (batches' matrices (b, d, d), their optima, L) of f = mean over b of (x - c_b)' A_b (x - c_b) / 2."""
     rng = np.random.default_rng(seed)
     roots = rng.normal(size=(5, 6, 6))
@@ -372,15 +391,15 @@ def quadratic(seed: int) -> Tuple[Any, Any, float]:
 
 
 def test_rpd_stays_below_its_bound() -> None:
-    """Algorithm 1 on a quadratic, with the block gradients that were met."""
-    A, centres, L = quadratic(0)
+    """Run Algorithm 1 on a quadratic, and take the bound with the block gradients of the run."""
+    A, centres, L = make_quadratic(0)
     mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
     least = np.linalg.solve(mean, offset)
     blocks, delay, updates = 3, compute_greatest_delay(3), 400
     size = 6 // blocks
     assert delay == 7
 
-    def loss(x: Any) -> float:
+    def compute_loss(x: Any) -> float:
         return float(x @ mean @ x / 2 - offset @ x)
 
     for lr in (0.3 / L, 0.03 / L):
@@ -399,14 +418,14 @@ def test_rpd_stays_below_its_bound() -> None:
                 largest = max(largest, float(np.linalg.norm(gradient)))
                 path.append(path[k].copy())
                 path[-1][block] -= lr * gradient
-        gap = loss(np.zeros(6)) - loss(least)
+        gap = compute_loss(np.zeros(6)) - compute_loss(least)
         bound = bound_rpd(lr, updates, blocks, delay, gap, L, largest)
         assert np.mean(norms) < bound.total
         assert bound.total == pytest.approx(sum(bound[:3]))
 
 
 def test_local_sgd_stays_below_its_bound() -> None:
-    A, centres, L = quadratic(1)
+    A, centres, L = make_quadratic(1)
     mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
     least = np.linalg.solve(mean, offset)
     replicas, local, rounds, blocks = 4, 5, 40, 3
@@ -442,7 +461,7 @@ def test_local_sgd_stays_below_its_bound() -> None:
 
 
 def test_bounds_have_their_parts() -> None:
-    """By hand: lr 1/2, K 100, P 4, gap 3, L 2, G 5."""
+    """Compare with values computed by hand for lr 1/2, K 100, P 4, gap 3, L 2, G 5."""
     bound = bound_rpd(0.5, 100, 4, 14, 3.0, 2.0, 5.0)
     assert bound == (2 * 4 * 3 / 50, 0.5 * 4 * 2 * 25, 0.25 * 4 * 196 * 25)
     local = bound_local_sgd(0.5, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5)

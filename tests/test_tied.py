@@ -1,4 +1,5 @@
-"""A weight that several stages use is trained as in plain PyTorch, held once, or refused with the reason."""
+"""Check that a weight of several stages is trained as in plain PyTorch, stored once, or refused
+with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from tests.slot_simulation import PLAYED
-from tests.staged_models import TIED, TIES, batches, twice, whole
+from tests.staged_models import TIED, TIES, draw_microbatches, join_stages, make_repeating_model
 from tests.support.models import Composed
 from tests.support.runs import list_faults
 from tests.test_emulator_exact import (
@@ -32,13 +33,13 @@ SHARING = [name for name, method in PLAYED.items() if method.one_version]
 FLUSHING = [name for name in SHARING if METHODS[name].flushes]
 
 
-def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
+def make_seeded_stages(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
     torch.manual_seed(3)
     return [stage.to(dtype) for stage in TIED[name]()]
 
 
-def untied(stages: List[nn.Module], name: str) -> List[nn.Module]:
-    """Return copies of their own in the place of replicas."""
+def separate_replicas(stages: List[nn.Module], name: str) -> List[nn.Module]:
+    """Replace each replica of a shared weight by a copy, and return the stages."""
     for s, ties in TIES[name].items():
         for weight in ties:
             module, _, leaf = weight.rpartition(".")
@@ -47,7 +48,7 @@ def untied(stages: List[nn.Module], name: str) -> List[nn.Module]:
     return stages
 
 
-# ---- which methods
+# ---- methods that share weights
 
 
 def test_methods_that_flush_and_2bw_share_weights() -> None:
@@ -55,14 +56,16 @@ def test_methods_that_flush_and_2bw_share_weights() -> None:
 
 
 @given(st.sampled_from(SHARING), st.integers(2, 6), st.integers(1, 4), st.integers(0, 5), st.data())
-def test_all_stages_of_such_methods_read_one_version_of_a_microbatch(
-    name: str, stages: int, batch: int, more: int, data: Any
+def test_all_stages_of_methods_that_share_read_one_version_of_a_microbatch(
+    name: str, stages: int, batch: int, extra_batches: int, data: Any
 ) -> None:
     method = resolve_method(name)
     accumulate = batch if name != "pipedream_2bw" else max(batch, stages)
-    count = accumulate * (more + 2)
+    count = accumulate * (extra_batches + 2)
     drains = data.draw(
-        st.lists(st.integers(1, more + 1).map(lambda k: k * accumulate), unique=True).map(sorted)
+        st.lists(st.integers(1, extra_batches + 1).map(lambda k: k * accumulate), unique=True).map(
+            sorted
+        )
     )
     forward, backward = VersionTable(
         make_schedule(method, stages, count, accumulate, drains), method
@@ -73,17 +76,18 @@ def test_all_stages_of_such_methods_read_one_version_of_a_microbatch(
 @pytest.mark.parametrize(
     "name", [n for n, m in METHODS.items() if not m.one_version and m.is_pipeline]
 )
-def test_stages_of_the_others_read_different_ones(name: str) -> None:
+def test_stages_of_other_methods_read_different_versions(name: str) -> None:
     method = resolve_method(name)
     forward, _ = VersionTable(make_schedule(method, 4, 40, 1), method).window(0, 40)
     assert (forward != forward[0]).any()
 
 
-# ---- which stages
+# ---- stages of a shared weight
 
 
 def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None:
-    """Its name is that of the module that comes first in the model, here the one that runs last."""
+    """Its name is that of the first module of the model that has it, here of the module that
+    runs last."""
 
     head, embedding = (nn.Linear(4, 4, bias=False) for _ in range(2))
     head.weight = embedding.weight
@@ -103,27 +107,27 @@ def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None
 
 
 def test_a_module_that_runs_on_two_stages_uses_its_weights_on_both() -> None:
-    part = partition(twice(), torch.randn(2, 12), one_stage=None)
+    part = partition(make_repeating_model(), torch.randn(2, 12), one_stage=None)
     names = [["0.weight", "0.bias"], ["1.weight", "1.bias"], [], ["4.weight", "4.bias"]]
     assert [list(stage.parameters) for stage in part.stages] == names
     assert part.list_replicas(2) == ["1.weight", "1.bias"]
 
 
 def test_a_count_divides_a_shared_weight_where_it_may() -> None:
-    model, x = whole(TIED["tied"]()), torch.randn(3, 12)
-    apart = partition(model, x, 3, one_stage=None)
-    assert len(apart) == 3 and apart.list_replicas(2) == ["1.0.weight"]
+    model, x = join_stages(TIED["tied"]()), torch.randn(3, 12)
+    part = partition(model, x, 3, one_stage=None)
+    assert len(part) == 3 and part.list_replicas(2) == ["1.0.weight"]
     assert not partition(model, x, 3).shared
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.one_version])
-def test_other_methods_refuse_it_with_weight_stages_reason_and_remedy(name: str) -> None:
+def test_other_methods_refuse_a_shared_weight_with_reason_and_remedy(name: str) -> None:
     (fault,) = list_faults(
         partition,
-        whole(TIED["tied"]()),
+        join_stages(TIED["tied"]()),
         torch.randn(3, 12),
         one_stage=resolve_method(name).one_stage_reason,
     )
@@ -142,7 +146,7 @@ def test_other_methods_refuse_it_with_weight_stages_reason_and_remedy(name: str)
     assert why in fault
 
 
-# ---- what is computed
+# ---- weights
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
@@ -152,22 +156,24 @@ def test_other_methods_refuse_it_with_weight_stages_reason_and_remedy(name: str)
 def test_weights_equal_those_of_the_literal_replay(
     method: str, model: str, optimizer: str, accumulate: int, drains: Tuple[int, ...]
 ) -> None:
-    chosen = resolve_method(method)
+    resolved = resolve_method(method)
     if method == "pipedream_2bw":
         accumulate = max(accumulate, 5)
-    stages, data = fresh(model), batches(accumulate * 8)
-    twin, unsplit = untied(copy.deepcopy(stages), model), whole(stages)
-    emulator = train_on_emulator(unsplit, chosen, accumulate, data, OPTIMIZERS[optimizer], drains)
-    done = train_literally(
-        twin, chosen, accumulate, data, OPTIMIZERS[optimizer], drains, ties=TIES[model]
+    stages, microbatches = make_seeded_stages(model), draw_microbatches(accumulate * 8)
+    twin, unsplit = separate_replicas(copy.deepcopy(stages), model), join_stages(stages)
+    emulator = train_on_emulator(
+        unsplit, resolved, accumulate, microbatches, OPTIMIZERS[optimizer], drains
+    )
+    replayed = train_literally(
+        twin, resolved, accumulate, microbatches, OPTIMIZERS[optimizer], drains, ties=TIES[model]
     )
     states = emulator.work.rules.optimizer.state
-    parameters = [p for s, stage in enumerate(done) for p in stage.parameters.values()]
+    parameters = [p for s, stage in enumerate(replayed) for p in stage.parameters.values()]
     for (name, ours), theirs in zip(unsplit.named_parameters(), parameters):
         assert torch.equal(ours, theirs), name
         (counterpart,) = [
             stage.optimizer.state[theirs]
-            for stage in done
+            for stage in replayed
             if stage.optimizer and theirs in stage.optimizer.state
         ]
         assert all(
@@ -180,8 +186,12 @@ def test_weights_equal_those_of_the_literal_replay(
 @pytest.mark.parametrize("model", [*TIED, "twice"])
 @pytest.mark.parametrize("method", FLUSHING)
 def test_methods_that_flush_are_plain_training(method: str, model: str, dtype: torch.dtype) -> None:
-    unsplit = twice().to(dtype) if model == "twice" else whole(fresh(model, dtype))
-    data, twin = batches(24, dtype=dtype), copy.deepcopy(unsplit)
+    unsplit = (
+        make_repeating_model().to(dtype)
+        if model == "twice"
+        else join_stages(make_seeded_stages(model, dtype))
+    )
+    data, twin = draw_microbatches(24, dtype=dtype), copy.deepcopy(unsplit)
     train_on_emulator(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"])
     train_in_plain_loop(twin, data, 4, OPTIMIZERS["sgd"])
     for (name, ours), theirs in zip(unsplit.named_parameters(), twin.parameters()):
@@ -189,6 +199,10 @@ def test_methods_that_flush_are_plain_training(method: str, model: str, dtype: t
 
 
 def test_the_pieces_self_check_adds_gradients_as_autograd_does() -> None:
-    """Two uses in one piece and a third behind it: the sum of the two is no part of the whole model's."""
-    model, x = whole(fresh("thrice", torch.float32)), batches(1, 16, torch.float32)[0][0]
+    """One piece uses the weight twice and the next piece once: the sum of two gradients does not
+    occur in the whole model."""
+    model, x = (
+        join_stages(make_seeded_stages("thrice", torch.float32)),
+        draw_microbatches(1, 16, torch.float32)[0][0],
+    )
     verify_pieces(model, cut_model(model, ["4"], x), x)

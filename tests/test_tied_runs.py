@@ -26,7 +26,13 @@ from tests.support.runs import (
     read_trace_file,
     read_weights,
 )
-from tests.tied_models import Gpt2, Normed, Renormed, lm, tokens
+from tests.tied_models import (
+    Gpt2,
+    RenormedEmbeddingModel,
+    SharedBatchNormModel,
+    make_language_model,
+    make_random_tokens,
+)
 
 ADAM = {"name": "adam", "lr": 0.01, "weight_decay": 0.01}
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -47,7 +53,7 @@ def config(method: str, **keys: Any) -> Any:
 def model(kind: str, **args: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return lm(**args) if kind == "lm" else Gpt2(**args)
+        return make_language_model(**args) if kind == "lm" else Gpt2(**args)
 
 
 def plainly(trained: nn.Module, updates: int, optimizer: Dict[str, Any], norm: float) -> None:
@@ -55,7 +61,7 @@ def plainly(trained: nn.Module, updates: int, optimizer: Dict[str, Any], norm: f
     kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     settings = {key: value for key, value in optimizer.items() if key != "name"}
     steps: Any = kinds[optimizer["name"]](trained.parameters(), **settings)
-    data = tokens()
+    data = make_random_tokens()
     for k in range(updates):
         for m in range(4 * k, 4 * k + 4):
             epoch, index = divmod(m, data.train_batches_per_epoch(2))
@@ -75,7 +81,7 @@ def test_a_run_is_plain_training_and_its_checkpoint_fits_the_plain_model(
     ours, plain = model(kind), model(kind)
     norm = 0.3
     settings = config(method, optimizer=optimizer, clip={"norm": norm, "scope": "global"})
-    summary = train(settings, tmp_path, model=ours, data=tokens(), quiet=True)
+    summary = train(settings, tmp_path, model=ours, data=make_random_tokens(), quiet=True)
     plainly(plain, 6, optimizer, norm)
     assert len(summary["stages"]) >= 3
     for (name, a), b in zip(ours.named_parameters(), plain.parameters()):
@@ -91,7 +97,9 @@ def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> Non
     tied, untied = (model("lm", tied=tied) for tied in (True, False))
     lines: List[Any] = []
     for place, result in (("tied", tied), ("own", untied)):
-        train(config("gpipe"), tmp_path / place, model=result, data=tokens(), quiet=True)
+        train(
+            config("gpipe"), tmp_path / place, model=result, data=make_random_tokens(), quiet=True
+        )
         lines.append(json.loads((tmp_path / place / "memory.json").read_text())["stages"])
     size = tied.embedding.tokens.weight.numel()  # type: ignore[union-attr, operator]
     for before, (ours, theirs) in enumerate(zip(*lines)):
@@ -124,7 +132,7 @@ def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> Non
 def test_what_cannot_be_is_refused_before_anything_is_written(
     tmp_path: Path, method: str, why: str
 ) -> None:
-    arguments = {"model": model("lm"), "data": tokens(), "quiet": True}
+    arguments = {"model": model("lm"), "data": make_random_tokens(), "quiet": True}
     (fault,) = list_faults(
         train, config(method, gradient_accumulation=1), tmp_path / "run", **arguments
     )
@@ -142,7 +150,8 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 def described(out: Path, method: str, **keys: Any) -> Path:
     """Return a config file of a run into `out`."""
     base: Dict[str, Any] = {
-        "model": {"entry": "tests.tied_models:lm"}, "data": {"name": "tests.tied_models:tokens"}, "method": method,
+        "model": {"entry": "tests.tied_models:make_language_model"}, "data": {"name": "tests.tied_models:make_random_tokens"},
+        "method": method,
         "micro_batch_size": 2, "gradient_accumulation": 4, "steps": 6, "optimizer": SGD, "backend": {"threads": 1},
         "log": {"every": 1, "tensorboard": False}, "checkpoint": {"every": 3, "keep": 9},
     }  # fmt: skip
@@ -236,26 +245,28 @@ def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any
         (fault,) = list_faults(layout._place_stages, chosen, METHODS[method], trained, x, 2, 0)
         return str(fault)
 
-    complaint = refused("pipemare", model("lm"), tokens().train_batch(0, 0, 2)[0])
+    complaint = refused("pipemare", model("lm"), make_random_tokens().train_batch(0, 0, 2)[0])
     assert (
         "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight"
         in complaint
     )
     assert "with pipemare stages may read different versions" in complaint
-    complaint = refused("gpipe", Normed(), torch.randn(2, 12))
+    complaint = refused("gpipe", SharedBatchNormModel(), torch.randn(2, 12))
     assert complaint.startswith("model: 1.running_mean") and "stages 0 and 1" in complaint
-    complaint = refused("gpipe", Renormed(), tokens().train_batch(0, 0, 2)[0])
+    complaint = refused(
+        "gpipe", RenormedEmbeddingModel(), make_random_tokens().train_batch(0, 0, 2)[0]
+    )
     assert complaint.startswith(
         "model: 0.weight: the forward changes this weight (max_norm of an embedding?)"
     )
-    apart = Renormed()
+    apart = RenormedEmbeddingModel()
     apart[2].weight = nn.Parameter(apart[0].weight.data)
-    complaint = refused("gpipe", apart, tokens().train_batch(0, 0, 2)[0])
+    complaint = refused("gpipe", apart, make_random_tokens().train_batch(0, 0, 2)[0])
     assert complaint.startswith(
         "model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory"
     )
     how = config("pipedream_2bw", optimizer=SGD, method_args={"weight_prediction": {"scale": 1}})
-    job = build(how, model=model("lm"), data=tokens())  # the emulator can
+    job = build(how, model=model("lm"), data=make_random_tokens())  # the emulator can
     (fault,) = engine.list_faults(job)
     assert fault.startswith(
         "method_args.weight_prediction: corrects embedding.tokens.weight, which several stages use"

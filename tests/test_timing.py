@@ -1,4 +1,4 @@
-"""Timed schedules against times known in closed form."""
+"""Compare timed schedules with times in closed form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_one_microbatch_at_a_time_takes_all_passes_and_links_in_turn() -> None:
 
 @pytest.mark.parametrize("name", PLAYED)
 def test_unit_costs_give_the_slots(name: str) -> None:
-    """Of the whole and of a window; where a slot holds both passes, the forward takes its first half."""
+    """Check the whole and a window; where a slot holds both passes, the forward takes its first
+    half."""
     for P, M, N in ((1, 5, 2), (3, 20, 3), (4, 11, 5), (6, 7, 7)):
         schedule = make_schedule(METHODS[name], P, M, N)
         costs = make_slot_costs(schedule)
@@ -34,16 +35,16 @@ def test_unit_costs_give_the_slots(name: str) -> None:
             times = clock(schedule, costs, count)
             for kind in (Kind.FORWARD, Kind.BACKWARD):
                 slots = schedule.slots(kind, 0, count)
-                late = (
+                offset = (
                     0.5 if schedule.slot_holds is SlotHolds.BOTH and kind is Kind.BACKWARD else 0.0
                 )
-                assert (times.start[kind] == slots + late).all()
-                assert (times.end[kind] == slots + late + 1 / schedule.slot_capacity).all()
+                assert (times.start[kind] == slots + offset).all()
+                assert (times.end[kind] == slots + offset + 1 / schedule.slot_capacity).all()
             ends = schedule.slots(Kind.UPDATE, 0, count // N) + 1
             assert (times.start[Kind.UPDATE] == ends).all() and (
                 times.end[Kind.UPDATE] == ends
             ).all()
-        if schedule.slot_holds is SlotHolds.ONE:  # no planned pass is later than it must be
+        if schedule.slot_holds is SlotHolds.ONE:  # no planned pass is later than necessary
             eager = clock(schedule, replace(costs, slot=0.0))
             assert all(
                 (eager.start[kind] == schedule.slots(kind, 0, M)).all()
@@ -62,54 +63,65 @@ def test_an_update_waits_for_all_of_its_batch_in_whatever_order() -> None:
 # ---- messages
 
 
-def alike(stages: int, **more: Any) -> Costs:
-    """Return every stage: a forward of 1, a backward of 2, no update."""
-    return Costs([1.0] * stages, [2.0] * stages, [0.0] * stages, **more)
+def make_equal_costs(stages: int, **keys: Any) -> Costs:
+    """Return equal costs for every stage: a forward of 1, a backward of 2, no update."""
+    return Costs([1.0] * stages, [2.0] * stages, [0.0] * stages, **keys)
 
 
 def test_latency_delays_and_occupies_nothing() -> None:
-    """GPipe waits for it once a stage on the way on, and once on the way back."""
-    late = [Transfer(0.0, 2.5, (f"wire {s}",)) for s in range(3)]
+    """GPipe waits for the latency once a stage forward, and once a stage backward."""
+    latencies = [Transfer(0.0, 2.5, (f"wire {s}",)) for s in range(3)]
     schedule = make_schedule(resolve_method("gpipe"), 4, 6, 6)
-    assert clock(schedule, alike(4, onward=late, back=late)).finish == (6 + 3) * 3 + 2 * 3 * 2.5
+    assert (
+        clock(schedule, make_equal_costs(4, onward=latencies, back=latencies)).finish
+        == (6 + 3) * 3 + 2 * 3 * 2.5
+    )
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 10])
 def test_a_slow_link_is_the_bottleneck(microbatches: int) -> None:
-    """GPipe on two stages, 5 a message on the way on: one forward, all messages, the last forward, then the backwards."""
+    """On two stages with messages of 5 seconds GPipe takes one forward, all messages, the last
+    forward, then the backwards."""
     schedule = make_schedule(resolve_method("gpipe"), 2, microbatches, microbatches)
-    times = clock(schedule, alike(2, onward=[Transfer(5.0, 0.0, ("slow",))], back=[Transfer()]))
+    times = clock(
+        schedule, make_equal_costs(2, onward=[Transfer(5.0, 0.0, ("slow",))], back=[Transfer()])
+    )
     assert times.finish == 1 + 5 * microbatches + 1 + 2 * microbatches + 2
     assert times.link_busy == {"slow": 5.0 * microbatches}
     blocks = make_schedule(resolve_method("local_greedy"), 2, 100, 1)
-    starts = clock(blocks, alike(2, onward=[Transfer(5.0, 0.0, ("slow",))])).start[Kind.FORWARD]
+    starts = clock(blocks, make_equal_costs(2, onward=[Transfer(5.0, 0.0, ("slow",))])).start[
+        Kind.FORWARD
+    ]
     assert (starts[1, 1:] - starts[1, :-1] == 5).all()
 
 
 def test_few_microbatches_in_flight_wait_for_the_way_there_and_back() -> None:
-    """PipeDream on two stages has two in flight: two rounds of 1 + 2 + (1 + 2) + 2 + 2 seconds a microbatch pass at once."""
+    """PipeDream on two stages has two microbatches in flight: two round trips of 1 + 2 + (1 + 2)
+    + 2 + 2 seconds overlap."""
     wire = [Transfer(2.0, 0.0, ("wire",))]
     times = clock(
-        make_schedule(resolve_method("pipedream"), 2, 200, 1), alike(2, onward=wire, back=wire)
+        make_schedule(resolve_method("pipedream"), 2, 200, 1),
+        make_equal_costs(2, onward=wire, back=wire),
     )
     assert times.finish == 200 * (1 + 2 + 3 + 2 + 2) / 2 + 3 and times.link_busy == {"wire": 800.0}
 
 
 def test_messages_that_share_a_link_follow_one_another_as_they_come() -> None:
-    """Local blocks, whose two boundaries share a wire: 2 messages of 2 a microbatch, although no stage takes more than 3."""
-    one = [Transfer(2.0, 0.0, ("wire",))]
+    """Two boundaries of local blocks share a link: 2 messages of 2 seconds a microbatch,
+    although no stage takes more than 3."""
+    wire = [Transfer(2.0, 0.0, ("wire",))]
     blocks = make_schedule(resolve_method("local_greedy"), 3, 100, 1)
-    shared, apart = (
-        alike(3, onward=one * 2),
-        alike(3, onward=[*one, Transfer(2.0, 0.0, ("other",))]),
+    shared, separate = (
+        make_equal_costs(3, onward=wire * 2),
+        make_equal_costs(3, onward=[*wire, Transfer(2.0, 0.0, ("other",))]),
     )
     assert clock(blocks, shared).finish > 100 * 4 and clock(blocks, shared).link_busy == {
         "wire": 400.0
     }
     # the last stage begins when two forwards and their messages are over
-    assert clock(blocks, apart).finish == 100 * 3 + 2 * (1 + 2)
-    # first come, first carried: what stage 1 sends at 3.5 holds up what stage 0 sends at 4 until 5
-    costs = alike(3, onward=[Transfer(1.5, 0.0, ("wire",))] * 2)
+    assert clock(blocks, separate).finish == 100 * 3 + 2 * (1 + 2)
+    # first come, first served: the message of stage 1 at 3.5 delays that of stage 0 from 4 to 5
+    costs = make_equal_costs(3, onward=[Transfer(1.5, 0.0, ("wire",))] * 2)
     times = clock(make_schedule(resolve_method("local_greedy"), 3, 2, 1), costs)
     assert times.start[Kind.FORWARD].tolist() == [[0.0, 3.0], [2.5, 6.5], [5.0, 9.0]]
 
@@ -122,7 +134,8 @@ def test_replicas_sum_their_gradients_before_each_update() -> None:
 
 
 def test_an_all_reduce_waits_for_the_activations_on_its_link() -> None:
-    """Two stages of plain local blocks: the first one's sum shares the wire with what it has sent on."""
+    """On two stages of local blocks the first stage's all-reduce shares the link with its
+    activations."""
     wire = ("wire",)
     messages: Any = {
         "onward": [Transfer(4.0, 0.0, wire)],
@@ -136,8 +149,11 @@ def test_an_all_reduce_waits_for_the_activations_on_its_link() -> None:
 # ---- lock-step
 
 
-def summed(method: str, costs: Costs, stages: int, microbatches: int, accumulate: int) -> float:
-    """Of PopTorch's timeline, cycle by cycle: what the slowest stage does in it; updates when the pipeline is empty."""
+def sum_slowest_stages(
+    method: str, costs: Costs, stages: int, microbatches: int, accumulate: int
+) -> float:
+    """Sum over the cycles of PopTorch's timeline the work of the slowest stage; updates follow
+    when the pipeline is empty."""
     schedule = make_lockstep_schedule(resolve_method(method), stages, microbatches, accumulate)
     grids = schedule.spell_out(0, schedule.slot_count)
     total = 0.0
@@ -162,8 +178,10 @@ def test_lock_step_is_the_sum_over_cycles_of_the_slowest_stage(P: int, M: int, N
     for method in ("gpipe", "pipedream_flush", "naive"):
         batch = 1 if method == "naive" else N
         schedule = make_lockstep_schedule(resolve_method(method), P, M, batch)
-        assert clock(schedule, costs).finish == pytest.approx(summed(method, costs, P, M, batch))
-    equal = alike(P, lockstep=True)
+        assert clock(schedule, costs).finish == pytest.approx(
+            sum_slowest_stages(method, costs, P, M, batch)
+        )
+    equal = make_equal_costs(P, lockstep=True)
     schedule = make_lockstep_schedule(resolve_method("gpipe"), P, M, N)
     assert clock(schedule, equal).finish == M // N * (N + P - 1) * 3.0
 
@@ -171,20 +189,18 @@ def test_lock_step_is_the_sum_over_cycles_of_the_slowest_stage(P: int, M: int, N
 def test_blocks_in_lock_step_take_the_slowest_block_a_microbatch_and_update_within_it() -> None:
     costs = Costs([1.0, 2.0], [2.0, 3.0], [0.5, 0.25], lockstep=True)
     times = clock(make_lockstep_schedule(resolve_method("local_greedy"), 2, 10, 1), costs)
-    assert (
-        times.finish == 3.5 + 9 * 5.25 + 5 + 0.5
-    )  # the last update, before the end, is made by both together
+    assert times.finish == 3.5 + 9 * 5.25 + 5 + 0.5  # both blocks make the last update together
 
 
 def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
-    """On links of their own the longest counts, on one they add up; the next cycle begins when all are there."""
-    schedule = make_lockstep_schedule(
-        resolve_method("gpipe"), 2, 3, 3
-    )  # F | FF.. : onward in cycles 0 to 2, back in cycles 1 to 3
-    costs = alike(
+    """On separate links the longest message counts, on one link messages add up; the next cycle
+    begins when all have arrived."""
+    # F | FF.. : onward in cycles 0 to 2, back in cycles 1 to 3
+    schedule = make_lockstep_schedule(resolve_method("gpipe"), 2, 3, 3)
+    costs = make_equal_costs(
         2, onward=[Transfer(1.0, 0.5, ("a",))], back=[Transfer(2.0, 0.0, ("b",))], lockstep=True
     )
-    plain = clock(schedule, alike(2, lockstep=True)).finish
+    plain = clock(schedule, make_equal_costs(2, lockstep=True)).finish
     assert clock(schedule, costs).finish == plain + 1.5 + 2 * 2.5 + 2
     one = replace(costs, back=[Transfer(2.0, 0.0, ("a",))])
     assert clock(schedule, one).finish == plain + 1.5 + 2 * 3.5 + 2
@@ -196,7 +212,7 @@ def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
     "key", ["backward", "update", "weight_gradient", "onward", "back", "reduce"]
 )
 def test_costs_without_a_figure_for_every_stage_are_refused(key: str) -> None:
-    """A damaged trace that lacked a stage's messages ended `analyze` in a traceback."""
+    """A damaged trace that lacked a stage's messages once ended `analyze` in a traceback."""
     whole = Costs([1.0] * 3, [2.0] * 3, [0.0] * 3)
     with pytest.raises(BadInput, match=f"^costs: {key}: 1 "):
         replace(whole, **{key: [Transfer()] if key in ("onward", "back", "reduce") else [1.0]})

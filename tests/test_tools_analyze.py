@@ -1,4 +1,5 @@
-"""tools/analyze.py: its answers as text, JSON and picture, and what it says of bad input."""
+"""Check tools/analyze.py: its answers as text, JSON and picture, and its messages about bad
+input."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from tests.support.runs import ROOT, list_faults
 PARTS = ("busy_ns", "wait_ns", "communication_ns", "ramp_up_ns", "ramp_down_ns", "idle_ns")
 
 
-def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
-    """Two ranks, the second of which takes `slow` milliseconds a pass and the first 2."""
+def write_run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
+    """Write the traces of two ranks: a pass takes 2 milliseconds on the first and `slow` on the
+    second. Return the folder."""
     for rank, length in ((0, 2), (1, slow)):
         metadata = {
             "method": "pipedream", "method_args": {}, "stages": 2, "accumulate": 1, "microbatches": microbatches,
@@ -64,24 +66,26 @@ def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
     return path
 
 
-def answered(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+def run_analyze(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     analyze.main([str(argument) for argument in arguments])
     return capsys.readouterr().out
 
 
 def test_the_answer_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = answered(capsys, run_folder(tmp_path / "run")).splitlines()
-    assert printed[0].endswith("run: pipedream, 2 stages, 2 devices, 240 ms, measured")
-    assert printed[2] == "Bottleneck: stage 1 on device 1"
+    lines = run_analyze(capsys, write_run_folder(tmp_path / "run")).splitlines()
+    assert lines[0].endswith("run: pipedream, 2 stages, 2 devices, 240 ms, measured")
+    assert lines[2] == "Bottleneck: stage 1 on device 1"
     assert (
-        "10 times the mean of the others" in printed[3]
-        and "device 0 waits for it 90.0% of the time" in printed[4]
+        "10 times the mean of the others" in lines[3]
+        and "device 0 waits for it 90.0% of the time" in lines[4]
     )
-    assert "begin stage 1 at layer4 instead of layer2" in printed[6] and "predicted" in printed[6]
+    assert "begin stage 1 at layer4 instead of layer2" in lines[6] and "predicted" in lines[6]
 
 
-def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content: Dict[str, Any] = json.loads(answered(capsys, run_folder(tmp_path / "run"), "--json"))
+def test_the_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content: Dict[str, Any] = json.loads(
+        run_analyze(capsys, write_run_folder(tmp_path / "run"), "--json")
+    )
     assert json.loads(json.dumps(ipu_pipe.analyze_run(tmp_path / "run"))) == content
     for device in content["devices"]:
         assert sum(device[part] for part in PARTS) == content["span_ns"] == 240_000_000
@@ -106,10 +110,10 @@ def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", slow=10)
-    printed = answered(capsys, one, "--against", two)
-    lines = [" ".join(line.split()) for line in printed.splitlines()]
-    # Two names, the settings, a head, span, bubble and two stages; the other figures are in the JSON.
+    one, two = write_run_folder(tmp_path / "one"), write_run_folder(tmp_path / "two", slow=10)
+    output = run_analyze(capsys, one, "--against", two)
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    # two names, the settings, a header, span, bubble and two stages; the other figures are in the JSON.
     assert len(lines) == 8 and "not known" in lines[2]
     assert (
         "span 240 ms 120 ms +100.0%" in lines
@@ -118,10 +122,10 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("bubble ") and line.endswith(" points") for line in lines)
     for run, rate in ((one, 0.1), (two, 0.2)):
         (run / "config.yaml").write_text(f"method: pipedream\noptimizer: {{lr: {rate}}}\n")
-    assert "optimizer.lr: 0.1 | 0.2\n" in answered(capsys, one, "--against", two)
+    assert "optimizer.lr: 0.1 | 0.2\n" in run_analyze(capsys, one, "--against", two)
     (two / "config.yaml").write_text((one / "config.yaml").read_text())
-    assert ": none\n" in answered(capsys, one, "--against", two)
-    content = json.loads(answered(capsys, one, "--against", two, "--json"))
+    assert ": none\n" in run_analyze(capsys, one, "--against", two)
+    content = json.loads(run_analyze(capsys, one, "--against", two, "--json"))
     assert (
         content["span_ns"] == 240_000_000 and content["against"]["other"]["span_ns"] == 120_000_000
     )
@@ -135,19 +139,19 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    run = run_folder(tmp_path / "run $x_1$")
-    answered(capsys, run, "--png", tmp_path / "made" / "a.png")
+    run = write_run_folder(tmp_path / "run $x_1$")
+    run_analyze(capsys, run, "--png", tmp_path / "made" / "a.png")
     assert (tmp_path / "made" / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_folder(tmp_path / "run")
-    answered(capsys, run, "--html", tmp_path / "made" / "a.html")
+    run = write_run_folder(tmp_path / "run")
+    run_analyze(capsys, run, "--html", tmp_path / "made" / "a.html")
     page = (tmp_path / "made" / "a.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and "times the mean of the others" in page
 
 
-def test_of_many_events_a_window_is_drawn() -> None:
+def test_a_window_of_many_events_is_drawn() -> None:
     events = Events.from_rows(
         Event(d, d, "forward", m, 10 * m, 10 * m + 9, 0, None)
         for m in range(10_000)
@@ -180,7 +184,7 @@ def test_bad_input(
     arguments: List[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run_folder(tmp_path / "run")
+    write_run_folder(tmp_path / "run")
     (tmp_path / "words").write_text("hello")
     (tmp_path / "profile.pop").write_bytes(b"\0")
     faults = list_faults(analyze.main, arguments)
@@ -189,17 +193,17 @@ def test_bad_input(
 
 def test_exit_codes(tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text('{"traceEvents": [{"ph": "X"')
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "analyze.py"), "cut.json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (ended.returncode, ended.stdout) == (2, "")
+    assert (completed.returncode, completed.stdout) == (2, "")
     assert (
-        ended.stderr.startswith("error: cut.json: cannot be read as a Chrome trace: ")
-        and ended.stderr.count("\n") == 1
+        completed.stderr.startswith("error: cut.json: cannot be read as a Chrome trace: ")
+        and completed.stderr.count("\n") == 1
     )
 
 
@@ -213,6 +217,6 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
         "200",
         "--json",
     ]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert [row["events"] for row in json.loads(ended.stdout)] == [5600, 200]
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert [row["events"] for row in json.loads(completed.stdout)] == [5600, 200]

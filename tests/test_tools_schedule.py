@@ -1,4 +1,4 @@
-"""tools/schedule.py: the contract of its output and of its refusals."""
+"""Check tools/schedule.py: its output and its refusals."""
 
 from __future__ import annotations
 
@@ -17,26 +17,35 @@ from tests.command_line import CommandResult, run_here
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "schedule.py"
 
 
-Run = Callable[..., CommandResult]
+ScheduleCommand = Callable[..., CommandResult]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return the command with arguments."""
+def run_schedule(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> ScheduleCommand:
+    """Return a function that runs `schedule` with arguments."""
     return functools.partial(run_here, schedule, monkeypatch=monkeypatch, capsys=capsys)
 
 
 def test_as_a_command_from_another_folder(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOL), "gpipe", "--stages", "1", "--microbatches", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=str(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: microbatches: 0: ") and done.stderr.count("\n") == 1
+    completed = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=str(tmp_path)
+    )
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert (
+        completed.stderr.startswith("error: microbatches: 0: ")
+        and completed.stderr.count("\n") == 1
+    )
 
 
-def test_json_is_the_contract(run: Run) -> None:
-    done = run("pipelined_backprop", "--stages", 2, "--microbatches", 3, "--format", "json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == {
+def test_the_json_output_of_a_schedule(run_schedule: ScheduleCommand) -> None:
+    completed = run_schedule(
+        "pipelined_backprop", "--stages", 2, "--microbatches", 3, "--format", "json"
+    )
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert json.loads(completed.stdout) == {
         "method": "pipelined_backprop",
         "stages": 2,
         "microbatches": 3,
@@ -65,34 +74,40 @@ def test_json_is_the_contract(run: Run) -> None:
         ("pipemare", 1),
     ],
 )
-def test_default_accumulate(run: Run, method: str, accumulate: int) -> None:
-    answer = json.loads(run(method, "--stages", 4, "--microbatches", 8, "--format", "json").stdout)
-    assert answer["accumulate"] == accumulate
-    assert (answer["max_delay"] is None) == (answer["mean_delay"] is None) == (method in _FLUSHING)
+def test_default_accumulate(run_schedule: ScheduleCommand, method: str, accumulate: int) -> None:
+    description = json.loads(
+        run_schedule(method, "--stages", 4, "--microbatches", 8, "--format", "json").stdout
+    )
+    assert description["accumulate"] == accumulate
+    assert (
+        (description["max_delay"] is None)
+        == (description["mean_delay"] is None)
+        == (method in _FLUSHING)
+    )
 
 
 _FLUSHING = ("naive", "gpipe", "pipedream_flush")
 
 
-def test_text_draws_the_timeline_and_sums_it_up(run: Run) -> None:
-    done = run("pipedream", "--stages", 3, "--microbatches", 4)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_text_draws_the_timeline_and_sums_it_up(run_schedule: ScheduleCommand) -> None:
+    completed = run_schedule("pipedream", "--stages", 3, "--microbatches", 4)
+    assert (completed.returncode, completed.stderr) == (0, "")
     for line in (
         "stage 1  .   F0  F1  F2  B0* .   B1* F3  B2* .   B3* .",
         "slots: 12",
         "utilization: 1 in the steady state, 0.6667 over this run",
     ):
-        assert line in done.stdout.splitlines()
+        assert line in completed.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
     "method, symbols", [("zb_h1", "IW="), ("dualpipe_v", "IW=@"), ("pipedream", "")]
 )
 def test_the_legend_explains_every_symbol_of_the_drawing(
-    method: str, symbols: str, run: Run
+    method: str, symbols: str, run_schedule: ScheduleCommand
 ) -> None:
     legend = (
-        run(method, "--stages", 4, "--microbatches", 8)
+        run_schedule(method, "--stages", 4, "--microbatches", 8)
         .stdout.partition("F forward, B backward")[2]
         .partition("*")[0]
     )
@@ -105,37 +120,43 @@ def test_the_legend_explains_every_symbol_of_the_drawing(
         assert (words in legend) is (symbol in symbols), (symbol, legend)
 
 
-def test_text_of_a_large_schedule_prints_its_beginning_and_says_so(run: Run) -> None:
-    done = run("gpipe", "--stages", 200, "--microbatches", 5000, "--accumulate", 50)
-    assert "(slots 0 to 119 of 49800, 64 of 200 stages shown)" in done.stdout.splitlines()
-    assert len(done.stdout.splitlines()) < 150
-    part = run("gpipe", "--stages", 2, "--microbatches", 50, "--slots", "100:102")
+def test_text_of_a_large_schedule_prints_and_mentions_its_beginning(
+    run_schedule: ScheduleCommand,
+) -> None:
+    completed = run_schedule("gpipe", "--stages", 200, "--microbatches", 5000, "--accumulate", 50)
+    assert "(slots 0 to 119 of 49800, 64 of 200 stages shown)" in completed.stdout.splitlines()
+    assert len(completed.stdout.splitlines()) < 150
+    part = run_schedule("gpipe", "--stages", 2, "--microbatches", 50, "--slots", "100:102")
     assert "slot     100  101" in part.stdout.splitlines()
 
 
-def test_csv(run: Run) -> None:
-    done = run("gpipe", "--stages", 2, "--microbatches", 2, "--format", "csv")
-    assert (done.returncode, done.stdout, done.stderr) == (
+def test_csv(run_schedule: ScheduleCommand) -> None:
+    completed = run_schedule("gpipe", "--stages", 2, "--microbatches", 2, "--format", "csv")
+    assert (completed.returncode, completed.stdout, completed.stderr) == (
         0,
         "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n",
         "",
     )
-    several = run("gpipe", "--stages", 1, "--microbatches", 2, "--accumulate", 1, "--format", "csv")
+    several = run_schedule(
+        "gpipe", "--stages", 1, "--microbatches", 2, "--accumulate", 1, "--format", "csv"
+    )
     assert several.stdout == "0F0,0B0,0F1,0B1\n" and several.stderr.startswith(
         "note: the rows contain several batches"
     )
 
 
-def test_method_arguments_reach_the_schedule(run: Run) -> None:
+def test_method_arguments_reach_the_schedule(run_schedule: ScheduleCommand) -> None:
     options = ["--stages", 3, "--microbatches", 8, "--format", "json"]
-    stashed = json.loads(run("pipelined_backprop", *options, "--stash", "true").stdout)
+    stashed = json.loads(run_schedule("pipelined_backprop", *options, "--stash", "true").stdout)
     assert (
         stashed["weight_copies"] == [5, 3, 1]
         and stashed["backward_version"] == stashed["forward_version"]
     )
-    turned = json.loads(run("pipedream", *options, "--schedule", "dataflow", "--turn", 1).stdout)
+    turned = json.loads(
+        run_schedule("pipedream", *options, "--schedule", "dataflow", "--turn", 1).stdout
+    )
     assert turned["slots"] == 8 + 2 * 2 + 1
-    drained = json.loads(run("pipemare", *options, "--drains", 4).stdout)
+    drained = json.loads(run_schedule("pipemare", *options, "--drains", 4).stdout)
     assert drained["forward_version"][0][4] == 4
 
 
@@ -154,11 +175,11 @@ def test_method_arguments_reach_the_schedule(run: Run) -> None:
     (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "5"], ["--slots: "]),
 ])  # fmt: skip
 def test_bad_input_is_reported_in_one_line_a_fault(
-    run: Run, arguments: List[str], errors: List[str]
+    run_schedule: ScheduleCommand, arguments: List[str], errors: List[str]
 ) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    lines = done.stderr.splitlines()
+    completed = run_schedule(*arguments)
+    assert completed.returncode == 2 and completed.stdout == ""
+    lines = completed.stderr.splitlines()
     assert len(lines) == len(errors)
     for line, error in zip(lines, errors):
         assert line.startswith("error: " + error)
@@ -171,9 +192,9 @@ def test_bad_input_is_reported_in_one_line_a_fault(
     (["gpipe", "--stages", 4, "--microbatches", 8, "--slots", f"0:{10**20}"], "--slots: "),
     (["pipedream", "--stages", 4, "--microbatches", 8, "--work", "1,1"], "--work: 1,1: "),
 ])  # fmt: skip
-def test_numbers_with_which_it_would_not_end_are_refused(
-    run: Run, arguments: List[object], key: str
+def test_numbers_that_would_take_for_ever_are_refused(
+    run_schedule: ScheduleCommand, arguments: List[object], key: str
 ) -> None:
-    done = run(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {key}") and done.stderr.count("\n") == 1
+    completed = run_schedule(*arguments)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert completed.stderr.startswith(f"error: {key}") and completed.stderr.count("\n") == 1

@@ -1,4 +1,7 @@
-"""PyTorch's pipelining as judge: its runtime runs our rows, and our `rows` run its orders, both to plain accumulation's bits."""
+"""Compare with PyTorch's pipelining: its runtime runs our rows, and our `rows` run its orders.
+
+Both must have the bits of plain gradient accumulation.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,8 @@ THEIRS = {
 Gradients = Dict[str, torch.Tensor]
 
 
-def make_model() -> nn.Sequential:
-    """Build blocks of one width, so that any of them may begin a stage."""
+def make_equal_blocks() -> nn.Sequential:
+    """Return blocks of one width, so that any of them may begin a stage."""
     torch.manual_seed(3)
     blocks = [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())
@@ -61,23 +64,24 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*blocks)
 
 
-def make_data(microbatches: int) -> Tuple[torch.Tensor, torch.Tensor]:
+def make_block_data(microbatches: int) -> Tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(microbatches * SAMPLES, WIDTH, generator=generator)
     return x, torch.randint(0, WIDTH, (len(x),), generator=generator)
 
 
 def split_data(microbatches: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    return list(zip(*(part.chunk(microbatches) for part in make_data(microbatches))))
+    return list(zip(*(part.chunk(microbatches) for part in make_block_data(microbatches))))
 
 
 def get_gradients(model: nn.Module) -> Gradients:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def accumulate(order_of_block: Sequence[Sequence[int]]) -> Gradients:
-    """Sum the gradients of the unsplit model by plain autograd, those of each block in its own order of microbatches."""
-    model = make_model()
+def sum_gradients(order_of_block: Sequence[Sequence[int]]) -> Gradients:
+    """Sum the gradients of the unsplit model by plain autograd, for each block in its own order
+    of microbatches."""
+    model = make_equal_blocks()
     by_microbatch = []
     for x, y in split_data(len(order_of_block[0])):
         model.zero_grad()
@@ -92,17 +96,17 @@ def accumulate(order_of_block: Sequence[Sequence[int]]) -> Gradients:
     return total
 
 
-def accumulate_in_order(microbatches: int) -> Gradients:
-    return accumulate([range(microbatches)] * BLOCKS)
+def sum_gradients_in_order(microbatches: int) -> Gradients:
+    return sum_gradients([range(microbatches)] * BLOCKS)
 
 
-def accumulate_as(schedule: Schedule) -> Gradients:
+def sum_gradients_as(schedule: Schedule) -> Gradients:
     """Sum in the order in which the schedule's stages finish their backwards."""
     order = schedule.slots(schedule.passes[-1], 0, schedule.microbatches).argsort(axis=1)
-    return accumulate(np.repeat(order, BLOCKS // schedule.stages, axis=0).tolist())
+    return sum_gradients(np.repeat(order, BLOCKS // schedule.stages, axis=0).tolist())
 
 
-def is_equal(one: Gradients, other: Gradients) -> bool:
+def are_equal(one: Gradients, other: Gradients) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(value, other[name]) for name, value in one.items()
     )
@@ -111,8 +115,9 @@ def is_equal(one: Gradients, other: Gradients) -> bool:
 # ---- PyTorch's side: in the ranks of a gloo group
 
 
-def run_rank(rank: int, ranks: int, folder: str) -> None:
-    """Run all of our files, and then PyTorch's own classes, and write the gradients of this rank's stages."""
+def run_judge_rank(rank: int, ranks: int, folder: str) -> None:
+    """Run all of our files, then PyTorch's own classes, and write the gradients of this rank's
+    stages."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
@@ -127,10 +132,10 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
             torch.save(
                 run_class(name, rank, ranks, v, Path(folder)), Path(folder) / f"{name}-{rank}.pt"
             )
-        torch.distributed.barrier()  # their files are written
+        torch.distributed.barrier()  # all files of PyTorch's orders are written
         for name in (*OURS, *THEIRS):
             torch.save(
-                train_on_rank(rank, *make(name, ranks, Path(folder))),
+                train_on_rank(rank, *make_method_schedule(name, ranks, Path(folder))),
                 Path(folder) / f"ours-{name}-{rank}.pt",
             )
         torch.distributed.barrier()
@@ -147,10 +152,14 @@ def run_file(rank: int, ranks: int, v: int, path: Path) -> Gradients:
     stages = sorted(
         {int(cell[: cell.index(kind)]) for cell in rows[rank] for kind in "FBIW" if kind in cell}
     )
-    return step(
-        lambda made, M: schedules._PipelineScheduleRuntime(made, M, loss_fn=F.cross_entropy), rank, ranks, v, stages,
-        lambda runtime: runtime._load_csv(str(path)),
-    )  # fmt: skip
+
+    def make_runtime(runtime_stages: List[Any], M: int) -> Any:
+        return schedules._PipelineScheduleRuntime(runtime_stages, M, loss_fn=F.cross_entropy)
+
+    def load_order(runtime: Any) -> None:
+        runtime._load_csv(str(path))
+
+    return run_runtime_batch(make_runtime, rank, ranks, v, stages, load_order)
 
 
 def run_class(name: str, rank: int, ranks: int, v: int, folder: Path) -> Gradients:
@@ -163,45 +172,47 @@ def run_class(name: str, rank: int, ranks: int, v: int, folder: Path) -> Gradien
         else [rank, rank + ranks][:v]
     )
 
-    def make(made: List[Any], M: int) -> Any:
-        return getattr(schedules, name)(made[0] if is_single else made, M, loss_fn=F.cross_entropy)
+    def make_runtime(runtime_stages: List[Any], M: int) -> Any:
+        return getattr(schedules, name)(
+            runtime_stages[0] if is_single else runtime_stages, M, loss_fn=F.cross_entropy
+        )
 
-    def dump(schedule: Any) -> None:
+    def write_order(schedule: Any) -> None:
         if rank == 0:
             order = schedule._get_pipeline_order() if is_single else schedule.pipeline_order
             lines = [",".join(str(action or "") for action in order[r]) for r in range(ranks)]
-            if name == "Schedule1F1B":  # it numbers the forwards of the last rank from 1
+            if name == "Schedule1F1B":  # Schedule1F1B numbers the forwards of the last rank from 1
                 lines[-1] = re.sub(
-                    r"F(\d+)", lambda found: f"F{int(found.group(1)) - 1}", lines[-1]
+                    r"F(\d+)", lambda match: f"F{int(match.group(1)) - 1}", lines[-1]
                 )
-            text = re.sub(
-                r",\d+REDUCE_GRAD", "", "\n".join(lines) + "\n"
-            )  # with replicas they average there
+            # replicas average their gradients there
+            text = re.sub(r",\d+REDUCE_GRAD", "", "\n".join(lines) + "\n")
             (folder / f"{name}.csv").write_text(text)
 
-    return step(make, rank, ranks, v, stages, dump)
+    return run_runtime_batch(make_runtime, rank, ranks, v, stages, write_order)
 
 
-def step(
-    make: Callable[..., Any],
+def run_runtime_batch(
+    make_runtime: Callable[..., Any],
     rank: int,
     ranks: int,
     v: int,
     stages: List[int],
-    prepare: Callable[[Any], None],
+    prepare_runtime: Callable[[Any], None],
 ) -> Gradients:
-    """Run one batch of a schedule with the rank's stages; return their gradients by the unsplit model's names."""
+    """Run one batch of a schedule with the rank's stages; return their gradients by the unsplit
+    model's names."""
     from torch.distributed.pipelining import PipelineStage
 
-    model, count, M = make_model(), v * ranks, 2 * ranks
+    model, count, M = make_equal_blocks(), v * ranks, 2 * ranks
     size = BLOCKS // count
-    result = [
+    runtime_stages = [
         PipelineStage(model[s * size : (s + 1) * size], s, count, torch.device("cpu"))
         for s in stages
     ]
-    schedule = make(result, M)
-    prepare(schedule)
-    x, y = make_data(M)
+    schedule = make_runtime(runtime_stages, M)
+    prepare_runtime(schedule)
+    x, y = make_block_data(M)
     schedule.step(*([x] if 0 in stages else []), target=y if count - 1 in stages else None)
     return get_gradients(model)
 
@@ -209,8 +220,8 @@ def step(
 # ---- our side: the emulator, and processes in the same ranks
 
 
-class Capturing(torch.optim.SGD):
-    """Keeps the gradients of the steps."""
+class CapturingSGD(torch.optim.SGD):
+    """SGD that records the gradients of its steps."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, lr=0.1)
@@ -225,27 +236,30 @@ class Capturing(torch.optim.SGD):
 
 
 class OurSide:
-    """A model in a schedule's stages, and what one batch of it needs; `held`: the stages that are trained here."""
+    """A model in a schedule's stages with the work of one batch; `trained_stages` are trained
+    here."""
 
-    def __init__(self, schedule: Schedule, method: Any, held: Sequence[int]) -> None:
-        self.model, self.data = make_model(), split_data(schedule.microbatches)
+    def __init__(self, schedule: Schedule, method: Any, trained_stages: Sequence[int]) -> None:
+        self.model, self.data = make_equal_blocks(), split_data(schedule.microbatches)
         count = schedule.stages
         self.begins = [str(s * BLOCKS // count) for s in range(1, count)]
         self.part = partition(self.model, self.data[0][0], self.begins)
         table, groups = VersionTable(schedule, method), make_groups(self.model, self.part)
-        self.optimizer = Capturing([group for s in held for group in select_stage(groups, s)])
+        self.optimizer = CapturingSGD(
+            [group for s in trained_stages for group in select_stage(groups, s)]
+        )
         rules = UpdateRules(
             {}, method, table.rule_lag(), len(self.data), self.optimizer, lambda k: 0.1
         )
         self.work = Work(F.cross_entropy, table, rules)
 
     def get_gradients(self) -> Gradients:
-        """Return the gradients that the optimizer was given."""
-        result = self.optimizer.gradients
-        return {name: result[p] for name, p in self.model.named_parameters() if p in result}
+        """Return the gradients that the optimizer received, by parameter name."""
+        gradients = self.optimizer.gradients
+        return {name: gradients[p] for name, p in self.model.named_parameters() if p in gradients}
 
 
-def train(schedule: Schedule, method: Any) -> Gradients:
+def train_on_emulator(schedule: Schedule, method: Any) -> Gradients:
     """Run one batch of a schedule on the emulator."""
     side = OurSide(schedule, method, range(schedule.stages))
     emulator = Emulator(side.work, side.model, side.part, side.data[0])
@@ -255,7 +269,7 @@ def train(schedule: Schedule, method: Any) -> Gradients:
 
 
 def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
-    """Run one batch of a schedule on processes, of which this is one."""
+    """Run one batch of a schedule on processes; this process is `rank`."""
     from ipu_pipe.backends.processes.interpreter import Interpreter
     from ipu_pipe.backends.processes.layout import RankLayout
     from ipu_pipe.backends.processes.mail import Mail
@@ -264,12 +278,12 @@ def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
 
     layout, cpu = RankLayout(rank, schedule.device_of_stage), torch.device("cpu")
     side = OurSide(schedule, method, layout.stages_of_rank)
-    cut = cut_model(side.model, side.begins, side.data[0][0])
+    pieces = cut_model(side.model, side.begins, side.data[0][0])
     recorder = TraceRecorder(rank, layout.stages_of_rank[0], range(1))
     mail = Mail(layout, cpu, recorder, 60.0)
-    crossings = list_crossings(cut)
+    crossings = list_crossings(pieces)
     models = [
-        StageModel(layout, s, cut[s], crossings, lambda m: side.data[m], cpu)
+        StageModel(layout, s, pieces[s], crossings, lambda m: side.data[m], cpu)
         for s in layout.stages_of_rank
     ]
     engine = Interpreter(
@@ -280,8 +294,9 @@ def train_on_rank(rank: int, schedule: Schedule, method: Any) -> Gradients:
     return side.get_gradients()
 
 
-def make(name: str, ranks: int, folder: Path) -> Tuple[Schedule, Any]:
-    """Make one of our schedules, or that of a file of PyTorch's order in the folder."""
+def make_method_schedule(name: str, ranks: int, folder: Path) -> Tuple[Schedule, Any]:
+    """Return one of our schedules, or that of a file of PyTorch's order in the folder, and its
+    method."""
     if name in THEIRS:
         v, method = THEIRS[name], resolve_method("rows", {"file": str(folder / f"{name}.csv")})
     else:
@@ -291,44 +306,47 @@ def make(name: str, ranks: int, folder: Path) -> Tuple[Schedule, Any]:
 
 
 @pytest.fixture(scope="module", params=mark_slow(RANKS, lambda ranks: ranks == 2))
-def judged(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tuple[int, Path]:
+def judge_results(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tuple[int, Path]:
     """Return the number of ranks, and the folder of their files and gradients."""
     ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
     for name in OURS:
-        (folder / f"{name}.csv").write_text("".join(format_csv(make(name, ranks, folder)[0])))
-    forked.fork_ranks(ranks, run_rank, ranks, str(folder), of=forked.get_fork_server())
+        (folder / f"{name}.csv").write_text(
+            "".join(format_csv(make_method_schedule(name, ranks, folder)[0]))
+        )
+    forked.fork_ranks(ranks, run_judge_rank, ranks, str(folder), of=forked.get_fork_server())
     return ranks, folder
 
 
-def load(folder: Path, name: str, ranks: int) -> Gradients:
-    """Return the gradients that the ranks have written."""
-    result: Gradients = {}
+def load_gradients(folder: Path, name: str, ranks: int) -> Gradients:
+    """Return the gradients that all ranks wrote."""
+    gradients: Gradients = {}
     for rank in range(ranks):
-        result.update(torch.load(folder / f"{name}-{rank}.pt"))
-    return result
+        gradients.update(torch.load(folder / f"{name}-{rank}.pt"))
+    return gradients
 
 
-def test_pytorchs_runtime_runs_our_rows(judged: Tuple[int, Path]) -> None:
-    ranks, folder = judged
-    expected = accumulate_in_order(2 * ranks)
+def test_pytorchs_runtime_runs_our_rows(judge_results: Tuple[int, Path]) -> None:
+    ranks, folder = judge_results
+    expected = sum_gradients_in_order(2 * ranks)
     for name in OURS:
-        assert is_equal(load(folder, name, ranks), expected), name
-        assert is_equal(load(folder, f"ours-{name}", ranks), expected), name
-        assert is_equal(train(*make(name, ranks, folder)), expected), name
+        assert are_equal(load_gradients(folder, name, ranks), expected), name
+        assert are_equal(load_gradients(folder, f"ours-{name}", ranks), expected), name
+        assert are_equal(train_on_emulator(*make_method_schedule(name, ranks, folder)), expected), (
+            name
+        )
 
 
-def test_our_rows_run_pytorchs_orders(judged: Tuple[int, Path]) -> None:
-    ranks, folder = judged
+def test_our_rows_run_pytorchs_orders(judge_results: Tuple[int, Path]) -> None:
+    ranks, folder = judge_results
     for name in THEIRS:
-        schedule, method = make(name, ranks, folder)
+        schedule, method = make_method_schedule(name, ranks, folder)
         assert schedule.in_order == (name != "ScheduleLoopedBFS"), name
-        expected = accumulate_as(schedule)
-        assert (
-            is_equal(expected, accumulate_in_order(2 * ranks)) == schedule.in_order
-        )  # the order shows in the bits
-        assert is_equal(load(folder, name, ranks), expected), name
-        assert is_equal(load(folder, f"ours-{name}", ranks), expected), name
-        assert is_equal(train(schedule, method), expected), name
+        expected = sum_gradients_as(schedule)
+        # another order changes the bits
+        assert are_equal(expected, sum_gradients_in_order(2 * ranks)) == schedule.in_order
+        assert are_equal(load_gradients(folder, name, ranks), expected), name
+        assert are_equal(load_gradients(folder, f"ours-{name}", ranks), expected), name
+        assert are_equal(train_on_emulator(schedule, method), expected), name
 
 
 @pytest.mark.parametrize("rows, layers, fault", [

@@ -1,4 +1,4 @@
-"""Traces: the events of a schedule, and what the Chrome file holds of them."""
+"""Check traces: the events of a schedule, and their records in the Chrome file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BACKWARD = np.array([[6, 7, 14, 15], [5, 6, 13, 14], [4, 5, 12, 13]])
 VERSIONS = np.array([[0, 0, 1, 1]] * 3)
 
 
-def modelled(**changes: Any) -> Tuple[List[Event], List[Counter]]:
+def build_gpipe_events(**changes: Any) -> Tuple[List[Event], List[Counter]]:
     schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
     assert (schedule.slots(Kind.FORWARD, 0, 4) == FORWARD).all()
     assert (schedule.slots(Kind.BACKWARD, 0, 4) == BACKWARD).all()
@@ -44,23 +44,23 @@ def modelled(**changes: Any) -> Tuple[List[Event], List[Counter]]:
         "device_of_stage": [0, 1, 2],
         "boundary_bytes": [70, 80],
     }  # fmt: skip
-    return of_work(*build_modelled_events(**{**arguments, **changes}))
+    return select_work(*build_modelled_events(**{**arguments, **changes}))
 
 
-def of_work(events: Events, counters: Counters) -> Tuple[List[Event], List[Counter]]:
-    """Return passes and updates by stage, and the counters: without waits and messages."""
+def select_work(events: Events, counters: Counters) -> Tuple[List[Event], List[Counter]]:
+    """Return passes and updates by stage, without waits and messages, and the counters."""
     rows = [event for event in events.rows() if event.kind not in ("wait", "send")]
     return sorted(rows, key=lambda e: e.stage), list(counters.rows())
 
 
 def read_chrome(path: Path) -> Tuple[List[Event], List[Counter], Dict[str, Any]]:
-    """Return what the library reads, as records."""
+    """Return the events, counters and metadata that the library reads from a Chrome file."""
     result = read_trace(path)
     return list(result.events.rows()), list(result.counters.rows()), result.metadata
 
 
-def of_slots(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Times:
-    """Return times of passes of one unit each that begin in these slots."""
+def make_slot_times(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Times:
+    """Return the times of passes of one unit each that begin in these slots."""
     start = {
         Kind.FORWARD: forward,
         Kind.BACKWARD: backward,
@@ -69,20 +69,20 @@ def of_slots(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Time
     return Times(start, {kind: slots + (kind is not Kind.UPDATE) for kind, slots in start.items()})
 
 
-def written(path: Path) -> Dict[str, Any]:
+def read_chrome_json(path: Path) -> Dict[str, Any]:
     content: Dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()).decode())
     return content
 
 
-def records(path: Path, phase: str) -> List[Dict[str, Any]]:
-    return [r for r in written(path)["traceEvents"] if r["ph"] == phase]
+def list_records(path: Path, phase: str) -> List[Dict[str, Any]]:
+    return [r for r in read_chrome_json(path)["traceEvents"] if r["ph"] == phase]
 
 
 # ---- modelled events
 
 
 def test_events_of_a_schedule() -> None:
-    events, _ = modelled()
+    events, _ = build_gpipe_events()
     assert len(events) == 2 * 12 + 3 * 2
     assert Event(0, 0, "forward", 3, 9000, 10000, 1, 70) in events  # sends activations to stage 1
     assert Event(1, 1, "backward", 1, 6000, 7000, 10, 70) in events  # sends gradients to stage 0
@@ -96,10 +96,11 @@ def test_events_of_a_schedule() -> None:
     assert {e.start_ns for e in updates if e.stage == 2} == {6000, 14000}
 
 
-def literal_in_flight(
+def count_in_flight(
     forward: np.ndarray, backward: np.ndarray, stages: Sequence[int], slot: int
 ) -> int:
-    """Return passes that have gone forward and not yet back when `slot` begins."""
+    """Count the microbatches of `stages` whose forward, but not backward, has begun before
+    `slot`."""
     return sum(
         int(f < slot) - int(b < slot)
         for s in stages
@@ -109,30 +110,31 @@ def literal_in_flight(
 
 @pytest.mark.parametrize("devices", [[0, 1, 2], [0, 0, 1], [5, 5, 5], [0, 1, 0]])
 def test_counters_are_the_microbatches_in_flight_on_a_device(devices: List[int]) -> None:
-    _, counters = modelled(device_of_stage=devices)
+    _, counters = build_gpipe_events(device_of_stage=devices)
     for device in set(devices):
         counts = {c.time_ns: c.value for c in counters if c.device == device}
-        assert len(counts) == sum(c.device == device for c in counters)  # one value a moment
+        assert len(counts) == sum(c.device == device for c in counters)  # one value for each time
         stages = [s for s in range(3) if devices[s] == device]
         value = 0.0
         for slot in range(17):
             value = counts.get(1000 * slot, value)
-            assert value == literal_in_flight(FORWARD, BACKWARD, stages, slot), (device, slot)
+            assert value == count_in_flight(FORWARD, BACKWARD, stages, slot), (device, slot)
         assert value == 0
 
 
-# ---- the schedules that we have
+# ---- all schedules
 
 
-def of_method(
+def build_method_events(
     name: str, args: Dict[str, Any], microbatches: int = 12
 ) -> Tuple[List[Event], List[Counter]]:
-    """As the trace of a run makes them, 4 stages, 4 microbatches an update; of 999 ns, so halves are rounded."""
+    """Return the events and counters of a modelled run: 4 stages, 4 microbatches an update,
+    slots of 999 ns, so halves are rounded."""
     accumulate = 1 if name == "naive" else 4
     method = resolve_method(name, args)
     schedule = make_schedule(method, 4, microbatches, accumulate)
     table = VersionTable(schedule, method)
-    return of_work(*build_modelled_events(
+    return select_work(*build_modelled_events(
         clock(schedule, make_slot_costs(schedule)), (table.forward(0, microbatches), table.backward(0, microbatches)),
         accumulate=accumulate, unit_ns=999.0, device_of_stage=[0, 1, 2, 3],
     ))  # fmt: skip
@@ -148,26 +150,25 @@ BOTH: List[Tuple[str, Dict[str, Any]]] = [
 def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forward_in_time(
     name: str, args: Dict[str, Any], tmp_path: Path
 ) -> None:
-    events, counters = of_method(name, args)
+    events, counters = build_method_events(name, args)
     local = METHODS[name].structure is not None
     passes = {(e.kind, e.stage, e.microbatch): e for e in events if e.kind != "update"}
     assert len(passes) == 2 * 4 * 12 and all(e.start_ns < e.end_ns for e in passes.values())
-    if (
-        name == "pipelined_backprop"
-    ):  # two passes share a slot: 499.5 ns each, to the nearest nanosecond
+    # two passes share a slot: 499.5 ns each, to the nearest nanosecond
+    if name == "pipelined_backprop":
         first = passes["forward", 0, 0]
         assert (first.start_ns, first.end_ns) == (0, 500)
     for stage in range(4):
-        mine = sorted((e.start_ns, e.end_ns) for e in passes.values() if e.stage == stage)
-        assert all(end <= start for (_, end), (start, _) in zip(mine, mine[1:]))
+        spans = sorted((e.start_ns, e.end_ns) for e in passes.values() if e.stage == stage)
+        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
         value: float = 0
         counts = {c.time_ns: c.value for c in counters if c.device == stage}
-        moments = sorted({t for times in mine for t in times})
+        moments = sorted({t for times in spans for t in times})
         for moment in moments:
             value = counts.get(moment, value)
-            gone = [sum(e.end_ns <= moment for (k, s, _), e in passes.items() if (k, s) == (kind, stage))
+            finished_counts = [sum(e.end_ns <= moment for (k, s, _), e in passes.items() if (k, s) == (kind, stage))
                     for kind in ("forward", "backward")]  # fmt: skip
-            assert value == gone[0] - gone[1]
+            assert value == finished_counts[0] - finished_counts[1]
         assert value == 0 and max(counts.values()) > 0
         batch = 1 if name == "naive" else 4
         assert [
@@ -183,7 +184,9 @@ def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forw
         chain += [] if local else [passes["backward", s, m] for s in (3, 2, 1, 0)]
         assert all(one.end_ns <= other.start_ns for one, other in zip(chain, chain[1:]))
     trace.write_chrome(tmp_path / "t", events, counters, {"gradients_cross": not local})
-    starts, ends = ({r["id"]: r["ts"] for r in records(tmp_path / "t", phase)} for phase in "sf")
+    starts, ends = (
+        {r["id"]: r["ts"] for r in list_records(tmp_path / "t", phase)} for phase in "sf"
+    )
     assert len(starts) == (1 if local else 2) * 3 * 12 and starts.keys() == ends.keys()
     assert all(starts[i] < ends[i] for i in starts)
 
@@ -211,25 +214,28 @@ MIXED = [
 
 
 def test_a_counter_that_is_not_a_number_is_null(tmp_path: Path) -> None:
-    trace.write_chrome(tmp_path / "t", modelled()[0], [Counter(0, "loss", 1, float("nan"))], {})
-    assert records(tmp_path / "t", "C")[0]["args"]["value"] is None
+    trace.write_chrome(
+        tmp_path / "t", build_gpipe_events()[0], [Counter(0, "loss", 1, float("nan"))], {}
+    )
+    assert list_records(tmp_path / "t", "C")[0]["args"]["value"] is None
     _, (counter,), _ = read_chrome(tmp_path / "t")
     assert counter.value != counter.value
 
 
-def test_modelled_times_say_so(tmp_path: Path) -> None:
-    events, counters = modelled()
+def test_modelled_times_are_marked(tmp_path: Path) -> None:
+    events, counters = build_gpipe_events()
     for is_modelled in (True, False):
         trace.write_chrome(tmp_path / "t", events, counters, {"modelled": is_modelled})
-        assert written(tmp_path / "t")["otherData"] == {"modelled": is_modelled}
+        assert read_chrome_json(tmp_path / "t")["otherData"] == {"modelled": is_modelled}
         assert all(
-            r["args"].get("modelled", False) is is_modelled for r in records(tmp_path / "t", "X")
+            r["args"].get("modelled", False) is is_modelled
+            for r in list_records(tmp_path / "t", "X")
         )
 
 
 def test_events_in_the_file(tmp_path: Path) -> None:
     trace.write_chrome(tmp_path / "t", MIXED, [], {})
-    work = records(tmp_path / "t", "X")
+    work = list_records(tmp_path / "t", "X")
     assert work[0] == {
         "ph": "X", "pid": 0, "tid": 0, "name": "F0", "cat": "forward", "ts": 0.001, "dur": 1.0,
         "args": {"stage": 0, "microbatch": 0, "version": 0, "bytes": 12},
@@ -248,12 +254,15 @@ def test_events_in_the_file(tmp_path: Path) -> None:
 
 def test_devices_and_tracks_have_names(tmp_path: Path) -> None:
     slots = 4 * np.arange(4)[None] + [[0], [1], [0]]
-    events, _ = modelled(
-        times=of_slots(slots, slots + 2, 2), versions=(slots, slots), device_of_stage=[0, 0, 4]
+    events, _ = build_gpipe_events(
+        times=make_slot_times(slots, slots + 2, 2),
+        versions=(slots, slots),
+        device_of_stage=[0, 0, 4],
     )
     trace.write_chrome(tmp_path / "t", [*events, Event(2, 4, "recv", 0, 0, 1, -1, None)], [], {})
     names = [
-        (r["pid"], r["tid"], r["name"], r["args"].get("name")) for r in records(tmp_path / "t", "M")
+        (r["pid"], r["tid"], r["name"], r["args"].get("name"))
+        for r in list_records(tmp_path / "t", "M")
     ]
     assert [n for n in names if n[2] != "process_sort_index"] == [
         (0, 0, "process_name", "device 0"),
@@ -277,7 +286,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         trace.write_chrome(tmp_path / "nowhere" / "t", [], [], {})
 
 
-def part_of(device: int, **metadata: Any) -> Trace:
+def make_trace_part(device: int, **metadata: Any) -> Trace:
     return Trace(
         Events.from_rows(e for e in MIXED if e.device == device),
         Counters.from_rows([]),
@@ -287,10 +296,10 @@ def part_of(device: int, **metadata: Any) -> Trace:
 
 
 def test_a_merged_trace_is_modelled_if_a_part_is() -> None:
-    assert merge_traces([part_of(0, modelled=False), part_of(1, modelled=True)]).metadata == {
-        "modelled": True
-    }
-    merged = merge_traces([part_of(0, modelled=False, rank=0), part_of(1, rank=1)])
+    assert merge_traces(
+        [make_trace_part(0, modelled=False), make_trace_part(1, modelled=True)]
+    ).metadata == {"modelled": True}
+    merged = merge_traces([make_trace_part(0, modelled=False, rank=0), make_trace_part(1, rank=1)])
     assert merged.metadata == {"modelled": False, "rank": 0} and merged.notes == (
         "note 0",
         "note 1",

@@ -1,4 +1,5 @@
-"""Our own trace file: what is written is read; what a killed run leaves is read too; what is damaged is refused."""
+"""Check the trace file of this library: written events are read, also from a killed run; damaged
+files are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from ipu_pipe.trace.reading import read_trace
 from ipu_pipe.trace.store import TraceWriter, read_store
 
 
-def some_events(count: int) -> List[Event]:
+def draw_events(count: int) -> List[Event]:
     rng = random.Random(0)
     return [
         Event(
@@ -27,8 +28,8 @@ def some_events(count: int) -> List[Event]:
     ]  # fmt: skip
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    events, path = some_events(10_000), tmp_path / "trace" / "rank-0.trace"
+def test_written_events_are_read(tmp_path: Path) -> None:
+    events, path = draw_events(10_000), tmp_path / "trace" / "rank-0.trace"
     writer = TraceWriter(path, {"method": "gpipe", "stages": 5})
     counters = [Counter(e.device, f"name {n % 3}", e.start_ns, n / 7) for n, e in enumerate(events)]
     writer.write_events(Events.from_rows(events))
@@ -54,8 +55,8 @@ def test_times_are_by_the_first_ranks_clock(tmp_path: Path) -> None:
     assert read_store(path).events.start.tolist() == [10, 110, 180, 250, 1050]
 
 
-def test_what_a_killed_run_leaves(tmp_path: Path) -> None:
-    events, path, rows = some_events(3 * 512), tmp_path / "a.trace", 512
+def test_a_killed_runs_trace_is_read(tmp_path: Path) -> None:
+    events, path, rows = draw_events(3 * 512), tmp_path / "a.trace", 512
     writer = TraceWriter(path, {"method": "gpipe"})
     for begin in range(0, len(events), rows):
         writer.write_events(Events.from_rows(events[begin : begin + rows]))
@@ -71,11 +72,8 @@ def test_what_a_killed_run_leaves(tmp_path: Path) -> None:
         trace = read_store(path)
         kept_rows = list(trace.events.rows())
         assert len(kept_rows) % rows == 0 and kept_rows == events[: len(kept_rows)]
-        assert trace.notes or len(kept_rows) in (
-            0,
-            rows,
-            2 * rows,
-        )  # a cut between two blocks leaves no trace of itself
+        # a cut between two blocks cannot be detected
+        assert trace.notes or len(kept_rows) in (0, rows, 2 * rows)
 
 
 def test_another_versions_codes(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The update rules through a whole run: configs, outputs, resuming, refusals, and the figures in summary.json."""
+"""Check the update rules through a whole run: configs, outputs, resuming, refusals, and the
+figures of summary.json."""
 
 from __future__ import annotations
 
@@ -20,13 +21,18 @@ from tests.interrupted import interrupt_at
 from tests.support.runs import DIGITS, assert_same_weights, read_metrics
 from tests.support.slow import mark_slow
 from tests.test_rules import ROWS, Row
-from tests.test_train import config, run_tool, sets, with_state  # noqa: F401
+from tests.test_train import (  # noqa: F401
+    make_set_options,
+    make_short_config,
+    make_stateful_model,
+    run_train_tool,
+)
 
 SGD = ["optimizer.momentum=0.9", "optimizer.lr=0.02"]
 ADAMW = ["optimizer={name: adamw, lr: 0.003, momentum: null}"]
 
 
-def keys(row: Row) -> List[str]:
+def list_row_settings(row: Row) -> List[str]:
     """Return a row of the table as --set pairs."""
     args: Dict[str, Any] = dict(row.args)
     if row.switch:
@@ -34,7 +40,7 @@ def keys(row: Row) -> List[str]:
     return [f"method={row.method}", f"method_args={json.dumps(args)}"]
 
 
-# one row a kind of state: of an optimizer, of a rule, of draws, of a switch
+# a row for each kind of state: of an optimizer, a rule, a generator, a warm-up
 RESUMED = [
     "t1+t2+warmup", "recompute+t2", "hogwild", "delay+both", "prediction-2bw", "difference", "both", "shrinking",
     "compensation-adaptive", "compensation-warmup", "prediction-optimizer+t1", "feedback-2bw", "feedback+t2", "spectrain-1f1b",
@@ -52,15 +58,19 @@ QUICK = {"t1+t2+warmup", "hogwild", "prediction-2bw", "compensation-adaptive", "
 
 @pytest.mark.parametrize("name", mark_slow(RESUMED, QUICK.__contains__))
 def test_each_kind_of_state_is_saved_and_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
-    chosen = config(
-        "checkpoint.every=5", "stages=null", "lr_schedule.name=cosine", *SGD, *keys(ROWS[name])
+    config = make_short_config(
+        "checkpoint.every=5",
+        "stages=null",
+        "lr_schedule.name=cosine",
+        *SGD,
+        *list_row_settings(ROWS[name]),
     )
-    whole = train(chosen, tmp_path / "whole", model=with_state(), quiet=True)
+    whole = train(config, tmp_path / "whole", model=make_stateful_model(), quiet=True)
     with interrupt_at(8):
-        train(chosen, tmp_path / "cut", model=with_state(), quiet=True)
-    cut = train(chosen, tmp_path / "cut", model=with_state(), resume=True, quiet=True)
+        train(config, tmp_path / "cut", model=make_stateful_model(), quiet=True)
+    resumed = train(config, tmp_path / "cut", model=make_stateful_model(), resume=True, quiet=True)
     assert_same_weights(tmp_path / "whole", tmp_path / "cut")
-    assert cut["final"] == whole["final"]
+    assert resumed["final"] == whole["final"]
     assert [line["step"] for line in read_metrics(tmp_path / "cut") if "test_loss" in line] == [
         0,
         12,
@@ -78,18 +88,21 @@ def test_a_rule_with_accumulators_on_adam_resumes_too(
 
 
 def test_t2_costs_one_copy_of_the_weights() -> None:
-    """1.33 with momentum, 1.25 with Adam (PipeMare, Table 2); stages without lag need none, PipeMare has no such stage."""
+    """The ratio is 1.33 with momentum and 1.25 with Adam (PipeMare, Table 2). A stage without
+    delay needs no copy; PipeMare has none."""
     for optimizer, moments, ratio in ((SGD, 1, 4 / 3), (ADAMW, 2, 5 / 4)):
-        chosen = config("method=pipemare", "stages=4", "method_args.t2={}", *optimizer)
-        job = build(chosen)
+        config = make_short_config("method=pipemare", "stages=4", "method_args.t2={}", *optimizer)
+        job = build(config)
         rows = build_memory_table(job)
         assert all(row["optimizer_bytes"] == (moments + 1) * row["weight_bytes"] for row in rows)
         assert f"{ratio:.2f} times that of the synchronous method" in format_plan(job)
 
 
-def test_the_summary_holds_the_papers_figures(tmp_path: Path) -> None:
+def test_the_summary_has_the_papers_figures(tmp_path: Path) -> None:
     report = train(
-        config("method=pipemare", "stages=4", "method_args.t2={}", *SGD), tmp_path / "a", quiet=True
+        make_short_config("method=pipemare", "stages=4", "method_args.t2={}", *SGD),
+        tmp_path / "a",
+        quiet=True,
     )
     figures = report["memory"]
     assert figures["weight_optimizer_copies"] == 4 and figures[
@@ -99,7 +112,9 @@ def test_the_summary_holds_the_papers_figures(tmp_path: Path) -> None:
         stage["optimizer_bytes"] + 2 * stage["weight_bytes"] for stage in report["stages"]
     )
     assert figures["weight_optimizer_bytes"] == measured
-    report = train(config("method=pipedream_2bw", "stages=4", *SGD), tmp_path / "b", quiet=True)
+    report = train(
+        make_short_config("method=pipedream_2bw", "stages=4", *SGD), tmp_path / "b", quiet=True
+    )
     assert report["memory"]["weight_optimizer_copies"] == 4  # two versions, gradient, momentum
     footprint = report["memory"]["footprint_per_worker"]
     total = sum(stage["weight_bytes"] for stage in report["stages"]) / 2
@@ -108,9 +123,12 @@ def test_the_summary_holds_the_papers_figures(tmp_path: Path) -> None:
 
 
 def test_a_warm_up_is_amortized(tmp_path: Path) -> None:
-    """(E_async + E_sync) / (E_async + E_sync / u) with u = N/(N+P-1) (PipeMare, section 3.1, W)."""
+    """The utilization is (E_async + E_sync) / (E_async + E_sync / u) with u = N/(N+P-1)
+    (PipeMare, section 3.1, W)."""
     report = train(
-        config("method=pipemare", "stages=4", f"method_args.warmup.epochs={4 / 44}", *SGD),
+        make_short_config(
+            "method=pipemare", "stages=4", f"method_args.warmup.epochs={4 / 44}", *SGD
+        ),
         tmp_path / "a",
         quiet=True,
     )
@@ -126,20 +144,22 @@ def test_recomputation_shrinks_the_planned_activations() -> None:
     without, segments = (
         sum(
             row["activation_bytes"]
-            for row in build_memory_table(build(config("method=pipemare", *deep, *more)))
+            for row in build_memory_table(
+                build(make_short_config("method=pipemare", *deep, *settings))
+            )
         )
-        for more in ([], ["method_args.recompute={}"])
+        for settings in ([], ["method_args.recompute={}"])
     )
     assert segments < without
     for method in ("gpipe", "pipedream_2bw"):
-        more = ["gradient_accumulation=16"]
+        settings = ["gradient_accumulation=16"]
         plain, recomputing = (
             build_memory_table(
-                build(config(f"method={method}", *deep, *more, f"recompute={value}"))
+                build(make_short_config(f"method={method}", *deep, *settings, f"recompute={value}"))
             )
             for value in ("false", "true")
         )
-        job = build(config(f"method={method}", *deep, *more))
+        job = build(make_short_config(f"method={method}", *deep, *settings))
         for s, (a, b) in enumerate(zip(plain, recomputing)):
             x = job.example[0].numel() * 4 if s == 0 else job.footprint.boundary_bytes[s - 1]
             assert a["activation_bytes"] == a["in_flight"] * job.footprint.saved_bytes[s]
@@ -147,9 +167,8 @@ def test_recomputation_shrinks_the_planned_activations() -> None:
 
 
 def test_hyperparameters_are_scaled_to_the_update_size() -> None:
-    job = build(
-        config("optimizer={lr: 0.1, momentum: 0.9, reference_batch_size: 128}")
-    )  # updates of 32 samples
+    # updates of 32 samples
+    job = build(make_short_config("optimizer={lr: 0.1, momentum: 0.9, reference_batch_size: 128}"))
     group = job.optimizer.param_groups[0]
     m = 0.9 ** (32 / 128)
     assert group["momentum"] == pytest.approx(m)
@@ -158,12 +177,18 @@ def test_hyperparameters_are_scaled_to_the_update_size() -> None:
 
 def test_annealing_follows_the_learning_rate_schedule() -> None:
     step = ["lr_schedule={name: step, milestones: [4]}", "steps=400"]
-    for more, expected in ((step, 44), (["lr_schedule.warmup_steps=6"], 30), (["steps=100"], 25)):
-        job = build(config("method=pipemare", "stages=4", "method_args.t1={}", *SGD, *more))
-        lag = float(job.table.rule_lag()[0])
+    for settings, expected in (
+        (step, 44),
+        (["lr_schedule.warmup_steps=6"], 30),
+        (["steps=100"], 25),
+    ):
+        job = build(
+            make_short_config("method=pipemare", "stages=4", "method_args.t1={}", *SGD, *settings)
+        )
+        staleness = float(job.table.rule_lag()[0])
         assert job.rules.rates(expected - 1)[0] < job.rate(expected - 1)
         assert job.rules.rates(expected)[0] == job.rate(expected)
-        assert job.rules.rates(0)[0] == pytest.approx(job.rate(0) / lag)
+        assert job.rules.rates(0)[0] == pytest.approx(job.rate(0) / staleness)
 
 
 # ---- refusals
@@ -171,16 +196,16 @@ def test_annealing_follows_the_learning_rate_schedule() -> None:
 
 def test_spike_compensation_and_prediction_on_adamw_are_refused_with_the_reason(
     tmp_path: Path,
-    run_tool: Any,  # noqa: F811
+    run_train_tool: Any,  # noqa: F811
 ) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(
         f"extends: {DIGITS}\nmethod: pipelined_backprop\noptimizer: {{name: adamw, lr: 0.001, momentum: null}}\n"
         "method_args: {spike_compensation: {}, weight_prediction: {}}\n"
     )
-    code, printed, error = run_tool(str(file), "--out", str(tmp_path / "run"))
-    lines = error.splitlines()
-    assert code == 2 and not printed and len(lines) == 2 and not (tmp_path / "run").exists()
+    code, output, errors = run_train_tool(str(file), "--out", str(tmp_path / "run"))
+    lines = errors.splitlines()
+    assert code == 2 and not output and len(lines) == 2 and not (tmp_path / "run").exists()
     assert lines[0].startswith(f"error: {file}: method_args.spike_compensation: adamw: ")
     assert lines[1].startswith(f"error: {file}: method_args.weight_prediction: adamw: ")
     assert all("velocity of SGD with momentum" in line for line in lines)
@@ -191,9 +216,9 @@ def test_spike_compensation_and_prediction_on_adamw_are_refused_with_the_reason(
     (["method=pipemare", "method_args.hogwild={max: 4, mean: [1, 2]}", "stages=4"], "for each of 4 stages"),
     (["method=pipemare", "method_args.hogwild={max: 4, mean: 3}", "stages=4"], "must be at least 6"),
 ])  # fmt: skip
-def test_what_only_the_stages_decide_is_refused_too(pairs: List[str], message: str) -> None:
+def test_arguments_that_do_not_fit_the_stages_are_refused(pairs: List[str], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        build(config(*pairs, *SGD))
+        build(make_short_config(*pairs, *SGD))
 
 
 def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -> None:
@@ -201,12 +226,12 @@ def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -
 
     import torch
 
-    chosen = config(
+    config = make_short_config(
         "method=pipelined_backprop", "stages=4", "method_args.weight_prediction={}", *SGD
     )
     with pytest.raises(BadInput, match="velocity of SGD"):
-        build(chosen, optimizer=functools.partial(torch.optim.RMSprop, lr=0.1))
-    job = build(chosen, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5))
+        build(config, optimizer=functools.partial(torch.optim.RMSprop, lr=0.1))
+    job = build(config, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5))
     assert job.rules.encode_forwards(np.zeros(4, int)).tolist() == [
         FORWARD,
         FORWARD,
@@ -219,7 +244,7 @@ def test_a_config_of_rules_survives_being_written_and_read(tmp_path: Path) -> No
     from ipu_pipe.config.compare import dump_config
 
     for row in ROWS.values():
-        chosen = config(*keys(row), *SGD)
+        config = make_short_config(*list_row_settings(row), *SGD)
         file = tmp_path / "c.yaml"
-        file.write_text(dump_config(chosen))
-        assert load_config(file) == chosen
+        file.write_text(dump_config(config))
+        assert load_config(file) == config

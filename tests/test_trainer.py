@@ -1,4 +1,4 @@
-"""PipelineTrainer against transformers' own Trainer, and its processes against its emulator."""
+"""Compare PipelineTrainer with transformers' own Trainer, and its processes with its emulator."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SEQUENCES = {"gpt2": 10, "bert": 8}
 
 
 def draw_samples(kind: str, count: int, seed: int = 0) -> List[Dict[str, torch.Tensor]]:
-    """Return sentences for a language model with more or fewer ignored labels, one of them with
-    none that counts; or with a class."""
+    """Return sentences for a language model with a random number of ignored labels (one sentence
+    ignores all), or sentences with a class."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(count):
@@ -46,9 +46,9 @@ def draw_samples(kind: str, count: int, seed: int = 0) -> List[Dict[str, torch.T
     return samples
 
 
-def make_model(kind: str) -> torch.nn.Module:
+def make_hugging_model(kind: str) -> torch.nn.Module:
     torch.manual_seed(1)
-    return third_party.hugging_gpt2() if kind == "gpt2" else third_party.hugging_bert()  # type: ignore[no-any-return]
+    return third_party.make_hugging_gpt2() if kind == "gpt2" else third_party.make_hugging_bert()  # type: ignore[no-any-return]
 
 
 def count_right(prediction: Any) -> Dict[str, float]:
@@ -59,8 +59,11 @@ STAGE = {"gpt2": "transformer.h.1", "bert": "bert.encoder.layer.1"}
 
 
 def make_trainer(folder: Path, kind: str = "gpt2", method: str = "", **changes: Any) -> Any:
-    """Trainer, or with a method PipelineTrainer: 21 samples in batches of 2 and updates of 4: the last update of an epoch
-    has 3 batches, the last of one sample; 3 updates an epoch."""
+    """Return a Trainer, or with a method a PipelineTrainer, on 21 samples in batches of 2 and
+    updates of 4 batches.
+
+    An epoch has 3 updates; the last one has 3 batches, of which the last has one sample.
+    """
     settings = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_train_epochs": 2, "logging_steps": 1,
         "eval_strategy": "epoch", "save_strategy": "epoch", "report_to": [], "learning_rate": 0.01, "warmup_steps": 2,
@@ -72,9 +75,13 @@ def make_trainer(folder: Path, kind: str = "gpt2", method: str = "", **changes: 
         if key in changes
     }
     pipeline = {"method": method, "stages": [STAGE[kind]], **changes.pop("pipeline", {})}
-    result: Any = PipelineTrainer if method else transformers.Trainer
-    arguments = {"model": make_model(kind), "train_dataset": draw_samples(kind, 21), **arguments}
-    return result(
+    trainer_class: Any = PipelineTrainer if method else transformers.Trainer
+    arguments = {
+        "model": make_hugging_model(kind),
+        "train_dataset": draw_samples(kind, 21),
+        **arguments,
+    }
+    return trainer_class(
         args=transformers.TrainingArguments(str(folder), **{**settings, **changes}), eval_dataset=draw_samples(kind, 5, 1),
         compute_metrics=count_right, **arguments, **({"pipeline": pipeline} if method else {}),
     )  # fmt: skip
@@ -92,40 +99,42 @@ def is_same_model(a: torch.nn.Module, b: Any) -> bool:
 # ---- against Trainer
 
 
-def assert_close(ours: Any, theirs: Any) -> None:
-    """Equal but for rounding: a filled-up batch, a clipping norm and a division are summed in another order."""
+def assert_trainers_close(ours: Any, theirs: Any) -> None:
+    """Assert that two trainers are equal up to rounding: padded batches, clipping norms and
+    divisions are summed in another order."""
     assert len(read_log(ours)) == len(read_log(theirs))
     for line, other in zip(read_log(ours), read_log(theirs)):
         assert line == pytest.approx(other, rel=1e-6, abs=1e-6)
     for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters()):
-        torch.testing.assert_close(
-            p, q, rtol=1e-4, atol=1e-5, msg=name
-        )  # Adam divides by what is near zero
+        # Adam divides by values near zero
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def import_in_a_process(statement: str, *first: Path) -> Tuple[int, str]:
-    """Run a statement as a user does; folders of `first` come before the installed packages. Return exit code and errors."""
-    path = os.pathsep.join([*map(str, first), str(ROOT)])
-    done = subprocess.run(
+def import_in_process(statement: str, *folders: Path) -> Tuple[int, str]:
+    """Run a statement in a new process, with `folders` before the installed packages. Return
+    exit code and errors."""
+    path = os.pathsep.join([*map(str, folders), str(ROOT)])
+    completed = subprocess.run(
         [sys.executable, "-c", statement],
         env={**os.environ, "PYTHONPATH": path},
         stderr=subprocess.PIPE,
         text=True,
         timeout=240,
     )
-    return done.returncode, done.stderr
+    return completed.returncode, completed.stderr
 
 
 @pytest.mark.slow
 def test_trainers_are_imported_in_a_plain_process() -> None:
-    """Story: tests defined operators of torchvision that no user has, and every script that imports Trainer failed."""
-    assert import_in_a_process(f"from transformers import Trainer; {IMPORT}") == (0, "")
+    """Tests once defined operators of torchvision that no user has, and every script that
+    imports Trainer failed."""
+    assert import_in_process(f"from transformers import Trainer; {IMPORT}") == (0, "")
 
 
 @pytest.mark.slow
 def test_a_torchvision_that_cannot_be_imported_is_named_in_one_line(tmp_path: Path) -> None:
     write_broken_torchvision(tmp_path)
-    code, errors = import_in_a_process(IMPORT, tmp_path)
+    code, errors = import_in_process(IMPORT, tmp_path)
     assert code == 1 and errors.count("Traceback") == 1
     line = errors.splitlines()[-1]
     for part in (
@@ -147,7 +156,7 @@ def test_a_method_that_flushes_trains_as_trainer_does(
     theirs = make_trainer(tmp_path / "theirs", kind, **changes)
     ours = make_trainer(tmp_path / "ours", kind, "pipedream_flush", **changes)
     assert ours.train().training_loss == pytest.approx(theirs.train().training_loss, rel=1e-6)
-    assert_close(ours, theirs)
+    assert_trainers_close(ours, theirs)
     assert ours.state.total_flos == theirs.state.total_flos > 0
     a, b = ours.predict(draw_samples(kind, 3, 2)), theirs.predict(draw_samples(kind, 3, 2))
     torch.testing.assert_close(
@@ -189,36 +198,43 @@ UNCLIPPED: Dict[str, Tuple[str, Dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# which `make test` runs
+# cases that `make test` runs
 QUICK = {"labels", "adapters"}
 
 
 @pytest.mark.parametrize("name", mark_slow(UNCLIPPED, QUICK.__contains__))
 def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: Path) -> None:
-    """By default updates of 3 microbatches (1/3 is rounded), the last with 2, of which one has one sample alone.
+    """Train updates of 3 microbatches (1/3 is rounded); the last one has 2, of which one has a
+    single sample.
 
-    Story: short batches were filled up with samples whose labels are ignored, and a sum over them is rounded otherwise.
+    Short batches were once padded with samples whose labels are ignored, and a sum over them is
+    rounded otherwise.
     """
     kind, changes = UNCLIPPED[name]
     model_kind = "gpt2" if kind == "lora" else kind
-    how: Dict[str, Any] = {
+    arguments: Dict[str, Any] = {
         "gradient_accumulation_steps": 3,
         "max_grad_norm": 0.0,
         "save_strategy": "no",
         **changes,
     }
-    if "train_dataset" in how:
-        how["train_dataset"] = draw_samples(model_kind, how["train_dataset"])
+    if "train_dataset" in arguments:
+        arguments["train_dataset"] = draw_samples(model_kind, arguments["train_dataset"])
     trainers = []
     for method in ("", "gpipe"):
-        model = make_model(model_kind)
-        where = {}
+        model = make_hugging_model(model_kind)
+        pipeline = {}
         if kind == "lora":
             model = add_adapters(model)
-            where = {"pipeline": {"stages": [f"base_model.model.{STAGE['gpt2']}"]}}
+            pipeline = {"pipeline": {"stages": [f"base_model.model.{STAGE['gpt2']}"]}}
         trainers.append(
             make_trainer(
-                tmp_path, model_kind, method, model=model, **(where if method else {}), **how
+                tmp_path,
+                model_kind,
+                method,
+                model=model,
+                **(pipeline if method else {}),
+                **arguments,
             )
         )
     theirs, ours = trainers
@@ -231,21 +247,21 @@ def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: 
         assert line == pytest.approx(other, rel=1e-6)
 
 
-def test_checkpoints_are_trainers(tmp_path: Path) -> None:
+def test_checkpoints_are_those_of_trainer(tmp_path: Path) -> None:
     theirs, ours = (
         make_trainer(tmp_path / "theirs"),
         make_trainer(tmp_path / "ours", method="gpipe"),
     )
     theirs.train()
     ours.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-3"))
-    assert_close(ours, theirs)
-    again = make_trainer(tmp_path / "again")
-    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-6"))
-    assert is_same_model(again.model, ours.model)
+    assert_trainers_close(ours, theirs)
+    resumed = make_trainer(tmp_path / "again")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-6"))
+    assert is_same_model(resumed.model, ours.model)
 
 
-class Silencing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Leaves the model in evaluation mode, as callbacks do that generate text."""
+class EvaluationModeCallback(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """A callback that leaves the model in evaluation mode, as callbacks that generate text do."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         others["model"].eval()
@@ -254,22 +270,28 @@ class Silencing(transformers.TrainerCallback):  # type: ignore[misc, name-define
 @pytest.mark.parametrize(
     "frozen", mark_slow([False, True], lambda frozen: frozen), ids=["whole", "dropout"]
 )
-def test_modes_are_those_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
-    """A dropout that is off stays off; a model in evaluation mode is trained in training mode, with its dropouts."""
+def test_modules_keep_the_modes_of_the_beginning(frozen: bool, tmp_path: Path) -> None:
+    """A dropout that is off stays off; a model in evaluation mode is trained in training mode,
+    with its dropouts."""
     models = []
     for rate, evaluating in ((0.0, False), (0.5, True), (0.5, False)):
-        model: Any = make_model("bert").train()
+        model: Any = make_hugging_model("bert").train()
         model.dropout.p = rate
         (model.dropout if frozen else model).train(not evaluating)
         make_trainer(
-            tmp_path, "bert", "gpipe", model=model, save_strategy="no", callbacks=[Silencing()]
+            tmp_path,
+            "bert",
+            "gpipe",
+            model=model,
+            save_strategy="no",
+            callbacks=[EvaluationModeCallback()],
         ).train()
         models.append(model)
     assert is_same_model(models[1], models[0]) is frozen
     assert is_same_model(models[1], models[2]) is not frozen
 
 
-def make_grouped(folder: Path, method: str = "", **changes: Any) -> Any:
+def make_grouped_trainer(folder: Path, method: str = "", **changes: Any) -> Any:
     """Return a trainer whose optimizer has two groups with rates of their own."""
     trainer = make_trainer(
         folder, method=method, save_strategy="no", eval_strategy="no", num_train_epochs=1, **changes
@@ -281,16 +303,19 @@ def make_grouped(folder: Path, method: str = "", **changes: Any) -> Any:
 
 
 def test_groups_keep_their_own_rates(tmp_path: Path) -> None:
-    """A warm-up begins at 0, where rates have no proportion: all groups once had the first one's rate."""
-    theirs, ours = make_grouped(tmp_path), make_grouped(tmp_path, "gpipe")
+    """A warm-up begins at 0, where rates have no proportion: all groups once had the rate of the
+    first group."""
+    theirs, ours = make_grouped_trainer(tmp_path), make_grouped_trainer(tmp_path, "gpipe")
     theirs.train()
     ours.train()
-    assert_close(ours, theirs)
+    assert_trainers_close(ours, theirs)
 
 
 def test_groups_have_schedules_of_their_own(tmp_path: Path) -> None:
-    """Story: rates were recorded ahead as one schedule, so such a scheduler was refused."""
-    trainers = [make_grouped(tmp_path, method, max_grad_norm=0.0) for method in ("", "gpipe")]
+    """Rates were once recorded ahead as one schedule, so such a scheduler was refused."""
+    trainers = [
+        make_grouped_trainer(tmp_path, method, max_grad_norm=0.0) for method in ("", "gpipe")
+    ]
     for trainer in trainers:
         halve = [lambda k: 1.0, lambda k: 0.5**k]
         trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, halve)
@@ -303,21 +328,21 @@ def test_groups_have_schedules_of_their_own(tmp_path: Path) -> None:
     "kind", mark_slow(["reduce_lr_on_plateau", "greedy"], lambda kind: kind != "greedy")
 )
 def test_a_scheduler_follows_evaluations(kind: str, tmp_path: Path) -> None:
-    """Story: rates were recorded ahead, so a scheduler that steps after evaluations was refused."""
-    how: Dict[str, Any] = {
+    """Rates were once recorded ahead, so a scheduler that steps after evaluations was refused."""
+    arguments: Dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 1,
         "metric_for_best_model": "loss",
         "num_train_epochs": 4,
     }
-    how.update(
+    arguments.update(
         lr_scheduler_type=kind,
         lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
         warmup_steps=0,
         max_grad_norm=0.0,
     )
     theirs, ours = (
-        make_trainer(tmp_path, "bert", method, learning_rate=0.05, **how)
+        make_trainer(tmp_path, "bert", method, learning_rate=0.05, **arguments)
         for method in ("", "gpipe")
     )
     theirs.train()
@@ -328,7 +353,8 @@ def test_a_scheduler_follows_evaluations(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_the_rates_of_its_checkpoint(tmp_path: Path) -> None:
-    """So does Trainer's: the log once said the checkpoint's rates, while the pipeline trained with the new ones."""
+    """Trainer does so, too. The log once had the checkpoint's rates while the pipeline trained
+    with the new ones."""
     make_trainer(tmp_path / "first", max_steps=3).train()
     theirs, ours = (
         make_trainer(tmp_path / name, method=method, learning_rate=0.02, weight_decay=0.0)
@@ -336,10 +362,10 @@ def test_a_resumed_run_has_the_rates_of_its_checkpoint(tmp_path: Path) -> None:
     )
     for trainer in (theirs, ours):
         trainer.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-3"))
-    assert_close(ours, theirs)
+    assert_trainers_close(ours, theirs)
 
 
-def test_only_what_a_known_loss_ignores_fills_up_a_batch(tmp_path: Path) -> None:
+def test_only_labels_that_a_known_loss_ignores_pad_a_batch(tmp_path: Path) -> None:
     class OwnLoss(PipelineTrainer):  # type: ignore[misc, valid-type]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -354,8 +380,9 @@ def test_only_what_a_known_loss_ignores_fills_up_a_batch(tmp_path: Path) -> None
     assert not trainer.can_ignore(batch)
 
 
-def test_values_are_not_ignored_and_fill_up_no_batch(tmp_path: Path) -> None:
-    """Story: a model of one label regresses, to -100, too: whole numbers as values gave a loss of 5004 in place of 9."""
+def test_values_of_a_regression_pad_no_batch(tmp_path: Path) -> None:
+    """A model with one label regresses, also to -100: whole numbers as values once gave a loss
+    of 5004 instead of 9."""
     samples = [
         {"input_ids": one["input_ids"], "labels": i}
         for i, one in enumerate(draw_samples("bert", 5))
@@ -363,14 +390,16 @@ def test_values_are_not_ignored_and_fill_up_no_batch(tmp_path: Path) -> None:
     losses = []
     for method in ("", "gpipe"):
         torch.manual_seed(1)
-        how = {
-            "model": third_party.hugging_bert(1),
+        arguments = {
+            "model": third_party.make_hugging_bert(1),
             "train_dataset": samples,
             "eval_strategy": "no",
             "save_strategy": "no",
         }
         losses.append(
-            make_trainer(tmp_path, "bert", method, num_train_epochs=1, **how).train().training_loss
+            make_trainer(tmp_path, "bert", method, num_train_epochs=1, **arguments)
+            .train()
+            .training_loss
         )
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -378,9 +407,7 @@ def test_values_are_not_ignored_and_fill_up_no_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key, value", [("output_router_logits", True), ("ctc_loss_reduction", "sum")]
 )
-def test_losses_that_count_every_sample_fill_up_no_batch(
-    key: str, value: Any, tmp_path: Path
-) -> None:
+def test_losses_that_count_every_sample_pad_no_batch(key: str, value: Any, tmp_path: Path) -> None:
     trainer, batch = (
         make_trainer(tmp_path, method="gpipe"),
         {"labels": torch.zeros(1, dtype=torch.long)},
@@ -394,23 +421,25 @@ def test_a_subclass_knows_the_group_that_another_has_joined(
 ) -> None:
     monkeypatch.setattr(PipelineTrainer, "_has_joined", True)
     monkeypatch.setitem(globals(), "PipelineTrainer", type("Own", (PipelineTrainer,), {}))
-    assert not make_trainer(tmp_path, method="gpipe")._has_joined  # in one process there is none
+    assert not make_trainer(tmp_path, method="gpipe")._has_joined  # one process has no group
     assert not integration.PipelineTrainer._has_joined
 
 
-def test_the_best_model_of_an_early_stop_is_trainers(tmp_path: Path) -> None:
-    how: Dict[str, Any] = {
+def test_the_best_model_of_an_early_stop_is_that_of_trainer(tmp_path: Path) -> None:
+    arguments: Dict[str, Any] = {
         "max_grad_norm": 0.0,
         "num_train_epochs": 6,
         "learning_rate": 0.05,
         "save_total_limit": 1,
     }
-    how.update(load_best_model_at_end=True, metric_for_best_model="right")
+    arguments.update(load_best_model_at_end=True, metric_for_best_model="right")
     trainers = []
     for method in ("", "gpipe"):
         stop = transformers.EarlyStoppingCallback(2)
         trainers.append(
-            make_trainer(tmp_path / (method or "theirs"), "bert", method, callbacks=[stop], **how)
+            make_trainer(
+                tmp_path / (method or "theirs"), "bert", method, callbacks=[stop], **arguments
+            )
         )
     theirs, ours = trainers
     assert ours.train().global_step == theirs.train().global_step < 18
@@ -418,7 +447,7 @@ def test_the_best_model_of_an_early_stop_is_trainers(tmp_path: Path) -> None:
     assert is_same_model(ours.model, theirs.model)
 
 
-def test_a_second_run_goes_on_with_the_optimizer_as_trainers_does(tmp_path: Path) -> None:
+def test_a_second_run_keeps_the_optimizer_as_trainer_does(tmp_path: Path) -> None:
     theirs, ours = (
         make_trainer(tmp_path, method=method, max_grad_norm=0.0, save_strategy="no")
         for method in ("", "gpipe")
@@ -433,30 +462,31 @@ def test_a_second_run_goes_on_with_the_optimizer_as_trainers_does(tmp_path: Path
 def test_a_method_whose_replicas_or_stages_take_their_own_microbatches(
     method: str, tmp_path: Path
 ) -> None:
-    """Story: with one microbatch an update, as was needed, an epoch of Trainer's was two of the run."""
-    how: Dict[str, Any] = {
+    """An update once had one microbatch only, so an epoch of Trainer's was two epochs of the
+    run."""
+    arguments: Dict[str, Any] = {
         "method": method,
         "max_grad_norm": 0.0,
         "train_dataset": draw_samples("gpt2", 24),
     }
-    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, **how)
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, **arguments)
     assert trainer.train().global_step == 12
     losses = [line["loss"] for line in read_log(trainer) if "loss" in line]
     assert losses[-1] < losses[0] < 4
     with pytest.raises(BadInput, match="^gradient_accumulation_steps: 4: "):
-        make_trainer(tmp_path, gradient_accumulation_steps=4, **how).train()
+        make_trainer(tmp_path, gradient_accumulation_steps=4, **arguments).train()
 
 
 # ---- processes
 
 
 METHODS = ("pipedream_flush", "pipedream")
-# of equally large batches, which processes need; the last update has 3 of 4
+# samples in batches of equal size, which processes need; the last update has 3 of 4 batches
 EVEN = 22
 
 
 def run_methods(folder: Path, where: str) -> None:
-    """Train by each method, and save weights and log."""
+    """Train with each method, and save weights and log."""
     trainers: List[Tuple[str, Any]] = []
     for method in METHODS:
         pipeline = {"clip": {"scope": "delayed_global"}} if method == "pipedream" else {}
@@ -469,43 +499,45 @@ def run_methods(folder: Path, where: str) -> None:
         )
         trainer.train()
         trainers.append((method, trainer))
-    # with a short batch, until a callback ends it
-    trainer = make_trainer(folder / f"short-{where[:4]}", method="gpipe", callbacks=[Recorder(5)])
+    # a run with a short batch, which a callback ends
+    trainer = make_trainer(
+        folder / f"short-{where[:4]}", method="gpipe", callbacks=[EventRecorder(5)]
+    )
     trainer.train()
     trainers.append(("short", trainer))
     for name, trainer in trainers:
         torch.save((trainer.model.state_dict(), read_log(trainer)), folder / f"{name}.{where}")
 
 
-def run_rank(rank: int, folder: Path, port: int) -> None:
+def train_rank(rank: int, folder: Path, port: int) -> None:
     os.environ.update(forked.make_rank_environment(rank, 2, port))
     run_methods(folder, f"rank{rank}")
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def process_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("processes")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.fork_ranks(2, run_rank, folder, store.port)
+    forked.fork_ranks(2, train_rank, folder, store.port)
     run_methods(folder, "emulator")
     yield folder
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_processes_train_as_the_emulator(method: str, trained: Path) -> None:
-    weights, log = torch.load(trained / f"{method}.emulator")
+def test_processes_train_as_the_emulator(method: str, process_runs: Path) -> None:
+    weights, log = torch.load(process_runs / f"{method}.emulator")
     for rank in range(2):
-        other_weights, other_log = torch.load(trained / f"{method}.rank{rank}")
+        other_weights, other_log = torch.load(process_runs / f"{method}.rank{rank}")
         assert log == other_log
         assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
 
 
-def test_processes_fill_up_a_short_batch_and_stop_together(trained: Path, tmp_path: Path) -> None:
-    theirs = make_trainer(tmp_path, callbacks=[Recorder(5)])
+def test_processes_pad_a_short_batch_and_stop_together(process_runs: Path, tmp_path: Path) -> None:
+    theirs = make_trainer(tmp_path, callbacks=[EventRecorder(5)])
     theirs.train()
     for rank in range(2):
-        weights, log = torch.load(trained / f"short.rank{rank}")
+        weights, log = torch.load(process_runs / f"short.rank{rank}")
         assert len(log) == len(read_log(theirs))
         for line, other in zip(log, read_log(theirs)):
             assert line == pytest.approx(other, rel=1e-6, abs=1e-6)
@@ -513,11 +545,12 @@ def test_processes_fill_up_a_short_batch_and_stop_together(trained: Path, tmp_pa
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_losses_leave_a_pipeline_later_and_none_is_lost(trained: Path) -> None:
-    """A line of the log has the mean over the updates that left since the last one; before an evaluation all have left."""
+def test_losses_leave_a_pipeline_later_and_none_is_lost(process_runs: Path) -> None:
+    """A line of the log has the mean loss of the updates that left since the previous line; all
+    leave before an evaluation."""
     logs = []
     for method in METHODS:
-        _, log = torch.load(trained / f"{method}.emulator")
+        _, log = torch.load(process_runs / f"{method}.emulator")
         logs.append({line["step"]: line["loss"] for line in log if "loss" in line})
     flushed, pipelined = logs
     assert list(flushed) == [1, 2, 3, 4, 5, 6]
@@ -526,17 +559,17 @@ def test_losses_leave_a_pipeline_later_and_none_is_lost(trained: Path) -> None:
     assert pipelined[2] == flushed[1]
 
 
-def test_a_run_of_processes_goes_on_in_the_emulator(trained: Path, tmp_path: Path) -> None:
+def test_a_run_of_processes_resumes_in_the_emulator(process_runs: Path, tmp_path: Path) -> None:
     pipeline = {"clip": {"scope": "delayed_global"}}
     trainer = make_trainer(
         tmp_path, method="pipedream", pipeline=pipeline, train_dataset=draw_samples("gpt2", EVEN)
     )
-    trainer.train(resume_from_checkpoint=str(trained / "pipedream-rank" / "checkpoint-3"))
-    weights, log = torch.load(trained / "pipedream.emulator")
+    trainer.train(resume_from_checkpoint=str(process_runs / "pipedream-rank" / "checkpoint-3"))
+    weights, log = torch.load(process_runs / "pipedream.emulator")
     assert is_same_model(trainer.model, weights) and read_log(trainer) == log
 
 
-# ---- what a collator draws, callbacks
+# ---- random draws of a collator, callbacks
 
 
 def mask_at_random(samples: List[Any]) -> Dict[str, torch.Tensor]:
@@ -545,8 +578,8 @@ def mask_at_random(samples: List[Any]) -> Dict[str, torch.Tensor]:
     return batch
 
 
-def make_dropping_model() -> Any:
-    model: Any = make_model("gpt2")
+def make_dropout_gpt2() -> Any:
+    model: Any = make_hugging_model("gpt2")
     model.transformer.drop.p = 0.5
     return model
 
@@ -555,36 +588,36 @@ def make_dropping_model() -> Any:
     "method", mark_slow(["gpipe", "pipedream"], lambda method: method == "pipedream")
 )
 def test_a_resumed_run_draws_the_same_batches_and_masks(method: str, tmp_path: Path) -> None:
-    how: Dict[str, Any] = {
+    arguments: Dict[str, Any] = {
         "method": method,
         "data_collator": mask_at_random,
         "save_strategy": "steps",
         "save_steps": 5,
     }
-    how["max_grad_norm"] = 0.0
-    whole = make_trainer(tmp_path / "whole", model=make_dropping_model(), **how)
+    arguments["max_grad_norm"] = 0.0
+    whole = make_trainer(tmp_path / "whole", model=make_dropout_gpt2(), **arguments)
     whole.train()
-    resumed = make_trainer(tmp_path / "resumed", model=make_dropping_model(), **how)
+    resumed = make_trainer(tmp_path / "resumed", model=make_dropout_gpt2(), **arguments)
     torch.rand(3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
     assert is_same_model(resumed.model, whole.model)
     assert read_log(resumed) == read_log(whole)
 
 
-def note(event: str) -> Any:
-    """Return a method that notes an event."""
+def make_recording_method(event: str) -> Any:
+    """Return a method that appends an event to `self.events`."""
 
-    def method(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def append_event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.events.append(event)
 
-    return method
+    return append_event
 
 
-class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
-    """Notes the events, and ends the run after an update."""
+class EventRecorder(transformers.TrainerCallback):  # type: ignore[misc]
+    """A callback that records the events and ends the run after update `last`."""
 
     on_step_begin, on_optimizer_step, on_evaluate, on_save = map(
-        note, ("begin", "step", "evaluate", "save")
+        make_recording_method, ("begin", "step", "evaluate", "save")
     )
 
     def __init__(self, last: int = 0) -> None:
@@ -598,7 +631,7 @@ class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
 def test_callbacks_are_called_as_trainer_calls_them(tmp_path: Path) -> None:
     events = []
     for method in ("", "gpipe"):
-        recorder = Recorder(5)
+        recorder = EventRecorder(5)
         trainer = make_trainer(tmp_path / method, method=method, callbacks=[recorder])
         assert trainer.train().global_step == 5
         events.append(recorder.events)
@@ -606,19 +639,20 @@ def test_callbacks_are_called_as_trainer_calls_them(tmp_path: Path) -> None:
 
 
 def test_a_method_that_does_not_flush_ends_where_a_callback_stops_it(tmp_path: Path) -> None:
-    """Story: batches were begun ahead, so the run went on until update 6."""
-    how = {
+    """Batches were once started ahead, so the run continued until update 6."""
+    arguments = {
         "eval_strategy": "no",
         "save_strategy": "no",
         "max_grad_norm": 0.0,
         "gradient_accumulation_steps": 1,
     }
-    trainer = make_trainer(tmp_path, method="pipedream", callbacks=[Recorder(5)], **how)
+    trainer = make_trainer(tmp_path, method="pipedream", callbacks=[EventRecorder(5)], **arguments)
     assert trainer.train().global_step == 5
 
 
-class Evaluating(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Asks for an evaluation after an update, or for the end of the epoch."""
+class FlagCallback(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """A callback that sets a flag of the control after an update, to evaluate or to end the
+    epoch."""
 
     def __init__(self, update: int, flag: str = "should_evaluate") -> None:
         self.update, self.flag = update, flag
@@ -628,22 +662,24 @@ class Evaluating(transformers.TrainerCallback):  # type: ignore[misc, name-defin
             setattr(control, self.flag, True)
 
 
-def test_a_callback_evaluates_where_it_wants(tmp_path: Path) -> None:
-    """The pipeline drains for it, so that the run is the one with `eval_steps` there."""
-    how: Dict[str, Any] = {
+def test_a_callback_evaluates_where_it_requests(tmp_path: Path) -> None:
+    """The pipeline drains for the evaluation, so the run equals one with `eval_steps` there."""
+    arguments: Dict[str, Any] = {
         "method": "pipedream",
         "max_grad_norm": 0.0,
         "save_strategy": "no",
         "max_steps": 3,
     }
-    asked = make_trainer(tmp_path, callbacks=[Evaluating(2)], **{**how, "eval_strategy": "no"})
-    planned = make_trainer(tmp_path, **{**how, "eval_strategy": "steps", "eval_steps": 2})
-    without = make_trainer(tmp_path, **{**how, "eval_strategy": "no"})
-    for trainer in (asked, planned, without):
+    by_callback = make_trainer(
+        tmp_path, callbacks=[FlagCallback(2)], **{**arguments, "eval_strategy": "no"}
+    )
+    by_steps = make_trainer(tmp_path, **{**arguments, "eval_strategy": "steps", "eval_steps": 2})
+    without = make_trainer(tmp_path, **{**arguments, "eval_strategy": "no"})
+    for trainer in (by_callback, by_steps, without):
         trainer.train()
-    assert read_log(asked)[:3] == read_log(planned)[:3]
-    assert is_same_model(asked.model, planned.model)
-    assert not is_same_model(asked.model, without.model)
+    assert read_log(by_callback)[:3] == read_log(by_steps)[:3]
+    assert is_same_model(by_callback.model, by_steps.model)
+    assert not is_same_model(by_callback.model, without.model)
 
 
 def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
@@ -652,7 +688,7 @@ def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
             tmp_path,
             method=method,
             max_grad_norm=0.0,
-            callbacks=[Evaluating(2, "should_epoch_stop")],
+            callbacks=[FlagCallback(2, "should_epoch_stop")],
         )
         for method in ("", "gpipe")
     )
@@ -660,7 +696,7 @@ def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
     assert is_same_model(ours.model, theirs.model)
 
 
-# ---- refused
+# ---- refusals
 
 
 @pytest.mark.parametrize("key, changes", [
@@ -671,28 +707,28 @@ def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
     ("pipeline.method", {"pipeline": {"method": "gpype"}}),
     ("pipeline.backend.name", {"pipeline": {"backend": {"name": "poptorch"}}}),
 ])  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_arguments_are_refused_by_name(
     key: str, changes: Dict[str, Any], tmp_path: Path
 ) -> None:
     faults = list_faults(make_trainer, tmp_path, **{"method": "gpipe", **changes})
     assert [fault.partition(": ")[0] for fault in faults] == [key]
 
 
-def test_what_only_training_shows_is_refused_by_name(
+def test_faults_found_only_in_training_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Watching(transformers.TrainerCallback):  # type: ignore[misc]
+    class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """See the gradients."""
 
-    with pytest.raises(BadInput, match="^callbacks: Watching.on_pre_optimizer_step: "):
-        make_trainer(tmp_path, method="gpipe", callbacks=[Watching()])
-    result = make_trainer(tmp_path, method="gpipe")
-    result.args.tf32 = True  # TrainingArguments refuse it themselves on a CPU
-    assert [fault.partition(": ")[0] for fault in result._list_faults()] == ["tf32"]
+    with pytest.raises(BadInput, match="^callbacks: GradientCallback.on_pre_optimizer_step: "):
+        make_trainer(tmp_path, method="gpipe", callbacks=[GradientCallback()])
+    trainer = make_trainer(tmp_path, method="gpipe")
+    trainer.args.tf32 = True  # TrainingArguments refuse it on a CPU
+    assert [fault.partition(": ")[0] for fault in trainer._list_faults()] == ["tf32"]
     monkeypatch.setattr(integration, "is_distributed", lambda: True)
     with pytest.raises(BadInput, match="^hyperparameter_search: "):
-        result.hyperparameter_search()
+        trainer.hyperparameter_search()
     monkeypatch.undo()
     with pytest.raises(BadInput, match="^clip: global: "):
         make_trainer(tmp_path, method="pipedream").train()

@@ -1,6 +1,7 @@
-"""The tutorials' commands, run as a reader would, page by page, each in a folder of its own.
+"""Run the tutorials' commands as a reader would, page by page, each in a folder of its own.
 
-A block of ```bash is run, line by line; one with a title is written to the file of that name; ```text is only to be read.
+A block of ```bash is run line by line; a block with a title is written to the file of that name;
+```text is not run.
 Commands of this library and scripts run in this process, which is faster.
 """
 
@@ -25,13 +26,13 @@ PAGES = sorted((Path(__file__).resolve().parents[1] / "docs" / "tutorials").glob
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-# Pages whose commands `make test` runs.
+# pages whose commands `make test` runs.
 QUICK = {"README", "analyze", "pod"}
-# The least test accuracy of the runs of a page that trains to the end; by chance it is 0.1.
+# the least test accuracy of the runs of a page that trains to the end; chance is 0.1
 LEARNS = {"your_own_model": 0.6, "third_party": 0.25}
 
 
-class Block(NamedTuple):
+class FencedBlock(NamedTuple):
     """A fenced block of a page."""
 
     language: str
@@ -39,23 +40,23 @@ class Block(NamedTuple):
     text: str
 
 
-def blocks(page: Path) -> List[Block]:
-    return [Block(*result) for result in BLOCK.findall(page.read_text(encoding="utf-8"))]
+def list_blocks(page: Path) -> List[FencedBlock]:
+    return [FencedBlock(*result) for result in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
-def commands(text: str) -> Iterator[List[str]]:
+def split_commands(text: str) -> Iterator[List[str]]:
     for line in text.replace("\\\n", " ").splitlines():
         if line.strip():
             yield shlex.split(line)
 
 
-def run(words: List[str], monkeypatch: pytest.MonkeyPatch) -> object:
-    """Return the exit code of a command in the current folder."""
+def run_tutorial_command(words: List[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """Run a command in the current folder and return its exit code."""
     if words[0] == "ipu-pipe":
         monkeypatch.setattr(sys, "argv", list(words))
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exit_info:
             cli.run()
-        return left.value.code
+        return exit_info.value.code
     if words[0] == "python":
         monkeypatch.setattr(sys, "argv", words[1:])
         runpy.run_path(words[1], run_name="__main__")
@@ -75,20 +76,25 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)
-    for block in blocks(page):
+    for block in list_blocks(page):
         if block.file:
             Path(block.file).write_text(block.text)
         elif block.language == "bash":
-            for words in commands(block.text):
-                assert run(words, monkeypatch) == 0, " ".join(words)
+            for words in split_commands(block.text):
+                assert run_tutorial_command(words, monkeypatch) == 0, " ".join(words)
     summaries = {path: json.loads(path.read_text()) for path in Path("runs").glob("*/summary.json")}
     for path, summary in summaries.items():
         assert summary["final"]["test_accuracy"] >= LEARNS.get(page.stem, 0), path
-    for name in set(sys.modules) - before:  # the page's own
+    for name in set(sys.modules) - before:  # modules that the page wrote
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
 
 
 def test_all_pages_have_commands() -> None:
-    ran = {page.stem for page in PAGES if any(block.language == "bash" for block in blocks(page))}
-    assert ran == {page.stem for page in PAGES} - {"README"} and len(ran) == 6
+    pages_with_commands = {
+        page.stem for page in PAGES if any(block.language == "bash" for block in list_blocks(page))
+    }
+    assert (
+        pages_with_commands == {page.stem for page in PAGES} - {"README"}
+        and len(pages_with_commands) == 6
+    )

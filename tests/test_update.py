@@ -1,4 +1,5 @@
-"""Parameter groups by stage, decay left off, clipping, and what the optimizer holds."""
+"""Check parameter groups by stage, weight decay exceptions, clipping, and the state of
+optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from ipu_pipe.update.clipping import DelayedGlobalNorm
 from ipu_pipe.update.optimizer import count_moments, import_state, list_kinds, make_groups
 
 
-def staged() -> Any:
+def make_staged_model() -> Any:
     model = nn.Sequential(
         nn.Linear(4, 4), nn.LayerNorm(4), begin_stage(nn.Linear(4, 4)), begin_stage(nn.ReLU())
     )
@@ -27,7 +28,7 @@ def staged() -> Any:
 
 
 def test_a_group_a_stage_and_one_more_without_decay() -> None:
-    model, part = staged()
+    model, part = make_staged_model()
     groups = make_groups(model, part)
     assert [(g["stage"], len(g["params"])) for g in groups] == [(0, 4), (1, 2)]
     groups = make_groups(model, part, "norms_and_biases")
@@ -38,16 +39,16 @@ def test_a_group_a_stage_and_one_more_without_decay() -> None:
     assert [(g["stage"], g.get("weight_decay")) for g in groups] == [(0, None), (1, 0.0)]
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
-    model, part = staged()
+def test_groups_without_parameters_are_refused() -> None:
+    model, part = make_staged_model()
     with pytest.raises(BadInput, match=r"optimizer.no_decay: 7\.\*: matches no parameter"):
         make_groups(model, part, ["7.*"])
     with pytest.raises(BadInput, match="nothing to train"):
         make_groups(model.requires_grad_(False), part)
 
 
-def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
-    """As a run's update does, all stages in one process."""
+def clip_gradients(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
+    """Clip the gradients as an update of a run does, with all stages in one process."""
     stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
     clipping.GradientClipping(
         (norm, scope), stages, make_schedule(resolve_method("gpipe"), 2, 4, 2)
@@ -56,12 +57,12 @@ def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
 
 @pytest.mark.parametrize("scope", ["global", "stage"])
 def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
-    model, part = staged()
+    model, part = make_staged_model()
     optimizer = torch.optim.SGD(make_groups(model, part), lr=0.1)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     model[0].weight.grad.mul_(10)
-    clip(optimizer, 2.0, scope)
+    clip_gradients(optimizer, 2.0, scope)
     norms = [
         torch.cat([p.grad.flatten() for p in g["params"]]).norm().item()
         for g in optimizer.param_groups
@@ -76,32 +77,36 @@ def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
 def test_clipping_takes_the_kernels_that_a_process_takes(
     scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stage's process knows the norms of its own gradients alone: torch's clipping takes all at once on a GPU."""
-    model, part = staged()
+    """The process of a stage knows only its own gradients' norms; torch's clipping takes all
+    gradients at once on a GPU."""
+    model, part = make_staged_model()
     optimizer = torch.optim.SGD(make_groups(model, part), lr=0.1)
     stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
     model(torch.randn(2, 4)).square().sum().backward()
     gradients = {p: p.grad.clone() for p in model.parameters()}
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", None)
-    clip(optimizer, 0.5, scope)
+    clip_gradients(optimizer, 0.5, scope)
     clipped = {p: p.grad.clone() for p in model.parameters()}
     for p, gradient in gradients.items():
         p.grad = gradient
-    known = {s: clipping.compute_gradient_norms(parameters) for s, parameters in stages.items()}
-    every = [norm for norms in known.values() for norm in norms]
+    norms_by_stage = {
+        s: clipping.compute_gradient_norms(parameters) for s, parameters in stages.items()
+    }
+    all_norms = [norm for norms in norms_by_stage.values() for norm in norms]
     for s, parameters in stages.items():
-        clipping.clip_to_norm(0.5, parameters, known[s] if scope == "stage" else every)
+        clipping.clip_to_norm(0.5, parameters, norms_by_stage[s] if scope == "stage" else all_norms)
     assert all(torch.equal(p.grad, clipped[p]) for p in model.parameters())
 
 
 @pytest.mark.parametrize(
-    "how, place", [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+    "options, place", [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
 )
-def test_step_counts_resume_where_the_optimizer_keeps_them(how: Any, place: str) -> None:
-    """Fused and capturable optimizers count on the parameters' device, for which the one without data stands here."""
+def test_step_counts_resume_where_the_optimizer_keeps_them(options: Any, place: str) -> None:
+    """Fused and capturable optimizers keep their counts on the parameters' device; the meta
+    device stands in for it."""
     weight = nn.Parameter(torch.zeros(2, device="meta"))
     optimizer = torch.optim.Adam([weight], lr=0.1)
-    optimizer.param_groups[0].update(how)
+    optimizer.param_groups[0].update(options)
     saved = {
         "w/step": torch.tensor(3.0),
         "w/exp_avg": torch.zeros(2),
@@ -121,14 +126,15 @@ def test_unknown_optimizers_are_refused() -> None:
 
 
 def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
-    """PipeDream on 4 stages: stage 0 does update k in slot 7 + 2k, stage 3 in slot 4 + 2k: two updates must lie between."""
+    """PipeDream on 4 stages makes update k in slot 7 + 2k on stage 0 and in slot 4 + 2k on stage
+    3: two updates must lie between."""
     schedule = make_schedule(resolve_method("pipedream"), 4, 40, 1, [20])
     delayed = DelayedGlobalNorm(1.0, schedule)
     slots = schedule.slots(Kind.UPDATE, 0, 20)
     assert delayed.lag == 2
     for k in range(20):
-        known = [j for j in range(k) if slots[:, j].max() < slots[:, k].min()]
-        assert delayed.get_source(k) == (known[-1] if known else None)
+        complete_updates = [j for j in range(k) if slots[:, j].max() < slots[:, k].min()]
+        assert delayed.get_source(k) == (complete_updates[-1] if complete_updates else None)
     assert (
         delayed.get_source(20) is None
         and delayed.get_source(21) is None
@@ -140,7 +146,7 @@ def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
     delayed.remember(5, [6.0, None, 8.0, 0.0])
     delayed.clip(7, [p], 5.0)  # by update 5's norm of 10
     assert torch.allclose(p.grad, torch.tensor([0.3, 0.4]))
-    delayed.clip(0, [p], 5.0)  # no norm known yet: by its own, here 5
+    delayed.clip(0, [p], 5.0)  # no norm is known yet, so its own norm, 5, is used
     assert torch.allclose(p.grad, torch.tensor([0.06, 0.08]))
 
 

@@ -1,4 +1,5 @@
-"""Faults of the user's own code and files: one line that names them, and no file of ours; nothing that is not a file is read."""
+"""Check faults of the user's own code and files: each is one line that names them and no file of
+ours; only regular files are read."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from ipu_pipe.store import checkpoint
 from ipu_pipe.store.manifest import list_manifest_faults
 from tests.hostile.faulty import Unprintable
 from tests.support.runs import DIGITS, list_faults
-from tests.test_train import config, run_tool, sets  # noqa: F401
+from tests.test_train import make_set_options, make_short_config, run_train_tool  # noqa: F401
 
 if sys.platform != "linux":
     pytest.skip("pipes and devices of Linux", allow_module_level=True)
@@ -34,7 +35,7 @@ PACKAGE = os.path.dirname(ipu_pipe.__file__)
 
 
 def name_objects(where: str, how: str, after: int = 0) -> List[str]:
-    """Return the config's keys that name objects of which one misbehaves."""
+    """Return config keys that name objects of which one misbehaves."""
     return [
         f"model={{entry: '{FAULTY}:Model', args: {{where: {where}, how: {how}, after: {after}}}}}",
         f"data={{name: '{FAULTY}:make_faulty_data'}}", f"loss={FAULTY}:loss", f"metrics=['{FAULTY}:metric']",
@@ -44,7 +45,7 @@ def name_objects(where: str, how: str, after: int = 0) -> List[str]:
 
 
 def name_callback(where: str, how: str) -> List[str]:
-    """Return the config's key that names a callback which misbehaves in one method."""
+    """Return the config key of a callback that misbehaves in one method."""
     return [
         f"callbacks=[{{entry: '{FAULTY}:make_callback', args: {{where: {where}, how: {how}}}}}]"
     ]
@@ -52,9 +53,9 @@ def name_callback(where: str, how: str) -> List[str]:
 
 # ---- code
 
-# what misbehaves -> exit code, and a part of the line
+# misbehaving object -> exit code, and a part of the line
 OBJECTS = {
-    # once a traceback
+    # these once ended in a traceback
     ("forward", "cancelled", 2): (1, "CancelledError"),
     ("forward", "base", 2): (1, "BaseException: base"),
     ("forward", "generator exit", 2): (1, "GeneratorExit"),
@@ -62,7 +63,7 @@ OBJECTS = {
     ("train_batch", "assertion", 1): (1, "AssertionError"),
     ("state_dict", "exit 3", 2): (1, "error: after update"),
     ("constructor", "exit", 0): (1, "called exit()"),
-    # once our own file was named
+    # these once named a file of ours
     ("empties later", "none", 0): (2, "lr_schedule: LambdaLR: changes the optimizer's parameter groups"),
     ("empties", "none", 0): (2, "lr_schedule: LambdaLR: changes the optimizer's parameter groups"),
     ("renames", "none", 0): (2, "lr_schedule: LambdaLR: changes the optimizer's parameter groups"),
@@ -77,32 +78,36 @@ OBJECTS = {
 
 
 @pytest.fixture(autouse=True)
-def reset() -> None:
-    """Forget what earlier tests chose."""
+def reset_faulty_objects() -> None:
+    """Reset the objects that earlier tests stored."""
     import tests.hostile.faulty as faulty
 
     faulty._loss = faulty._metric = None
 
 
-def assert_one_line(complaint: str, part: str) -> None:
-    lines = [line for line in complaint.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and part in lines[0], complaint
-    assert PACKAGE not in lines[0] and "Traceback" not in complaint
+def assert_one_line(errors: str, part: str) -> None:
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and part in lines[0], errors
+    assert PACKAGE not in lines[0] and "Traceback" not in errors
 
 
 @pytest.mark.parametrize("case", OBJECTS, ids=lambda case: f"{case[0]}: {case[1]}")
-def test_an_object_that_misbehaves_is_one_line(case: Any, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
+def test_an_object_that_misbehaves_is_one_line(
+    case: Any,
+    tmp_path: Path,
+    run_train_tool: Any,  # noqa: F811
+) -> None:
     code, part = OBJECTS[case]
-    keys = sets(
+    keys = make_set_options(
         *name_objects(*case),
         "steps=3",
         "checkpoint.every=1",
         "evaluate.every=1",
         "gradient_accumulation=2",
     )
-    ended, _, complaint = run_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
-    assert ended == code, complaint
-    assert_one_line(complaint, part)
+    exit_code, _, errors = run_train_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
+    assert exit_code == code, errors
+    assert_one_line(errors, part)
 
 
 CALLBACKS = {
@@ -118,29 +123,38 @@ CALLBACKS = {
 
 
 @pytest.mark.parametrize("case", CALLBACKS, ids=lambda case: f"{case[0]}: {case[1]}")
-def test_a_callback_that_misbehaves_is_one_line(case: Any, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
+def test_a_callback_that_misbehaves_is_one_line(
+    case: Any,
+    tmp_path: Path,
+    run_train_tool: Any,  # noqa: F811
+) -> None:
     code, part = CALLBACKS[case]
-    keys = sets(*name_callback(*case), "steps=3", "checkpoint.every=1")
-    ended, _, complaint = run_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
-    assert ended == code, complaint
-    assert_one_line(complaint, part)
+    keys = make_set_options(*name_callback(*case), "steps=3", "checkpoint.every=1")
+    exit_code, _, errors = run_train_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
+    assert exit_code == code, errors
+    assert_one_line(errors, part)
 
 
 def test_the_users_own_exception_passes_unchanged_through_python(tmp_path: Path) -> None:
-    class Cancels(ipu_pipe.Callback):
+    class CancellingCallback(ipu_pipe.Callback):
         def on_step(self, now: ipu_pipe.Moment) -> None:
             raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        ipu_pipe.train(config("steps=2"), tmp_path / "run", callbacks=[Cancels()], quiet=True)
+        ipu_pipe.train(
+            make_short_config("steps=2"),
+            tmp_path / "run",
+            callbacks=[CancellingCallback()],
+            quiet=True,
+        )
     assert (tmp_path / "run" / "traceback.txt").is_file()
 
 
-def _print(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line)
 
 
-def _refuse(line: str) -> None:
+def _raise_bad_input(line: str) -> None:
     raise BadInput(line)
 
 
@@ -149,30 +163,32 @@ def _refuse(line: str) -> None:
     [
         (
             "stdout",
-            _print,
+            _print_line,
             1,
             "standard output: closed by the run's own code: nothing can be printed there",
         ),
-        ("stderr", _refuse, 2, "x: is wrong"),
+        ("stderr", _raise_bad_input, 2, "x: is wrong"),
     ],
 )
 def test_a_stream_that_the_users_code_closed_is_named(
     name: str, main: Any, code: int, line: str, capfd: Any
 ) -> None:
-    """Stories: exit code 1 without a line after sys.stdout.close(), and without any after sys.stderr.close()."""
+    """After sys.stdout.close() the exit code was once 1 without a line, and after
+    sys.stderr.close() there was no line at all."""
 
-    def close() -> None:
+    def close_stream() -> None:
         getattr(sys, name).close()
         main("x: is wrong")
 
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as exit_info:
         patched.setattr(sys, name, open({"stdout": 1, "stderr": 2}[name], "w", closefd=False))
-        run_command(close)
-    assert ended.value.code == code and capfd.readouterr().err == f"error: {line}\n"
+        run_command(close_stream)
+    assert exit_info.value.code == code and capfd.readouterr().err == f"error: {line}\n"
 
 
 def test_a_nest_without_a_tensor_and_an_exception_without_text() -> None:
-    """Stories: IndexError from a Python call with odd inputs; summarize failed on the exception that it should describe."""
+    """Odd inputs from Python once raised an IndexError, and summarize failed on the exception
+    that it should describe."""
     assert list_faults(get_first_tensor, {"a": [1, None]})[0].startswith(
         "data: a dict without a tensor"
     )
@@ -209,11 +225,11 @@ def put_folder(path: Path) -> None:
 
 
 def put_socket(path: Path) -> None:
-    here = os.getcwd()
+    working_folder = os.getcwd()
     os.chdir(path.parent)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path.name)
-    os.chdir(here)
+    os.chdir(working_folder)
 
 
 PUT: Dict[str, Callable[[Path], None]] = {
@@ -252,8 +268,8 @@ READERS = {
 
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "large"])
 @pytest.mark.parametrize("reader", READERS)
-def test_a_named_file_that_is_none_is_refused(reader: str, kind: str, tmp_path: Path) -> None:
-    """Story: rows in a pipe were waited for, and /dev/zero read until no memory was left."""
+def test_a_path_to_an_irregular_file_is_refused(reader: str, kind: str, tmp_path: Path) -> None:
+    """Rows in a pipe were once waited for, and /dev/zero was read until the memory was full."""
     suffix, read = READERS[reader]
     path = tmp_path / f"odd{suffix}"
     PUT[kind](path)
@@ -262,10 +278,8 @@ def test_a_named_file_that_is_none_is_refused(reader: str, kind: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "large"])
-def test_a_file_of_a_checkpoint_that_is_none_is_refused(
-    kind: str, name: str, tmp_path: Path
-) -> None:
-    """Story: a file of 4 TiB of nothing was hashed."""
+def test_an_irregular_file_in_a_checkpoint_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+    """An empty file of 4 TiB was once hashed."""
     path = checkpoint.save(tmp_path, 1, {"w": torch.zeros(1)}, {}, {})
     (path / name).unlink()
     PUT[kind](path / name)
@@ -274,8 +288,8 @@ def test_a_file_of_a_checkpoint_that_is_none_is_refused(
 
 NUL = "a\0b"
 PYTHON: Dict[str, Callable[[], Any]] = {
-    "train": lambda: ipu_pipe.train(config(), NUL),
-    "train, a path": lambda: ipu_pipe.train(config(), Path(NUL)),
+    "train": lambda: ipu_pipe.train(make_short_config(), NUL),
+    "train, a path": lambda: ipu_pipe.train(make_short_config(), Path(NUL)),
     "load_config": lambda: ipu_pipe.load_config(NUL),
     "predict": lambda: ipu_pipe.predict(NUL, torch.zeros(4, 64)),
     "export": lambda: ipu_pipe.export(NUL, "new.safetensors"),
@@ -283,8 +297,8 @@ PYTHON: Dict[str, Callable[[], Any]] = {
     "analyze_run": lambda: ipu_pipe.analyze_run(NUL),
     "load_data": lambda: ipu_pipe.load_data("mnist", root=NUL),
     "image_folder": lambda: ipu_pipe.load_data("image_folder", root=NUL),
-    "evaluate": lambda: evaluate_checkpoint(config(), NUL),
-    "rows": lambda: config(f"method_args.file={NUL}"),
+    "evaluate": lambda: evaluate_checkpoint(make_short_config(), NUL),
+    "rows": lambda: make_short_config(f"method_args.file={NUL}"),
     "--out": lambda: train.main([DIGITS, "--out", NUL]),
     "CONFIG": lambda: train.main([NUL]),
     "--evaluate": lambda: train.main([DIGITS, "--evaluate", NUL]),
@@ -303,7 +317,7 @@ PYTHON: Dict[str, Callable[[], Any]] = {
 def test_a_path_with_a_nul_is_refused_in_a_line(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Story: ValueError, embedded null byte, from Python."""
+    """Such a path once raised "ValueError: embedded null byte"."""
     monkeypatch.chdir(tmp_path)
     assert list_faults(PYTHON[call])
     assert not list(tmp_path.iterdir())
@@ -311,12 +325,13 @@ def test_a_path_with_a_nul_is_refused_in_a_line(
 
 @pytest.mark.parametrize("name", ["mnist", "image_folder", "shakespeare"])
 def test_a_data_root_that_cannot_be_read_is_one_line(name: str) -> None:
-    """Story: a name that is too long was an OSError, reported as the user's."""
+    """A name that is too long once raised an OSError, which was reported as a fault of user
+    code."""
     assert list_faults(ipu_pipe.load_data, name, root="a" * 300)[0].startswith("data.root: ")
 
 
 @pytest.mark.parametrize("text", [NUL, "\ud800"])
-def test_a_path_is_text_that_a_system_can_have(text: str) -> None:
+def test_a_path_must_be_encodable_by_the_system(text: str) -> None:
     assert list_faults(parse_path, text, "--out")[0].startswith("--out: ")
     assert parse_path(os.fsdecode(b"a\xff"), "--out") == Path(os.fsdecode(b"a\xff"))
 
@@ -342,13 +357,14 @@ STATE_DICTS: Dict[str, Callable[[], Any]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fault", STATE_DICTS)
 def test_odd_state_dicts_are_refused_by_name(fault: str, tmp_path: Path) -> None:
-    """Story: keys that are numbers gave an AttributeError at our line, sparse and quantized tensors a RuntimeError of PyTorch."""
+    """Numbers as keys once raised an AttributeError in our code; sparse and quantized tensors
+    raised a RuntimeError of PyTorch."""
     torch.save(STATE_DICTS[fault](), tmp_path / "w.pt")
     assert fault in list_faults(checkpoint.read_tensors, tmp_path / "w.pt")[0]
 
 
 def test_a_complex_weight_is_not_loaded_into_a_real_one() -> None:
-    """Story: its imaginary part was left out, with a warning."""
+    """The imaginary part was once dropped, with a warning."""
     tensors = {"weight": torch.zeros(2, 3, dtype=torch.complex64), "bias": torch.zeros(2)}
     fault = "f: weight: is complex, the model's is real"
     assert list_faults(checkpoint.load_weights, torch.nn.Linear(3, 2), tensors, "f") == [fault]
@@ -388,8 +404,8 @@ def test_a_forged_manifest_is_refused_by_key(changes: Dict[str, Any], place: str
     assert list_manifest_faults({**WHOLE, **changes})[0].startswith(place)
 
 
-def test_what_a_manifest_may_have() -> None:
-    """Callbacks and plateau may be missing, and position may be of an earlier version."""
+def test_optional_entries_of_a_manifest_are_accepted() -> None:
+    """Callbacks and plateau may be missing, and the position may be of an earlier version."""
     for changes in (
         {"callbacks": None},
         {"position": {**POSITION, "plateau": PLATEAU}},

@@ -1,4 +1,5 @@
-"""Verdicts on what a paper says: an order, an equality with a margin, rows that diverged and rows that were not run."""
+"""Check verdicts on a paper's claims: an order, an equality with a margin, rows that diverged
+and rows that were not run."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from tools.experiments.verdicts import (
 INF = math.inf
 
 
-def judged(gaps: List[float], margin: Optional[float] = None) -> str:
-    """Return the verdict on a claim whose gap is a - b, of a row b of zeros."""
+def judge_gaps(gaps: List[float], margin: Optional[float] = None) -> str:
+    """Return the verdict on a claim whose gap is a - b, where row b is all zeros."""
     claim = Claim("a is above b", ("a", "b"), lambda finals: finals["a"] - finals["b"], margin)
     return judge(
         claim, {"a": dict(enumerate(gaps)), "b": dict.fromkeys(range(len(gaps)), 0.0)}
@@ -37,17 +38,18 @@ def judged(gaps: List[float], margin: Optional[float] = None) -> str:
     ([0.1, -0.1, 0.0], UNDECIDED, SHOWN),
     ([0.0, 0.0, 0.0], UNDECIDED, SHOWN),
     ([5.0, -5.0, 0.0], UNDECIDED, UNDECIDED),
-    ([1.2, 0.8, 1.0], SHOWN, UNDECIDED),  # 1 +- 0.115: above 0, and on the margin
+    ([1.2, 0.8, 1.0], SHOWN, UNDECIDED),  # 1 +- 0.115: above 0, but too close to the margin
     ([9.0, 9.1], UNDECIDED, UNDECIDED),  # two seeds
     ([INF, INF, 2.0], UNDECIDED, UNDECIDED),
     ([], NOT_RUN, NOT_RUN),
 ])  # fmt: skip
 def test_verdicts_by_the_gaps_of_the_seeds(gaps: List[float], order: str, equality: str) -> None:
-    assert (judged(gaps), judged(gaps, margin=1.0)) == (order, equality)
+    assert (judge_gaps(gaps), judge_gaps(gaps, margin=1.0)) == (order, equality)
 
 
 def test_the_gap_is_taken_seed_by_seed() -> None:
-    """Rows of one seed share data and first weights: what varies with the seed alone does not hide a difference."""
+    """Rows of one seed share data and first weights: variation with the seed alone does not hide
+    a difference."""
     finals: Dict[str, Dict[int, float]] = {
         "a": {0: 1.0, 1: 5.0, 2: 9.0, 7: 0.0},
         "b": {0: 0.9, 1: 4.8, 2: 8.9},
@@ -58,15 +60,15 @@ def test_the_gap_is_taken_seed_by_seed() -> None:
 
 
 def test_an_experiment_agrees_only_if_all_is_shown() -> None:
-    shown, wrong = judge_exactly("x", True, 0.0), judge_exactly("y", False, 2.0)
+    shown_claim, wrong_claim = judge_exactly("x", True, 0.0), judge_exactly("y", False, 2.0)
     assert [judge_gap("x", gap).verdict for gap in (0.1, 0.0, -0.1)] == [
         SHOWN,
         CONTRADICTED,
         CONTRADICTED,
     ]
-    assert make_results([shown])["agrees"] and not make_results([shown])["differences"]
+    assert make_results([shown_claim])["agrees"] and not make_results([shown_claim])["differences"]
     assert not make_results([])["agrees"]  # nothing was claimed
-    results = make_results([shown, wrong])
+    results = make_results([shown_claim, wrong_claim])
     assert not results["agrees"] and len(results["differences"]) == 1
     numbers = {"difference": 2.0, "standard_error": 0.0, "seeds": None}
     assert results["verdicts"][1] == {"claim": "y", "verdict": CONTRADICTED, **numbers}

@@ -1,4 +1,5 @@
-"""Pieces that would not be the model are refused at the start, and the model is left as it was."""
+"""Check that pieces that differ from the model are refused at the start, and that the model is
+left unchanged."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from ipu_pipe.cut.verification import TrainingEffects, verify_pieces
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.precision import cast_forward
 from ipu_pipe.pipeline.build import build
-from tests.staged_models import Odd, Skipping, residual, whole
+from tests.staged_models import OddModel, SkippingModel, join_stages, make_residual_stages
 from tests.support.models import Composed
-from tests.test_train import config
+from tests.test_train import make_short_config
 
 
 def note_number(m: Any, h: torch.Tensor) -> torch.Tensor:
@@ -52,7 +53,7 @@ def count_forwards(m: Any, h: torch.Tensor) -> torch.Tensor:
     return m.b(h)  # type: ignore[no-any-return]
 
 
-# what the second layer of three does
+# forwards of the second layer of three
 WAYS: Dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "no_grad": run_without_gradient, "autocast": run_in_bfloat16, "buffer": bind_a_buffer, "counted": alternate,
     "number": count_forwards,
@@ -68,22 +69,25 @@ WAYS: Dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
-def make_three(how: str) -> nn.Module:
-    """Return three layers; what the second does differs. Of its modules `scale` gives a number of Python's that it reads from a
-    tensor, `probe` keeps such a number aside, and `own` draws from a generator of its own."""
+def make_three_layers(way: str) -> nn.Module:
+    """Return three layers of which the second one runs `WAYS[way]`.
+
+    It may use `scale`, which returns a Python number read from a tensor, `probe`, which stores such
+    a number, and `own`, which draws from a generator of its own.
+    """
     return Composed(
-        lambda m, x: m.c(WAYS[how](m, m.drop(m.a(x)))), kept=1, counts=[1], a=nn.Linear(4, 4), b=nn.Linear(4, 4),
+        lambda m, x: m.c(WAYS[way](m, m.drop(m.a(x)))), kept=1, counts=[1], a=nn.Linear(4, 4), b=nn.Linear(4, 4),
         c=nn.Linear(4, 3), drop=nn.Dropout(0.5), count=torch.zeros(()),
         scale=Composed(lambda m, h: float(h.detach().abs().max())), probe=Composed(note_number, seen=[0.0]),
         own=Composed(lambda m, h: h + torch.rand(4, generator=m.generator), generator=torch.Generator().manual_seed(1)),
     )  # fmt: skip
 
 
-def verify(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffects:
+def verify_cut(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffects:
     return verify_pieces(model, cut_model(model, begins, x), x)
 
 
-@pytest.mark.parametrize("how, message", [
+@pytest.mark.parametrize("way, message", [
     ("buffer", r"the buffer of count differs"),
     ("random", r"the model itself: a stage begins inside, and its own forward draws random numbers"),
     ("counted", r"not the same model: the output of c \(stage 2\) differs"),
@@ -95,72 +99,81 @@ def verify(model: nn.Module, begins: Any, x: torch.Tensor) -> TrainingEffects:
     ("aside", r"not the same model: the output of c \(stage 2\) differs"),
     ("generator", r"the output own differs each time: something draws random numbers from a generator"),
 ])  # fmt: skip
-def test_what_pieces_would_do_otherwise_is_refused(how: str, message: str) -> None:
-    """One line each; the model is left as it was."""
+def test_pieces_that_differ_from_the_model_are_refused(way: str, message: str) -> None:
+    """Each is one line, and the model is left unchanged."""
     torch.manual_seed(0)
-    model, x = make_three(how), torch.randn(2, 4)
+    model, x = make_three_layers(way), torch.randn(2, 4)
     state, attributes = {k: v.clone() for k, v in model.state_dict().items()}, set(vars(model))
-    drawn = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     with pytest.raises(BadInput, match=message) as refused:
-        verify(model, ["b", "c"], x)
+        verify_cut(model, ["b", "c"], x)
     assert len(refused.value.faults) == 1
-    assert torch.equal(torch.get_rng_state(), drawn) and set(vars(model)) == attributes
+    assert torch.equal(torch.get_rng_state(), random_state) and set(vars(model)) == attributes
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters()) and not model.a._forward_hooks
 
 
-@pytest.mark.parametrize("how", ["size", "constant", "no_grad", "autocast"])
-def test_branches_on_sizes_and_blocks_of_a_mode_are_cut(how: str) -> None:
-    """Story: a branch on a size after a module ended in a RecursionError; `_tensor_constant0` stayed on the model; weights
-    frozen by no_grad got gradients, silently."""
-    model, x = make_three(how), torch.randn(2, 4)
+@pytest.mark.parametrize("way", ["size", "constant", "no_grad", "autocast"])
+def test_branches_on_sizes_and_blocks_of_a_mode_are_cut(way: str) -> None:
+    """A branch on a size after a module once ended in a RecursionError, `_tensor_constant0`
+    stayed on the model, and weights frozen by no_grad silently got gradients."""
+    model, x = make_three_layers(way), torch.randn(2, 4)
     attributes = set(vars(model))
-    verify(model, ["b", "c"], x)
+    verify_cut(model, ["b", "c"], x)
     assert set(vars(model)) == attributes
 
 
 def test_hooks_of_backwards_stay_and_run() -> None:
-    """Story: the recording lost what such a hook wraps, and the model was refused."""
-    model, x = make_three("constant"), torch.randn(2, 4)
+    """The recording once lost the modules that such a hook wraps, and the model was refused."""
+    model, x = make_three_layers("constant"), torch.randn(2, 4)
     model.b.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
     model.c.register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
-    verify(model, ["b", "c"], x)
+    verify_cut(model, ["b", "c"], x)
     assert len(model.b._backward_hooks) == len(model.c._backward_pre_hooks) == 1
 
 
 def test_under_autocast_a_weight_that_stages_cast_is_refused() -> None:
-    """The whole model sums the gradients of one cast in bfloat16. Story: it was told to keep a tensor aside."""
-    again = nn.Linear(4, 4)
-    model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 4), again), torch.randn(3, 4)
-    verify(model, ["2"], x)
+    """The whole model sums the gradients of one cast in bfloat16. The message once blamed a
+    tensor that the model keeps aside."""
+    repeated = nn.Linear(4, 4)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 4), repeated, nn.Linear(4, 4), repeated),
+        torch.randn(3, 4),
+    )
+    verify_cut(model, ["2"], x)
     cast_forward(model, "cpu")
     with pytest.raises(
         BadInput, match="the gradient of 1.*autocast sums the gradient of a tied weight in bfloat16"
     ):
-        verify(model, ["2"], x)
+        verify_cut(model, ["2"], x)
 
 
 def test_models_that_are_cut_exactly_pass() -> None:
-    verify(Skipping(), ["b", "c", "d"], torch.randn(5, 12))
-    verify(whole([stage.float() for stage in residual()]), ["1", "2", "3"], torch.randn(3, 12))
-    verify(Odd(), ["3", "4", "5"], torch.randn(3, 1, 8, 8))
-    verify(nn.Sequential(nn.Linear(4, 4)), [], torch.randn(2, 4))
+    verify_cut(SkippingModel(), ["b", "c", "d"], torch.randn(5, 12))
+    verify_cut(
+        join_stages([stage.float() for stage in make_residual_stages()]),
+        ["1", "2", "3"],
+        torch.randn(3, 12),
+    )
+    verify_cut(OddModel(), ["3", "4", "5"], torch.randn(3, 1, 8, 8))
+    verify_cut(nn.Sequential(nn.Linear(4, 4)), [], torch.randn(2, 4))
 
 
-def test_what_a_backward_changes_is_reported() -> None:
-    """A backward that runs a batch norm again: on processes forwards of other microbatches come before it."""
-    again = Composed(
+def test_buffers_that_a_backward_changes_are_reported() -> None:
+    """A backward may run a batch norm again; on processes, other microbatches' forwards come
+    before it."""
+    repeated = Composed(
         lambda m, h: checkpoint(m.norm, h, use_reentrant=False), norm=nn.BatchNorm1d(4)
     )
-    model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 2)), torch.randn(6, 4)
-    changed = verify(model, ["2"], x).changed_by_backward
+    model, x = nn.Sequential(nn.Linear(4, 4), repeated, nn.Linear(4, 2)), torch.randn(6, 4)
+    changed = verify_cut(model, ["2"], x).changed_by_backward
     assert changed == ["1.norm.running_mean", "1.norm.running_var", "1.norm.num_batches_tracked"]
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    assert verify(plain, ["2"], x).changed_by_backward == []
+    assert verify_cut(plain, ["2"], x).changed_by_backward == []
 
 
-class Counting(nn.Linear):
-    """Counts its forwards, as what anneals something does."""
+class CountingLinear(nn.Linear):
+    """A layer that counts its forwards, as modules with an annealed setting do."""
 
     def __init__(self) -> None:
         super().__init__(64, 10)
@@ -173,23 +186,24 @@ class Counting(nn.Linear):
 
 
 @pytest.mark.parametrize("stages", [1, ["2"]])
-def test_looks_at_a_model_before_training_leave_no_count_behind(stages: Any) -> None:
-    """Story: a module that counts its forwards had another count on processes, which look more often, than on the emulator."""
-    model = nn.Sequential(nn.Flatten(), Counting(), nn.Linear(10, 10))
+def test_observing_a_model_before_training_leaves_its_counts_unchanged(stages: Any) -> None:
+    """Processes observe a model more often than the emulator, so a module that counts its
+    forwards once had another count there."""
+    model = nn.Sequential(nn.Flatten(), CountingLinear(), nn.Linear(10, 10))
     job = build(
-        config(
+        make_short_config(
             "method=gpipe", "gradient_accumulation=4", "evaluate.subset=96", "steps=8", "stages=2"
         ),
         model=model,
     )
     x = job.example[0]
     if stages != 1:
-        verify(model, stages, x)
+        verify_cut(model, stages, x)
     assert model[1].count == model[1].seen[0] == 0
 
 
-def test_what_crosses_has_the_recorded_shape() -> None:
-    """A process would wait for other bytes for ever, or take them for what they are not."""
+def test_crossing_tensors_have_the_recorded_shape() -> None:
+    """Otherwise a process would wait for ever for other bytes, or misread them."""
     crossing = Crossing((TensorSpec((2, 3), torch.float32, True),))
     assert len(crossing.to_messages(torch.zeros(2, 3))) == 1
     for other in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(4, 3)):

@@ -1,4 +1,4 @@
-"""Weight versions: against the rules played out literally, and the closed forms of the papers."""
+"""Compare weight versions with the simulated rules and with the closed forms of the papers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ipu_pipe.schedule.rows import from_rows
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 
-# Every preset, and the other schedules and reads that can be asked for.
+# Every preset, and the other schedules and reads that a config may have.
 VARIANTS: Dict[str, Method] = {
     **{
         name: method
@@ -31,63 +31,66 @@ VARIANTS: Dict[str, Method] = {
 }
 
 
-def table(method: Method, P: int, M: int, N: int) -> VersionTable:
+def make_version_table(method: Method, P: int, M: int, N: int) -> VersionTable:
     return VersionTable(make_schedule(method, P, M, N), method)
 
 
-def cases(method: Method) -> List[Tuple[int, int, int]]:
+def list_sizes(method: Method) -> List[Tuple[int, int, int]]:
     least = 1 if method.forward_reads is not Reads.DOUBLE_BUFFERED else None
     sizes = [(P, M, N) for P in (1, 2, 3, 5, 7) for M in (1, 4, 13, 20) for N in (1, 2, 3, 7, 20)]
     return [(P, M, N) for P, M, N in sizes if N >= (least or P)]
 
 
-def literal_versions(
-    method: Method, ran: Simulated, P: int, M: int, N: int
+def replay_versions(
+    method: Method, simulated: Simulated, P: int, M: int, N: int
 ) -> Tuple[List[List[int]], List[List[int]]]:
-    """Return what each pass reads by the rule, counting the updates of its stage one by one."""
+    """Return the versions that each pass reads by the rule, counting the updates of its stage
+    one by one."""
 
-    def newest(s: int, kind: str, m: int) -> int:
-        return sum(slot < ran.slots[s, kind, m] for slot, _ in ran.updates[s])
+    def count_updates(s: int, kind: str, m: int) -> int:
+        return sum(slot < simulated.slots[s, kind, m] for slot, _ in simulated.updates[s])
 
-    forward = [[newest(s, "F", m) for m in range(M)] for s in range(P)]
-    if (
-        method.forward_reads is Reads.DOUBLE_BUFFERED and P > 1
-    ):  # one stage is no pipeline: it reads the newest
+    forward = [[count_updates(s, "F", m) for m in range(M)] for s in range(P)]
+    # a single stage is not a pipeline: it reads the newest weights
+    if method.forward_reads is Reads.DOUBLE_BUFFERED and P > 1:
         forward = [[max(m // N - 1, 0) for m in range(M)] for _ in range(P)]
-    backward = [[newest(s, "B", m) for m in range(M)] for s in range(P)]
+    backward = [[count_updates(s, "B", m) for m in range(M)] for s in range(P)]
     return forward, forward if method.backward_reads is Reads.STASHED else backward
 
 
-def literal_copies(ran: Simulated, forward: List[int], backward: List[int], s: int, M: int) -> int:
-    """Walk through one stage's events and count, after each, the versions that are the newest or will yet be read."""
-    events = [(ran.slots[s, "F", m], 0, forward[m]) for m in range(M)]
-    events += [(ran.slots[s, "B", m], 1, backward[m]) for m in range(M)]
-    events += [(slot, 2, k + 1) for slot, k in ran.updates[s]]
+def count_copies(
+    simulated: Simulated, forward: List[int], backward: List[int], s: int, M: int
+) -> int:
+    """Walk through the events of one stage. Return the most versions that are the newest or are
+    read later, after any event."""
+    events = [(simulated.slots[s, "F", m], 0, forward[m]) for m in range(M)]
+    events += [(simulated.slots[s, "B", m], 1, backward[m]) for m in range(M)]
+    events += [(slot, 2, k + 1) for slot, k in simulated.updates[s]]
     events.sort()
     newest, most = 0, 1
-    for position, (_, moment, version) in enumerate(events):
-        newest = version if moment == 2 else newest
-        later = {read for _, when, read in events[position + 1 :] if when < 2}
-        most = max(most, len({v for v in later if v <= newest} | {newest}))
+    for position, (_, order, version) in enumerate(events):
+        newest = version if order == 2 else newest
+        later_reads = {read for _, when, read in events[position + 1 :] if when < 2}
+        most = max(most, len({v for v in later_reads if v <= newest} | {newest}))
     return most
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_versions_and_copies_are_those_of_the_rules_played_out(name: str) -> None:
+def test_versions_and_copies_equal_the_simulated_ones(name: str) -> None:
     method = VARIANTS[name]
-    for P, M, N in cases(method):
-        ran = simulate(method.pipeline, P, M, N, method.turn)
-        forward, backward = literal_versions(method, ran, P, M, N)
-        versions = table(method, P, M, N)
+    for P, M, N in list_sizes(method):
+        simulated = simulate(method.pipeline, P, M, N, method.turn)
+        forward, backward = replay_versions(method, simulated, P, M, N)
+        versions = make_version_table(method, P, M, N)
         assert versions.forward(0, M).tolist() == forward, (P, M, N)
         assert versions.backward(0, M).tolist() == backward, (P, M, N)
-        copies = [literal_copies(ran, forward[s], backward[s], s, M) for s in range(P)]
+        copies = [count_copies(simulated, forward[s], backward[s], s, M) for s in range(P)]
         assert count_weight_copies(versions).tolist() == copies, (P, M, N)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_windows_are_cut_from_the_whole(name: str) -> None:
-    versions = table(VARIANTS[name], 4, 40, 5)
+def test_a_window_equals_that_part_of_the_whole(name: str) -> None:
+    versions = make_version_table(VARIANTS[name], 4, 40, 5)
     forward, backward = versions.window(0, 40)
     assert (versions.forward(13, 29) == forward[:, 13:29]).all()
     assert (versions.backward(7, 8, slice(1, 3)) == backward[1:3, 7:8]).all()
@@ -119,28 +122,32 @@ def test_laws_of_every_method(size: Tuple[str, int, int, int], drains: Set[int])
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 30), st.integers(1, 40))
-def test_greatest_steady_lag(P: int, N: int) -> None:
+def test_greatest_steady_staleness(P: int, N: int) -> None:
     s = np.arange(P)
 
-    def greatest(name: str, accumulate: int = N) -> List[int]:
-        versions = table(VARIANTS[name], P, 1, accumulate)  # a short run has the lags of a long one
+    def list_greatest_staleness(name: str, accumulate: int = N) -> List[int]:
+        # a short run has the staleness of a long one
+        versions = make_version_table(VARIANTS[name], P, 1, accumulate)
         return list(versions.greatest_lag().tolist())
 
-    assert greatest("pipemare") == [
+    assert list_greatest_staleness("pipemare") == [
         -(-(2 * (P - i) + 1) // N) for i in range(1, P + 1)
     ]  # PipeMare, Table 1
-    assert greatest("pipelined_backprop") == (-(-2 * (P - 1 - s) // N)).tolist()
-    assert greatest("pipedream") == (-(-(P - 1 - s) // N)).tolist()
-    assert greatest("pipedream_2bw", max(N, P)) == [1] * P
-    assert greatest("gpipe") == greatest("naive") == [0] * P
+    assert list_greatest_staleness("pipelined_backprop") == (-(-2 * (P - 1 - s) // N)).tolist()
+    assert list_greatest_staleness("pipedream") == (-(-(P - 1 - s) // N)).tolist()
+    assert list_greatest_staleness("pipedream_2bw", max(N, P)) == [1] * P
+    assert list_greatest_staleness("gpipe") == list_greatest_staleness("naive") == [0] * P
     for name in ("pipemare", "pipelined_backprop"):
-        assert table(METHODS[name], P, 1, N).greatest_backward_lag().tolist() == [0] * P
-    stashing = table(VARIANTS["pb stashing"], P, 1, N)
+        assert (
+            make_version_table(METHODS[name], P, 1, N).greatest_backward_lag().tolist() == [0] * P
+        )
+    stashing = make_version_table(VARIANTS["pb stashing"], P, 1, N)
     assert stashing.greatest_backward_lag().tolist() == stashing.greatest_lag().tolist()
 
 
 def test_copies_after_a_drain() -> None:
-    """A checkpoint at a drain holds the newest version alone: 2BW's first batch after it reads that one, as at the start."""
+    """A checkpoint at a drain has only the newest version, which the first batch of 2BW after it
+    reads, as at the start."""
     schedule = make_schedule(METHODS["pipedream_2bw"], 2, 20, 4, drains=[4, 16])
     versions = VersionTable(schedule, METHODS["pipedream_2bw"])
     assert versions.forward(0, 20)[:, ::4].tolist() == [[0, 1, 1, 2, 4]] * 2
@@ -158,20 +165,25 @@ def test_copies_after_a_drain() -> None:
 def test_global_history_counted_entry_by_entry(name: str) -> None:
     method = VARIANTS[name]
     for P, M, N in ((1, 9, 1), (3, 40, 3), (4, 32, 4), (5, 47, 6), (4, 8, 8), (2, 1, 2)):
-        ran = simulate(method.pipeline, P, M, N, method.turn)
-        entries = sorted((slot, s, k) for s in range(P) for slot, k in ran.updates[s])
-        forward, _ = literal_versions(method, ran, P, M, N)
-        versions = table(method, P, M, N)
+        simulated = simulate(method.pipeline, P, M, N, method.turn)
+        entries = sorted((slot, s, k) for s in range(P) for slot, k in simulated.updates[s])
+        forward, _ = replay_versions(method, simulated, P, M, N)
+        versions = make_version_table(method, P, M, N)
         first, last = find_steady_range(versions)
         delays = []
         for m in range(first, last):
             for a in range(P):
-                written = sum((slot, s) < (ran.slots[a, "B", m], a) for slot, s, _ in entries)
+                written_count = sum(
+                    (slot, s) < (simulated.slots[a, "B", m], a) for slot, s, _ in entries
+                )
                 for r in range(P):
-                    seen = sum((slot, s) < (ran.slots[r, "F", m], r) for slot, s, _ in entries)
-                    while sum(s == r for _, s, _ in entries[:seen]) > forward[r][m]:
-                        seen -= 1  # back to the latest iterate that holds the version read
-                    delays.append(written - seen)
+                    read_count = sum(
+                        (slot, s) < (simulated.slots[r, "F", m], r) for slot, s, _ in entries
+                    )
+                    while sum(s == r for _, s, _ in entries[:read_count]) > forward[r][m]:
+                        # go back to the latest iterate with the version that is read
+                        read_count -= 1
+                    delays.append(written_count - read_count)
         greatest, mean = summarize_history_delays(versions)
         assert (greatest, mean) == (
             max(delays),
@@ -180,33 +192,31 @@ def test_global_history_counted_entry_by_entry(name: str) -> None:
 
 
 def test_the_middle_leaves_out_the_outer_quarters_in_whole_batches() -> None:
-    assert find_steady_range(table(METHODS["pipedream"], 2, 400, 1)) == (100, 300)
-    assert find_steady_range(table(METHODS["pipemare"], 2, 100, 8)) == (32, 72)
-    assert find_steady_range(table(METHODS["pipemare"], 2, 10, 8)) == (
-        3,
-        8,
-    )  # no whole batch remains
+    assert find_steady_range(make_version_table(METHODS["pipedream"], 2, 400, 1)) == (100, 300)
+    assert find_steady_range(make_version_table(METHODS["pipemare"], 2, 100, 8)) == (32, 72)
+    # no whole batch remains
+    assert find_steady_range(make_version_table(METHODS["pipemare"], 2, 10, 8)) == (3, 8)
 
 
 def test_global_history_is_undefined_for_methods_that_flush() -> None:
     for name in ("naive", "gpipe", "pipedream_flush", "local_greedy"):
-        assert summarize_history_delays(table(METHODS[name], 4, 16, 4)) == (None, None)
+        assert summarize_history_delays(make_version_table(METHODS[name], 4, 16, 4)) == (None, None)
 
 
-# --- what cannot be replayed
+# --- reads that cannot be replayed
 
 
 def test_a_double_buffered_read_of_a_version_not_made_yet_is_refused() -> None:
-    """2BW with N = 2: F4 reads version 1, which B1 makes."""
+    """In 2BW with N = 2, F4 reads version 1, which B1 makes."""
     last = "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5".split()
     in_time = from_rows(["F0 F1 F2 F3 B0 B1 F4 F5 B2 B3 B4 B5".split(), last], 2)
     assert (
         VersionTable(in_time, METHODS["pipedream_2bw"]).forward(0, 6).tolist()
         == [[0, 0, 0, 0, 1, 1]] * 2
     )
-    early = from_rows(["F0 F1 F2 F3 F4 B0 B1 F5 B2 B3 B4 B5".split(), last], 2)
+    too_early = from_rows(["F0 F1 F2 F3 F4 B0 B1 F5 B2 B3 B4 B5".split(), last], 2)
     with pytest.raises(BadInput, match="F4 on stage 0"):
-        VersionTable(early, METHODS["pipedream_2bw"]).window(0, 6)
+        VersionTable(too_early, METHODS["pipedream_2bw"]).window(0, 6)
 
 
 @pytest.mark.parametrize("forward, backward, newest, message", [
@@ -219,8 +229,9 @@ def test_a_double_buffered_read_of_a_version_not_made_yet_is_refused() -> None:
 def test_reads_that_cannot_be_replayed_are_refused_by_name(
     forward: int, backward: int, newest: int, message: str
 ) -> None:
-    """The planned schedules never do this: the check is fed one doctored read of microbatch 5 on stage 2, N = 1."""
-    versions = table(METHODS["pipelined_backprop"], 3, 8, 1)
+    """No planned schedule does this: pass the check one altered read of microbatch 5 on stage 2,
+    N = 1."""
+    versions = make_version_table(METHODS["pipelined_backprop"], 3, 8, 1)
     cell = [np.array([[value]]) for value in (forward, backward, newest)]
     with pytest.raises(BadInput, match=message):
         versions._check(

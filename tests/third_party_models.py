@@ -1,4 +1,5 @@
-"""Small models of other libraries with random weights, as images or words -> logits, and where each is cut inside its modules."""
+"""Build small models of other libraries with random weights, and list where each is cut inside
+its modules."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from tests.vision_libraries import timm, torchvision
 CLASSES, WORDS, LENGTH = 5, 50, 8
 
 
-class Logits(nn.Module):
-    """The output of a model that gives it in an object: (b, classes) or, of each word, (b, classes, length)."""
+class LogitsModel(nn.Module):
+    """A wrapper that returns the logits of a model whose output is an object: (b, classes), or
+    (b, classes, length) per word."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -26,33 +28,33 @@ class Logits(nn.Module):
         return logits.transpose(1, 2) if logits.dim() == 3 else logits
 
 
-def resnet18() -> nn.Module:
+def make_resnet18() -> nn.Module:
     return torchvision.models.resnet18(num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
-def vision_transformer() -> nn.Module:
-    """Dropout in attention, too."""
+def make_vision_transformer() -> nn.Module:
+    """Return a ViT with dropout in attention, too."""
     return torchvision.models.VisionTransformer(  # type: ignore[no-any-return]
         16, 8, 4, 2, 16, 32, dropout=0.1, attention_dropout=0.1, num_classes=CLASSES
     )
 
 
-def googlenet() -> nn.Module:
-    """Two more heads in training."""
+def make_googlenet() -> nn.Module:
+    """Return a GoogLeNet, which has two more heads in training."""
     return torchvision.models.GoogLeNet(num_classes=CLASSES, init_weights=False)  # type: ignore[no-any-return]
 
 
-def densenet() -> nn.Module:
+def make_densenet() -> nn.Module:
     return torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)  # type: ignore[no-any-return]
 
 
-def timm_resnet() -> nn.Module:
+def make_timm_resnet() -> nn.Module:
     block: Any = timm.models.resnet.BasicBlock
     return timm.models.ResNet(block, (1, 1, 1, 1), channels=(8, 8, 16, 16), num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
-def timm_vit() -> nn.Module:
-    """Stochastic depth."""
+def make_timm_vit() -> nn.Module:
+    """Return a ViT with stochastic depth."""
     return timm.models.VisionTransformer(  # type: ignore[no-any-return]
         img_size=16,
         patch_size=8,
@@ -64,7 +66,7 @@ def timm_vit() -> nn.Module:
     )
 
 
-def timm_swin() -> nn.Module:
+def make_timm_swin() -> nn.Module:
     return timm.models.SwinTransformer(  # type: ignore[no-any-return]
         img_size=16,
         patch_size=2,
@@ -76,14 +78,15 @@ def timm_swin() -> nn.Module:
     )
 
 
-def timm_convnext() -> nn.Module:
+def make_timm_convnext() -> nn.Module:
     return timm.models.ConvNeXt(
         depths=(1, 1, 2, 1), dims=(8, 8, 16, 16), num_classes=CLASSES, drop_path_rate=0.1
     )  # type: ignore[no-any-return]
 
 
-def convnext() -> nn.Module:
-    """Return gradients whose memory is laid out otherwise than their activations'."""
+def make_convnext() -> nn.Module:
+    """Return a ConvNeXt: the memory layout of its gradients differs from that of its
+    activations."""
     blocks = [
         torchvision.models.convnext.CNBlockConfig(8, 16, 2),
         torchvision.models.convnext.CNBlockConfig(16, None, 2),
@@ -91,13 +94,13 @@ def convnext() -> nn.Module:
     return torchvision.models.ConvNeXt(blocks, num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
-def timm_cait() -> nn.Module:
+def make_timm_cait() -> nn.Module:
     sizes: Any = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
     return timm.models.Cait(**sizes, num_classes=CLASSES)  # type: ignore[attr-defined,no-any-return]
 
 
-def mixtral() -> nn.Module:
-    """Experts whose weights are one tensor."""
+def make_mixtral() -> nn.Module:
+    """Return a Mixtral, whose experts keep their weights in one tensor."""
     sizes: Any = {
         "hidden_size": 16,
         "intermediate_size": 32,
@@ -106,10 +109,10 @@ def mixtral() -> nn.Module:
     }
     experts: Any = {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
     config = transformers.MixtralConfig(**sizes, **experts, vocab_size=WORDS, use_cache=False)
-    return Logits(transformers.MixtralForCausalLM(config))
+    return LogitsModel(transformers.MixtralForCausalLM(config))
 
 
-def hf_vit() -> nn.Module:
+def make_hf_vit() -> nn.Module:
     sizes: Any = {
         "hidden_size": 16,
         "num_hidden_layers": 4,
@@ -118,10 +121,10 @@ def hf_vit() -> nn.Module:
     }
     sizes["num_labels"] = CLASSES
     config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8)
-    return Logits(transformers.ViTForImageClassification(config))
+    return LogitsModel(transformers.ViTForImageClassification(config))
 
 
-def bert() -> nn.Module:
+def make_bert() -> nn.Module:
     sizes: Any = {
         "hidden_size": 16,
         "num_hidden_layers": 4,
@@ -130,40 +133,42 @@ def bert() -> nn.Module:
     }
     sizes["num_labels"] = CLASSES
     config = transformers.BertConfig(**sizes, vocab_size=WORDS, max_position_embeddings=16)
-    return Logits(transformers.BertForSequenceClassification(config))
+    return LogitsModel(transformers.BertForSequenceClassification(config))
 
 
-def gpt2(**settings: Any) -> nn.Module:
-    """Embedding and output apart."""
+def make_gpt2(**settings: Any) -> nn.Module:
+    """Return a GPT-2 whose embedding and head are separate weights."""
     sizes: Any = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2}
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(
         **{"tie_word_embeddings": False, "use_cache": False, **sizes, **tokens, **settings}
     )
-    return Logits(transformers.GPT2LMHeadModel(config))
+    return LogitsModel(transformers.GPT2LMHeadModel(config))
 
 
-def tokens(classes: bool) -> TensorData:
-    """Return words, with the next one as the label of each, or one of `CLASSES` for all."""
+def make_words(classes: bool) -> TensorData:
+    """Return random words; the labels are the next words, or one of `CLASSES` classes per
+    sample."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(1, WORDS, (96, LENGTH + 1), generator=generator)
     x, y = words[:, :-1], words[:, 0] % CLASSES if classes else words[:, 1:]
     return TensorData((x[:64], y[:64]), (x[64:], y[64:]))
 
 
-class Case(NamedTuple):
-    """A model here, where its stages begin (inside of modules that the library cuts whole otherwise), and its data."""
+class CutCase(NamedTuple):
+    """A builder in this module, the modules at which its four stages begin (inside modules that
+    the library cuts whole otherwise), and the data section of its config."""
 
     entry: str
     begins: List[str]
     data: Dict[str, Any]
 
-    def stages(self, count: int) -> List[str]:
-        """Return where 2 or 4 stages begin."""
+    def list_stages(self, count: int) -> List[str]:
+        """Return the modules at which 2 or 4 stages begin."""
         return self.begins if count == 4 else self.begins[1:2]
 
 
-def _images(size: int = 16) -> Dict[str, Any]:
+def _configure_images(size: int = 16) -> Dict[str, Any]:
     return {
         "name": "synthetic",
         "shape": [3, size, size],
@@ -173,11 +178,11 @@ def _images(size: int = 16) -> Dict[str, Any]:
     }
 
 
-def _words(classes: bool) -> Dict[str, Any]:
-    return {"name": "tests.third_party_models:tokens", "classes": classes}
+def _configure_words(classes: bool) -> Dict[str, Any]:
+    return {"name": "tests.third_party_models:make_words", "classes": classes}
 
 
-_VIT = (  # transformers 5 names its blocks otherwise than transformers 4, the last for Python 3.9
+_VIT = (  # transformers 5 has other names of blocks than transformers 4, the last one for Python 3.9
     ("vit.layers.1", "vit.layers.2.mlp", "vit.layers.3.layernorm_after")
     if int(transformers.__version__.split(".")[0]) >= 5
     else (
@@ -186,22 +191,26 @@ _VIT = (  # transformers 5 names its blocks otherwise than transformers 4, the l
         "vit.encoder.layer.3.layernorm_after",
     )
 )
-CASES: Dict[str, Case] = {
-    "torchvision-resnet18": Case("resnet18", ["layer1.0.conv2", "layer2.0.bn2", "layer3.1"], _images(32)),
-    "torchvision-vit": Case(
-        "vision_transformer",
+CASES: Dict[str, CutCase] = {
+    "torchvision-resnet18": CutCase("make_resnet18", ["layer1.0.conv2", "layer2.0.bn2", "layer3.1"], _configure_images(32)),
+    "torchvision-vit": CutCase(
+        "make_vision_transformer",
         [f"encoder.layers.encoder_layer_{where}" for where in ("1", "2.mlp", "3.ln_2")],
-        _images(),
+        _configure_images(),
     ),
-    "timm-resnet": Case("timm_resnet", ["layer1.0.bn2", "layer2.0.conv2", "layer3"], _images(32)),
-    "timm-vit": Case("timm_vit", ["blocks.1", "blocks.2.mlp", "blocks.3.attn.proj"], _images()),
-    "timm-convnext": Case("timm_convnext", ["stages.0.blocks.0.mlp", "stages.2.blocks.0.norm", "stages.3"], _images(32)),
-    "torchvision-convnext": Case("convnext", ["features.1.1", "features.3", "features.3.1"], _images(32)),
-    "timm-cait": Case("timm_cait", ["blocks.1", "blocks.2", "blocks.3"], _images()),
-    "hf-mixtral": Case("mixtral", [f"model.model.layers.{where}" for where in (1, 2, 3)], _words(False)),
-    "hf-vit": Case("hf_vit", [f"model.{where}" for where in _VIT], _images()),
-    "hf-bert": Case(
-        "bert", [f"model.bert.encoder.layer.{where}" for where in ("1", "2.attention.output", "3.output")], _words(True)
+    "timm-resnet": CutCase("make_timm_resnet", ["layer1.0.bn2", "layer2.0.conv2", "layer3"], _configure_images(32)),
+    "timm-vit": CutCase("make_timm_vit", ["blocks.1", "blocks.2.mlp", "blocks.3.attn.proj"], _configure_images()),
+    "timm-convnext": CutCase(
+        "make_timm_convnext", ["stages.0.blocks.0.mlp", "stages.2.blocks.0.norm", "stages.3"], _configure_images(32)
     ),
-    "hf-gpt2": Case("gpt2", [f"model.transformer.h.{where}" for where in ("1", "2.mlp", "3.ln_2")], _words(False)),
+    "torchvision-convnext": CutCase("make_convnext", ["features.1.1", "features.3", "features.3.1"], _configure_images(32)),
+    "timm-cait": CutCase("make_timm_cait", ["blocks.1", "blocks.2", "blocks.3"], _configure_images()),
+    "hf-mixtral": CutCase("make_mixtral", [f"model.model.layers.{where}" for where in (1, 2, 3)], _configure_words(False)),
+    "hf-vit": CutCase("make_hf_vit", [f"model.{where}" for where in _VIT], _configure_images()),
+    "hf-bert": CutCase(
+        "make_bert", [f"model.bert.encoder.layer.{where}" for where in ("1", "2.attention.output", "3.output")],
+        _configure_words(True),
+    ),
+    "hf-gpt2": CutCase("make_gpt2", [f"model.transformer.h.{where}" for where in ("1", "2.mlp", "3.ln_2")],
+                       _configure_words(False)),
 }  # fmt: skip

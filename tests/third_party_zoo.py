@@ -1,7 +1,8 @@
-"""Small models of torchvision, timm and transformers, with random weights: the rows of `make sweep`.
+"""Build small models of torchvision, timm and transformers with random weights: the rows of `make
+sweep`.
 
-Image classifiers take (b, 3, size, size) and give (b, 5). Language models take words (b, 8) and give scores (b, words, 8), or
-(b, 5) for a text; those with an encoder and a decoder take both as a mapping.
+Image classifiers take (b, 3, size, size) and return (b, 5). Language models take words (b, 8)
+and return scores (b, words, 8), or (b, 5) for a text; those with an encoder and a decoder take both as a mapping.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from tests.vision_libraries import timm, torchvision
 CLASSES, WORDS, LENGTH, SAMPLES = 5, 48, 8, 16
 
 
-class Model(NamedTuple):
-    """One row: how a model is built, `family` of its inputs, and the `size` of its images."""
+class ZooModel(NamedTuple):
+    """A row: how to build a model, the `family` of its inputs, and the `size` of its images."""
 
     build: Callable[[], nn.Module]
     family: str = "images"
@@ -29,22 +30,21 @@ class Model(NamedTuple):
 
 
 def take_scores(output: Any) -> torch.Tensor:
-    """Return the scores in a model's output, (b, classes) or (b, words, length)."""
+    """Return the scores of a model's output: (b, classes) or (b, words, length)."""
     scores: torch.Tensor = output if isinstance(output, torch.Tensor) else output.logits
     return scores.transpose(1, 2) if scores.dim() == 3 else scores
 
 
-def make_data(model: Model) -> DataSource:
-    """Return random samples that fit the model."""
+def make_zoo_source(model: ZooModel) -> DataSource:
+    """Return a data source of random samples that fit the model."""
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randint, generator=generator)
     words, following = (draw(1, WORDS, (SAMPLES, LENGTH)) for _ in range(2))
     label = draw(CLASSES, (SAMPLES,))
     inputs: Dict[str, torch.Tensor] = {"x": words}
     if model.family in ("images", "speech"):
-        shape = (
-            (3, model.size, model.size) if model.family == "images" else (8, 16)
-        )  # or 8 bands of 16 frames
+        # or 8 bands of 16 frames
+        shape = (3, model.size, model.size) if model.family == "images" else (8, 16)
         inputs = {"x": torch.randn(SAMPLES, *shape, generator=generator)}
     if model.family == "text classes":
         mask = (torch.arange(LENGTH) < draw(3, LENGTH + 1, (SAMPLES, 1))).long()
@@ -63,11 +63,13 @@ def make_data(model: Model) -> DataSource:
     return from_loader(DataLoader(samples, batch_size=2), DataLoader(samples[:4], batch_size=2))
 
 
-# ---- torchvision: the published networks, narrower where the library lets them be
+# ---- torchvision: the published networks, narrower where the library allows it
 
 
-def _vision(name: str, size: int = 32, **args: Any) -> Model:
-    return Model(lambda: getattr(torchvision.models, name)(num_classes=CLASSES, **args), size=size)
+def _make_vision_row(name: str, size: int = 32, **args: Any) -> ZooModel:
+    return ZooModel(
+        lambda: getattr(torchvision.models, name)(num_classes=CLASSES, **args), size=size
+    )
 
 
 def _make_alexnet() -> nn.Module:
@@ -94,9 +96,9 @@ def _make_vision_convnext() -> nn.Module:
     return torchvision.models.ConvNeXt(blocks, 0.1, num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
-def _make_vision_resnet(**args: Any) -> Model:
+def _make_vision_resnet(**args: Any) -> ZooModel:
     block = torchvision.models.resnet.Bottleneck
-    return Model(lambda: torchvision.models.ResNet(block, [1, 1, 1, 1], CLASSES, **args))
+    return ZooModel(lambda: torchvision.models.ResNet(block, [1, 1, 1, 1], CLASSES, **args))
 
 
 def _make_vision_swin(version: str) -> nn.Module:
@@ -112,37 +114,37 @@ def _make_vision_swin(version: str) -> nn.Module:
     return model
 
 
-TORCHVISION: Dict[str, Model] = {
-    "alexnet": Model(_make_alexnet, size=224),
-    "convnext": Model(_make_vision_convnext),
-    "densenet": Model(
+TORCHVISION: Dict[str, ZooModel] = {
+    "alexnet": ZooModel(_make_alexnet, size=224),
+    "convnext": ZooModel(_make_vision_convnext),
+    "densenet": ZooModel(
         lambda: torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)
     ),
-    "efficientnet_b0": _vision("efficientnet_b0"),
-    "efficientnet_v2_s": _vision("efficientnet_v2_s"),
-    "googlenet": _vision("googlenet", init_weights=False),
-    "inception_v3": _vision("inception_v3", 80, init_weights=False, aux_logits=False),
-    "maxvit": Model(
+    "efficientnet_b0": _make_vision_row("efficientnet_b0"),
+    "efficientnet_v2_s": _make_vision_row("efficientnet_v2_s"),
+    "googlenet": _make_vision_row("googlenet", init_weights=False),
+    "inception_v3": _make_vision_row("inception_v3", 80, init_weights=False, aux_logits=False),
+    "maxvit": ZooModel(
         lambda: torchvision.models.MaxVit(
             (32, 32), 16, 4, [16, 16], [1, 1], 8, 0.1, num_classes=CLASSES
         )
     ),
-    "mnasnet0_5": _vision("mnasnet0_5"),
-    "mobilenet_v2": _vision("mobilenet_v2", width_mult=0.25),
-    "mobilenet_v3_small": _vision("mobilenet_v3_small"),
-    "regnet_x_400mf": _vision("regnet_x_400mf"),
-    "regnet_y_400mf": _vision("regnet_y_400mf"),
-    "resnet18": _vision("resnet18"),
-    "resnet34": _vision("resnet34"),
+    "mnasnet0_5": _make_vision_row("mnasnet0_5"),
+    "mobilenet_v2": _make_vision_row("mobilenet_v2", width_mult=0.25),
+    "mobilenet_v3_small": _make_vision_row("mobilenet_v3_small"),
+    "regnet_x_400mf": _make_vision_row("regnet_x_400mf"),
+    "regnet_y_400mf": _make_vision_row("regnet_y_400mf"),
+    "resnet18": _make_vision_row("resnet18"),
+    "resnet34": _make_vision_row("resnet34"),
     "resnet50": _make_vision_resnet(),
     "resnext": _make_vision_resnet(groups=4, width_per_group=8),
-    "shufflenet_v2_x0_5": _vision("shufflenet_v2_x0_5"),
-    "squeezenet1_1": _vision("squeezenet1_1"),
-    "swin": Model(lambda: _make_vision_swin("1")),
-    "swin_v2": Model(lambda: _make_vision_swin("2")),
-    "vgg": Model(lambda: _make_vgg(False)),
-    "vgg_bn": Model(lambda: _make_vgg(True)),
-    "vit": Model(
+    "shufflenet_v2_x0_5": _make_vision_row("shufflenet_v2_x0_5"),
+    "squeezenet1_1": _make_vision_row("squeezenet1_1"),
+    "swin": ZooModel(lambda: _make_vision_swin("1")),
+    "swin_v2": ZooModel(lambda: _make_vision_swin("2")),
+    "vgg": ZooModel(lambda: _make_vgg(False)),
+    "vgg_bn": ZooModel(lambda: _make_vgg(True)),
+    "vit": ZooModel(
         lambda: torchvision.models.VisionTransformer(32, 8, 4, 2, 16, 32, 0.1, 0.1, CLASSES)
     ),
     "wide_resnet": _make_vision_resnet(width_per_group=128),
@@ -151,9 +153,10 @@ TORCHVISION: Dict[str, Model] = {
 # ---- timm
 
 
-def _timm(name: str, size: int = 32, **args: Any) -> Model:
-    """Return a row of `timm.create_model`; a `size` that the library asks to be told is among `args` too."""
-    return Model(lambda: timm.create_model(name, num_classes=CLASSES, **args), size=size)
+def _make_timm_row(name: str, size: int = 32, **args: Any) -> ZooModel:
+    """Return a row of `timm.create_model`; pass a `size` among `args` too where timm requires
+    it."""
+    return ZooModel(lambda: timm.create_model(name, num_classes=CLASSES, **args), size=size)
 
 
 _VIT: Dict[str, Any] = {
@@ -173,9 +176,9 @@ _SWIN: Dict[str, Any] = {
 }
 
 
-def _make_mixer(layer: str, **args: Any) -> Model:
+def _make_mixer(layer: str, **args: Any) -> ZooModel:
     sizes: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_blocks": 4}
-    return Model(
+    return ZooModel(
         lambda: timm.models.MlpMixer(
             CLASSES, **sizes, mlp_layer=getattr(timm.layers, layer), **args
         )
@@ -189,59 +192,59 @@ def _make_resmlp() -> nn.Module:
     ).build()
 
 
-TIMM: Dict[str, Model] = {
-    "beit": _timm("beit_base_patch16_224", **_VIT, drop_path_rate=0.1),
-    "byobnet": _timm("test_byobnet"),
-    "cait": _timm("cait_xxs24_224", **_VIT),
-    "coatnet": _timm("test_coatnet", 32, img_size=32),
-    "convmixer": Model(lambda: timm.models.ConvMixer(16, 4, 5, 4, num_classes=CLASSES)),
-    "convnext": _timm("test_convnext", drop_path_rate=0.1),
-    "crossvit": _timm("crossvit_9_240", 48, img_size=48, img_scale=(1.0, 1.0), patch_size=(12, 16), embed_dim=(16, 32),
+TIMM: Dict[str, ZooModel] = {
+    "beit": _make_timm_row("beit_base_patch16_224", **_VIT, drop_path_rate=0.1),
+    "byobnet": _make_timm_row("test_byobnet"),
+    "cait": _make_timm_row("cait_xxs24_224", **_VIT),
+    "coatnet": _make_timm_row("test_coatnet", 32, img_size=32),
+    "convmixer": ZooModel(lambda: timm.models.ConvMixer(16, 4, 5, 4, num_classes=CLASSES)),
+    "convnext": _make_timm_row("test_convnext", drop_path_rate=0.1),
+    "crossvit": _make_timm_row("crossvit_9_240", 48, img_size=48, img_scale=(1.0, 1.0), patch_size=(12, 16), embed_dim=(16, 32),
                       num_heads=(2, 2)),
-    "davit": _timm("davit_tiny", embed_dims=(8, 16, 16, 32), num_heads=(1, 2, 2, 2), **_FOUR),
-    "deit_distilled": _timm("deit_tiny_distilled_patch16_224", **_VIT),
-    "densenet": _timm("densenet121", growth_rate=8, block_config=(2, 2)),
-    "dpn48b": _timm("dpn48b"),
-    "edgenext": _timm("edgenext_xx_small"),
-    "efficientformer": _timm("efficientformer_l1", 224),
-    "efficientnet": _timm("test_efficientnet", drop_rate=0.1),
-    "eva02": _timm("eva02_tiny_patch14_224", **_VIT),
-    "fastvit": _timm("fastvit_t8", 64, embed_dims=(8, 16, 16, 32), layers=(1, 1, 1, 1)),
-    "focalnet": Model(lambda: timm.models.FocalNet(embed_dim=8, **_FOUR, num_classes=CLASSES)),
-    "ghostnet": _timm("ghostnet_050"),
+    "davit": _make_timm_row("davit_tiny", embed_dims=(8, 16, 16, 32), num_heads=(1, 2, 2, 2), **_FOUR),
+    "deit_distilled": _make_timm_row("deit_tiny_distilled_patch16_224", **_VIT),
+    "densenet": _make_timm_row("densenet121", growth_rate=8, block_config=(2, 2)),
+    "dpn48b": _make_timm_row("dpn48b"),
+    "edgenext": _make_timm_row("edgenext_xx_small"),
+    "efficientformer": _make_timm_row("efficientformer_l1", 224),
+    "efficientnet": _make_timm_row("test_efficientnet", drop_rate=0.1),
+    "eva02": _make_timm_row("eva02_tiny_patch14_224", **_VIT),
+    "fastvit": _make_timm_row("fastvit_t8", 64, embed_dims=(8, 16, 16, 32), layers=(1, 1, 1, 1)),
+    "focalnet": ZooModel(lambda: timm.models.FocalNet(embed_dim=8, **_FOUR, num_classes=CLASSES)),
+    "ghostnet": _make_timm_row("ghostnet_050"),
     "gmixer": _make_mixer("GluMlp", mlp_ratio=(1.0, 4.0)),
-    "hrnet": _timm("hrnet_w18_small"),
-    "inception_next": _timm("inception_next_tiny", dims=(16, 16, 16, 32), depths=(1, 1, 1, 1)),
-    "lcnet": _timm("lcnet_035"),
-    "levit": _timm("levit_128s", 224),
-    "mambaout": _timm("test_mambaout"),
-    "maxvit": _timm("test_maxvit", 32, img_size=32),
+    "hrnet": _make_timm_row("hrnet_w18_small"),
+    "inception_next": _make_timm_row("inception_next_tiny", dims=(16, 16, 16, 32), depths=(1, 1, 1, 1)),
+    "lcnet": _make_timm_row("lcnet_035"),
+    "levit": _make_timm_row("levit_128s", 224),
+    "mambaout": _make_timm_row("test_mambaout"),
+    "maxvit": _make_timm_row("test_maxvit", 32, img_size=32),
     "mixer": _make_mixer("Mlp"),
-    "mobilenetv4": _timm("mobilenetv4_conv_small_035"),
-    "mobilevit": _timm("mobilevit_xxs"),
-    "nfnet": _timm("test_nfnet"),
-    "pit": _timm("pit_ti_224", 64, img_size=64, patch_size=8, stride=8, base_dims=(8, 8, 8), depth=(1, 1, 1),
+    "mobilenetv4": _make_timm_row("mobilenetv4_conv_small_035"),
+    "mobilevit": _make_timm_row("mobilevit_xxs"),
+    "nfnet": _make_timm_row("test_nfnet"),
+    "pit": _make_timm_row("pit_ti_224", 64, img_size=64, patch_size=8, stride=8, base_dims=(8, 8, 8), depth=(1, 1, 1),
                  heads=(1, 2, 2)),
-    "poolformer": Model(lambda: timm.models.MetaFormer(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32), num_classes=CLASSES)),
-    "pvt_v2": _timm("pvt_v2_b0", embed_dims=(8, 16, 20, 32), **_FOUR),
-    "regnet": _timm("regnetz_005"),
-    "repvgg": _timm("repvgg_a0"),
-    "resmlp": Model(_make_resmlp),
-    "resnest": _timm("resnest14d"),
-    "resnet": _timm("test_resnet", drop_path_rate=0.1),
-    "rexnet": _timm("rexnetr_100"),
-    "sequencer2d": _timm("sequencer2d_s", 32, img_size=32, layers=(1, 1, 1, 1), embed_dims=(16,) * 4,
+    "poolformer": ZooModel(lambda: timm.models.MetaFormer(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32), num_classes=CLASSES)),
+    "pvt_v2": _make_timm_row("pvt_v2_b0", embed_dims=(8, 16, 20, 32), **_FOUR),
+    "regnet": _make_timm_row("regnetz_005"),
+    "repvgg": _make_timm_row("repvgg_a0"),
+    "resmlp": ZooModel(_make_resmlp),
+    "resnest": _make_timm_row("resnest14d"),
+    "resnet": _make_timm_row("test_resnet", drop_path_rate=0.1),
+    "rexnet": _make_timm_row("rexnetr_100"),
+    "sequencer2d": _make_timm_row("sequencer2d_s", 32, img_size=32, layers=(1, 1, 1, 1), embed_dims=(16,) * 4,
                          hidden_sizes=(4,) * 4, patch_sizes=(4, 2, 1, 1)),
-    "swin": _timm("swin_tiny_patch4_window7_224", **_SWIN),
-    "swinv2": _timm("swinv2_tiny_window8_256", **_SWIN),
-    "tnt": _timm("tnt_s_patch16_224", 32, img_size=32, embed_dim=16, inner_dim=8, depth=2, num_heads_outer=2),
-    "tresnet": _timm("tresnet_m"),
-    "twins": _timm("twins_pcpvt_small", 64, img_size=64, embed_dims=(8, 16, 20, 32), **_FOUR),
-    "visformer": _timm("visformer_tiny", 64, img_size=64, embed_dim=24, depth=(1, 1, 1), init_channels=8, num_heads=2),
-    "vit": _timm("test_vit", 32, img_size=32, patch_size=8, drop_path_rate=0.1),
-    "volo": Model(lambda: timm.models.VOLO([1] * 4, 64, num_classes=CLASSES, embed_dims=[16] * 4, num_heads=[2] * 4), size=64),
-    "xception41": _timm("xception41", 64),
-    "xcit": _timm("xcit_nano_12_p16_224", 32, img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2),
+    "swin": _make_timm_row("swin_tiny_patch4_window7_224", **_SWIN),
+    "swinv2": _make_timm_row("swinv2_tiny_window8_256", **_SWIN),
+    "tnt": _make_timm_row("tnt_s_patch16_224", 32, img_size=32, embed_dim=16, inner_dim=8, depth=2, num_heads_outer=2),
+    "tresnet": _make_timm_row("tresnet_m"),
+    "twins": _make_timm_row("twins_pcpvt_small", 64, img_size=64, embed_dims=(8, 16, 20, 32), **_FOUR),
+    "visformer": _make_timm_row("visformer_tiny", 64, img_size=64, embed_dim=24, depth=(1, 1, 1), init_channels=8, num_heads=2),
+    "vit": _make_timm_row("test_vit", 32, img_size=32, patch_size=8, drop_path_rate=0.1),
+    "volo": ZooModel(lambda: timm.models.VOLO([1] * 4, 64, num_classes=CLASSES, embed_dims=[16] * 4, num_heads=[2] * 4), size=64),
+    "xception41": _make_timm_row("xception41", 64),
+    "xcit": _make_timm_row("xcit_nano_12_p16_224", 32, img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2),
 }  # fmt: skip
 
 # ---- transformers
@@ -279,13 +282,13 @@ _IMAGE: Dict[str, Any] = {
 _TIED = {"tie_word_embeddings": True}
 
 
-def _face(
-    prefix: str, head: str, family: str, config: Optional[Dict[str, Any]] = None, **more: Any
-) -> Model:
-    """Return a row of transformers: `prefix`Config and `prefix`For`head`."""
+def _make_transformers_row(
+    prefix: str, head: str, family: str, config: Optional[Dict[str, Any]] = None, **extra: Any
+) -> ZooModel:
+    """Return a row of transformers, built from `prefix`Config and `prefix`For`head`."""
 
     def build() -> nn.Module:
-        settings = {**(config or {}), **more}
+        settings = {**(config or {}), **extra}
         if head in ("SequenceClassification", "ImageClassification"):
             settings = {"num_labels": CLASSES, **settings}
         else:
@@ -296,62 +299,68 @@ def _face(
         )
         return model
 
-    return Model(build, family)
+    return ZooModel(build, family)
 
 
-_causal = functools.partial(_face, head="CausalLM", family="next words")
-_texts = functools.partial(_face, head="SequenceClassification", family="text classes")
-_pairs = functools.partial(_face, head="ConditionalGeneration", family="pairs of texts")
-_images = functools.partial(_face, head="ImageClassification", family="images")
+_make_causal_row = functools.partial(_make_transformers_row, head="CausalLM", family="next words")
+_make_text_row = functools.partial(
+    _make_transformers_row, head="SequenceClassification", family="text classes"
+)
+_make_pair_row = functools.partial(
+    _make_transformers_row, head="ConditionalGeneration", family="pairs of texts"
+)
+_make_image_row = functools.partial(
+    _make_transformers_row, head="ImageClassification", family="images"
+)
 
-TRANSFORMERS: Dict[str, Model] = {
-    "albert": _texts("Albert", config=_BERT, embedding_size=16),
-    "bart": _pairs("Bart", config=_BART),
-    "bart_tied": _pairs("Bart", config={**_BART, **_TIED}),
-    "beit": _images("Beit", config=_IMAGE),
-    "bert": _texts("Bert", config=_BERT),
-    "bloom": _causal("Bloom", config={"vocab_size": WORDS, "hidden_size": 16, "n_layer": 4, "n_head": 2, **_TOKENS}),
-    "convnext": _images("ConvNext", config={"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}),
-    "deberta_v2": _texts("DebertaV2", config=_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"],
+TRANSFORMERS: Dict[str, ZooModel] = {
+    "albert": _make_text_row("Albert", config=_BERT, embedding_size=16),
+    "bart": _make_pair_row("Bart", config=_BART),
+    "bart_tied": _make_pair_row("Bart", config={**_BART, **_TIED}),
+    "beit": _make_image_row("Beit", config=_IMAGE),
+    "bert": _make_text_row("Bert", config=_BERT),
+    "bloom": _make_causal_row("Bloom", config={"vocab_size": WORDS, "hidden_size": 16, "n_layer": 4, "n_head": 2, **_TOKENS}),
+    "convnext": _make_image_row("ConvNext", config={"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}),
+    "deberta_v2": _make_text_row("DebertaV2", config=_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"],
                          position_buckets=8),
-    "deit": _images("DeiT", config=_IMAGE),
-    "dinov2": _images("Dinov2", config=_IMAGE),
-    "distilbert": _texts("DistilBert", vocab_size=WORDS, dim=16, n_layers=4, n_heads=2, hidden_dim=32,
+    "deit": _make_image_row("DeiT", config=_IMAGE),
+    "dinov2": _make_image_row("Dinov2", config=_IMAGE),
+    "distilbert": _make_text_row("DistilBert", vocab_size=WORDS, dim=16, n_layers=4, n_heads=2, hidden_dim=32,
                          max_position_embeddings=16, pad_token_id=0),
-    "electra": _texts("Electra", config=_BERT, embedding_size=16),
-    "falcon": _causal("Falcon", config={**_BERT, "num_kv_heads": 2}),
-    "gemma": _causal("Gemma", config=_LLAMA, **_HEAD),
-    "gemma2": _causal("Gemma2", config=_LLAMA, **_HEAD),
-    "gpt2": _causal("GPT2", config=_GPT),
-    "gpt2_tied": _causal("GPT2", config={**_GPT, **_TIED}),
-    "gpt_neo": _causal("GPTNeo", config=_BERT, num_layers=4, num_heads=2, attention_types=[[["global", "local"], 2]],
+    "electra": _make_text_row("Electra", config=_BERT, embedding_size=16),
+    "falcon": _make_causal_row("Falcon", config={**_BERT, "num_kv_heads": 2}),
+    "gemma": _make_causal_row("Gemma", config=_LLAMA, **_HEAD),
+    "gemma2": _make_causal_row("Gemma2", config=_LLAMA, **_HEAD),
+    "gpt2": _make_causal_row("GPT2", config=_GPT),
+    "gpt2_tied": _make_causal_row("GPT2", config={**_GPT, **_TIED}),
+    "gpt_neo": _make_causal_row("GPTNeo", config=_BERT, num_layers=4, num_heads=2, attention_types=[[["global", "local"], 2]],
                        window_size=4),
-    "gpt_neox": _causal("GPTNeoX", config=_BERT),
-    "gptj": _causal("GPTJ", config={**_GPT, "rotary_dim": 4}),
-    "llama": _causal("Llama", config=_LLAMA),
-    "llama_tied": _causal("Llama", config={**_LLAMA, **_TIED}),
-    "mistral": _causal("Mistral", config=_LLAMA, sliding_window=4),
-    "mixtral": _causal("Mixtral", config=_MOE),
-    "mobilebert": _texts("MobileBert", config=_BERT, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16),
-    "mpnet": _texts("MPNet", config=_BERT),
-    "olmo2": _causal("Olmo2", config=_LLAMA),
-    "opt": _causal("OPT", config=_TOKENS, vocab_size=WORDS, hidden_size=16, word_embed_proj_dim=16, num_hidden_layers=4,
+    "gpt_neox": _make_causal_row("GPTNeoX", config=_BERT),
+    "gptj": _make_causal_row("GPTJ", config={**_GPT, "rotary_dim": 4}),
+    "llama": _make_causal_row("Llama", config=_LLAMA),
+    "llama_tied": _make_causal_row("Llama", config={**_LLAMA, **_TIED}),
+    "mistral": _make_causal_row("Mistral", config=_LLAMA, sliding_window=4),
+    "mixtral": _make_causal_row("Mixtral", config=_MOE),
+    "mobilebert": _make_text_row("MobileBert", config=_BERT, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16),
+    "mpnet": _make_text_row("MPNet", config=_BERT),
+    "olmo2": _make_causal_row("Olmo2", config=_LLAMA),
+    "opt": _make_causal_row("OPT", config=_TOKENS, vocab_size=WORDS, hidden_size=16, word_embed_proj_dim=16, num_hidden_layers=4,
                    num_attention_heads=2, ffn_dim=32, max_position_embeddings=16),
-    "phi": _causal("Phi", config=_LLAMA),
-    "qwen2": _causal("Qwen2", config=_LLAMA),
-    "qwen3": _causal("Qwen3", config=_LLAMA, **_HEAD),
-    "qwen3_moe": _causal("Qwen3Moe", config=_MOE, **_HEAD),
-    "roberta": _texts("Roberta", config=_BERT),
-    "swin": _images("Swin", image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4),
-    "t5": _pairs("T5", config=_T5),
-    "t5_tied": _pairs("T5", config={**_T5, **_TIED}),
-    "vit": _images("ViT", config=_IMAGE),
-    "whisper": _face("Whisper", "ConditionalGeneration", "speech", _BART, num_mel_bins=8, max_source_positions=8,
+    "phi": _make_causal_row("Phi", config=_LLAMA),
+    "qwen2": _make_causal_row("Qwen2", config=_LLAMA),
+    "qwen3": _make_causal_row("Qwen3", config=_LLAMA, **_HEAD),
+    "qwen3_moe": _make_causal_row("Qwen3Moe", config=_MOE, **_HEAD),
+    "roberta": _make_text_row("Roberta", config=_BERT),
+    "swin": _make_image_row("Swin", image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4),
+    "t5": _make_pair_row("T5", config=_T5),
+    "t5_tied": _make_pair_row("T5", config={**_T5, **_TIED}),
+    "vit": _make_image_row("ViT", config=_IMAGE),
+    "whisper": _make_transformers_row("Whisper", "ConditionalGeneration", "speech", _BART, num_mel_bins=8, max_source_positions=8,
                      max_target_positions=16),
-    "xlnet": _texts("XLNet", config=_TOKENS, vocab_size=WORDS, d_model=16, n_layer=4, n_head=2, d_inner=32),
+    "xlnet": _make_text_row("XLNet", config=_TOKENS, vocab_size=WORDS, d_model=16, n_layer=4, n_head=2, d_inner=32),
 }  # fmt: skip
 
-MODELS: Dict[str, Model] = {
+MODELS: Dict[str, ZooModel] = {
     f"{library}-{name}": model
     for library, models in (
         ("torchvision", TORCHVISION),

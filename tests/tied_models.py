@@ -1,4 +1,5 @@
-"""Language models whose head is the embedding, small and with random weights, and tokens for them."""
+"""Build small language models with random weights whose head is the embedding, and tokens for
+them."""
 
 from __future__ import annotations
 
@@ -14,22 +15,22 @@ from models.transformer import transformer_lm
 VOCABULARY, CONTEXT = 23, 6
 
 
-def tokens(seed: int = 5) -> TensorData:
-    """Return random tokens, the labels those behind."""
-    drawn = torch.randint(
+def make_random_tokens(seed: int = 5) -> TensorData:
+    """Return random tokens; the labels are the next tokens."""
+    tokens = torch.randint(
         VOCABULARY, (80, CONTEXT + 1), generator=torch.Generator().manual_seed(seed)
     )
-    x, y = drawn[:, :-1].clone(), drawn[:, 1:].clone()
+    x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
     return TensorData((x[:64], y[:64]), (x[64:], y[64:]), seed)
 
 
-def lm(**args: Any) -> nn.Module:
-    """Return the library's own: embedding, block1, block2, norm and head."""
+def make_language_model(**args: Any) -> nn.Module:
+    """Return the repository's own transformer: embedding, block1, block2, norm and head."""
     return transformer_lm(VOCABULARY, 8, 2, 2, CONTEXT, **{"tied": True, **args})
 
 
 class Gpt2(nn.Module):
-    """Hugging Face's GPT-2, its logits as cross-entropy wants them."""
+    """Hugging Face's GPT-2 with logits in the layout that cross-entropy expects."""
 
     def __init__(self, dropout: float = 0.0, layers: int = 3, tied: bool = True) -> None:
         from tests.third_party import transformers
@@ -46,12 +47,12 @@ class Gpt2(nn.Module):
             begin_stage(block)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, T) -> (B, vocabulary, T)."""
+        """Return logits (B, vocabulary, T) of tokens x (B, T)."""
         return self.lm(x).logits.transpose(1, 2)  # type: ignore[no-any-return]
 
 
-class Normed(nn.Sequential):
-    """A batch norm that runs on two stages."""
+class SharedBatchNormModel(nn.Sequential):
+    """A model whose batch norm runs on two stages."""
 
     def __init__(self) -> None:
         norm = nn.BatchNorm1d(12)
@@ -60,8 +61,8 @@ class Normed(nn.Sequential):
         )
 
 
-class Renormed(nn.Sequential):
-    """An embedding whose forward scales its weight, which the head has, too."""
+class RenormedEmbeddingModel(nn.Sequential):
+    """A model whose embedding rescales its weight in each forward; the head shares that weight."""
 
     def __init__(self) -> None:
         embedding, head = (

@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 ASIDE = Path(sys.prefix) / "torchvision_aside"  # as in tools/check_torchvision.py
-_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # lives as long as its definitions
+_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # must live as long as its definitions
 
 
 def _define_operators() -> bool:
-    """Define the two operators if torchvision's own library cannot be loaded; return whether that is so."""
+    """Define the two operators if torchvision's own library cannot be loaded. Return whether
+    they were defined."""
     signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.submodule_search_locations is None:
@@ -31,13 +32,13 @@ def _define_operators() -> bool:
         torch.ops.load_library(f"{spec.submodule_search_locations[0]}/_C.so")
     except OSError:
         for name in ("nms", "qnms"):
-            if not hasattr(torch.ops.torchvision, name):  # this module may be imported anew
+            if not hasattr(torch.ops.torchvision, name):  # this module may be imported again
                 _LIBRARY.define(name + signature)
         return True
     return False
 
 
-# The path is not left as it is then: processes of other tests would inherit it, without the definitions.
+# Restore the path: otherwise processes of other tests would inherit it, without the definitions.
 sys.path.append(str(ASIDE))
 try:
     LACKS_OPERATORS = _define_operators()

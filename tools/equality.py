@@ -232,7 +232,7 @@ def _make_config(case: str, model: str, ranks: int, precision: str) -> Any:
         chosen = {
             "model": {"entry": f"tests.third_party_models:{third_party.entry}"},
             "data": third_party.data,
-            "stages": third_party.stages(ranks),
+            "stages": third_party.list_stages(ranks),
         }
     rate = (
         0.02 if model in MODELS else 0.0002

@@ -223,12 +223,12 @@ def _prepare(name: str) -> Tuple[Any, Dict[str, Any]]:
     """Build the model, and the other arguments of `train` and `build`."""
     import torch
 
-    from tests.third_party_zoo import MODELS, make_data, take_scores
+    from tests.third_party_zoo import MODELS, make_zoo_source, take_scores
 
     torch.manual_seed(0)
     case = MODELS[name]
     return case.build(), {
-        "data": make_data(case),
+        "data": make_zoo_source(case),
         "loss": torch.nn.functional.cross_entropy,
         "output": take_scores,
     }

@@ -15,7 +15,7 @@ from ipu_pipe.config.load import configure, read_yaml
 from ipu_pipe.data.sources import TensorData
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
-from tests.staged_models import MODELS, TIED, Skipping, whole
+from tests.staged_models import MODELS, TIED, SkippingModel, join_stages
 from tests.support.runs import ROOT
 
 PODS = sorted((ROOT / "configs" / "pod").glob("*pod*.yaml"))
@@ -58,7 +58,7 @@ def make_ipu_model(name: str) -> nn.Module:
         torch.manual_seed(3)
         if name == "two":
             return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
-        return Skipping() if name == "skipping" else whole({**MODELS, **TIED}[name]())
+        return SkippingModel() if name == "skipping" else join_stages({**MODELS, **TIED}[name]())
 
 
 def make_ipu_config(
