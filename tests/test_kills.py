@@ -38,7 +38,7 @@ def sleep(*arguments: Any) -> None:
 def test_a_rank_that_hangs_is_not_taken_for_one_that_was_to_die(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kills, "_run", sleep)
+    monkeypatch.setattr(kills, "_run_rank", sleep)
     monkeypatch.setattr(kills, "PATIENCE", 0.2)
     with pytest.raises(AssertionError, match=r"ranks \[0, 1\] did not end"):
         kills.run_attempt(0, None, [], "job", 0, tmp_path / "told")
