@@ -221,7 +221,7 @@ def test_every_method_weighs_as_the_literal_replay(method: str, args: Any) -> No
 
 def test_equal_weights_change_no_bit() -> None:
     data, one, other = (
-        batches(24),
+        draw_microbatches(24),
         join_stages(make_seeded_stages("mlp")),
         join_stages(make_seeded_stages("mlp")),
     )
