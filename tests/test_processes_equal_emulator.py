@@ -1,0 +1,532 @@
+"""Processes give the emulator's bits: every comparison of the two is a row of one table.
+
+    CASES on PLACEMENTS   a schedule, interpreted by ranks that have one stage or several
+    LOOPS                 a `Pipeline` in a loop of one's own
+    RUNS                  a config, trained by `ipu_pipe.train`, with checkpoints, metrics and reports
+
+A row trains on the emulator, and on ranks that stay alive from row to row; then everything that the ranks return equals what
+the emulator returned, to the last bit. One row of each kind is quick, the others are marked slow.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
+
+import pytest
+import torch
+
+from ipu_pipe.config.load import load_config
+from ipu_pipe.run.train import train
+from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
+from tests import interpreter_runs
+from tests.interpreter_runs import ADAMW, Case, can_share
+from tests.slot_simulation import PLAYED
+from tests.support.loops import Loop, take_share
+from tests.support.rank_group import RankGroups
+from tests.support.runs import (
+    DIGITS,
+    find_checkpoint,
+    needs_processes,
+    read_numbers,
+    read_state,
+    read_summary,
+)
+from tests.test_pipeline_processes import ON_PROCESSES
+from tests.test_processes import PASSES_OF_ROWS, SHORT
+from tests.test_rules import ROWS as RULES
+
+pytestmark = needs_processes
+
+
+class Row(NamedTuple):
+    """A comparison: both functions return values by name; the ranks' values together are the emulator's."""
+
+    ranks: int
+    is_quick: bool
+    train_on_emulator: Callable[[Path], Dict[str, Any]]
+    train_on_rank: Callable[[int, Path], Dict[str, Any]]
+    missing: str = ""  # reason to skip it: a package that is not installed
+
+
+# ---- CASES: schedules on the interpreter
+
+SPLIT = {"split_backward": True}
+RECOMPUTE = {"recompute": {"segments": 2}}
+COMPENSATE_AND_PREDICT = {
+    "spike_compensation": {"scale": 1.0},
+    "weight_prediction": {"form": "velocity", "scale": 1.0},
+}
+CLIPS = {
+    "clip-stage": (0.3, "stage"),
+    "clip-global": (0.3, "global"),
+    "clip-delayed": (0.3, "delayed_global"),
+}
+
+
+def make_case(way: str, name: str, kind: str, *more: Any, **keys: Any) -> Case:
+    """Return a case that trains in a way: plain, channels, mixed, adamw, or a key of CLIPS."""
+    ways: Dict[str, Dict[str, Any]] = {
+        "plain": {},
+        "channels": {"over_channels": True},
+        "mixed": {"is_mixed": True},
+        "adamw": {"optimizer": ADAMW},
+        **{clip: {"clip": value} for clip, value in CLIPS.items()},
+    }
+    return Case(f"{way}-{name}", kind, *more, **{**ways[way], **keys})
+
+
+def list_methods() -> Iterator[Case]:
+    """Yield every pipeline's method on every model; blocks are among LOOPS."""
+    for method in (name for name, row in PLAYED.items() if row.is_pipeline):
+        for model in ("mlp", "convolution", "residual"):
+            for n in (1, 4):
+                yield Case(f"{method}-{model}-{n}", method, method, {}, n, model)
+        # weights of a cut module cannot be read anew
+        rereads = METHODS[method].backward_reads is Reads.NEWEST and not METHODS[method].flushes
+        skipping = "skipping-frozen" if rereads else "skipping"
+        for way in ("plain", "channels"):
+            for n in (1, 4):
+                kind = f"{way} {METHODS[method].pipeline}"
+                yield make_case(way, f"{method}-{n}", kind, method, {}, n, skipping)
+        yield Case(f"short-{method}", "fewer microbatches than stages", method, updates=2)
+
+
+def list_orders() -> Iterator[Case]:
+    """Yield orders with several stages on a device, and backwards in two halves."""
+    virtual = {"stages_per_device": 2}
+    for method in "interleaved_1f1b looped_bfs interleaved_zb pipedream pipelined_backprop".split():
+        yield Case(f"two-{method}", f"virtual {method}", method, virtual, 4)
+    for method in ("pipedream", "pipelined_backprop"):
+        for n, model in ((1, "residual"), (4, "convolution")):
+            yield Case(f"split-{method}-{model}", f"split {method}", method, SPLIT, n, model)
+        limited = {**SPLIT, "activation_limit": 2}
+        yield make_case("channels", f"split-{method}", "split channels", method, limited)
+        both = {**SPLIT, **virtual}
+        yield make_case("mixed", f"split-{method}", "split mixed", method, both, 4)
+        clipped = f"split-{method}"
+        yield make_case("clip-stage", clipped, "split clip", method, SPLIT, 4, "redrawing")
+    for model in ("checkpointed", "redrawing"):
+        yield make_case("plain", f"zb_h1-{model}", "split recompute", "zb_h1", {}, 4, model)
+    yield make_case("mixed", "zb_h1", "mixed zb_h1", "zb_h1", {}, 4)
+    yield Case("capped", "capped", "pipedream", {"schedule": "1f1b_capped"})
+    for n, model in ((1, "skipping-frozen"), (4, "residual")):
+        kind = "channels recompute"
+        yield make_case("channels", f"recompute-{n}", kind, "pipemare", RECOMPUTE, n, model)
+
+
+def list_clips() -> Iterator[Case]:
+    """Yield gradients clipped to the norm of a stage, of the model, or of the model in the update before."""
+    pairs = [
+        ("clip-stage", "pipemare"),
+        ("clip-global", "gpipe"),
+        ("clip-delayed", "pipedream"),
+        ("clip-delayed", "pipedream_2bw"),
+        ("clip-delayed", "pipemare"),
+    ]
+    for clip, method in pairs:
+        for n in (1, 4):
+            yield make_case(clip, f"{method}-{n}", f"{clip} {method}", method, {}, n)
+
+
+def list_local_sgd() -> Iterator[Case]:
+    """Yield replicas that update by themselves and average, and their outer optimizers."""
+    sizes = [
+        (3, 2, "convolution"),
+        (4, 3, "residual"),
+        (1, 2, "mlp"),
+        (5, 1, "mlp"),
+        (2, 9, "convolution"),
+    ]
+    for R, K, model in sizes:
+        args = {"replicas": R, "local_steps": K}
+        for way in ("plain", "clip-stage", "adamw"):
+            yield make_case(way, f"local_sgd-{R}", f"{way} local_sgd", "local_sgd", args, R, model)
+    outers: List[Tuple[str, str, Dict[str, Any]]] = [
+        ("plain", "convolution", {"mix": 0.25}),
+        ("channels", "residual", {"fragments": 2, "delay": 1, "mix": 0.5}),
+        ("adamw", "mlp", {"fragments": "per_stage", "offset": 1}),
+    ]
+    for way, model, outer in outers:
+        args = {"replicas": 3, "local_steps": 4, "outer": outer}
+        yield make_case(way, "outer", f"{way} outer", "local_sgd", args, 3, model)
+
+
+def list_mixed() -> Iterator[Case]:
+    """Yield bfloat16_mixed, by autocast or with masters."""
+    rules = {"pipemare": RULES["t1+t2"].args, "pipelined_backprop": COMPENSATE_AND_PREDICT}
+    methods = "gpipe pipedream_flush pipedream pipedream_2bw pipemare pipelined_backprop spectrain"
+    for method in methods.split():
+        args = rules.get(method, {})
+        for model in ("mlp", "residual"):
+            kind = f"mixed {method}"
+            yield make_case("mixed", f"{method}-{model}", kind, method, args, 4, model)
+    yield make_case("mixed", "recompute", "mixed recompute", "pipemare", RECOMPUTE, 4)
+    compensation = RULES["compensation-adaptive"].args
+    yield make_case(
+        "mixed", "compensation", "mixed compensation", "pipedream", compensation, 4, "mlp"
+    )
+    yield make_case("mixed", "adamw", "mixed adamw", "pipemare", {}, 4, "mlp", optimizer=ADAMW)
+    rounds = {"replicas": 3, "local_steps": 2}
+    yield make_case("channels", "local_sgd", "channels local_sgd", "local_sgd", rounds, 3)
+
+
+def list_shared_weights() -> Iterator[Case]:
+    """Yield weights that several stages use, and modules that run or draw again."""
+    for method in (name for name, row in PLAYED.items() if row.one_version):
+        n = 1 if method == "naive" else 4
+        clips = ["clip-global"] if METHODS[method].flushes else ["clip-stage", "clip-delayed"]
+        models = ["tied", "thrice", "twice", "tied", "thrice"]
+        for way, model in zip(["plain", "channels", "adamw", *clips], models):
+            kinds = {"channels": "channels tied", "adamw": "a module that runs again"}
+            kind = kinds.get(way, f"tied {method}")
+            yield make_case(way, f"{method}-{model}", kind, method, {}, n, model)
+    for method in ("gpipe", "pipedream"):
+        for model in ("checkpointed", "redrawing"):
+            yield make_case("plain", f"{method}-{model}", model, method, {}, 4, model)
+    yield Case("warm-up-thrice", "tied warm-up", "pipedream_2bw", {}, 4, "thrice", 3)
+
+
+def list_rules() -> Iterator[Case]:
+    """Yield the update rules whose delays are the pipeline's own."""
+    for name, row in RULES.items():
+        if resolve_method(row.method, row.args).delay:
+            continue
+        args = dict(row.args)
+        if "recompute" in args:  # no more segments than the smallest placement has stages
+            args["recompute"] = {"segments": min(args["recompute"]["segments"], 2)}
+        kind = f"rule {name}"
+        keys = {"warmup": row.switch}
+        yield Case(f"rule-{name}", kind, row.method, args, 1, "residual", **keys)
+        yield Case(f"rule-{name}-4", kind, row.method, args, 4, "mlp", **keys)
+        if len(row.optimizers) > 1:
+            yield make_case("adamw", name, kind, row.method, args, 4, "convolution", **keys)
+
+
+def list_cases() -> List[Case]:
+    """Return all cases with unique names."""
+    every: List[Iterable[Case]] = [
+        list_methods(),
+        list_orders(),
+        list_clips(),
+        list_local_sgd(),
+        list_mixed(),
+        list_shared_weights(),
+        list_rules(),
+    ]
+    cases = []
+    for case in (case for cases_of_kind in every for case in cases_of_kind):
+        method = resolve_method(case.method, case.args)
+        # two buffered versions need as many microbatches as stages
+        if method.forward_reads is not Reads.DOUBLE_BUFFERED or case.microbatches >= 4:
+            cases.append(case)
+    assert len({case.name for case in cases}) == len(cases)
+    return cases
+
+
+# stage -> rank, and every how many-th case trains with it: one stage on a device; neighbors together; V-shaped; interleaved;
+# all on one
+PLACEMENTS: Dict[Tuple[int, ...], int] = {
+    (0, 1): 1,
+    (0, 1, 2, 3): 1,
+    (0, 0, 1, 1): 3,
+    (0, 1, 1, 0): 3,
+    (0, 1, 0, 1): 4,
+    (0, 0, 0, 0): 6,
+}
+
+
+def list_case_rows() -> Dict[str, Row]:
+    """Return the rows of cases. Quick are the last case of each kind on two ranks and of each method in the other placements."""
+    rows = {}
+    for placement, every in PLACEMENTS.items():
+        cases = [case for case in list_cases() if can_share(case, placement)][::every]
+        quick: Dict[str, str] = {}
+        for case in cases:
+            quick[case.kind if placement == (0, 1) else case.method] = case.name
+        for case in cases:
+            name = f"{case.name} on {''.join(map(str, placement))}"
+            is_quick = case.name in quick.values()
+            rows[name] = make_case_row(case, placement, is_quick)
+    return rows
+
+
+def make_case_row(case: Case, placement: Sequence[int], is_quick: bool) -> Row:
+    """Compare weights, losses and the number of weight versions."""
+    return Row(
+        ranks=max(placement) + 1,
+        is_quick=is_quick,
+        train_on_emulator=lambda folder: interpreter_runs.train_on_emulator(case, len(placement)),
+        train_on_rank=lambda rank, folder: interpreter_runs.train_on_rank(rank, case, placement),
+    )
+
+
+# ---- LOOPS: pipelines in a loop of one's own
+
+
+QUICK_LOOPS = {
+    "gpipe", "pipedream", "pipemare_t1_t2", "pipedream_clip_delayed", "pipedream_replicas", "pb_virtual_split", "recompute",
+    "local_overlapping", "last_layers", "local_sgd_rounds", "diloco", "interleaved_1f1b", "zb_auto", "zbv", "dualpipe_v",
+}  # fmt: skip
+
+
+def list_loop_rows() -> Dict[str, Row]:
+    """Return the rows of loops."""
+    rows = {}
+    for name in ON_PROCESSES:
+        run = functools.partial(run_loop, name)
+        on_rank = functools.partial(run_loop_on_rank, name)
+        rows[f"loop-{name}"] = Row(2, name in QUICK_LOOPS, run, on_rank)
+    return rows
+
+
+def run_loop(name: str, folder: Path, **keys: Any) -> Dict[str, Any]:
+    """Return weights, losses, and which updates leave in which step."""
+    loop = Loop(ON_PROCESSES[name], **keys)
+    loop.run()
+    state = loop.close().state_dict()
+    return {**state, "losses": loop.losses, "left": loop.left}
+
+
+def run_loop_on_rank(name: str, rank: int, folder: Path) -> Dict[str, Any]:
+    """Return the same on each rank: `close` gives all of them the whole model."""
+    keys: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
+    return run_loop(name, folder, share=take_share, **keys)
+
+
+# ---- RUNS: configs
+
+
+class Run(NamedTuple):
+    """A config: settings over `keys`, by default over SHORT and the digits' file; "FOLDER" stands for the row's folder."""
+
+    ranks: int
+    settings: List[str]
+    keys: Dict[str, Any] = {}
+    files: Dict[str, str] = {}
+    is_quick: bool = True
+    missing: str = ""
+
+
+GROUPS = (
+    "{groups: [{match: '*weight', ndim: 2, name: torch.optim.Muon, lr: 0.02}, {name: adamw, lr: 0.002, "
+    "by_stage: {betas: {from: [0.9, 0.99], to: [0.99, 0.999]}}}]}"
+)
+PLATEAU = "{name: plateau, warmup_steps: 3, args: {factor: 0.5, patience: 0, threshold: 0.02, cooldown: 1}}"
+TIED: Dict[str, Any] = {
+    "model": {"entry": "tests.tied_models:lm"}, "data": {"name": "tests.tied_models:tokens"},
+    "micro_batch_size": 2, "gradient_accumulation": 4, "steps": 6, "backend": {"threads": 1},
+    "log": {"every": 1, "tensorboard": False}, "checkpoint": {"every": 3, "keep": 9},
+}  # fmt: skip
+HAS_NO_TRANSFORMERS = "" if importlib.util.find_spec("transformers") else "needs transformers"
+GPT2 = {"entry": "tests.tied_models:Gpt2", "args": {"dropout": 0.1, "layers": 4}}
+RUNS: Dict[str, Run] = {
+    "t1-t2": Run(
+        4,
+        ["method=pipemare", "stages=4", "method_args={t1: {anneal_updates: 5}, t2: {decay: 0.5}}"],
+    ),
+    "momentum": Run(4, ["method=gpipe", "stages=4", "optimizer.momentum=0.9"], is_quick=False),
+    "replicas": Run(4, ["method=pipedream", "stages=2", "replicas=2", "log.every=1"]),
+    # each rank has a whole pipeline
+    "replicas-alone": Run(2, ["method=pipedream", "stages=2", "replicas=2"]),
+    "pipedream": Run(2, ["method=pipedream", "stages=2"], is_quick=False),
+    "early-stopping": Run(
+        2, ["method=pipedream", "stages=4", "early_stopping={metric: loss, patience: 9}"]
+    ),
+    "delayed-norm": Run(
+        2, ["method=pipemare", "stages=4", "clip={norm: 0.5, scope: delayed_global}"]
+    ),
+    "global-norm": Run(
+        2, ["method=gpipe", "stages=4", "clip={norm: 0.5, scope: global}"], is_quick=False
+    ),
+    "interleaved": Run(
+        2, ["method=interleaved_1f1b", "stages=4", "stages_per_device=2"], is_quick=False
+    ),
+    "V-shaped": Run(2, ["method=zbv", "stages=4"], is_quick=False),
+    "two-directions": Run(2, ["method=dualpipe_v", "stages=4"]),
+    "split": Run(
+        2,
+        [
+            "method=pipedream",
+            "stages=4",
+            "stages_per_device=2",
+            "method_args={split_backward: true}",
+        ],
+    ),
+    "finest": Run(2, ["method=pipedream", "stages=finest"], is_quick=False),
+    "outer": Run(
+        2,
+        [
+            "method=local_sgd",
+            "stages=4",
+            "gradient_accumulation=1",
+            "method_args={replicas: 3, local_steps: 4, outer: {}}",
+        ],
+        is_quick=False,
+    ),
+    "rows-of-a-file": Run(
+        2,
+        ["stages=2", "method=rows", "method_args.file=FOLDER/rows.csv"],
+        files={"rows.csv": PASSES_OF_ROWS},
+    ),
+    # shared, unused and in-place modules
+    "odd-modules": Run(
+        4,
+        [
+            "model.entry=tests.staged_models:Odd",
+            "model.args={}",
+            'stages=["2", "3", "5"]',
+            "method=pipedream",
+        ],
+    ),
+    # a replica that does not reach a weight counts as zero
+    "unreached-weight": Run(
+        4,
+        [
+            "model.entry=tests.staged_models:make_gate",
+            "model.args={}",
+            "stages=null",
+            "replicas=2",
+            "gradient_accumulation=1",
+            "method=pipedream",
+        ],
+    ),
+    "optimizers-by-group": Run(
+        2,
+        [
+            "method=pipemare",
+            "clip={norm: 0.5, scope: delayed_global}",
+            "stages=4",
+            f"optimizer={GROUPS}",
+            *[f"optimizer.{key}=null" for key in ("name", "lr", "momentum")],  # the file's
+        ],
+        is_quick=False,
+        missing="" if hasattr(torch.optim, "Muon") else "needs torch.optim.Muon",
+    ),
+    "plateau": Run(
+        2,
+        [
+            "method=spectrain",
+            "stages=2",
+            "gradient_accumulation=1",
+            "evaluate.steps=2",
+            "log.every=1",
+            f"lr_schedule={PLATEAU}",
+        ],
+        is_quick=False,
+    ),
+    "tied-replicas": Run(
+        4,
+        [
+            "method=pipedream_flush",
+            "optimizer={name: adam, lr: 0.01, weight_decay: 0.01}",
+            "clip={norm: 0.3, scope: global}",
+            "stages=[block2]",
+            "replicas=2",
+            "steps=4",
+            "checkpoint.every=2",
+        ],
+        TIED,
+    ),
+    "tied-dropout": Run(
+        4,
+        [
+            "method=pipedream_2bw",
+            "optimizer={name: sgd, lr: 0.1, momentum: 0.9, weight_decay: 0.01}",
+        ],
+        {**TIED, "model": GPT2},
+        is_quick=False,
+        missing=HAS_NO_TRANSFORMERS,
+    ),
+}
+REPORTED = ("forward_delay", "backward_delay", "weight_copies", "optimizer_bytes")  # by stage
+
+
+def list_run_rows() -> Dict[str, Row]:
+    """Return the rows of configs."""
+    rows = {}
+    for name, run in RUNS.items():
+        on_emulator = functools.partial(train_config_on_emulator, name)
+        on_rank = functools.partial(train_config_on_rank, name)
+        rows[f"run-{name}"] = Row(run.ranks, run.is_quick, on_emulator, on_rank, run.missing)
+    return rows
+
+
+def train_config(name: str, backend: str, folder: Path) -> None:
+    """Train a run of RUNS into `folder/BACKEND`."""
+    run = RUNS[name]
+    settings = [setting.replace("FOLDER", str(folder)) for setting in run.settings]
+    file = folder / "config.yaml" if run.keys else DIGITS
+    base = [] if run.keys else SHORT
+    config = load_config(file, [*base, f"backend.name={backend}", *settings])
+    train(config, folder / backend, quiet=True)
+
+
+def read_run(out: Path) -> Dict[str, Any]:
+    """Return weights and optimizer state of the last checkpoint, metrics, results and the stages' report."""
+    summary = read_summary(out)
+    assert find_checkpoint(out).name == f"step-{summary['steps']}"
+    report = [{key: stage[key] for key in REPORTED} for stage in summary["stages"]]
+    results = {key: summary[key] for key in ("initial", "final")}
+    return {**read_state(out), "metrics": read_numbers(out), "stages": report, **results}
+
+
+def train_config_on_emulator(name: str, folder: Path) -> Dict[str, Any]:
+    """Write the run's files, which the ranks read, too, and train."""
+    run = RUNS[name]
+    (folder / "config.yaml").write_text(json.dumps(run.keys))  # which is YAML
+    for file, text in run.files.items():
+        (folder / file).write_text(text)
+    train_config(name, "emulator", folder)
+    return read_run(folder / "emulator")
+
+
+def train_config_on_rank(name: str, rank: int, folder: Path) -> Dict[str, Any]:
+    """Train as a rank; rank 0 returns what it has written for all."""
+    train_config(name, "distributed", folder)
+    return read_run(folder / "distributed") if rank == 0 else {}
+
+
+TABLE: Dict[str, Row] = {**list_run_rows(), **list_loop_rows(), **list_case_rows()}
+
+
+def train_row(rank: int, name: str, folder: Path) -> Dict[str, Any]:
+    """Train a row of the table as a rank."""
+    return TABLE[name].train_on_rank(rank, folder)
+
+
+def mark_row(name: str) -> Any:
+    """Return the parameter of a row, with its markers."""
+    row = TABLE[name]
+    marks: List[Any] = [] if row.is_quick else [pytest.mark.slow]
+    marks.append(pytest.mark.skipif(bool(row.missing), reason=row.missing))
+    return pytest.param(name, marks=marks, id=name)
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[RankGroups]:
+    """Return the groups of ranks of this file."""
+    groups = RankGroups()
+    yield groups
+    groups.close()
+
+
+@pytest.mark.parametrize("name", [mark_row(name) for name in TABLE])
+def test_processes_give_the_emulators_bits(name: str, groups: RankGroups, tmp_path: Path) -> None:
+    row = TABLE[name]
+    expected = row.train_on_emulator(tmp_path)
+    results = groups.call(row.ranks, train_row, name, tmp_path)
+    assert set().union(*results) == set(expected)
+    for rank, values in enumerate(results):
+        for key, value in values.items():
+            assert is_equal(value, expected[key]), f"rank {rank}: {key}"
+
+
+def is_equal(value: Any, expected: Any) -> bool:
+    """Return whether two tensors have one dtype and the same bits, or two other values are equal."""
+    if isinstance(expected, torch.Tensor):
+        return value.dtype == expected.dtype and torch.equal(value, expected)
+    return bool(value == expected)
