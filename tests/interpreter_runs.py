@@ -1,7 +1,7 @@
 """Training without config, data set or checkpoint: a schedule on the emulator, and a rank's row of it on processes.
 
-    train_on_emulator(case, placement)     Emulator      all stages, replay by replay
-    train_on_rank(rank, case, placement)   Interpreter   the stages of one rank, action by action
+    emulate_case(case, placement)     Emulator      all stages, replay by replay
+    interpret_case(rank, case, placement)   Interpreter   the stages of one rank, action by action
 
 Both return final weights, losses and counts of weight versions; the ranks' results together are the emulator's.
 """
@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 CHUNK = 8  # actions: so that a row has several chunks
 
 
-class Case(NamedTuple):
+class ScheduleCase(NamedTuple):
     """What is trained. `kind`: what the case alone or with few others shows."""
 
     name: str
@@ -69,7 +69,7 @@ class Case(NamedTuple):
     updates: int = 9
 
 
-def list_drains(case: Case) -> List[int]:
+def list_drains(case: ScheduleCase) -> List[int]:
     """Return the microbatches before which the pipeline empties."""
     return [case.microbatches * 5] if case.updates > 5 else []
 
@@ -98,7 +98,7 @@ def make_case_model(name: str) -> nn.Module:
 class Setup:
     """What the emulator and a rank have in common: model, precision, microbatches, stages, schedule."""
 
-    def __init__(self, case: Case, stages: int) -> None:
+    def __init__(self, case: ScheduleCase, stages: int) -> None:
         self.case = case
         self.method = resolve_method(case.method, case.args)
         self.model = make_case_model(case.model)
@@ -140,13 +140,13 @@ class Setup:
         return Work(loss, self.table, rules, case.clip)
 
 
-def counts_versions(case: Case) -> bool:
+def counts_versions(case: ScheduleCase) -> bool:
     """Return whether a stage keeps the versions of the table and nothing else. Rules keep corrected weights beside them."""
     has_rules = bool(case.args) or case.warmup > 0 or resolve_method(case.method).predicts
     return not has_rules
 
 
-def can_share(case: Case, placement: Sequence[int]) -> bool:
+def can_share(case: ScheduleCase, placement: Sequence[int]) -> bool:
     """Return whether the method fits the number of stages, and no two stages on a device use one weight in two versions."""
     order = resolve_method(case.method, case.args).order
     if order is not None and len(placement) % order.stages_per_device:
@@ -156,7 +156,7 @@ def can_share(case: Case, placement: Sequence[int]) -> bool:
     return has_own_device or not is_tied or METHODS[case.method].flushes
 
 
-def train_on_emulator(case: Case, stages: int) -> Dict[str, Any]:
+def emulate_case(case: ScheduleCase, stages: int) -> Dict[str, Any]:
     """Return weights, losses and, by stage, the weight versions besides the newest."""
     setup = Setup(case, stages)
     work = setup.make_work(case.optimizer(setup.groups))
@@ -177,7 +177,7 @@ def train_on_emulator(case: Case, stages: int) -> Dict[str, Any]:
     return {**state, "losses": losses, **versions}
 
 
-def make_channels(case: Case, placement: Sequence[int], tied: Any) -> Any:
+def make_channels(case: ScheduleCase, placement: Sequence[int], tied: Any) -> Any:
     """Return groups of gloo in the place of nccl's, of the links between ranks; None if the case sends by tags."""
     if not case.over_channels:
         return None
@@ -189,8 +189,8 @@ def make_channels(case: Case, placement: Sequence[int], tied: Any) -> Any:
     return channels
 
 
-def train_on_rank(rank: int, case: Case, placement: Sequence[int]) -> Dict[str, Any]:
-    """Return this rank's part of what `train_on_emulator` returns."""
+def interpret_case(rank: int, case: ScheduleCase, placement: Sequence[int]) -> Dict[str, Any]:
+    """Return this rank's part of what `emulate_case` returns."""
     from ipu_pipe.backends.processes import interpreter
 
     chunk = interpreter.CHUNK
@@ -201,7 +201,7 @@ def train_on_rank(rank: int, case: Case, placement: Sequence[int]) -> Dict[str, 
         interpreter.CHUNK = chunk
 
 
-def _interpret_row(rank: int, case: Case, placement: Sequence[int]) -> Dict[str, Any]:
+def _interpret_row(rank: int, case: ScheduleCase, placement: Sequence[int]) -> Dict[str, Any]:
     from ipu_pipe.backends.processes.interpreter import Interpreter
     from ipu_pipe.backends.processes.layout import RankLayout
     from ipu_pipe.backends.processes.mail import Mail

@@ -15,7 +15,7 @@ from ipu_pipe.run.train import check, train
 from tests.callbacks_of_runs import Watches
 from tests.support.runs import list_faults
 from tests.support.slow import mark_slow
-from tests.test_processes import DIGITS, emulate, run
+from tests.test_processes import DIGITS, train_digits_on_emulator, train_digits_on_ranks
 
 NEW = "tests.callbacks_of_runs"
 CASES = {
@@ -31,10 +31,10 @@ def test_processes_show_what_the_emulator_shows(method: str, tmp_path: Path) -> 
     ranks, args = CASES[method]
     sets = [f"method={method}", *args, "steps=6", "log.trace=false"]
     watched = f"callbacks=[{{entry: '{NEW}:Watches', args: {{file: {tmp_path}/ranks.json}}}}]"
-    code, _, error = run(ranks, tmp_path / "ranks", *sets, watched)
+    code, _, error = train_digits_on_ranks(ranks, tmp_path / "ranks", *sets, watched)
     assert code == 0, error
     seen = Watches()
-    emulate(tmp_path / "one", *sets, callbacks=[seen])
+    train_digits_on_emulator(tmp_path / "one", *sets, callbacks=[seen])
     assert json.loads((tmp_path / "ranks.json").read_text()) == seen.seen
     moments = [moment for moment, _, _ in seen.seen]
     assert moments[:2] == ["start", "gradients"] and moments[-3:] == [

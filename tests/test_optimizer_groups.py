@@ -37,7 +37,7 @@ from tests.support.runs import read_state, read_summary, read_weights
 from tests.test_emulator_exact import assert_equal, fresh, literal
 from tests.test_emulator_exact import emulate as emulate_by_hand
 from tests.test_open_optimizers import HOW, data, equal
-from tests.test_processes import compare
+from tests.test_processes import train_digits_on_both
 from tests.test_update import staged
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon")
@@ -161,7 +161,7 @@ def test_processes_give_the_emulators_weights_and_state(tmp_path: Path) -> None:
         f"optimizer={{groups: [{muon}, {{name: adamw, lr: 0.002, {betas}}}]}}",
     ]
     wiped = [f"optimizer.{key}=null" for key in ("name", "lr", "momentum")]  # of the file's own
-    report = compare(tmp_path, 2, *both, *wiped)
+    report = train_digits_on_both(tmp_path, 2, *both, *wiped)
     weights = len(read_weights(tmp_path / "one", 12))
     assert (
         len(read_state(tmp_path / "one", 12)) - weights == 5 + 3 * 5

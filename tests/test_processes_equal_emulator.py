@@ -23,7 +23,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from tests import interpreter_runs
-from tests.interpreter_runs import ADAMW, Case, can_share
+from tests.interpreter_runs import ADAMW, ScheduleCase, can_share
 from tests.slot_simulation import PLAYED
 from tests.support.loops import Loop, take_share
 from tests.support.rank_group import RankGroups
@@ -42,7 +42,7 @@ from tests.test_rules import ROWS as RULES
 pytestmark = needs_processes
 
 
-class Row(NamedTuple):
+class Comparison(NamedTuple):
     """A comparison: both functions return values by name; the ranks' values together are the emulator's."""
 
     ranks: int
@@ -67,7 +67,7 @@ CLIPS = {
 }
 
 
-def make_case(way: str, name: str, kind: str, *more: Any, **keys: Any) -> Case:
+def make_schedule_case(way: str, name: str, kind: str, *more: Any, **keys: Any) -> ScheduleCase:
     """Return a case that trains in a way: plain, channels, mixed, adamw, or a key of CLIPS."""
     ways: Dict[str, Dict[str, Any]] = {
         "plain": {},
@@ -76,49 +76,55 @@ def make_case(way: str, name: str, kind: str, *more: Any, **keys: Any) -> Case:
         "adamw": {"optimizer": ADAMW},
         **{clip: {"clip": value} for clip, value in CLIPS.items()},
     }
-    return Case(f"{way}-{name}", kind, *more, **{**ways[way], **keys})
+    return ScheduleCase(f"{way}-{name}", kind, *more, **{**ways[way], **keys})
 
 
-def list_methods() -> Iterator[Case]:
+def list_methods() -> Iterator[ScheduleCase]:
     """Yield every pipeline's method on every model; blocks are among LOOPS."""
     for method in (name for name, row in PLAYED.items() if row.is_pipeline):
         for model in ("mlp", "convolution", "residual"):
             for n in (1, 4):
-                yield Case(f"{method}-{model}-{n}", method, method, {}, n, model)
+                yield ScheduleCase(f"{method}-{model}-{n}", method, method, {}, n, model)
         # weights of a cut module cannot be read anew
         rereads = METHODS[method].backward_reads is Reads.NEWEST and not METHODS[method].flushes
         skipping = "skipping-frozen" if rereads else "skipping"
         for way in ("plain", "channels"):
             for n in (1, 4):
                 kind = f"{way} {METHODS[method].pipeline}"
-                yield make_case(way, f"{method}-{n}", kind, method, {}, n, skipping)
-        yield Case(f"short-{method}", "fewer microbatches than stages", method, updates=2)
+                yield make_schedule_case(way, f"{method}-{n}", kind, method, {}, n, skipping)
+        yield ScheduleCase(f"short-{method}", "fewer microbatches than stages", method, updates=2)
 
 
-def list_orders() -> Iterator[Case]:
+def list_orders() -> Iterator[ScheduleCase]:
     """Yield orders with several stages on a device, and backwards in two halves."""
     virtual = {"stages_per_device": 2}
     for method in "interleaved_1f1b looped_bfs interleaved_zb pipedream pipelined_backprop".split():
-        yield Case(f"two-{method}", f"virtual {method}", method, virtual, 4)
+        yield ScheduleCase(f"two-{method}", f"virtual {method}", method, virtual, 4)
     for method in ("pipedream", "pipelined_backprop"):
         for n, model in ((1, "residual"), (4, "convolution")):
-            yield Case(f"split-{method}-{model}", f"split {method}", method, SPLIT, n, model)
+            yield ScheduleCase(
+                f"split-{method}-{model}", f"split {method}", method, SPLIT, n, model
+            )
         limited = {**SPLIT, "activation_limit": 2}
-        yield make_case("channels", f"split-{method}", "split channels", method, limited)
+        yield make_schedule_case("channels", f"split-{method}", "split channels", method, limited)
         both = {**SPLIT, **virtual}
-        yield make_case("mixed", f"split-{method}", "split mixed", method, both, 4)
+        yield make_schedule_case("mixed", f"split-{method}", "split mixed", method, both, 4)
         clipped = f"split-{method}"
-        yield make_case("clip-stage", clipped, "split clip", method, SPLIT, 4, "redrawing")
+        yield make_schedule_case("clip-stage", clipped, "split clip", method, SPLIT, 4, "redrawing")
     for model in ("checkpointed", "redrawing"):
-        yield make_case("plain", f"zb_h1-{model}", "split recompute", "zb_h1", {}, 4, model)
-    yield make_case("mixed", "zb_h1", "mixed zb_h1", "zb_h1", {}, 4)
-    yield Case("capped", "capped", "pipedream", {"schedule": "1f1b_capped"})
+        yield make_schedule_case(
+            "plain", f"zb_h1-{model}", "split recompute", "zb_h1", {}, 4, model
+        )
+    yield make_schedule_case("mixed", "zb_h1", "mixed zb_h1", "zb_h1", {}, 4)
+    yield ScheduleCase("capped", "capped", "pipedream", {"schedule": "1f1b_capped"})
     for n, model in ((1, "skipping-frozen"), (4, "residual")):
         kind = "channels recompute"
-        yield make_case("channels", f"recompute-{n}", kind, "pipemare", RECOMPUTE, n, model)
+        yield make_schedule_case(
+            "channels", f"recompute-{n}", kind, "pipemare", RECOMPUTE, n, model
+        )
 
 
-def list_clips() -> Iterator[Case]:
+def list_clips() -> Iterator[ScheduleCase]:
     """Yield gradients clipped to the norm of a stage, of the model, or of the model in the update before."""
     pairs = [
         ("clip-stage", "pipemare"),
@@ -129,10 +135,10 @@ def list_clips() -> Iterator[Case]:
     ]
     for clip, method in pairs:
         for n in (1, 4):
-            yield make_case(clip, f"{method}-{n}", f"{clip} {method}", method, {}, n)
+            yield make_schedule_case(clip, f"{method}-{n}", f"{clip} {method}", method, {}, n)
 
 
-def list_local_sgd() -> Iterator[Case]:
+def list_local_sgd() -> Iterator[ScheduleCase]:
     """Yield replicas that update by themselves and average, and their outer optimizers."""
     sizes = [
         (3, 2, "convolution"),
@@ -144,7 +150,9 @@ def list_local_sgd() -> Iterator[Case]:
     for R, K, model in sizes:
         args = {"replicas": R, "local_steps": K}
         for way in ("plain", "clip-stage", "adamw"):
-            yield make_case(way, f"local_sgd-{R}", f"{way} local_sgd", "local_sgd", args, R, model)
+            yield make_schedule_case(
+                way, f"local_sgd-{R}", f"{way} local_sgd", "local_sgd", args, R, model
+            )
     outers: List[Tuple[str, str, Dict[str, Any]]] = [
         ("plain", "convolution", {"mix": 0.25}),
         ("channels", "residual", {"fragments": 2, "delay": 1, "mix": 0.5}),
@@ -152,10 +160,10 @@ def list_local_sgd() -> Iterator[Case]:
     ]
     for way, model, outer in outers:
         args = {"replicas": 3, "local_steps": 4, "outer": outer}
-        yield make_case(way, "outer", f"{way} outer", "local_sgd", args, 3, model)
+        yield make_schedule_case(way, "outer", f"{way} outer", "local_sgd", args, 3, model)
 
 
-def list_mixed() -> Iterator[Case]:
+def list_mixed() -> Iterator[ScheduleCase]:
     """Yield bfloat16_mixed, by autocast or with masters."""
     rules = {"pipemare": RULES["t1+t2"].args, "pipelined_backprop": COMPENSATE_AND_PREDICT}
     methods = "gpipe pipedream_flush pipedream pipedream_2bw pipemare pipelined_backprop spectrain"
@@ -163,18 +171,20 @@ def list_mixed() -> Iterator[Case]:
         args = rules.get(method, {})
         for model in ("mlp", "residual"):
             kind = f"mixed {method}"
-            yield make_case("mixed", f"{method}-{model}", kind, method, args, 4, model)
-    yield make_case("mixed", "recompute", "mixed recompute", "pipemare", RECOMPUTE, 4)
+            yield make_schedule_case("mixed", f"{method}-{model}", kind, method, args, 4, model)
+    yield make_schedule_case("mixed", "recompute", "mixed recompute", "pipemare", RECOMPUTE, 4)
     compensation = RULES["compensation-adaptive"].args
-    yield make_case(
+    yield make_schedule_case(
         "mixed", "compensation", "mixed compensation", "pipedream", compensation, 4, "mlp"
     )
-    yield make_case("mixed", "adamw", "mixed adamw", "pipemare", {}, 4, "mlp", optimizer=ADAMW)
+    yield make_schedule_case(
+        "mixed", "adamw", "mixed adamw", "pipemare", {}, 4, "mlp", optimizer=ADAMW
+    )
     rounds = {"replicas": 3, "local_steps": 2}
-    yield make_case("channels", "local_sgd", "channels local_sgd", "local_sgd", rounds, 3)
+    yield make_schedule_case("channels", "local_sgd", "channels local_sgd", "local_sgd", rounds, 3)
 
 
-def list_shared_weights() -> Iterator[Case]:
+def list_shared_weights() -> Iterator[ScheduleCase]:
     """Yield weights that several stages use, and modules that run or draw again."""
     for method in (name for name, row in PLAYED.items() if row.one_version):
         n = 1 if method == "naive" else 4
@@ -183,14 +193,14 @@ def list_shared_weights() -> Iterator[Case]:
         for way, model in zip(["plain", "channels", "adamw", *clips], models):
             kinds = {"channels": "channels tied", "adamw": "a module that runs again"}
             kind = kinds.get(way, f"tied {method}")
-            yield make_case(way, f"{method}-{model}", kind, method, {}, n, model)
+            yield make_schedule_case(way, f"{method}-{model}", kind, method, {}, n, model)
     for method in ("gpipe", "pipedream"):
         for model in ("checkpointed", "redrawing"):
-            yield make_case("plain", f"{method}-{model}", model, method, {}, 4, model)
-    yield Case("warm-up-thrice", "tied warm-up", "pipedream_2bw", {}, 4, "thrice", 3)
+            yield make_schedule_case("plain", f"{method}-{model}", model, method, {}, 4, model)
+    yield ScheduleCase("warm-up-thrice", "tied warm-up", "pipedream_2bw", {}, 4, "thrice", 3)
 
 
-def list_rules() -> Iterator[Case]:
+def list_rules() -> Iterator[ScheduleCase]:
     """Yield the update rules whose delays are the pipeline's own."""
     for name, row in RULES.items():
         if resolve_method(row.method, row.args).delay:
@@ -200,15 +210,17 @@ def list_rules() -> Iterator[Case]:
             args["recompute"] = {"segments": min(args["recompute"]["segments"], 2)}
         kind = f"rule {name}"
         keys = {"warmup": row.switch}
-        yield Case(f"rule-{name}", kind, row.method, args, 1, "residual", **keys)
-        yield Case(f"rule-{name}-4", kind, row.method, args, 4, "mlp", **keys)
+        yield ScheduleCase(f"rule-{name}", kind, row.method, args, 1, "residual", **keys)
+        yield ScheduleCase(f"rule-{name}-4", kind, row.method, args, 4, "mlp", **keys)
         if len(row.optimizers) > 1:
-            yield make_case("adamw", name, kind, row.method, args, 4, "convolution", **keys)
+            yield make_schedule_case(
+                "adamw", name, kind, row.method, args, 4, "convolution", **keys
+            )
 
 
-def list_cases() -> List[Case]:
+def list_schedule_cases() -> List[ScheduleCase]:
     """Return all cases with unique names."""
-    every: List[Iterable[Case]] = [
+    every: List[Iterable[ScheduleCase]] = [
         list_methods(),
         list_orders(),
         list_clips(),
@@ -239,11 +251,11 @@ PLACEMENTS: Dict[Tuple[int, ...], int] = {
 }
 
 
-def list_case_rows() -> Dict[str, Row]:
+def list_case_rows() -> Dict[str, Comparison]:
     """Return the rows of cases. Quick are the last case of each kind on two ranks and of each method in the other placements."""
     rows = {}
     for placement, every in PLACEMENTS.items():
-        cases = [case for case in list_cases() if can_share(case, placement)][::every]
+        cases = [case for case in list_schedule_cases() if can_share(case, placement)][::every]
         quick: Dict[str, str] = {}
         for case in cases:
             quick[case.kind if placement == (0, 1) else case.method] = case.name
@@ -254,13 +266,13 @@ def list_case_rows() -> Dict[str, Row]:
     return rows
 
 
-def make_case_row(case: Case, placement: Sequence[int], is_quick: bool) -> Row:
+def make_case_row(case: ScheduleCase, placement: Sequence[int], is_quick: bool) -> Comparison:
     """Compare weights, losses and the number of weight versions."""
-    return Row(
+    return Comparison(
         ranks=max(placement) + 1,
         is_quick=is_quick,
-        train_on_emulator=lambda folder: interpreter_runs.train_on_emulator(case, len(placement)),
-        train_on_rank=lambda rank, folder: interpreter_runs.train_on_rank(rank, case, placement),
+        train_on_emulator=lambda folder: interpreter_runs.emulate_case(case, len(placement)),
+        train_on_rank=lambda rank, folder: interpreter_runs.interpret_case(rank, case, placement),
     )
 
 
@@ -273,13 +285,13 @@ QUICK_LOOPS = {
 }  # fmt: skip
 
 
-def list_loop_rows() -> Dict[str, Row]:
+def list_loop_rows() -> Dict[str, Comparison]:
     """Return the rows of loops."""
     rows = {}
     for name in ON_PROCESSES:
         run = functools.partial(run_loop, name)
         on_rank = functools.partial(run_loop_on_rank, name)
-        rows[f"loop-{name}"] = Row(2, name in QUICK_LOOPS, run, on_rank)
+        rows[f"loop-{name}"] = Comparison(2, name in QUICK_LOOPS, run, on_rank)
     return rows
 
 
@@ -300,7 +312,7 @@ def run_loop_on_rank(name: str, rank: int, folder: Path) -> Dict[str, Any]:
 # ---- RUNS: configs
 
 
-class Run(NamedTuple):
+class ConfigRun(NamedTuple):
     """A config: settings over `keys`, by default over SHORT and the digits' file; "FOLDER" stands for the row's folder."""
 
     ranks: int
@@ -323,31 +335,33 @@ TIED: Dict[str, Any] = {
 }  # fmt: skip
 HAS_NO_TRANSFORMERS = "" if importlib.util.find_spec("transformers") else "needs transformers"
 GPT2 = {"entry": "tests.tied_models:Gpt2", "args": {"dropout": 0.1, "layers": 4}}
-RUNS: Dict[str, Run] = {
-    "t1-t2": Run(
+RUNS: Dict[str, ConfigRun] = {
+    "t1-t2": ConfigRun(
         4,
         ["method=pipemare", "stages=4", "method_args={t1: {anneal_updates: 5}, t2: {decay: 0.5}}"],
     ),
-    "momentum": Run(4, ["method=gpipe", "stages=4", "optimizer.momentum=0.9"], is_quick=False),
-    "replicas": Run(4, ["method=pipedream", "stages=2", "replicas=2", "log.every=1"]),
+    "momentum": ConfigRun(
+        4, ["method=gpipe", "stages=4", "optimizer.momentum=0.9"], is_quick=False
+    ),
+    "replicas": ConfigRun(4, ["method=pipedream", "stages=2", "replicas=2", "log.every=1"]),
     # each rank has a whole pipeline
-    "replicas-alone": Run(2, ["method=pipedream", "stages=2", "replicas=2"]),
-    "pipedream": Run(2, ["method=pipedream", "stages=2"], is_quick=False),
-    "early-stopping": Run(
+    "replicas-alone": ConfigRun(2, ["method=pipedream", "stages=2", "replicas=2"]),
+    "pipedream": ConfigRun(2, ["method=pipedream", "stages=2"], is_quick=False),
+    "early-stopping": ConfigRun(
         2, ["method=pipedream", "stages=4", "early_stopping={metric: loss, patience: 9}"]
     ),
-    "delayed-norm": Run(
+    "delayed-norm": ConfigRun(
         2, ["method=pipemare", "stages=4", "clip={norm: 0.5, scope: delayed_global}"]
     ),
-    "global-norm": Run(
+    "global-norm": ConfigRun(
         2, ["method=gpipe", "stages=4", "clip={norm: 0.5, scope: global}"], is_quick=False
     ),
-    "interleaved": Run(
+    "interleaved": ConfigRun(
         2, ["method=interleaved_1f1b", "stages=4", "stages_per_device=2"], is_quick=False
     ),
-    "V-shaped": Run(2, ["method=zbv", "stages=4"], is_quick=False),
-    "two-directions": Run(2, ["method=dualpipe_v", "stages=4"]),
-    "split": Run(
+    "V-shaped": ConfigRun(2, ["method=zbv", "stages=4"], is_quick=False),
+    "two-directions": ConfigRun(2, ["method=dualpipe_v", "stages=4"]),
+    "split": ConfigRun(
         2,
         [
             "method=pipedream",
@@ -356,8 +370,8 @@ RUNS: Dict[str, Run] = {
             "method_args={split_backward: true}",
         ],
     ),
-    "finest": Run(2, ["method=pipedream", "stages=finest"], is_quick=False),
-    "outer": Run(
+    "finest": ConfigRun(2, ["method=pipedream", "stages=finest"], is_quick=False),
+    "outer": ConfigRun(
         2,
         [
             "method=local_sgd",
@@ -367,13 +381,13 @@ RUNS: Dict[str, Run] = {
         ],
         is_quick=False,
     ),
-    "rows-of-a-file": Run(
+    "rows-of-a-file": ConfigRun(
         2,
         ["stages=2", "method=rows", "method_args.file=FOLDER/rows.csv"],
         files={"rows.csv": PASSES_OF_ROWS},
     ),
     # shared, unused and in-place modules
-    "odd-modules": Run(
+    "odd-modules": ConfigRun(
         4,
         [
             "model.entry=tests.staged_models:Odd",
@@ -383,7 +397,7 @@ RUNS: Dict[str, Run] = {
         ],
     ),
     # a replica that does not reach a weight counts as zero
-    "unreached-weight": Run(
+    "unreached-weight": ConfigRun(
         4,
         [
             "model.entry=tests.staged_models:make_gate",
@@ -394,7 +408,7 @@ RUNS: Dict[str, Run] = {
             "method=pipedream",
         ],
     ),
-    "optimizers-by-group": Run(
+    "optimizers-by-group": ConfigRun(
         2,
         [
             "method=pipemare",
@@ -406,7 +420,7 @@ RUNS: Dict[str, Run] = {
         is_quick=False,
         missing="" if hasattr(torch.optim, "Muon") else "needs torch.optim.Muon",
     ),
-    "plateau": Run(
+    "plateau": ConfigRun(
         2,
         [
             "method=spectrain",
@@ -418,7 +432,7 @@ RUNS: Dict[str, Run] = {
         ],
         is_quick=False,
     ),
-    "tied-replicas": Run(
+    "tied-replicas": ConfigRun(
         4,
         [
             "method=pipedream_flush",
@@ -431,7 +445,7 @@ RUNS: Dict[str, Run] = {
         ],
         TIED,
     ),
-    "tied-dropout": Run(
+    "tied-dropout": ConfigRun(
         4,
         [
             "method=pipedream_2bw",
@@ -445,13 +459,13 @@ RUNS: Dict[str, Run] = {
 REPORTED = ("forward_delay", "backward_delay", "weight_copies", "optimizer_bytes")  # by stage
 
 
-def list_run_rows() -> Dict[str, Row]:
+def list_run_rows() -> Dict[str, Comparison]:
     """Return the rows of configs."""
     rows = {}
     for name, run in RUNS.items():
         on_emulator = functools.partial(train_config_on_emulator, name)
         on_rank = functools.partial(train_config_on_rank, name)
-        rows[f"run-{name}"] = Row(run.ranks, run.is_quick, on_emulator, on_rank, run.missing)
+        rows[f"run-{name}"] = Comparison(run.ranks, run.is_quick, on_emulator, on_rank, run.missing)
     return rows
 
 
@@ -490,7 +504,7 @@ def train_config_on_rank(name: str, rank: int, folder: Path) -> Dict[str, Any]:
     return read_run(folder / "distributed") if rank == 0 else {}
 
 
-TABLE: Dict[str, Row] = {**list_run_rows(), **list_loop_rows(), **list_case_rows()}
+TABLE: Dict[str, Comparison] = {**list_run_rows(), **list_loop_rows(), **list_case_rows()}
 
 
 def train_row(rank: int, name: str, folder: Path) -> Dict[str, Any]:
@@ -522,10 +536,10 @@ def test_processes_give_the_emulators_bits(name: str, groups: RankGroups, tmp_pa
     assert set().union(*results) == set(expected)
     for rank, values in enumerate(results):
         for key, value in values.items():
-            assert is_equal(value, expected[key]), f"rank {rank}: {key}"
+            assert is_same_value(value, expected[key]), f"rank {rank}: {key}"
 
 
-def is_equal(value: Any, expected: Any) -> bool:
+def is_same_value(value: Any, expected: Any) -> bool:
     """Return whether two tensors have one dtype and the same bits, or two other values are equal."""
     if isinstance(expected, torch.Tensor):
         return value.dtype == expected.dtype and torch.equal(value, expected)

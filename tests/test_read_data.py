@@ -23,7 +23,7 @@ from ipu_pipe.report import provenance
 from ipu_pipe.run.train import check
 from tests.support.runs import list_faults, needs_processes
 from tests.test_callbacks import DIGITS, SHORT, go
-from tests.test_processes import emulate, run
+from tests.test_processes import train_digits_on_emulator, train_digits_on_ranks
 
 OWN = [
     "data={name: tests.test_read_data:Images}", "method=gpipe", "stages=2", "checkpoint.every=2", "log.tensorboard=false",
@@ -109,9 +109,11 @@ def test_a_run_does_not_go_on_with_other_data(folder: Path) -> None:
 def test_processes_do_not_go_on_with_other_data(folder: Path) -> None:
     where = "data={name: tests.test_read_data:Images, root: " + str(folder / "data") + "}"
     sets = ["stages=2", "method=gpipe", where, "evaluate.every=0"]
-    emulate(folder / "run", *sets, "steps=4", "gradient_accumulation=2")
+    train_digits_on_emulator(folder / "run", *sets, "steps=4", "gradient_accumulation=2")
     save(folder / "data" / "1.npy", 5)
-    code, _, error = run(2, folder / "run", *sets, "steps=8", "gradient_accumulation=2", "--resume")
+    code, _, error = train_digits_on_ranks(
+        2, folder / "run", *sets, "steps=8", "gradient_accumulation=2", "--resume"
+    )
     assert (
         code == 2
         and error.count("data: 1.npy: its SHA-256 was") == 1

@@ -27,7 +27,7 @@ from ipu_pipe.errors import RunFault
 from tests.nccl_double import NcclDouble
 from tests.support.processes import run_in_group
 from tests.support.runs import assert_close_losses, needs_processes, read_state
-from tests.test_processes import emulate, run
+from tests.test_processes import train_digits_on_emulator, train_digits_on_ranks
 
 pytestmark = needs_processes
 RANKS, MICROBATCHES, BUCKET = 3, 2, 8 * (9 * 9 + 9)  # bytes of one layer
@@ -172,9 +172,9 @@ def test_a_run_of_three_replicas_is_close_to_the_emulators(tmp_path: Path) -> No
         "log.every=1",
     ]
     how.append("method_args={delay_compensation: {scale: 1.0}}")
-    code, _, error = run(3, tmp_path / "ranks", *how)
+    code, _, error = train_digits_on_ranks(3, tmp_path / "ranks", *how)
     assert code == 0, error
-    emulate(tmp_path / "one", *how)
+    train_digits_on_emulator(tmp_path / "one", *how)
     torch.testing.assert_close(
         *(read_state(tmp_path / out, 8) for out in ("ranks", "one")), rtol=1e-4, atol=1e-6
     )

@@ -21,7 +21,7 @@ from ipu_pipe.run.train import train
 from ipu_pipe.store import checkpoint
 from tests import forked
 from tests.support.runs import list_faults, needs_processes
-from tests.test_processes import emulate, run
+from tests.test_processes import train_digits_on_emulator, train_digits_on_ranks
 from tests.test_train import config, run_tool  # noqa: F401
 
 SHARDED = "checkpoint.format=sharded"
@@ -55,9 +55,9 @@ def test_a_sharded_run_goes_on_on_any_layout(tmp_path: Path) -> None:
         "optimizer.name=adamw",
     ]
     how += ["optimizer.momentum=null"]
-    emulate(tmp_path / "one", *how)
+    train_digits_on_emulator(tmp_path / "one", *how)
     two, three = ["stages=2", SHARDED], ["stages=3", SHARDED, "checkpoint.background=true"]
-    code, _, error = run(2, tmp_path / "two", *how, *two, "steps=8")
+    code, _, error = train_digits_on_ranks(2, tmp_path / "two", *how, *two, "steps=8")
     assert code == 0, error
     names = {
         f"{kind}-0000{rank}-of-00002.safetensors"
@@ -70,14 +70,14 @@ def test_a_sharded_run_goes_on_on_any_layout(tmp_path: Path) -> None:
     assert predict(tmp_path / "two", torch.zeros(2, 64)).shape == (2, 10)
     shutil.copytree(tmp_path / "two", tmp_path / "on")
 
-    assert emulate(tmp_path / "on", *how, resume=True)["steps"] == 12
+    assert train_digits_on_emulator(tmp_path / "on", *how, resume=True)["steps"] == 12
     assert_equal(hold(tmp_path / "on"), hold(tmp_path / "one"))
     shutil.rmtree(tmp_path / "on" / "checkpoints" / "step-12")
     (tmp_path / "on" / "summary.json").unlink()
-    emulate(
+    train_digits_on_emulator(
         tmp_path / "on", *how, resume=True, resume_from=4
     )  # single files from here on, and sharded ones beside them
-    code, _, error = run(3, tmp_path / "on", *how, *three, "--resume-from", "8")
+    code, _, error = train_digits_on_ranks(3, tmp_path / "on", *how, *three, "--resume-from", "8")
     assert code == 0, error
     assert_equal(hold(tmp_path / "on"), hold(tmp_path / "one"))
     assert (
