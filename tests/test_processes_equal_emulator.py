@@ -344,6 +344,10 @@ RUNS: Dict[str, ConfigRun] = {
         4, ["method=gpipe", "stages=4", "optimizer.momentum=0.9"], is_quick=False
     ),
     "replicas": ConfigRun(4, ["method=pipedream", "stages=2", "replicas=2", "log.every=1"]),
+    # a sum of two gradients has but one order
+    "three-replicas": ConfigRun(
+        3, ["method=pipedream", "stages=2", "replicas=3", "gradient_accumulation=2", "log.every=1"]
+    ),
     # each rank has a whole pipeline
     "replicas-alone": ConfigRun(2, ["method=pipedream", "stages=2", "replicas=2"]),
     "pipedream": ConfigRun(2, ["method=pipedream", "stages=2"], is_quick=False),
