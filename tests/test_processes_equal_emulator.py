@@ -3,6 +3,7 @@
     CASES on PLACEMENTS   a schedule, interpreted by ranks that have one stage or several
     LOOPS                 a `Pipeline` in a loop of one's own
     RUNS                  a config, trained by `ipu_pipe.train`, with checkpoints, metrics and reports
+    FEATURES              arguments of `ipu_pipe.train`, made in the file that tests a feature
 
 A row trains on the emulator, and on ranks that stay alive from row to row; then everything that the ranks return equals what
 the emulator returned, to the last bit. One row of each kind is quick, the others are marked slow.
@@ -11,6 +12,7 @@ the emulator returned, to the last bit. One row of each kind is quick, the other
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -19,7 +21,8 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Se
 import pytest
 import torch
 
-from ipu_pipe.config.load import load_config
+from ipu_pipe.config.load import configure, load_config
+from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from tests import interpreter_runs
@@ -460,6 +463,22 @@ RUNS: Dict[str, ConfigRun] = {
         missing=HAS_NO_TRANSFORMERS,
     ),
 }
+# models that are cut: forwards that differentiate, write a weight, or begin a stage inside of a checkpoint
+CUT: Dict[str, Any] = {
+    "data": {"name": "digits", "subset": 64, "test_subset": 32}, "loss": "cross_entropy", "steps": 3, "micro_batch_size": 4,
+    "gradient_accumulation": 2, "evaluate": {"subset": 6}, "log": {"tensorboard": False},
+    "checkpoint": {"every": 3, "keep": 1}, "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9},
+    "backend": {"threads": 1},
+}  # fmt: skip
+for _entry, _method in (
+    ("make_forces", "pipedream"),
+    ("Shrinking", "gpipe"),
+    ("make_cut_checkpoint", "gpipe"),
+):
+    _model = {"entry": f"tests.staged_models:{_entry}"}
+    RUNS[f"cut-{_entry}"] = ConfigRun(
+        2, [f"method={_method}"], {**CUT, "model": _model}, is_quick=False
+    )
 REPORTED = ("forward_delay", "backward_delay", "weight_copies", "optimizer_bytes")  # by stage
 
 
@@ -508,7 +527,118 @@ def train_config_on_rank(name: str, rank: int, folder: Path) -> Dict[str, Any]:
     return read_run(folder / "distributed") if rank == 0 else {}
 
 
-TABLE: Dict[str, Comparison] = {**list_run_rows(), **list_loop_rows(), **list_case_rows()}
+# ---- FEATURES: arguments of `ipu_pipe.train`, made where a feature is tested
+
+
+class Feature(NamedTuple):
+    """A function "module:name" that returns the arguments, and what it is called with. `item`: of the runs that it returns."""
+
+    entry: str
+    arguments: Tuple[Any, ...] = ()
+    keys: Dict[str, Any] = {}
+    item: str = ""
+    ranks: int = 2
+    missing: str = ""
+
+    def make_arguments(self) -> Dict[str, Any]:
+        """Return the arguments of a run, with new objects each time."""
+        module, _, name = self.entry.partition(":")
+        result = getattr(importlib.import_module(module), name)(*self.arguments, **self.keys)
+        return result[self.item]() if self.item else result
+
+
+COMPLEX = "tests.test_complex_buffers:make_run"
+LOSS = "tests.test_loss_reads_model:make_run"
+MODES = "tests.test_modes:list_runs"
+BATCHES = "tests.test_batches:make_arguments"
+WEIGHTS = "tests.test_loss_weight:describe_run"
+UNEVEN = [1, 9, 4, 10, 3, 0, 7, 2, 0, 0, 0, 0, 0, 5, 0, 8]  # tokens of microbatches
+FEATURES: Dict[str, Feature] = {
+    "complex-buffer-gpipe": Feature(COMPLEX, ((True, "gpipe"),)),
+    "complex-buffer-not-saved": Feature(COMPLEX, ((False, "gpipe"),)),
+    "complex-buffer-zb_h1": Feature(COMPLEX, ((True, "zb_h1"),)),
+    "complex-buffer-pipedream": Feature(COMPLEX, ((False, "pipedream"),)),
+    **{f"loss-reads-model-{m}": Feature(LOSS, (m,)) for m in ("gpipe", "zb_h1", "pipedream")},
+    **{
+        f"modes-{run}": Feature(MODES, item=run)
+        for run in ("gpipe", "pipedream", "recompute", "checkpoint", "local")
+    },
+    **{f"batches-{run}": Feature(BATCHES, (run,)) for run in ("three", "own", "noisy", "seeded")},
+    **{
+        f"batches-{run}": Feature(BATCHES, (run,), missing=HAS_NO_TRANSFORMERS)
+        for run in ("bert", "gpt2", "vit", "blocks")
+    },
+    **{
+        f"loss-weight-{method}": Feature(WEIGHTS, (method,))
+        for method in ("gpipe", "pipedream", "pipedream_2bw", "zb_h1", "pipedream_flush")
+    },
+    "loss-weight-pipemare": Feature(
+        WEIGHTS, ("pipemare",), {"method_args": {"recompute": {"segments": 1}}}
+    ),
+    "loss-weight-interleaved_1f1b": Feature(
+        WEIGHTS, ("interleaved_1f1b",), {"stages": ["1", "2", "3"], "stages_per_device": 2}
+    ),
+    "loss-weight-local_sgd": Feature(WEIGHTS, ("local_sgd",), {"gradient_accumulation": 1}),
+    "loss-weight-replicas": Feature(
+        WEIGHTS, (), {"counts": [*UNEVEN, *UNEVEN[::-1]], "replicas": 2, "stages": 1}
+    ),
+    "loss-weight-four-ranks": Feature(
+        WEIGHTS,
+        ("pipedream", [*UNEVEN, 0, 5, 0, 9, 0, 1, 0, 4, *UNEVEN[:8]]),
+        {"replicas": 2},
+        ranks=4,
+    ),
+    "loss-weight-blocks": Feature("tests.test_loss_weight:describe_blocks"),
+    **{
+        f"cut-{model}": Feature(f"{__name__}:describe_cut_model", (model,))
+        for model in ("torchvision-convnext", "timm-cait", "hf-mixtral")
+    },
+}
+
+
+def describe_cut_model(name: str) -> Dict[str, Any]:
+    """Return a run of a model of another library; skip the test without the library."""
+    pytest.importorskip("tests.vision_libraries")
+    from tests.third_party_models import CASES
+
+    case = CASES[name]
+    model = {"entry": f"tests.third_party_models:{case.entry}"}
+    keys = {**CUT, "model": model, "data": case.data, "stages": case.stages(2)}
+    return {"config": configure(method="gpipe", **keys)}
+
+
+def list_feature_rows() -> Dict[str, Comparison]:
+    """Return the rows of features. None is quick, since the features' own tests train them, too."""
+    rows = {}
+    for name, feature in FEATURES.items():
+        on_emulator = functools.partial(train_feature, name, "emulator", True)
+        on_rank = functools.partial(train_feature_on_rank, name)
+        rows[f"feature-{name}"] = Comparison(
+            feature.ranks, False, on_emulator, on_rank, feature.missing
+        )
+    return rows
+
+
+def train_feature(name: str, backend: str, is_writer: bool, folder: Path) -> Dict[str, Any]:
+    """Train and return what `read_run` returns, if this process writes the run."""
+    arguments = FEATURES[name].make_arguments()
+    settings = BackendConfig(name=backend, threads=1)  # type: ignore[arg-type]
+    arguments["config"] = arguments["config"].model_copy(update={"backend": settings})
+    train(out=folder / backend, quiet=True, **arguments)
+    return read_run(folder / backend) if is_writer else {}
+
+
+def train_feature_on_rank(name: str, rank: int, folder: Path) -> Dict[str, Any]:
+    """Train as a rank; rank 0 returns what it has written for all."""
+    return train_feature(name, "distributed", rank == 0, folder)
+
+
+TABLE: Dict[str, Comparison] = {
+    **list_run_rows(),
+    **list_loop_rows(),
+    **list_feature_rows(),
+    **list_case_rows(),
+}
 
 
 def train_row(rank: int, name: str, folder: Path) -> Dict[str, Any]:
