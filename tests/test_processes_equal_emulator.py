@@ -254,18 +254,23 @@ PLACEMENTS: Dict[Tuple[int, ...], int] = {
 }
 
 
+QUICK_METHODS = {"gpipe", "pipedream", "pipemare"}  # in the placements of four stages
+
+
 def list_case_rows() -> Dict[str, Comparison]:
-    """Return the rows of cases. Quick are the last case of each kind on two ranks and of each method in the other placements."""
+    """Return the rows of cases. Quick are, on two stages, the last case of each kind, and on four, of each of QUICK_METHODS."""
     rows = {}
     for placement, every in PLACEMENTS.items():
         cases = [case for case in list_schedule_cases() if can_share(case, placement)][::every]
         quick: Dict[str, str] = {}
         for case in cases:
-            quick[case.kind if placement == (0, 1) else case.method] = case.name
+            if placement == (0, 1):
+                quick[case.kind] = case.name
+            elif case.method in QUICK_METHODS:
+                quick[case.method] = case.name
         for case in cases:
             name = f"{case.name} on {''.join(map(str, placement))}"
-            is_quick = case.name in quick.values()
-            rows[name] = make_case_row(case, placement, is_quick)
+            rows[name] = make_case_row(case, placement, case.name in quick.values())
     return rows
 
 
