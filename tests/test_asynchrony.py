@@ -30,7 +30,7 @@ from tests.support.runs import assert_same, list_faults
 LR, MOMENTUM, DECAY = 0.2, 0.9, 1e-3
 
 
-def sgd(groups: Any) -> torch.optim.Optimizer:
+def make_momentum_sgd(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
 
 
@@ -39,7 +39,7 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("P", range(2, 41))
 def test_steady_global_history_delays_are_the_closed_form(P: int) -> None:
-    """The full matrix tau(a, r) extracted from PipeDream's timeline; its greatest, mean and least (Proposition 4.1)."""
+    """Check the full matrix tau(a, r) of PipeDream's timeline, and its greatest, mean and least value (Proposition 4.1)."""
     M = 8 * P
     table = VersionTable(make_schedule(METHODS["pipedream"], P, M, 1), METHODS["pipedream"])
     history = count_history_delays(table, 3 * P, 4 * P)
@@ -83,10 +83,10 @@ def test_a_drain_ends_a_round() -> None:
     ]
 
 
-# ---- what is drawn
+# ---- draws
 
 
-def replays(
+def make_randomized_replays(
     args: Dict[str, Any], P: int = 3, M: int = 40, drains: Sequence[int] = (), seed: int = 4
 ) -> RandomizedReplays:
     method = resolve_method("randomized_pipedream", args)
@@ -96,18 +96,20 @@ def replays(
 
 
 def test_draws_are_a_function_of_seed_and_iteration_alone() -> None:
-    whole_run, parts = replays({}, M=3000), replays({}, M=3000)
+    whole_run, parts = make_randomized_replays({}, M=3000), make_randomized_replays({}, M=3000)
     one = whole_run.window(0, 9000)
     for first, last in ((5000, 6001), (4095, 4097), (17, 18)):
         some = parts.window(first, last)
         for part, every in zip(some[:4], one[:4]):
             assert part is every is None or (part == every[..., first:last]).all()
         assert (parts.count_updates(first) == one.updates[:, :first].sum(axis=1)).all()
-    assert (replays({}, M=3000, seed=5).window(0, 90).forward != one.forward[:, :90]).any()
+    assert (
+        make_randomized_replays({}, M=3000, seed=5).window(0, 90).forward != one.forward[:, :90]
+    ).any()
 
 
 def test_delays_and_draws_are_uniform_within_their_bounds() -> None:
-    source = replays({"delay_bound": 7}, M=4000)
+    source = make_randomized_replays({"delay_bound": 7}, M=4000)
     delays = source.list_delays(0, source.count)
     assert (delays[:, :5] <= np.arange(5)).all() and delays.max() == 7
     stages, microbatches = source.list_stages(0, 12000), source.list_microbatches(0, 12000) % 10
@@ -117,23 +119,28 @@ def test_delays_and_draws_are_uniform_within_their_bounds() -> None:
         assert (abs(counts - expected) < 5 * np.sqrt(expected)).all()
     assert (
         source.list_microbatches(0, 12000) // 10 == np.arange(12000) // 30
-    ).all()  # of the epoch at hand
+    ).all()  # of the current epoch
     together = np.corrcoef(delays[:, 7:])
     assert abs(together - np.eye(3)).max() < 0.05
 
 
 def test_no_delay_reaches_beyond_a_drain() -> None:
-    source = replays({"delay_bound": 50}, drains=[20])
+    source = make_randomized_replays({"delay_bound": 50}, drains=[20])
     delays = source.list_delays(0, 120)
     assert (delays[:, 60:] <= np.arange(60)).all() and delays[:, 59].max() > 10
 
 
 def test_offsets_are_the_mean_delays_of_each_block() -> None:
     P = 4
-    source = replays({"delays": "offsets"}, P=P)
+    source = make_randomized_replays({"delays": "offsets"}, P=P)
     expected = np.rint(delays.compute_steady_delays(P).mean(axis=0))
     assert (source.list_delays(60, 90) == expected[:, None]).all()
-    assert replays({"delays": "offsets", "delay_bound": 5}, P=P).list_delays(60, 61).max() == 5
+    assert (
+        make_randomized_replays({"delays": "offsets", "delay_bound": 5}, P=P)
+        .list_delays(60, 61)
+        .max()
+        == 5
+    )
 
 
 def test_the_schedules_order_is_that_of_its_slots() -> None:
@@ -162,7 +169,7 @@ def test_the_schedules_order_is_that_of_its_slots() -> None:
 # ---- the emulator
 
 
-def emulated(
+def train_stages_on_emulator(
     modules: List[nn.Module],
     method: Method,
     steps: int,
@@ -174,19 +181,20 @@ def emulated(
     R = 1 if method.rounds is None else method.rounds.replicas or len(part)
     schedule = make_schedule(method, len(part), steps * R, R, drains)
     table = VersionTable(schedule, method)
-    optimizer = sgd(make_groups(model, part))
+    optimizer = make_momentum_sgd(make_groups(model, part))
     rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: LR / (k + 1))
     source = None if method.history is None else RandomizedReplays(table, method.history, 10, 4)
     block_updates = len(part) if method.history is not None else 1
     work = Work(cross_entropy, table, rules, replays=source, block_updates=block_updates)
     emulator = Emulator(work, model, part, data[0], 0, R)
     for _ in range(steps * block_updates):
-        emulator.step(data[m * R + r] for m, r in until_update(emulator))
+        emulator.step(data[m * R + r] for m, r in iterate_to_next_update(emulator))
     emulator.close()
     return emulator
 
 
-def until_update(emulator: Emulator) -> Any:
+def iterate_to_next_update(emulator: Emulator) -> Any:
+    """Yield the microbatch and the replica of each replay up to the one that updates."""
     while True:
         replay = emulator.replay
         yield replay.microbatch, replay.replica
@@ -194,19 +202,19 @@ def until_update(emulator: Emulator) -> Any:
             return
 
 
-def fresh(name: str) -> List[nn.Module]:
+def make_float64_stages(name: str) -> List[nn.Module]:
     torch.manual_seed(3)
     return [stage.double() for stage in MODELS[name]()]
 
 
-def normed() -> List[nn.Module]:
+def make_normed_stages() -> List[nn.Module]:
     torch.manual_seed(3)
     sizes = [(12, 8), (8, 8), (8, 8)]
     stages = [nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.Tanh()) for a, b in sizes]
     return [stage.double() for stage in [*stages, nn.Linear(8, 4)]]
 
 
-def assert_alike(ours: List[nn.Module], theirs: List[nn.Module]) -> None:
+def assert_same_stages(ours: List[nn.Module], theirs: List[nn.Module]) -> None:
     assert_same(join_stages(ours).state_dict(), join_stages(theirs).state_dict())
 
 
@@ -215,26 +223,26 @@ def assert_alike(ours: List[nn.Module], theirs: List[nn.Module]) -> None:
 def test_with_the_schedules_own_delays_it_is_pipedream_bit_for_bit(
     model: str, drains: List[int]
 ) -> None:
-    """Weights, velocities and running statistics, with a learning rate that falls (appendix F)."""
-    make = normed if model == "normed" else lambda: fresh(model)
+    """Check weights, velocities and running statistics, with a learning rate that falls (appendix F)."""
+    make = make_normed_stages if model == "normed" else lambda: make_float64_stages(model)
     ours, theirs, data = make(), make(), draw_microbatches(30)
     exact = resolve_method("randomized_pipedream", {"order": "schedule", "delays": "schedule"})
-    randomized = emulated(ours, exact, 30, data, drains)
-    pipedream = emulated(theirs, resolve_method("pipedream"), 30, data, drains)
-    assert_alike(ours, theirs)
+    randomized = train_stages_on_emulator(ours, exact, 30, data, drains)
+    pipedream = train_stages_on_emulator(theirs, resolve_method("pipedream"), 30, data, drains)
+    assert_same_stages(ours, theirs)
     states = [emulator.work.rules.optimizer.state for emulator in (randomized, pipedream)]
     for p, q in zip(join_stages(ours).parameters(), join_stages(theirs).parameters()):
         assert torch.equal(states[0][p]["momentum_buffer"], states[1][q]["momentum_buffer"])
 
 
-def by_the_algorithm(
+def train_by_algorithm_1(
     modules: List[nn.Module],
     source: RandomizedReplays,
     data: Sequence[Any],
     beta: Optional[float],
     in_order: bool,
 ) -> None:
-    """Algorithm 1 with all iterates kept as copies; momentum and decay as torch.optim.SGD does them."""
+    """Train by Algorithm 1 with a copy of every iterate; momentum and decay are those of torch.optim.SGD."""
     parameters = [list(module.parameters()) for module in modules]
     history = [[[p.detach().clone() for p in stage] for stage in parameters]]
     velocity: Dict[Tuple[int, int], torch.Tensor] = {}
@@ -275,10 +283,20 @@ def by_the_algorithm(
     ids=lambda v: "-".join(map(str, v.values())) or "default",
 )  # fmt: skip
 def test_weights_are_those_of_algorithm_1(args: Dict[str, Any], model: str) -> None:
-    ours, theirs, data = fresh(model), fresh(model), draw_microbatches(40)
-    emulator = emulated(ours, resolve_method("randomized_pipedream", args), 20, data)
-    by_the_algorithm(
-        theirs, replays(args, P=len(theirs), M=20), data, args.get("nag"), "order" in args
+    ours, theirs, data = (
+        make_float64_stages(model),
+        make_float64_stages(model),
+        draw_microbatches(40),
+    )
+    emulator = train_stages_on_emulator(
+        ours, resolve_method("randomized_pipedream", args), 20, data
+    )
+    train_by_algorithm_1(
+        theirs,
+        make_randomized_replays(args, P=len(theirs), M=20),
+        data,
+        args.get("nag"),
+        "order" in args,
     )
     assert emulator.update == 20 * len(theirs)
     for a, b in zip(join_stages(ours).parameters(), join_stages(theirs).parameters()):
@@ -292,9 +310,9 @@ def test_local_sgd_is_replicas_that_train_by_themselves_and_meet(
     R: int, K: int, drains: List[int], model: str
 ) -> None:
     steps, data = 9, draw_microbatches(9 * R)
-    make = normed if model == "normed" else lambda: fresh(model)
+    make = make_normed_stages if model == "normed" else lambda: make_float64_stages(model)
     ours, first = make(), make()
-    emulated(
+    train_stages_on_emulator(
         ours,
         resolve_method("local_sgd", {"replicas": R, "local_steps": K}),
         steps,
@@ -302,7 +320,7 @@ def test_local_sgd_is_replicas_that_train_by_themselves_and_meet(
         [d * R for d in drains],
     )
     nets = [join_stages(copy.deepcopy(first)) for _ in range(R)]
-    optimizers = [sgd(net.parameters()) for net in nets]
+    optimizers = [make_momentum_sgd(net.parameters()) for net in nets]
     since = 0
     for h in range(steps):
         for r, (net, optimizer) in enumerate(zip(nets, optimizers)):
@@ -313,12 +331,12 @@ def test_local_sgd_is_replicas_that_train_by_themselves_and_meet(
             optimizer.step()
         since += 1
         if since == K or h + 1 in drains or h + 1 == steps:
-            meet(nets, optimizers)
+            average_over_nets(nets, optimizers)
             since = 0
     assert_same(join_stages(ours).state_dict(), nets[0].state_dict())
 
 
-def meet(nets: List[nn.Module], optimizers: List[torch.optim.Optimizer]) -> None:
+def average_over_nets(nets: List[nn.Module], optimizers: List[torch.optim.Optimizer]) -> None:
     """Set weights, velocities and running statistics to the mean of all."""
     tensors = [
         [*net.parameters(), *(optimizer.state[p]["momentum_buffer"] for p in net.parameters())]

@@ -1,4 +1,4 @@
-"""Runs of randomized PipeDream and LocalSGD from configs: what is refused, and resuming with the same numbers."""
+"""Runs of randomized PipeDream and LocalSGD from configs: refused settings, and resuming with the same numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ipu_pipe.run.train import train
 from tests.support.runs import ROOT, assert_same_weights, list_faults
 
 
-def config(method: str, args: Dict[str, Any] = {}, **keys: Any) -> Any:
+def make_digits_config(method: str, args: Dict[str, Any] = {}, **keys: Any) -> Any:
     return configure(**{
         "model": {"entry": "models.mlp:mlp"}, "data": {"name": "digits"}, "method": method, "method_args": args,
         "optimizer": {"lr": 0.02, "momentum": 0.9}, "steps": 9, "backend": {"threads": 1}, "evaluate": {"every": 0},
@@ -23,7 +23,7 @@ def config(method: str, args: Dict[str, Any] = {}, **keys: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def change_to_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
@@ -40,21 +40,24 @@ RUNS: List[Any] = [
 def test_a_resumed_run_ends_with_the_same_numbers(
     method: str, args: Dict[str, Any], tmp_path: Path
 ) -> None:
-    whole = train(config(method, args), tmp_path / "whole", quiet=True)
-    train(config(method, args), tmp_path / "again", quiet=True)
-    again = train(config(method, args), tmp_path / "again", resume_from=4, quiet=True)
+    whole = train(make_digits_config(method, args), tmp_path / "whole", quiet=True)
+    train(make_digits_config(method, args), tmp_path / "again", quiet=True)
+    again = train(make_digits_config(method, args), tmp_path / "again", resume_from=4, quiet=True)
     assert again["final"] == whole["final"] and again["steps"] == 9
     assert_same_weights(tmp_path / "whole", tmp_path / "again")
 
 
 def test_the_number_of_replicas_is_that_of_the_stages_and_stays(tmp_path: Path) -> None:
-    summary = train(config("local_sgd"), tmp_path / "run", quiet=True)
+    summary = train(make_digits_config("local_sgd"), tmp_path / "run", quiet=True)
     assert summary["model"]["stages"] == 5 and summary["batch"]["global_batch_size"] == 5 * 8
     assert summary["samples"] == 9 * 5 * 8
     assert [stage["weight_copies"] for stage in summary["stages"]] == [5] * 5
     assert [stage["forward_delay"] for stage in summary["stages"]] == [0] * 5
     longer = train(
-        config("local_sgd", steps=11, stages=2), tmp_path / "run", resume=True, quiet=True
+        make_digits_config("local_sgd", steps=11, stages=2),
+        tmp_path / "run",
+        resume=True,
+        quiet=True,
     )
     assert longer["batch"]["global_batch_size"] == 5 * 8 and longer["model"]["stages"] == 2
 
@@ -62,15 +65,18 @@ def test_the_number_of_replicas_is_that_of_the_stages_and_stays(tmp_path: Path) 
 @pytest.mark.parametrize(
     "args, lags",
     [
-        ({"delay_bound": 5}, [5] * 5),  # where all five updates in between are of one stage
+        ({"delay_bound": 5}, [5] * 5),  # all five updates in between may be of one stage
         ({"delay_bound": 5, "order": "schedule"}, [1] * 5),
         ({"order": "schedule", "delays": "schedule"}, [4, 3, 2, 1, 0]),
     ],
 )
-def test_what_randomized_pipedream_holds_is_its_bound(
+def test_randomized_pipedream_holds_as_many_versions_as_its_bound(
     args: Dict[str, Any], lags: List[int]
 ) -> None:
-    assert build(config("randomized_pipedream", args)).table.greatest_lag().tolist() == lags
+    assert (
+        build(make_digits_config("randomized_pipedream", args)).table.greatest_lag().tolist()
+        == lags
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,13 +100,15 @@ def test_what_randomized_pipedream_holds_is_its_bound(
         ),
     ],
 )
-def test_what_has_no_meaning_is_refused(method: str, keys: Dict[str, Any], place: str) -> None:
-    faults = list_faults(lambda: build(config(method, **keys)))
+def test_settings_without_meaning_for_a_method_are_refused(
+    method: str, keys: Dict[str, Any], place: str
+) -> None:
+    faults = list_faults(lambda: build(make_digits_config(method, **keys)))
     assert any(place in fault for fault in faults), faults
 
 
-def test_a_bound_that_is_no_number_is_refused_at_its_place() -> None:
-    (fault,) = list_faults(config, "randomized_pipedream", {"delay_bound": -3})
+def test_a_negative_bound_is_refused_at_its_place() -> None:
+    (fault,) = list_faults(make_digits_config, "randomized_pipedream", {"delay_bound": -3})
     assert fault.startswith("configure: method_args.delay_bound: -3: ")
 
 

@@ -48,7 +48,7 @@ OBJECTIVES: Dict[str, Callable[[], Union[Quadratic, Logistic]]] = {
 }
 
 
-def samples(objective: Union[Quadratic, Logistic]) -> Any:
+def get_samples(objective: Union[Quadratic, Logistic]) -> Any:
     rows, targets = (
         (objective.A, objective.b)
         if isinstance(objective, Quadratic)
@@ -57,7 +57,7 @@ def samples(objective: Union[Quadratic, Logistic]) -> Any:
     return torch.from_numpy(rows), torch.from_numpy(targets)
 
 
-def module_of(objective: Union[Quadratic, Logistic]) -> Any:
+def make_vector_module(objective: Union[Quadratic, Logistic]) -> Any:
     l2 = objective.l2 if isinstance(objective, Logistic) else 0.0
     loss = (
         vectors.compute_logistic_loss
@@ -67,15 +67,15 @@ def module_of(objective: Union[Quadratic, Logistic]) -> Any:
     return vectors.Vector(D, P, l2).double(), loss
 
 
-def vector(model: Any) -> Any:
+def read_vector(model: Any) -> Any:
     return torch.cat([p.detach() for p in model.parameters()]).numpy()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradients_and_values_are_those_of_the_module(name: str) -> None:
     objective, x = OBJECTIVES[name](), np.random.default_rng(0).normal(size=(D, 2))
-    model, loss = module_of(objective)
-    rows, targets = samples(objective)
+    model, loss = make_vector_module(objective)
+    rows, targets = get_samples(objective)
     for g in range(2):
         for block, values in zip(model.parameters(), np.split(x[:, g], P)):
             block.data = torch.from_numpy(values.copy())
@@ -96,7 +96,7 @@ def test_gradients_and_values_are_those_of_the_module(name: str) -> None:
             )
 
 
-def test_data_are_drawn_as_the_paper_draws_them() -> None:
+def test_data_are_drawn_as_in_the_paper() -> None:
     rng = np.random.default_rng(3)
     A = rng.normal(size=(30, 8))
     quadratic = make_random_quadratic(30, 8, 5, 3)
@@ -124,15 +124,15 @@ def test_the_logistic_optimum_is_where_the_gradient_ends() -> None:
 # ---- against the emulator
 
 
-def emulated(
+def emulate_vector(
     objective: Union[Quadratic, Logistic],
     method: Method,
     rate: float,
     source: Any = None,
     R: int = 1,
 ) -> Any:
-    model, loss = module_of(objective)
-    rows, targets = samples(objective)
+    model, loss = make_vector_module(objective)
+    rows, targets = get_samples(objective)
     part = partition(model, rows[:2])
     assert len(part) == P
     schedule = make_schedule(method, P, M, R)
@@ -154,27 +154,27 @@ def emulated(
     for _ in range((M if source is None else source.count) // R):
         emulator.step(batch())
     emulator.close()
-    return vector(model)
+    return read_vector(model)
 
 
-def assert_close(
-    found: vector_runs.Curve, expected: Callable[[float], Any], objective: Any
+def assert_curve_ends_at(
+    curve: vector_runs.Curve, expected: Callable[[float], Any], objective: Any
 ) -> None:
     for g, rate in enumerate(RATES):
         np.testing.assert_allclose(
-            found.x[:, g], expected(float(rate)), rtol=0, atol=1e-12 * np.abs(found.x).max()
+            curve.x[:, g], expected(float(rate)), rtol=0, atol=1e-12 * np.abs(curve.x).max()
         )
-    assert found.values[-1] == pytest.approx(objective.compute_value(found.x), rel=1e-12)
+    assert curve.values[-1] == pytest.approx(objective.compute_value(curve.x), rel=1e-12)
     start = objective.compute_value(np.zeros((D, 2)))
-    assert found.values[0] == pytest.approx(start, rel=1e-12) and (found.values[-1] < start).all()
+    assert curve.values[0] == pytest.approx(start, rel=1e-12) and (curve.values[-1] < start).all()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_pipedream_is_the_emulators(name: str) -> None:
     objective = OBJECTIVES[name]()
     curve = run_pipedream(objective, P, M, RATES, 0)
-    assert_close(
-        curve, lambda rate: emulated(objective, resolve_method("pipedream"), rate), objective
+    assert_curve_ends_at(
+        curve, lambda rate: emulate_vector(objective, resolve_method("pipedream"), rate), objective
     )
     assert curve.slots[-1] == 2 * M + 2 * (P - 1) and curve.updates[-1] == M * P
 
@@ -189,7 +189,9 @@ def test_randomized_pipedream_is_the_emulators(name: str, args: Dict[str, Any]) 
     ]
     curves = run_randomized(objective, sources, RATES, 0)
     method = resolve_method("randomized_pipedream", args)
-    assert_close(curves[1], lambda rate: emulated(objective, method, rate, sources[1]), objective)
+    assert_curve_ends_at(
+        curves[1], lambda rate: emulate_vector(objective, method, rate, sources[1]), objective
+    )
     assert (curves[0].x != curves[1].x).any()
 
 
@@ -198,16 +200,18 @@ def test_local_sgd_is_the_emulators(name: str) -> None:
     objective, R = OBJECTIVES[name](), 3
     curve = run_local_sgd(objective, P, R, 4, M, RATES, 0)
     method = resolve_method("local_sgd", {"replicas": R, "local_steps": 4})
-    assert_close(curve, lambda rate: emulated(objective, method, rate, R=R), objective)
+    assert_curve_ends_at(
+        curve, lambda rate: emulate_vector(objective, method, rate, R=R), objective
+    )
     assert curve.updates[-1] == 30 * P
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("R", [None, 3], ids=["pipedream", "local_sgd"])
-def test_curves_have_the_iterates_that_the_stages_hold_after_each_slot(
+def test_curves_have_the_iterates_of_the_stages_after_each_slot(
     name: str, R: Optional[int]
 ) -> None:
-    """Slot after slot of the timeline, stage after stage, with weights kept by replica."""
+    """Check every slot against a replay of the timeline, stage after stage, with the weights of each replica."""
     objective, rate, width = OBJECTIVES[name](), RATES[1], R or 1
     method = resolve_method("local_sgd", {"local_steps": 4}) if R else resolve_method("pipedream")
     schedule = make_schedule(method, P, M, width)
@@ -246,8 +250,8 @@ def test_curves_have_the_iterates_that_the_stages_hold_after_each_slot(
 
 @pytest.mark.slow
 def test_values_of_the_authors_published_code() -> None:
-    """What their methods, called as their notebooks call them, gave with seed 0: their objective after so many slots (PipeDream,
-    LocalSGD: the mean of the replicas) or block updates (randomized PipeDream, with their generator's draws)."""
+    """Compare with what the authors' methods returned for seed 0, called as in their notebooks: the objective after a number
+    of slots (PipeDream; LocalSGD: the mean of the replicas) or block updates (randomized PipeDream, their generator's draws)."""
     quadratic, tridiagonal = (
         make_random_quadratic(2000, 512, 100),
         make_tridiagonal_quadratic(600, 512, 5),
@@ -270,7 +274,7 @@ def test_values_of_the_authors_published_code() -> None:
     expected = [244.8599703015795, 27.553067611191715, 22.503717536385402, 22.661175306408982]
     assert curve.values[[190, 1140, 1229, 1230], 1] == close(expected)
     assert curve.values[-1, 0] == close(122.87405925731679)
-    source = _as_the_authors_draw(make_randomized_source(8, 400, 20, {"delay_bound": 60}, 0), 60)
+    source = _draw_as_the_authors(make_randomized_source(8, 400, 20, {"delay_bound": 60}, 0), 60)
     (curve,) = run_randomized(quadratic, [source], np.array([2.0**-4, 2.0**-3]), 0, points=400)
     assert curve.values[[1, 100], 1] == close([216.73481170367154, 0.5259148269859678])
     assert curve.values[-1] == pytest.approx(
@@ -279,7 +283,7 @@ def test_values_of_the_authors_published_code() -> None:
 
 
 def test_noisy_values_of_the_authors_published_code() -> None:
-    """Logistic regression, f itself, with noise drawn from the beginning for each run."""
+    """Check logistic regression on f itself, with noise that each run draws from the beginning."""
     objective = make_logistic_regression(50, 512, 1, 1e-4, 0.5)
     assert objective.optimum == pytest.approx(0.0005370302581, rel=1e-9)
     curve = run_pipedream(objective, 8, 1583, np.array([2.0**-12, 2.0**-6]), 0)
@@ -288,16 +292,17 @@ def test_noisy_values_of_the_authors_published_code() -> None:
     assert curve.values[-1, 0] == pytest.approx(0.008308065849363638, rel=1e-11)
 
 
-def _as_the_authors_draw(source: RandomizedReplays, bound: int) -> RandomizedReplays:
-    """Stage, microbatch and delays of each iteration in turn, from one generator."""
-    rng, drawn = np.random.default_rng(0), []
+def _draw_as_the_authors(source: RandomizedReplays, bound: int) -> RandomizedReplays:
+    """Return the source with draws from one generator: stage, microbatch and delays of each iteration in turn."""
+    rng = np.random.default_rng(0)
+    draws = []
     for k in range(source.count):
         stage, microbatch = (
             rng.integers(0, source.stages),
             rng.integers(0, source.count // source.stages),
         )
-        drawn.append((stage, microbatch, *rng.integers(0, min(bound, k) + 1, size=source.stages)))
-    stage, microbatch, *delays = np.array(drawn).T
+        draws.append((stage, microbatch, *rng.integers(0, min(bound, k) + 1, size=source.stages)))
+    stage, microbatch, *delays = np.array(draws).T
     source.list_stages = lambda first, last: stage[first:last]  # type: ignore[method-assign]
     source.list_microbatches = lambda first, last: microbatch[first:last]  # type: ignore[method-assign]
     source.list_delays = lambda first, last: np.stack(delays)[:, first:last]  # type: ignore[method-assign]
@@ -315,7 +320,7 @@ def test_plain_replays_that_copy_their_history_agree() -> None:
 
 
 def test_noise_is_drawn_block_update_by_block_update() -> None:
-    """With PipeDream's own order and delays randomized PipeDream is PipeDream, noise included."""
+    """With PipeDream's own order and delays randomized PipeDream equals PipeDream, noise included."""
     objective = make_logistic_regression(20, D, 2, 1e-2, 0.5, 1)
     exact = make_randomized_source(
         P, M, objective.batches, {"order": "schedule", "delays": "schedule"}, 0
@@ -325,12 +330,13 @@ def test_noise_is_drawn_block_update_by_block_update() -> None:
     np.testing.assert_allclose(randomized.x, pipedream.x, rtol=0, atol=1e-13)
     assert np.abs(run_pipedream(objective, P, M, RATES, 8).x - pipedream.x).max() > 1e-3
     schedule = make_schedule(resolve_method("pipedream"), P, M, 1)
-    drawn, size = np.random.default_rng(7).normal(size=(P * M, D // P)), D // P
+    size = D // P
+    noise = np.random.default_rng(7).normal(size=(P * M, size))
     stage, microbatch = order_updates(schedule)
-    placed = vector_runs.draw_noise_by_pass(objective, schedule, size, 7)
-    assert placed is not None
+    noise_by_pass = vector_runs.draw_noise_by_pass(objective, schedule, size, 7)
+    assert noise_by_pass is not None
     for k in (0, 5, 60, P * M - 1):
-        assert (placed[stage[k], microbatch[k], :, 0] == 0.5 * drawn[k]).all()
+        assert (noise_by_pass[stage[k], microbatch[k], :, 0] == 0.5 * noise[k]).all()
 
 
 def test_budgets_in_slots() -> None:
@@ -351,11 +357,11 @@ def test_budgets_in_slots() -> None:
 # ---- results
 
 
-def make_run(label: str, step: float, last: float) -> vector_grids.StepRun:
+def make_step_run(label: str, step: float, last: float) -> vector_grids.StepRun:
     return vector_grids.StepRun(label, "pipedream", {}, step, [(0, 0, 9.0), (1, 2, last)])
 
 
-def test_the_best_step_of_each_row_is_reported_with_what_the_paper_says(tmp_path: Path) -> None:
+def test_the_best_step_of_each_row_is_reported_with_the_papers_claim(tmp_path: Path) -> None:
     claims = [
         vector_grids.compare_pairs(f"{a} is better than {b}", [(a, b)])
         for a, b in ("AB", "BA", "CA")
@@ -371,18 +377,18 @@ def test_the_best_step_of_each_row_is_reported_with_what_the_paper_says(tmp_path
     )
     runs = {
         0: [
-            make_run("A", 0.5, 1.0),
-            make_run("A", 0.25, 2.0),
-            make_run("B", 0.5, np.inf),
-            make_run("B", 0.25, 4.0),
+            make_step_run("A", 0.5, 1.0),
+            make_step_run("A", 0.25, 2.0),
+            make_step_run("B", 0.5, np.inf),
+            make_step_run("B", 0.25, 4.0),
         ],
         1: [
-            make_run("A", 0.5, 3.0),
-            make_run("A", 0.25, 2.0),
-            make_run("B", 0.5, np.inf),
-            make_run("B", 0.25, 5.0),
+            make_step_run("A", 0.5, 3.0),
+            make_step_run("A", 0.25, 2.0),
+            make_step_run("B", 0.5, np.inf),
+            make_step_run("B", 0.25, 5.0),
         ],
-        2: [make_run("A", 0.5, 1.5), make_run("B", 0.25, 4.5)],
+        2: [make_step_run("A", 0.5, 1.5), make_step_run("B", 0.25, 4.5)],
     }
     outcome = grid.make_experiment().report(vector_grids.compare(grid, runs), tmp_path)
     outcome.write(tmp_path)
@@ -418,7 +424,7 @@ def test_the_step_grids_are_listed_and_the_quadratic_runs(
 
 
 def test_staleness_and_nothing_else_makes_more_stages_worse() -> None:
-    """On eight stages: without delays randomized PipeDream is better by far, at the same draws and updates."""
+    """On eight stages randomized PipeDream without delays is better by far, at the same draws and updates."""
     grid = vector_grids.VECTOR_GRIDS["staleness_quadratic"]
     rows = vector_grids.list_staleness_rows(8, 100, vector_grids.make_powers(-6, -1))
     small = dataclasses.replace(
@@ -438,18 +444,18 @@ def test_staleness_and_nothing_else_makes_more_stages_worse() -> None:
 
 
 def test_a_curve_tracks_another_by_their_mean_distance() -> None:
-    """A curve that crosses another is no nearer for ending at the same value; they have different points."""
+    """A curve that crosses another one is not close to it, although both end at the same value. Their points differ."""
 
-    def make(*points: Tuple[int, float]) -> vector_grids.StepRun:
+    def make_curve(*points: Tuple[int, float]) -> vector_grids.StepRun:
         return vector_grids.StepRun(
             "", "", {}, 1.0, [(update, 0, value) for update, value in points]
         )
 
-    level = make((0, 1.0), (240, 1.0))
+    level = make_curve((0, 1.0), (240, 1.0))
     assert vector_grids.compute_distance(
-        level, make((0, 10.0), (120, 10.0), (240, 10.0))
+        level, make_curve((0, 10.0), (120, 10.0), (240, 10.0))
     ) == pytest.approx(1.0)
-    crossing = make((0, 0.01), (120, 1.0), (240, 100.0))
+    crossing = make_curve((0, 0.01), (120, 1.0), (240, 100.0))
     assert vector_grids.compute_distance(crossing, level) == pytest.approx(1.0, rel=0.01)
     claim = vector_grids.claim_tracking("RPD 60", "PipeDream")
     for distance, verdict in ((0.2, "shown"), (0.4, "contradicted")):

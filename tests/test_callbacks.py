@@ -25,7 +25,7 @@ from tests.support.runs import (
     read_summary,
     read_weights,
 )
-from tests.test_processes import emulate, run
+from tests.test_processes import train_digits_on_emulator, train_digits_on_ranks
 
 SHORT = [
     "log.tensorboard=false",
@@ -79,11 +79,11 @@ def test_processes_end_where_the_emulator_does(tmp_path: Path) -> None:
         metrics,
     ]
     ends = f"callbacks=[{{entry: '{NEW}:StoppingCallback', args: {{after: 5, file: {tmp_path}/ranks.json}}}}]"
-    code, printed, error = run(2, tmp_path / "ranks", *sets, ends)
+    code, printed, error = train_digits_on_ranks(2, tmp_path / "ranks", *sets, ends)
     assert code == 0, error
     assert "ended after 6 of 12 updates: it is enough" in printed
     stopping = StoppingCallback(5, str(tmp_path / "one.json"))
-    one = emulate(tmp_path / "one", *sets, callbacks=[stopping])
+    one = train_digits_on_emulator(tmp_path / "one", *sets, callbacks=[stopping])
     assert_same_state(tmp_path / "ranks", tmp_path / "one", 6)
     assert read_summary(tmp_path / "ranks")["final"] == one["final"]
     assert read_json(tmp_path / "ranks.json") == read_json(tmp_path / "one.json")

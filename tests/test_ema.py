@@ -25,7 +25,7 @@ from tests.support.runs import (
     read_summary,
     read_weights,
 )
-from tests.test_processes import emulate, run
+from tests.test_processes import train_digits_on_emulator, train_digits_on_ranks
 
 SETS = [
     "ema={decay: 0.9}", "stages=2", "micro_batch_size=8", "data.subset=256", "data.test_subset=64", "log.tensorboard=false",
@@ -119,9 +119,9 @@ def test_processes_keep_the_emulators_average(precision: str, tmp_path: Path) ->
         "ema={decay: 0.9}",
         f"precision={precision}",
     ]
-    code, _, error = run(2, tmp_path / "ranks", *sets)
+    code, _, error = train_digits_on_ranks(2, tmp_path / "ranks", *sets)
     assert code == 0, error
-    report = emulate(tmp_path / "one", *sets)
+    report = train_digits_on_emulator(tmp_path / "one", *sets)
     assert_same(read_averages(tmp_path / "ranks"), read_averages(tmp_path / "one"))
     assert_same_state(tmp_path / "ranks", tmp_path / "one", 12)
     assert read_summary(tmp_path / "ranks")["final"] == report["final"]

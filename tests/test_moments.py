@@ -15,7 +15,7 @@ from ipu_pipe.run.train import check, train
 from tests.callbacks_of_runs import ChecksumRecorder
 from tests.support.runs import list_faults
 from tests.support.slow import mark_slow
-from tests.test_processes import DIGITS, emulate, run
+from tests.test_processes import DIGITS, train_digits_on_emulator, train_digits_on_ranks
 
 NEW = "tests.callbacks_of_runs"
 CASES = {
@@ -35,10 +35,10 @@ def test_callbacks_get_the_same_tensors_on_processes_and_the_emulator(
     callbacks = (
         f"callbacks=[{{entry: '{NEW}:ChecksumRecorder', args: {{file: {tmp_path}/ranks.json}}}}]"
     )
-    code, _, error = run(ranks, tmp_path / "ranks", *sets, callbacks)
+    code, _, error = train_digits_on_ranks(ranks, tmp_path / "ranks", *sets, callbacks)
     assert code == 0, error
     watches = ChecksumRecorder()
-    emulate(tmp_path / "one", *sets, callbacks=[watches])
+    train_digits_on_emulator(tmp_path / "one", *sets, callbacks=[watches])
     assert json.loads((tmp_path / "ranks.json").read_text()) == watches.checksums
     moments = [moment for moment, _, _ in watches.checksums]
     assert moments[:2] == ["start", "gradients"] and moments[-3:] == [

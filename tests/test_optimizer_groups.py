@@ -42,7 +42,7 @@ from tests.test_emulator_exact import (
     train_on_emulator,
 )
 from tests.test_open_optimizers import HOW, are_weights_equal, make_labelled_data
-from tests.test_processes import compare
+from tests.test_processes import train_digits_on_both
 from tests.test_update import make_staged_model
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon")
@@ -179,7 +179,7 @@ def test_processes_give_the_emulators_weights_and_state(tmp_path: Path) -> None:
         f"optimizer={{groups: [{muon}, {{name: adamw, lr: 0.002, {betas}}}]}}",
     ]
     wiped = [f"optimizer.{key}=null" for key in ("name", "lr", "momentum")]  # of the file's own
-    report = compare(tmp_path, 2, *both, *wiped)
+    report = train_digits_on_both(tmp_path, 2, *both, *wiped)
     weights = len(read_weights(tmp_path / "one", 12))
     assert (
         len(read_state(tmp_path / "one", 12)) - weights == 5 + 3 * 5

@@ -25,8 +25,13 @@ from ipu_pipe.update.optimizer import make_groups
 from tests.staged_models import draw_microbatches, join_stages
 from tests.support.models import Composed
 from tests.support.runs import assert_same_weights, list_faults
-from tests.test_asynchrony import assert_alike, cross_entropy, emulated, fresh
-from tests.test_asynchrony_runs import ROOT, config
+from tests.test_asynchrony import (
+    assert_same_stages,
+    cross_entropy,
+    make_float64_stages,
+    train_stages_on_emulator,
+)
+from tests.test_asynchrony_runs import ROOT, make_digits_config
 
 OUTER = {
     "name": "sgd",
@@ -120,12 +125,12 @@ def test_the_weights_are_those_of_the_papers_loop(outer: Dict[str, Any], drains:
     when a round ends."""
     R, steps, data = 3, 18, draw_microbatches(54)
     settings: Dict[str, Any] = {**OUTER, **outer}
-    ours, first = fresh("mlp"), fresh("mlp")
+    ours, first = make_float64_stages("mlp"), make_float64_stages("mlp")
     P = len(first)
     F = P if settings["fragments"] == "per_stage" else settings["fragments"]
     H = 2 * F if F > 1 else 3
     method = resolve_method("local_sgd", {"replicas": R, "local_steps": H, "outer": settings})
-    emulated(ours, method, steps, data, [d * R for d in drains])
+    train_stages_on_emulator(ours, method, steps, data, [d * R for d in drains])
     nets = [copy.deepcopy(first) for _ in range(R)]
     inner = [
         torch.optim.SGD(join_stages(net).parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
@@ -168,7 +173,7 @@ def test_the_weights_are_those_of_the_papers_loop(outer: Dict[str, Any], drains:
                 for p, new in zip(net[s].parameters(), shared[s]):
                     p.data = torch.lerp(new.detach(), p.data, settings["mix"])
         begin = end
-    assert_alike(ours, nets[0])
+    assert_same_stages(ours, nets[0])
 
 
 @pytest.mark.parametrize("outer", [{}, {"fragments": 2, "delay": 1, "mix": 0.5}], ids=str)
@@ -184,7 +189,7 @@ def test_a_resumed_run_ends_with_the_same_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    chosen = config(
+    chosen = make_digits_config(
         "local_sgd",
         {"replicas": 3, "local_steps": 4, "outer": outer},
         steps=12,
@@ -235,6 +240,8 @@ def test_impossible_outer_settings_are_refused(
     method: str, args: Any, keys: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    faults = list_faults(lambda: train(config(method, args, **keys), tmp_path / "run", quiet=True))
+    faults = list_faults(
+        lambda: train(make_digits_config(method, args, **keys), tmp_path / "run", quiet=True)
+    )
     assert any(place in fault for fault in faults), faults
     assert not (tmp_path / "run").exists()

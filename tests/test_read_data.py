@@ -24,7 +24,7 @@ from ipu_pipe.report import provenance
 from ipu_pipe.run.train import check
 from tests.support.runs import list_faults, needs_processes
 from tests.test_callbacks import DIGITS, SHORT, train_short_digits
-from tests.test_processes import emulate, run
+from tests.test_processes import train_digits_on_emulator
 
 OWN = [
     "data={name: tests.test_read_data:FolderImages}", "method=gpipe", "stages=2", "checkpoint.every=2", "log.tensorboard=false",
@@ -114,9 +114,9 @@ def test_processes_do_not_resume_with_other_data(root_folder: Path) -> None:
         "data={name: tests.test_read_data:FolderImages, root: " + str(root_folder / "data") + "}"
     )
     settings = ["stages=2", "method=gpipe", data_key, "evaluate.every=0"]
-    emulate(root_folder / "run", *settings, "steps=4", "gradient_accumulation=2")
+    train_digits_on_emulator(root_folder / "run", *settings, "steps=4", "gradient_accumulation=2")
     save_images(root_folder / "data" / "1.npy", 5)
-    code, _, error = run(
+    code, _, error = train_digits_on_ranks(
         2, root_folder / "run", *settings, "steps=8", "gradient_accumulation=2", "--resume"
     )
     assert (

@@ -28,7 +28,7 @@ from ipu_pipe.errors import RunFault
 from tests.nccl_double import NcclDouble
 from tests.support.processes import run_in_group
 from tests.support.runs import assert_close_losses, needs_processes, read_state
-from tests.test_processes import emulate, run
+from tests.test_processes import train_digits_on_emulator, train_digits_on_ranks
 
 pytestmark = needs_processes
 RANKS, MICROBATCHES, BUCKET = 3, 2, 8 * (9 * 9 + 9)  # bytes of one layer
@@ -178,9 +178,9 @@ def test_three_replicas_with_fast_reduction_are_close_to_the_emulator(tmp_path: 
         "log.every=1",
     ]
     settings.append("method_args={delay_compensation: {scale: 1.0}}")
-    code, _, error = run(3, tmp_path / "ranks", *settings)
+    code, _, error = train_digits_on_ranks(3, tmp_path / "ranks", *settings)
     assert code == 0, error
-    emulate(tmp_path / "one", *settings)
+    train_digits_on_emulator(tmp_path / "one", *settings)
     torch.testing.assert_close(
         *(read_state(tmp_path / out, 8) for out in ("ranks", "one")), rtol=1e-4, atol=1e-6
     )

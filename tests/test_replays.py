@@ -1,4 +1,4 @@
-"""Replays from other sources than a schedule: the emulator carries them out as they are stated, and refuses what cannot be."""
+"""Replays from other sources than a schedule: the emulator runs them as they are stated, and refuses impossible ones."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ipu_pipe.update.optimizer import make_groups
 from tests.literal_replay import LiteralStage
 from tests.staged_models import MODELS, draw_microbatches, join_stages
 from tests.support.runs import list_faults
-from tests.test_asynchrony import until_update
+from tests.test_asynchrony import iterate_to_next_update
 
 SGD = functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=1e-3)
 cross_entropy = nn.functional.cross_entropy
 
 
-class Stated(NamedTuple):
-    """A replay: its microbatch, the version that each stage reads in the forward and the backward, the stages it updates."""
+class StatedReplay(NamedTuple):
+    """A replay: its microbatch, the versions that the stages' forwards and backwards read, and the stages that it updates."""
 
     microbatch: int
     forward: List[int]
@@ -41,10 +41,10 @@ class Stated(NamedTuple):
     updates: List[int]
 
 
-class Listed:
-    """A source that is a list of replays. `reach`: the greatest number of replays that a version may be old."""
+class ListedReplays:
+    """A source that is a list of replays. `reach`: the greatest age of a version, in replays."""
 
-    def __init__(self, replays: List[Stated], reach: int, stashes: bool = False) -> None:
+    def __init__(self, replays: List[StatedReplay], reach: int, stashes: bool = False) -> None:
         self.replays, self.count, self.reach, self.stashes = replays, len(replays), reach, stashes
 
     def count_updates(self, number: int) -> IntArray:
@@ -61,10 +61,13 @@ class Listed:
         )  # fmt: skip
 
 
-def drawn(stages: int, count: int, bound: int, stashes: bool, every: int = 1) -> List[Stated]:
-    """Make replays, each of which reads every stage a drawn number of replays late and updates one drawn
-    stage, as randomized PipeDream does.
-    `every`: of so many replays the last one alone updates."""
+def draw_replays(
+    stages: int, count: int, bound: int, stashes: bool, every: int = 1
+) -> List[StatedReplay]:
+    """Draw replays as randomized PipeDream does: the delay with which each stage is read, and one stage to update.
+
+    Only the last one of `every` replays updates.
+    """
     generator = np.random.default_rng(5)
     history = [[0] * stages]  # updates of the stages before each replay
     replays = []
@@ -74,14 +77,18 @@ def drawn(stages: int, count: int, bound: int, stashes: bool, every: int = 1) ->
         forward = [history[number - int(d)][s] for s, d in enumerate(late)]
         updates = [int(generator.integers(stages))] if (number + 1) % every == 0 else []
         replays.append(
-            Stated(int(generator.integers(12)), forward, forward if stashes else list(now), updates)
+            StatedReplay(
+                int(generator.integers(12)), forward, forward if stashes else list(now), updates
+            )
         )
         history.append([n + (s in updates) for s, n in enumerate(now)])
     return replays
 
 
-def literally(modules: List[nn.Module], replays: List[Stated], data: list) -> None:  # type: ignore[type-arg]
-    """The replays carried out in plain torch, each stage by itself with all its old weights at hand."""
+def replay_in_plain_torch(
+    modules: List[nn.Module], replays: List[StatedReplay], data: list
+) -> None:  # type: ignore[type-arg]
+    """Run the replays in plain torch, each stage by itself with all its old weights."""
     stages = [LiteralStage(module, SGD) for module in modules]
     for replay in replays:
         x, y = data[replay.microbatch]
@@ -105,7 +112,7 @@ def literally(modules: List[nn.Module], replays: List[Stated], data: list) -> No
                 stage.module.zero_grad(set_to_none=True)
 
 
-def emulated(modules: List[nn.Module], source: Listed, data: list) -> Emulator:  # type: ignore[type-arg]
+def emulate_replays(modules: List[nn.Module], source: ListedReplays, data: list) -> Emulator:  # type: ignore[type-arg]
     model = join_stages(modules)
     part = partition(model, data[0][0])
     method = resolve_method("pipelined_backprop", {"stash": source.stashes})
@@ -114,7 +121,7 @@ def emulated(modules: List[nn.Module], source: Listed, data: list) -> Emulator: 
     rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: 0.2)
     emulator = Emulator(Work(cross_entropy, table, rules, replays=source), model, part, data[0])
     for _ in range(sum(1 for replay in source.replays if replay.updates)):
-        emulator.step(data[microbatch] for microbatch, _ in until_update(emulator))
+        emulator.step(data[microbatch] for microbatch, _ in iterate_to_next_update(emulator))
     emulator.close()
     return emulator
 
@@ -131,9 +138,9 @@ def test_updates_of_single_stages_are_those_of_the_literal_replay(
     torch.manual_seed(3)
     modules = [stage.double() for stage in MODELS[model]()]
     twin, data = copy.deepcopy(modules), draw_microbatches(12)
-    replays = drawn(len(modules), count, 7, stashes, every)
-    emulator = emulated(modules, Listed(replays, 7, stashes), data)
-    literally(twin, replays, data)
+    replays = draw_replays(len(modules), count, 7, stashes, every)
+    emulator = emulate_replays(modules, ListedReplays(replays, 7, stashes), data)
+    replay_in_plain_torch(twin, replays, data)
     for ours, theirs in zip(
         join_stages(modules).state_dict().values(), join_stages(twin).state_dict().values()
     ):
@@ -150,41 +157,41 @@ def test_a_read_of_weights_that_were_not_stashed_is_refused(kind: Any) -> None:
         store.load(Views(np.array([1]), np.array([0])))
 
 
-def plan(replays: List[Stated], reach: int = 3) -> ReplayPlan:
+def make_replay_plan(replays: List[StatedReplay], reach: int = 3) -> ReplayPlan:
     weights = [nn.Parameter(torch.zeros(1)) for _ in replays[0].forward]
     optimizer = SGD([{"params": [weight], "stage": s} for s, weight in enumerate(weights)])
     method = resolve_method("pipelined_backprop")
     rules = UpdateRules({}, method, np.zeros(len(weights)), 1, optimizer, lambda k: 0.1)
-    return ReplayPlan(Listed(replays, reach), rules)
+    return ReplayPlan(ListedReplays(replays, reach), rules)
 
 
 GOOD = [
-    Stated(4, [0, 0], [0, 0], [1]),
-    Stated(2, [0, 1], [0, 1], [0]),
-    Stated(3, [0, 1], [1, 1], [0, 1]),
+    StatedReplay(4, [0, 0], [0, 0], [1]),
+    StatedReplay(2, [0, 1], [0, 1], [0]),
+    StatedReplay(3, [0, 1], [1, 1], [0, 1]),
 ]
 
 
 @pytest.mark.parametrize("number, wrong, message", [
-    (1, Stated(2, [0, 2], [0, 2], [0]), "replay 1: forward of microbatch 2, stage 1: version 2: must be from 0 to 1"),
-    (2, Stated(3, [0, 1], [2, 1], []), "replay 2: backward of microbatch 3, stage 0: version 2: must be from 0 to 1"),
-    (2, Stated(3, [1, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 0: must be from 1 to 1"),
-    (0, Stated(4, [0, -1], [0, 0], [1]), "replay 0: forward of microbatch 4, stage 1: version -1: must be from 0 to 0"),
-    (1, Stated(2, [0, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 1: must be from 0 to 0"),
+    (1, StatedReplay(2, [0, 2], [0, 2], [0]), "replay 1: forward of microbatch 2, stage 1: version 2: must be from 0 to 1"),
+    (2, StatedReplay(3, [0, 1], [2, 1], []), "replay 2: backward of microbatch 3, stage 0: version 2: must be from 0 to 1"),
+    (2, StatedReplay(3, [1, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 0: must be from 1 to 1"),
+    (0, StatedReplay(4, [0, -1], [0, 0], [1]), "replay 0: forward of microbatch 4, stage 1: version -1: must be from 0 to 0"),
+    (1, StatedReplay(2, [0, 1], [0, 1], []), "replay 2: backward of microbatch 3, stage 0: version 1: must be from 0 to 0"),
 ])  # fmt: skip
-def test_a_read_of_what_no_earlier_replay_has_made_is_refused_in_one_line(
-    number: int, wrong: Stated, message: str
+def test_a_read_of_a_version_that_no_earlier_replay_has_made_is_refused_in_one_line(
+    number: int, wrong: StatedReplay, message: str
 ) -> None:
-    good, replays = plan(list(GOOD)), list(GOOD)
+    good, replays = make_replay_plan(list(GOOD)), list(GOOD)
     assert [good.replay(i).updates.tolist() for i in range(3)] == [[1], [0], [0, 1]]
     replays[number] = wrong
-    assert list_faults(lambda: plan(replays).replay(0)) == [
+    assert list_faults(lambda: make_replay_plan(replays).replay(0)) == [
         f"{message}, the updates that earlier replays have made"
     ]
 
 
 def test_a_planned_order_reads_within_its_reach() -> None:
-    """With room for more activations than 1F1B's, versions are read for longer."""
+    """With room for more activations than in 1F1B, reads may be older."""
     method = resolve_method("pipedream", {"split_backward": True, "activation_limit": 4.0})
     table = VersionTable(make_schedule(method, 4, 64, 1), method)
     optimizer = SGD([{"params": [nn.Parameter(torch.zeros(1))], "stage": s} for s in range(4)])
@@ -195,13 +202,13 @@ def test_a_planned_order_reads_within_its_reach() -> None:
 
 
 def test_a_version_older_than_the_source_stated_is_refused() -> None:
-    late = [Stated(m, [max(m - 2, 0)], [m], [0]) for m in range(9)]
-    assert plan(late, reach=2).replay(0).microbatch == 0
+    late = [StatedReplay(m, [max(m - 2, 0)], [m], [0]) for m in range(9)]
+    assert make_replay_plan(late, reach=2).replay(0).microbatch == 0
     with pytest.raises(
         BadInput,
         match="^replay 2: forward of microbatch 2, stage 0: version 0: must be from 1 to 2",
     ):
-        plan(late, reach=1).replay(0)
+        make_replay_plan(late, reach=1).replay(0)
 
 
 @pytest.mark.parametrize("replicas, own", [([0], [0]), ([0, 1, 2], [0, 1, 2]), ([2], [2])])

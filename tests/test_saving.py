@@ -22,7 +22,7 @@ from ipu_pipe.run.train import train
 from ipu_pipe.store import checkpoint
 from tests import forked
 from tests.support.runs import list_faults, needs_processes
-from tests.test_processes import emulate, run
+from tests.test_processes import train_digits_on_emulator, train_digits_on_ranks
 from tests.test_train import make_short_config, run_train_tool  # noqa: F401
 
 SHARDED = "checkpoint.format=sharded"
@@ -57,9 +57,9 @@ def test_a_sharded_run_resumes_on_any_layout(tmp_path: Path) -> None:
         "optimizer.name=adamw",
     ]
     settings += ["optimizer.momentum=null"]
-    emulate(tmp_path / "one", *settings)
+    train_digits_on_emulator(tmp_path / "one", *settings)
     two, three = ["stages=2", SHARDED], ["stages=3", SHARDED, "checkpoint.background=true"]
-    code, _, error = run(2, tmp_path / "two", *settings, *two, "steps=8")
+    code, _, error = train_digits_on_ranks(2, tmp_path / "two", *settings, *two, "steps=8")
     assert code == 0, error
     names = {
         f"{kind}-0000{rank}-of-00002.safetensors"
@@ -72,15 +72,17 @@ def test_a_sharded_run_resumes_on_any_layout(tmp_path: Path) -> None:
     assert predict(tmp_path / "two", torch.zeros(2, 64)).shape == (2, 10)
     shutil.copytree(tmp_path / "two", tmp_path / "on")
 
-    assert emulate(tmp_path / "on", *settings, resume=True)["steps"] == 12
+    assert train_digits_on_emulator(tmp_path / "on", *settings, resume=True)["steps"] == 12
     assert_checkpoints_equal(
         load_last_checkpoint(tmp_path / "on"), load_last_checkpoint(tmp_path / "one")
     )
     shutil.rmtree(tmp_path / "on" / "checkpoints" / "step-12")
     (tmp_path / "on" / "summary.json").unlink()
     # from here on single files, beside sharded ones
-    emulate(tmp_path / "on", *settings, resume=True, resume_from=4)
-    code, _, error = run(3, tmp_path / "on", *settings, *three, "--resume-from", "8")
+    train_digits_on_emulator(tmp_path / "on", *settings, resume=True, resume_from=4)
+    code, _, error = train_digits_on_ranks(
+        3, tmp_path / "on", *settings, *three, "--resume-from", "8"
+    )
     assert code == 0, error
     assert_checkpoints_equal(
         load_last_checkpoint(tmp_path / "on"), load_last_checkpoint(tmp_path / "one")

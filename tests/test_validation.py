@@ -22,7 +22,7 @@ from tests.support.runs import (
     read_numbers,
     read_summary,
 )
-from tests.test_processes import run
+from tests.test_processes import train_digits_on_ranks
 
 SETS = [
     "method=pipedream", "stages=2", "gradient_accumulation=4", "data.validation=0.25", "data.subset=512", "data.test_subset=64",
@@ -130,7 +130,7 @@ def test_a_longer_run_has_the_lines_of_one_planned_that_long(tmp_path: Path) -> 
 
 
 def test_processes_validate_as_the_emulator_does(tmp_path: Path) -> None:
-    code, _, error = run(2, tmp_path / "ranks", *SETS, "steps=8")
+    code, _, error = train_digits_on_ranks(2, tmp_path / "ranks", *SETS, "steps=8")
     assert code == 0, error
     same = ["optimizer.lr=0.02", "micro_batch_size=8", "checkpoint.every=4", "evaluate.subset=100"]
     report = train_validated(tmp_path / "one", "steps=8", *same)
