@@ -24,7 +24,7 @@ from ipu_pipe.report import provenance
 from ipu_pipe.run.train import check
 from tests.support.runs import list_faults, needs_processes
 from tests.test_callbacks import DIGITS, SHORT, train_short_digits
-from tests.test_processes import train_digits_on_emulator
+from tests.test_processes import train_digits_on_emulator, train_digits_on_ranks
 
 OWN = [
     "data={name: tests.test_read_data:FolderImages}", "method=gpipe", "stages=2", "checkpoint.every=2", "log.tensorboard=false",
