@@ -149,13 +149,6 @@ class OptimizerHandle:
                 f"optimizer: {strange} of its {len(parameters)} parameters are not the model's: "
                 f"{why}"
             )
-        earlier = self._in_use.get(optimizer)
-        if earlier is not None and earlier() is not None:
-            raise BadInput(
-                "optimizer: another Pipeline steps it: close() that one first, or make a new "
-                "optimizer"
-            )
-        self._in_use[optimizer] = weakref.ref(self)
         self.optimizer = optimizer
         self._heads = heads
         self._member_of = {
@@ -165,9 +158,26 @@ class OptimizerHandle:
         self._is_stepping = False
         # the optimizer's `step` that has been called so that schedulers have seen it
         self._counted_step: Callable[..., Any] | None = None
+        self._hook: Any = None
+        self.claim()
+
+    def claim(self) -> None:
+        """Let nothing but this handle step the optimizer, until it is released. Raise `BadInput` if
+        it is in another handle.
+        """
+        reference = self._in_use.get(self.optimizer)
+        owner = None if reference is None else reference()
+        if owner is self:
+            return
+        if owner is not None:
+            raise BadInput(
+                "optimizer: another Pipeline steps it: close() that one first, or make a new "
+                "optimizer"
+            )
+        self._in_use[self.optimizer] = weakref.ref(self)
         # registered on the caller's handle alone: the optimizer that steps has the caller's other
         # hooks
-        self._hook = optimizer.register_step_pre_hook(self._refuse_step)
+        self._hook = self.optimizer.register_step_pre_hook(self._refuse_step)
 
     @property
     def group_count(self) -> int:
@@ -310,4 +320,7 @@ class OptimizerHandle:
     def release(self) -> None:
         """Let the caller, or another pipeline, step the optimizer again."""
         self._hook.remove()
-        self._in_use.pop(self.optimizer, None)
+        reference = self._in_use.get(self.optimizer)
+        # another handle may have claimed it since this one was released
+        if reference is not None and reference() in (self, None):
+            del self._in_use[self.optimizer]

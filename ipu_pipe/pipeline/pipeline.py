@@ -200,7 +200,8 @@ class Pipeline:
 
     Raise `BadInput` if the arguments or the model do not fit, at the latest in the first `step`. An
     error inside a call breaks the object on all ranks: every later call but `close` raises
-    `RunFault`.
+    `RunFault`. In one process a first step that is refused changes nothing: mend the batch and step
+    again.
     """
 
     def __init__(
@@ -772,7 +773,8 @@ class Pipeline:
         with name_arguments(), attribute_faults(
             lambda: "before training"
         ), contextlib.ExitStack() as undo:
-            # arguments that do not fit leave the model and the optimizer as they were
+            # a batch or arguments that do not fit leave the model and the optimizer as they were
+            self._handle.claim()
             undo.callback(self._handle.release)
             undo.callback(record_modes(self.model))
             with restore_random_states():
@@ -780,19 +782,21 @@ class Pipeline:
                 setup = set_up(objects.describe_in(config), **objects._asdict())
                 undo.callback(setup.precision.give_back)
                 resolved = resolve(setup, objects, open_run=open_run)
-                self._job = assemble(resolved, objects, open_run=open_run)
-                if self._job.traced_updates:
+                job = assemble(resolved, objects, open_run=open_run)
+                if job.traced_updates:
                     self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
-                    self._job.folder = Path(self._events_folder.name)
-                self._flow = Flow(self._job)
+                    job.folder = Path(self._events_folder.name)
+                flow = Flow(job)
             undo.pop_all()
-        for line in describe_modes(self.model, self._job.came_evaluating):
+        self._job = job
+        self._flow = flow
+        for line in describe_modes(self.model, job.came_evaluating):
             warnings.warn(line, stacklevel=3)
         self._modes = {module: module.training for module in self.model.modules()}
-        self._stage_count = len(self._job.partition)
+        self._stage_count = len(job.partition)
         if self._loaded is not None:
-            self._load(self._job, self._flow)
-        return self._job, self._flow
+            self._load(job, flow)
+        return job, flow
 
     def _choose_member(self, name: str, parameter: nn.Parameter) -> int | None:
         """Return the caller's group of a parameter, or the one of auxiliary heads, which the method
@@ -1061,14 +1065,16 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _break_on_error(self, call: str) -> Iterator[None]:
-        """Break the object if an exception leaves the context. Name the call that a lost rank has
-        not made.
+        """Break the object if an exception leaves the context, unless it is built in this process
+        alone and was refused. Name the call that a lost rank has not made.
         """
         try:
             with self._calls.enter(f"step {self.updates}" if call == "step" else call):
                 yield
         except BaseException as error:
-            self._is_broken = True
+            # what was refused before the job was built has changed nothing in this process, but
+            # other ranks may have gone on
+            self._is_broken = self._flow is not None or are_joined()
             if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):
                 raise RunFault(
                     f"{error}; {self._calls.explain(error.__cause__.ranks)}"
