@@ -32,6 +32,7 @@ from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.backends.ranks import are_joined, read_torch_version
 from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.overrides import Overrides
@@ -49,6 +50,7 @@ from ipu_pipe.pipeline.arguments import (
     check_process_group,
     make_backend_section,
     make_clip_section,
+    name_arguments,
     require_current_gpu,
 )
 from ipu_pipe.pipeline.batches import (
@@ -63,9 +65,8 @@ from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
-from ipu_pipe.pipeline.wording import name_arguments
 from ipu_pipe.report.memory import build_memory_record
-from ipu_pipe.schedule.methods import DefaultAccumulate, resolve_method
+from ipu_pipe.schedule.methods import DefaultAccumulate, Method, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -271,23 +272,10 @@ class Pipeline:
             "log": {"trace": make_trace_section(trace), "tensorboard": False},
         }
         with name_arguments():
-            if microbatches is None:
-                # checks the method's name before its default is looked up
-                configure(**keys)
-                microbatches = _choose_microbatches(method, args, stage_count)
-            self._config = configure(gradient_accumulation=microbatches, **keys)
-            self._method = resolve_method(self._config.method, self._config.method_settings())
-            if heads is not None and self._method.structure is None:
-                raise BadInput(
-                    f"heads: {heads}: method {method} adds no auxiliary heads: leave it out"
-                )
+            self._config, self._method = _configure(keys, microbatches, stage_count, heads)
             launch(self._config, {"warmup": warmup, "heads": heads})
             check_process_group(process_group, self._config.backend)
             require_current_gpu(model, device)
-        if self._method.history is not None and self._method.history.order == "schedule":
-            raise BadInput(
-                'method_args.order: schedule: takes batches in another order than a loop gives them: use "random"'
-            )
         self._warmup = warmup
         self._example = example
         self._loss_weight = loss_weight
@@ -1107,6 +1095,30 @@ def _count_stages(model: nn.Module, stages: Any) -> int | None:
     if isinstance(stages, (list, tuple)):
         return len(stages) + 1
     return stages.get("count") if isinstance(stages, Mapping) else None
+
+
+def _configure(
+    keys: Mapping[str, Any], microbatches: int | None, stage_count: int | None, heads: Any
+) -> tuple[Config, Method]:
+    """Return the config of `keys` and its method. Raise `BadInput` for a method that a loop cannot
+    have, or that does not fit `heads`.
+    """
+    if microbatches is None:
+        # checks the method's name before its default is looked up
+        configure(**keys)
+        microbatches = _choose_microbatches(keys["method"], keys["method_args"], stage_count)
+    config = configure(gradient_accumulation=microbatches, **keys)
+    method = resolve_method(config.method, config.method_settings())
+    if heads is not None and method.structure is None:
+        raise BadInput(
+            f"heads: {heads}: method {config.method} adds no auxiliary heads: leave it out"
+        )
+    if method.history is not None and method.history.order == "schedule":
+        raise BadInput(
+            "method_args.order: schedule: takes batches in another order than a loop gives them: "
+            'use "random"'
+        )
+    return config, method
 
 
 def _choose_microbatches(name: str, args: Mapping[str, Any], stage_count: int | None) -> int:

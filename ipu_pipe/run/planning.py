@@ -24,7 +24,13 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.job.factories import make_data, make_loss, make_model, make_take, resolve_head
+from ipu_pipe.job.factories import (
+    make_data,
+    make_loss,
+    make_model,
+    make_output_selector,
+    resolve_head,
+)
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import (
@@ -110,7 +116,7 @@ def count_config_units(config: Config, measured: bool = False, blocks: bool = Fa
     if not blocks:
         return ConfigUnits(costed, entering, samples)
     counted = count_blocks(
-        model, x, costed.units, resolve_head(config), make_take(config, of_heads=True)
+        model, x, costed.units, resolve_head(config), make_output_selector(config, of_heads=True)
     )
     return ConfigUnits(costed, entering, samples, counted)
 

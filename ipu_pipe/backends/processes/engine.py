@@ -65,10 +65,9 @@ class ProcessEngine(Engine):
                 make_group(layout.list_ranks(device), config.backend.deadline)
                 for device in range(layout.devices)
             ]
+        every_rank = range(dist.get_world_size())
         if config.checkpoint is not None and config.checkpoint.format == "sharded":
-            self.checkpoint_group = make_group(
-                range(dist.get_world_size()), config.backend.deadline
-            )
+            self.checkpoint_group = make_group(every_rank, config.backend.deadline)
         self._microbatches = Microbatches(job, layout, work.microbatch)
         models, self._cut = cut_stages(job, layout, self._microbatches)
         stream = trace.StreamClock() if job.device.type == "cuda" else None
@@ -83,22 +82,9 @@ class ProcessEngine(Engine):
             replicas = [
                 ReplicaGroup(groups[device], nccl_group, is_fast) for device in layout.placement
             ]
-        # a file of rows may receive a message after any number of later ones
-        in_flight = job.schedule.microbatches
-        if job.method.pipeline is not Timeline.ROWS:
-            # with local losses no gradient comes back, so only the limit on sends tells that a
-            # message has arrived
-            is_local = job.method.structure is not None
-            in_flight = (
-                8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())
-            )
         # a group of its own, so that no message that a broken pipeline has left reaches the next
         # one, nor one of the caller's own
-        self._group = (
-            make_group(range(dist.get_world_size()), config.backend.deadline)
-            if job.is_open
-            else None
-        )
+        self._group = make_group(every_rank, config.backend.deadline) if job.is_open else None
         self._mail = Mail(
             layout,
             job.device,
@@ -106,7 +92,7 @@ class ProcessEngine(Engine):
             config.backend.deadline,
             self._group,
             channels,
-            in_flight,
+            _bound_sends(job),
         )
         if job.loss_weight is not None:
             group = groups[layout.placement[models[0].stage]] if groups else None
@@ -120,6 +106,13 @@ class ProcessEngine(Engine):
             self._split_backwards(stages)
         self._interpreter = Interpreter(
             work, stages, self._mail, self._recorder, replicas, channels
+        )
+        # the arguments of `name_faults`
+        self._fault_context: tuple[int, Callable[[], int], Callable[[], str], Callable[[], str]] = (
+            layout.rank,
+            lambda: self._recorder.stage,
+            lambda: self._interpreter.doing,
+            lambda: self._interpreter.activity,
         )
         self.newest_model = None
         # for a model that the caller uses after training
@@ -147,20 +140,6 @@ class ProcessEngine(Engine):
         importlib.import_module("torch._dynamo")
         with detect_lost_rank(limit=self._mail.limit):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
-
-    @property
-    def _fault_context(
-        self,
-    ) -> tuple[int, Callable[[], int], Callable[[], str], Callable[[], str]]:
-        """The arguments of `name_faults`."""
-        interpreter = self._interpreter
-        recorder = self._recorder
-        return (
-            self._layout.rank,
-            lambda: recorder.stage,
-            lambda: interpreter.doing,
-            lambda: interpreter.activity,
-        )
 
     # ---- updates
 
@@ -367,6 +346,18 @@ class ProcessEngine(Engine):
         self.release_blocks()
 
 
+def _bound_sends(job: Job) -> int:
+    """Return the most microbatches whose messages may be on their way on a link."""
+    # a file of rows may receive a message after any number of later ones
+    if job.method.pipeline is Timeline.ROWS:
+        return job.schedule.microbatches
+    # with local losses no gradient comes back, so only the limit on sends tells that a message has
+    # arrived
+    if job.method.structure is not None:
+        return 8 * (len(job.partition) + 1)
+    return int(job.schedule.max_in_flight().max())
+
+
 def cut_stages(
     job: Job, layout: RankLayout, microbatches: Microbatches
 ) -> tuple[list[StageModel], list[Piece]]:
@@ -418,7 +409,7 @@ class Microbatches:
     def read(self, checksums: dict[int, int], m: int) -> tuple[Any, Any]:
         """Return inputs and labels of microbatch m, and add its checksum to `checksums`."""
         job = self._job
-        self._hold(m)
+        self._read_up_to(m)
         left, batch, checksum = self._batches.pop(m)
         if left > 1:
             self._batches[m] = left - 1, batch, checksum
@@ -429,27 +420,23 @@ class Microbatches:
 
     def weigh(self, m: int) -> float:
         """Return the weight of microbatch m, which no stage has taken."""
-        self._hold(m)
+        self._read_up_to(m)
         return self._job.weigh_microbatch(
             self._batches[m][1], m // self._job.schedule.accumulate, *self._locate(m)
         )
 
-    def _hold(self, m: int) -> None:
-        """Read on to microbatch m."""
+    def _read_up_to(self, m: int) -> None:
+        """Read the microbatches from the next one to m, and m again if all stages have taken it."""
         # a file of rows may ask for a later microbatch first
-        while self._next <= m:
-            self._batches[self._next] = self._read(self._next)
-            self._next += 1
-        if m not in self._batches:
-            self._batches[m] = self._read(m)
-
-    def _read(self, m: int) -> tuple[int, Any, int]:
-        batch = self._job.read_microbatch(*self._locate(m))
-        # a rank of an open run may lack inputs or labels, and knows which
-        compute: Callable[[Any], int] = getattr(
-            self._job.data, "compute_checksum", compute_checksum
-        )
-        return self._user_count, batch, compute(batch)
+        for number in dict.fromkeys([*range(self._next, m + 1), m]):
+            if number not in self._batches:
+                batch = self._job.read_microbatch(*self._locate(number))
+                # a rank of an open run may lack inputs or labels, and knows which
+                compute: Callable[[Any], int] = getattr(
+                    self._job.data, "compute_checksum", compute_checksum
+                )
+                self._batches[number] = self._user_count, batch, compute(batch)
+        self._next = max(self._next, m + 1)
 
     def restart(self, first: int) -> None:
         """Go on with the microbatch `first`."""

@@ -530,8 +530,8 @@ class ResultCollection:
             results = self._own_tables.pop((k, stage), None)
             if results is None:
                 results = self._mail.receive(Message(RESULT, k, stage, self._here))[0]
-            if checksums is not None:
-                self._compare_batches(k, stage, checksums, results[:, -1])
+            if checksums is not None and not torch.equal(checksums, results[:, -1]):
+                self._require_same_batches(k, stage, checksums * results[:, -1])
             tables.append(results[:, :-1])
         table = torch.stack(tables)  # (blocks, microbatches, columns)
         if self._group is not None:
@@ -543,13 +543,12 @@ class ResultCollection:
         blocks = [average(rows) for rows in table]
         return StepResult(*blocks[-1], self._samples, tuple(blocks) if len(blocks) > 1 else ())
 
-    def _compare_batches(
-        self, k: int, stage: int, first: torch.Tensor, other: torch.Tensor
-    ) -> None:
-        """Raise `RunFault` if the first stage and another one read different batches of update k;
-        0: has none to compare.
+    def _require_same_batches(self, k: int, stage: int, products: torch.Tensor) -> None:
+        """Raise `RunFault` for the first stage and another one, which have different checksums of
+        the batches of update k, unless one of them has none to compare, so that their `products`
+        are 0.
         """
-        if torch.equal(first, other) or not (first * other).any():
+        if not products.any():
             return
         ranks = self._layout.find_rank(0), self._layout.find_rank(stage)
         if self._job.is_open:
