@@ -34,10 +34,10 @@ def make_backend_section(
     section = {"name": name, **(backend_args or {})}
     if device is not None:
         kind = torch.device(device).type if _is_device(device) else str(device)
-        _refuse_conflict(section, "device", kind)
+        _require_agreement(section, "device", kind)
         section["device"] = kind
     if deadline != DEADLINE:
-        _refuse_conflict(section, "deadline", deadline)
+        _require_agreement(section, "deadline", deadline)
         section["deadline"] = deadline
     section.setdefault("device", _find_device(model))
     section.setdefault("deadline", deadline)
@@ -63,7 +63,7 @@ def _is_device(device: str | torch.device) -> bool:
     return True
 
 
-def _refuse_conflict(section: Mapping[str, Any], key: str, value: Any) -> None:
+def _require_agreement(section: Mapping[str, Any], key: str, value: Any) -> None:
     if section.get(key, value) != value:
         why = (
             f"backend_args has {show(section[key])}: must be one of them: leave it out of "
@@ -100,7 +100,7 @@ def require_current_gpu(model: nn.Module, device: str | torch.device | None) -> 
         )
 
 
-def check_process_group(group: Any, backend: BackendConfig) -> None:
+def require_group_of_all(group: Any, backend: BackendConfig) -> None:
     """Raise `BadInput` if `group` is not one of all ranks in their order; None is the default
     group.
     """
@@ -127,7 +127,7 @@ def check_process_group(group: Any, backend: BackendConfig) -> None:
         raise BadInput(f"process_group: ranks {list_some(ranks, 8)} of {world}: {why}")
 
 
-def check_heads(heads: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+def require_head_settings(heads: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise `BadInput` if `heads` are not settings of the optimizer."""
     if not isinstance(heads, Mapping):
         raise BadInput(

@@ -96,7 +96,7 @@ def set_up(
     microbatches are on the meta device (see `ipu_pipe.run.planning`).
     """
     objects = Overrides(model, data, loss, **others)
-    objects.refuse_missing(config)
+    objects.require_entries(config)
     if config.backend.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("backend.device: cuda: this machine has no usable CUDA device: use cpu")
     _set_process_state(config)

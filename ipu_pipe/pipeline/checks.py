@@ -56,7 +56,11 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
         for f in rules.list_conflicts(args, job.method, kind, group)
     ]
     conflicts = {
-        **_find_conflicts(job),
+        **_find_backend_conflicts(job),
+        **_find_single_stage_conflicts(job),
+        **_find_copy_conflicts(job),
+        **_find_stop_conflicts(job),
+        **_find_misplaced_block_settings(job),
         **(_find_block_conflicts(job) if job.method.structure is not None else {}),
     }
     faults = [*get_backend(job.config).list_faults(job)]
@@ -68,19 +72,6 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
         for fault in rule_faults
     ]
     return list(dict.fromkeys(faults))
-
-
-def _find_conflicts(job: Job) -> dict[str, Any]:
-    """Return the conflicts of settings with each other or with the model: fault -> whether it
-    applies.
-    """
-    return {
-        **_find_backend_conflicts(job),
-        **_find_single_stage_conflicts(job),
-        **_find_copy_conflicts(job),
-        **_find_stop_conflicts(job),
-        **_find_misplaced_block_settings(job),
-    }
 
 
 def _find_backend_conflicts(job: Job) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.pipeline.arguments import check_heads
+from ipu_pipe.pipeline.arguments import require_head_settings
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.optimizer import Groups
 
@@ -139,7 +139,7 @@ class OptimizerHandle:
                 "cannot: use another"
             )
         if heads is not None:
-            check_heads(heads, optimizer)
+            require_head_settings(heads, optimizer)
         trained = {id(p) for p in model.parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         strange = sum(id(p) not in trained for p in parameters)
@@ -229,7 +229,7 @@ class OptimizerHandle:
         groups = copy.deepcopy(self.optimizer.state_dict()["param_groups"])
         return {"kind": type(self.optimizer).__name__, "groups": groups}
 
-    def check_settings(self, saved: Mapping[str, Any]) -> None:
+    def require_settings_of_kind(self, saved: Mapping[str, Any]) -> None:
         """Raise `BadInput` if settings of `export_settings` are another optimizer's."""
         kind = type(self.optimizer).__name__
         groups = self.optimizer.param_groups

@@ -27,17 +27,15 @@ from torch import nn
 
 from ipu_pipe.backends.interface import POPTORCH_PREFIX, Engine, StepResult
 from ipu_pipe.backends.processes.agreement import compare_inputs
-from ipu_pipe.backends.processes.calls import CallRecord
-from ipu_pipe.backends.processes.lost_ranks import LostRank
+from ipu_pipe.backends.processes.lost_ranks import CallRecord, LostRank
 from ipu_pipe.backends.ranks import are_joined, read_torch_version
 from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput, Divergence, RunFault
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.batch import count_samples, map_tensors
@@ -47,11 +45,11 @@ from ipu_pipe.model.restoring import record_modes, restore_modes
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.arguments import (
     DEADLINE,
-    check_process_group,
     make_backend_section,
     make_clip_section,
     name_arguments,
     require_current_gpu,
+    require_group_of_all,
 )
 from ipu_pipe.pipeline.batches import (
     GivenBatches,
@@ -65,6 +63,7 @@ from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
+from ipu_pipe.replay.work import require_finite
 from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.schedule.methods import DefaultAccumulate, Method, resolve_method
 from ipu_pipe.schedule.table import Schedule
@@ -274,7 +273,7 @@ class Pipeline:
         with name_arguments():
             self._config, self._method = _configure(keys, microbatches, stage_count, heads)
             launch(self._config, {"warmup": warmup, "heads": heads})
-            check_process_group(process_group, self._config.backend)
+            require_group_of_all(process_group, self._config.backend)
             require_current_gpu(model, device)
         self._warmup = warmup
         self._example = example
@@ -321,7 +320,7 @@ class Pipeline:
         self._require_usable("step")
         if not torch.is_grad_enabled():
             raise RuntimeError("step: called under no_grad: training needs gradients")
-        _refuse_autocast("step")
+        _require_no_autocast("step")
         changed = find_changed_mode(self.model, self._modes) if self._modes else None
         if changed:
             raise RuntimeError(
@@ -589,7 +588,7 @@ class Pipeline:
         # states of earlier versions have no settings
         settings = state.get("settings")
         if settings is not None:
-            self._handle.check_settings(settings)
+            self._handle.require_settings_of_kind(settings)
         self._drain("load_state_dict")
         self._loaded = state
         self._pending = []
@@ -939,21 +938,10 @@ class Pipeline:
         updates = self._pending
         self._pending = []
         for k, result in results:
-            self._refuse_nonfinite(job, k, result)
+            require_finite(job, k, [loss for loss, _ in result.blocks] or [result.loss])
             updates.append(Update(k, result.loss, result.accuracy, result.blocks))
         self._handle.forget_before(self.finished)
         return updates
-
-    def _refuse_nonfinite(self, job: Job, k: int, result: StepResult) -> None:
-        losses = [loss for loss, _ in result.blocks] or [result.loss]
-        wrong = [loss for loss in losses if loss is not None and not math.isfinite(loss)]
-        if wrong and not self._config.allow_nonfinite:
-            reason = f"update {k} of method {job.method.name}: the training loss is {wrong[0]}"
-            advice = (
-                "a smaller learning rate or a warm-up of it may help (allow_nonfinite=True "
-                "continues)"
-            )
-            raise Divergence(reason, f"{advice}{explain_divergence(job, k)}")
 
     # ---- inside: drains
 
@@ -966,7 +954,7 @@ class Pipeline:
         undrainable = self._find_undrainable()
         if undrainable is not None:
             raise ValueError(f"{call}: {undrainable}")
-        _refuse_autocast(call)
+        _require_no_autocast(call)
         # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has
         # backwards to run
         with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
@@ -1154,7 +1142,7 @@ def _select_model_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state["model"].items() if not name.startswith(HEADS)}
 
 
-def _refuse_autocast(call: str) -> None:
+def _require_no_autocast(call: str) -> None:
     """Raise `RuntimeError` where passes would run in another precision than the pipeline's."""
     # a device is an argument from torch 2.4 on; processes of earlier versions have no CUDA to cast
     # for

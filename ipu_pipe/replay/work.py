@@ -41,7 +41,7 @@ class Work:
     the optimizer, which holds the parameters of the stages in this process. `clip`: (norm, scope)
     or None. `microbatch`: the first microbatch to run, greater than 0 after a resume. `replays`:
     the source of replays if it is not the version table. `block_updates`: the number of updates of
-    single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises
+    single stages that make one update of the run. `require_finite(update, losses)`: raises
     `Divergence` if a loss is not finite and the config does not allow it; by default nothing is
     checked. `weighs`: the microbatches of an update have weights (`LossShare`); otherwise all count
     the same. `after_update(update, stages, averaged)`: called when these stages have made an
@@ -56,7 +56,7 @@ class Work:
     microbatch: int = 0
     replays: Replays | None = None
     block_updates: int = 1
-    refuse_nonfinite: Callable[[int, Iterable[float | None]], None] = lambda update, losses: None
+    require_finite: Callable[[int, Iterable[float | None]], None] = lambda update, losses: None
     weighs: bool = False
     after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
 
@@ -87,14 +87,14 @@ class Work:
             first,
             replays,
             count,
-            partial(refuse_nonfinite, job),
+            partial(require_finite, job),
             weighs,
         )
         if job.is_open:
             # a loss is checked when its update leaves the pipeline, at the same step on all
             # processes
             return replace(
-                work, refuse_nonfinite=lambda update, losses: None, after_update=job.after_update
+                work, require_finite=lambda update, losses: None, after_update=job.after_update
             )
         return work
 
@@ -166,25 +166,31 @@ class Work:
         return stage_update if history.order == "schedule" else update // self.block_updates
 
 
-def refuse_nonfinite(job: Job, k: int, losses: Iterable[float | None]) -> None:
+def require_finite(job: Job, k: int, losses: Iterable[float | None]) -> None:
     """Raise `Divergence`, with what theory says, if a loss of update k is not a finite number,
     unless the config allows it.
 
     An update whose microbatches have no weight has no loss (None).
     """
     wrong = [loss for loss in losses if loss is not None and not math.isfinite(loss)]
-    if wrong and not job.config.allow_nonfinite:
-        scaling = (
-            ""
-            if job.config.backend.ipu is None
-            else ", or another backend.ipu.loss_scaling in half precision"
+    if not wrong or job.config.allow_nonfinite:
+        return
+    if job.is_open:
+        advice = (
+            "a smaller learning rate or a warm-up of it may help (allow_nonfinite=True continues)"
         )
-        raise Divergence(
-            f"update {k} of method {job.method.name}: the training loss is {wrong[0]}",
+    else:
+        scaling = ""
+        if job.config.backend.ipu is not None:
+            scaling = ", or another backend.ipu.loss_scaling in half precision"
+        advice = (
             f"a smaller optimizer.lr or lr_schedule.warmup_steps may help{scaling} "
             f"(allow_nonfinite: true continues anyway)"
-            f"{explain_divergence(job, k)}",
         )
+    raise Divergence(
+        f"update {k} of method {job.method.name}: the training loss is {wrong[0]}",
+        f"{advice}{explain_divergence(job, k)}",
+    )
 
 
 def list_exactness_faults(job: Job) -> list[str]:

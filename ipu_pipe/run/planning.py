@@ -48,7 +48,7 @@ from ipu_pipe.plan.candidates import choose_methods
 from ipu_pipe.plan.config_cut import make_problem
 from ipu_pipe.plan.planner import SHOWN, make_plan
 from ipu_pipe.plan.prediction import Problem
-from ipu_pipe.run.callbacks import make_callbacks, refuse_callbacks
+from ipu_pipe.run.callbacks import make_callbacks, require_supported_callbacks
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import suggest
 
@@ -62,7 +62,7 @@ def build_for_planning(config: Config) -> Job:
     """
     called = make_callbacks(config, None, empty=True)
     job = _build_by_shape(config) or build(config)
-    refuse_callbacks(job, called)
+    require_supported_callbacks(job, called)
     return job
 
 

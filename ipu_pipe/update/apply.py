@@ -171,6 +171,13 @@ class UpdateRules:
             for stage in self.stages.values()
             if rule.acts_on(settings[stage.index])
         ]
+        # the active rules with entries of the optimizer's state that move with an update
+        states = [
+            (stage, rule, rule.state(setting))
+            for stage, rule, setting in self._active
+            if rule.state is not None
+        ]
+        self._tracked = [entry for entry in states if any(entry[2].values())]
         # called with each update and its stages at its beginning: after rules' `compensate`, before
         # clipping and their `gradient`
         self.observe: Callable[[int, Sequence[int]], None] | None = None
@@ -372,7 +379,7 @@ class UpdateRules:
         for stage in self.stages.values():
             if stage not in others:
                 self._apply_settings(stage, k)
-        tracking = _list_tracking(active)
+        tracking = [entry for entry in self._tracked if k >= self.switch and entry[0] not in others]
         before = {
             stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in tracking
         }
@@ -490,20 +497,6 @@ def _group_by_stage(optimizer: torch.optim.Optimizer, base: float | None) -> dic
         stage.shares.append(group["lr"] / base if base else 1.0)
         stage.kinds.append(get_kind(optimizer, group))
     return stages
-
-
-def _list_tracking(
-    active: Sequence[tuple[StageState, Rule, Setting]],
-) -> list[tuple[StageState, Rule, Mapping[str, Follow | None]]]:
-    """Return the rules with entries of the optimizer's state that move with an update, and these
-    entries, by stage.
-    """
-    states = [
-        (stage, rule, rule.state(setting))
-        for stage, rule, setting in active
-        if rule.state is not None
-    ]
-    return [(stage, rule, entries) for stage, rule, entries in states if any(entries.values())]
 
 
 def _take_gradients(stages: Iterable[StageState]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:

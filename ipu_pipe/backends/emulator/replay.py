@@ -149,7 +149,7 @@ class Emulator:
         steps = []
         for k, samples, by_block in unread:
             blocks = [average(tabulate(results)) for results in by_block]
-            self.work.refuse_nonfinite(k, [loss for loss, _ in blocks])
+            self.work.require_finite(k, [loss for loss, _ in blocks])
             steps.append(StepResult(*blocks[-1], samples, tuple(blocks) if len(blocks) > 1 else ()))
         return steps
 

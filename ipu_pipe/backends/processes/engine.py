@@ -75,11 +75,12 @@ class ProcessEngine(Engine):
             layout.rank, models[0].stage, job.traced_updates, stream
         )
         channels = make_channels(job, layout, models[0].ties.links)
-        replicas: list[ReplicaGroup] = []
+        # of each stage
+        self._replicas: list[ReplicaGroup] = []
         if groups:
             nccl_group = (channels or {}).get(REPLICAS)
             is_fast = config.reduction == "fast"
-            replicas = [
+            self._replicas = [
                 ReplicaGroup(groups[device], nccl_group, is_fast) for device in layout.placement
             ]
         # a group of its own, so that no message that a broken pipeline has left reaches the next
@@ -100,12 +101,11 @@ class ProcessEngine(Engine):
             for model in models:
                 model.weigh_update = self._weights.read
         self._models = models
-        self._replicas = replicas
-        stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in models}
+        stages = self._make_stages(work)
         if job.schedule.passes == SPLIT_PASSES:
             self._split_backwards(stages)
         self._interpreter = Interpreter(
-            work, stages, self._mail, self._recorder, replicas, channels
+            work, stages, self._mail, self._recorder, self._replicas, channels
         )
         # the arguments of `name_faults`
         self._fault_context: tuple[int, Callable[[], int], Callable[[], str], Callable[[], str]] = (
@@ -141,11 +141,17 @@ class ProcessEngine(Engine):
         with detect_lost_rank(limit=self._mail.limit):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
 
+    def _make_stages(self, work: Work) -> dict[int, Stage]:
+        """Return the rank's stages by number, for the work from an empty pipeline on."""
+        return {
+            model.stage: Stage(work, model, self._mail, self._recorder) for model in self._models
+        }
+
     # ---- updates
 
     def give(self, k: int, cut: float) -> None:
         with name_faults(*self._fault_context):
-            self._results.expect(k, k + 1)
+            self._results.expect(k)
             if self._gradient_collection is not None:
                 self._gradient_collection.expect(k)
             self._advance(cut, k + 1)
@@ -176,10 +182,7 @@ class ProcessEngine(Engine):
             old.end()
             self._mail.forget_expected()
             work = Work.from_job(self.job, update)
-            stages = {
-                model.stage: Stage(work, model, self._mail, self._recorder)
-                for model in self._models
-            }
+            stages = self._make_stages(work)
             for s, stage in stages.items():
                 stage.continue_from(old.stages[s])
             # replicas with weights of their own go on through the optimizer's state; the mail has

@@ -326,7 +326,7 @@ class Interpreter:
         count = self._work.schedule.accumulate
         results = [stage.results.pop(m) for m in range(k * count, (k + 1) * count)]
         table = self._tables.setdefault(k, {})[stage.model.stage] = tabulate(results)
-        self._work.refuse_nonfinite(k, [average(table)[0]])
+        self._work.require_finite(k, [average(table)[0]])
 
     # ---- where the pipeline is empty
 

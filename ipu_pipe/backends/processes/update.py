@@ -481,22 +481,15 @@ class ResultCollection:
         # update -> checksums of the first stage; (update, stage) -> table of a stage of this rank
         self._checksums: dict[int, torch.Tensor] = {}
         self._own_tables: dict[tuple[int, int], torch.Tensor] = {}
-        self._expected = 0
 
-    def expect(self, first: int, last: int) -> None:
-        """Announce, on a rank that collects, the results of the updates in [first, last) that are
-        not announced yet.
-        """
-        here = self._here
-        first = max(first, self._expected)
-        if here is None:
-            return
-        for stage in self._with_loss:
-            if stage not in self._layout.stages_of_rank:
-                self._mail.expect(
-                    [(Message(RESULT, k, stage, here), self._shapes) for k in range(first, last)]
-                )
-        self._expected = max(first, last)
+    def expect(self, k: int) -> None:
+        """Announce the results of update k on a rank that collects."""
+        if self._here is not None:
+            self._mail.expect(
+                (Message(RESULT, k, stage, self._here), self._shapes)
+                for stage in self._with_loss
+                if stage not in self._layout.stages_of_rank
+            )
 
     def send(
         self, k: int, stage: int, table: torch.Tensor | None, checksums: dict[int, int]
