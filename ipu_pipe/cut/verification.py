@@ -258,7 +258,10 @@ def _record_reruns(model: nn.Module, rerun: list[str], hooks: contextlib.ExitSta
 def _run_backward(results: Sequence[torch.Tensor]) -> None:
     """Run the backward from results with equal random gradients in every pass."""
     generator = torch.Generator().manual_seed(derive_seed("verification"))
-    directions = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in results]
+    directions = []
+    for t in results:
+        direction = torch.randn(t.shape, generator=generator)
+        directions.append(direction.to(t.device, t.dtype))
     if results:
         torch.autograd.backward(results, directions)
 

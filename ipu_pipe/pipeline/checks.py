@@ -164,7 +164,8 @@ def _find_stop_conflicts(job: Job) -> dict[str, Any]:
     interval = rounds.interval(len(job.partition)) if rounds is not None and synchronizes else 1
     unsynchronized = next((k for k in stops if k % interval), None)
     counts = config.method_settings().get("block_accumulation", ())
-    unapplied = next(((every, k) for every in counts for k in stops if k % every), (0, 0))
+    incomplete = [(every, k) for every in counts for k in stops if k % every]
+    unapplied = incomplete[0] if incomplete else (0, 0)
     return {
         f"method_args.outer: an evaluation, a checkpoint or the end comes after {unsynchronized} "
         f"steps, it must come after a "

@@ -371,6 +371,14 @@ class _Player:
         return times
 
 
+class _Sending(NamedTuple):
+    """The device that needs a pass's result, the arrivals there by microbatch, and the transfer."""
+
+    receiver: int
+    arrivals: list[float]
+    transfer: Transfer
+
+
 def _send(transfer: Transfer, ready: float, link_free: dict[str, float]) -> float:
     """Return the arrival of a transfer that is ready at this time. `link_free`: when each link is
     free again, which moves on.
@@ -469,19 +477,17 @@ class _EagerPlayer(_Player):
             queues[device_of[number]].append((slot * self.costs.slot + offset, number, m))
         return queues
 
-    def _connect_passes(
-        self,
-    ) -> tuple[list[list[float] | None], list[tuple[int, list[float], Transfer] | None]]:
+    def _connect_passes(self) -> tuple[list[list[float] | None], list[_Sending | None]]:
         """Return the arrivals of each pass's input from another stage, by microbatch, which are not
-        known yet (needs of its own stage are earlier in its row); and by pass the device that needs
-        its result, the arrivals there and the transfer.
+        known yet (needs of its own stage are earlier in its row); and where each pass sends its
+        result.
         """
         device_of = self.device_of_pass
         arrivals: list[list[float] | None] = [None] * len(device_of)
-        sends: list[tuple[int, list[float], Transfer] | None] = [None] * len(device_of)
+        sends: list[_Sending | None] = [None] * len(device_of)
         for source, target, transfer in self.transfers:
             target_arrivals = arrivals[target] = [math.inf] * len(self.start[0])
-            sends[source] = device_of[target], target_arrivals, transfer
+            sends[source] = _Sending(device_of[target], target_arrivals, transfer)
         return arrivals, sends
 
     def get_times(self) -> Times:

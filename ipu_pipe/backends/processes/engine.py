@@ -107,8 +107,8 @@ class ProcessEngine(Engine):
         self._interpreter = Interpreter(
             work, stages, self._mail, self._recorder, self._replicas, channels
         )
-        # the arguments of `name_faults`
-        self._fault_context: tuple[int, Callable[[], int], Callable[[], str], Callable[[], str]] = (
+        self._name_faults = functools.partial(
+            name_faults,
             layout.rank,
             lambda: self._recorder.stage,
             lambda: self._interpreter.doing,
@@ -150,7 +150,7 @@ class ProcessEngine(Engine):
     # ---- updates
 
     def give(self, k: int, cut: float) -> None:
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             self._results.expect(k)
             if self._gradient_collection is not None:
                 self._gradient_collection.expect(k)
@@ -168,16 +168,16 @@ class ProcessEngine(Engine):
         self._recorder.end_step()
 
     def take(self, k: int) -> StepResult:
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             return self._results.collect(k)
 
     def finish(self, batches: int) -> None:
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             self._advance(float("inf"), batches)
             self._interpreter.end_round(Work.from_job(self.job, batches))
 
     def reopen(self, update: int, is_loaded: bool = False) -> None:
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             old = self._interpreter
             old.end()
             self._mail.forget_expected()
@@ -197,7 +197,7 @@ class ProcessEngine(Engine):
                 self._weights.restart()
 
     def predict(self, x: Any) -> Any:
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             self._interpreter.load_newest()
             with self.job.rules.hold_averages():
                 return self._evaluation.predict(x)
@@ -229,7 +229,7 @@ class ProcessEngine(Engine):
 
     def collect_gradients(self, k: int) -> dict[str, torch.Tensor]:
         assert self._gradient_collection is not None
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             return self._gradient_collection.collect(k)
 
     def evaluate(self, split: str = "test") -> list[EvaluationResult]:
@@ -286,7 +286,7 @@ class ProcessEngine(Engine):
         """
         self._interpreter.doing = doing
         start = self._recorder.mark()
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             yield
             # flush before the checkpoint is written: a run that is killed later has all events
             # before the checkpoint
@@ -308,7 +308,7 @@ class ProcessEngine(Engine):
 
     def report(self) -> Report | None:
         self._interpreter.doing = "report"
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             if not self.job.is_open:
                 self._clocks_compared_at = 0
                 self._compare_clocks()
@@ -326,7 +326,7 @@ class ProcessEngine(Engine):
 
     def close(self) -> None:
         self._interpreter.doing = "end"
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             self._interpreter.close()
             if self._holders:
                 with self.job.precision.put_masters_in_place(loads=True):
