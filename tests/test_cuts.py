@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ipu_pipe.pipeline.cuts import NARROWEST, WIDEST, Cuts
+from ipu_pipe.pipeline.flow import NARROWEST, WIDEST
 from ipu_pipe.schedule.actions import Kind
 from tests.test_pipeline import CASES, Loop
 
@@ -19,17 +19,33 @@ def test_cuts_in_windows_are_those_of_single_batches(name: str, drain: int) -> N
     loop.run(0, 6, drains=False)
     if drain is not None:
         loop.pipe.drain()
-    job = loop.pipe._job
-    assert job is not None and job.open_table is not None
-    schedule, cuts = job.open_table.schedule, Cuts(job)
+    job, flow = loop.pipe._job, loop.pipe._flow
+    assert job is not None and job.open_table is not None and flow is not None
+    schedule = job.open_table.schedule
     margin = len(job.partition) - 1 if job.method.structure is not None else 0
     # in order, at the ends of windows, and back to before the window
     batches = [*range(6, 6 + 5 * NARROWEST), WIDEST * 3 - 1, WIDEST * 3, WIDEST * 3 + 1, 7]
     for batch in batches:
         m = batch * schedule.accumulate
         slot = int(schedule.slots(Kind.FORWARD, m, m + 1)[0, 0])
-        assert cuts.find(batch) == slot
-        assert cuts.count_left(batch) == int(
+        assert flow.find_cut(batch) == slot
+        assert flow.count_left(batch) == int(
             schedule.count_before(Kind.UPDATE, np.array([slot - margin])).min()
         )
     loop.pipe.abort()
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipemare_warmup", "local_sgd"])
+def test_a_drain_is_planned_without_those_before_the_last(name: str) -> None:
+    """The schedule stays small: it has the stretches of the last two drains, not all of them."""
+    loop = Loop(CASES[name])
+    sizes = []
+    for k in range(14):
+        loop.run(k, k + 1, drains=False)
+        if k in (2, 3, 5, 9, 10, 13):
+            loop.pipe.drain()
+            job = loop.pipe._job
+            assert job is not None and job.open_table is not None
+            sizes.append(len(job.open_table.schedule.stretches))
+    assert max(sizes) <= 5
+    loop.close()

@@ -524,6 +524,44 @@ def test_an_error_breaks_the_object() -> None:
     loop.model(x).sum().backward()
 
 
+@pytest.mark.parametrize("name", ["pipedream", "local_greedy", "randomized_nag"])
+def test_a_refused_first_step_changes_nothing(name: str) -> None:
+    """A user mends the batch and steps again, with the weights of a loop that was never refused."""
+    reference = Loop(CASES[name], dropout=0.3)
+    loop = Loop(CASES[name], dropout=0.3)
+    x, y = make_batch(loop.case, 0)
+    before = copy.deepcopy(loop.model.state_dict())
+    random_state = torch.get_rng_state()
+    for wrong in ((x[:, :3], y), (x, y + 7)):
+        with pytest.raises((BadInput, IndexError)):
+            loop.pipe.step(*wrong)
+        assert loop.pipe.updates == loop.pipe.in_flight == 0
+        assert_same(before, loop.model.state_dict())
+        assert torch.equal(random_state, torch.get_rng_state())
+    for other in (reference, loop):
+        torch.manual_seed(1)
+        other.run()
+    assert_same(reference.close().state_dict(), loop.close().state_dict())
+    assert reference.losses == loop.losses
+
+
+def test_a_refused_pipeline_does_not_release_the_optimizer_of_another() -> None:
+    """Its end once took the optimizer from the pipeline that had got it since."""
+    model = make_model()
+    optimizer = make_sgd(model.parameters())
+    refused = make_pipeline(CASES["pipedream"], model, optimizer)
+    with pytest.raises(BadInput):
+        refused.step(torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))
+    other = make_pipeline(CASES["pipedream"], model, optimizer)
+    with pytest.raises(BadInput, match="^optimizer: another Pipeline steps it"):
+        refused.step(*make_batch(CASES["pipedream"], 0))
+    refused.close()
+    with pytest.raises(BadInput, match="^optimizer: another Pipeline steps it"):
+        make_pipeline(CASES["pipedream"], model, optimizer)
+    other.step(*make_batch(CASES["pipedream"], 0))
+    other.close()
+
+
 def test_leaving_with_an_exception_does_not_drain() -> None:
     loop = Loop(CASES["pipedream"])
     with pytest.raises(KeyError):

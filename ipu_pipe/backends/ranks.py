@@ -17,7 +17,7 @@ from ipu_pipe.backends.processes.lost_ranks import (
     detect_lost_rank,
     is_store_there,
 )
-from ipu_pipe.errors import BadInput, RunFault, find_user_fault, raise_faults
+from ipu_pipe.errors import BadInput, RunFault, find_user_fault
 from ipu_pipe.launcher import read_launch
 
 Result = TypeVar("Result")
@@ -57,7 +57,8 @@ def run_on_main(work: Callable[[], Result]) -> Result:
     with report_lost_rank([0] if dist.get_rank() else None):
         dist.broadcast_object_list(outcome, src=0)
     result, faults = outcome[0]
-    raise_faults(faults)
+    if faults:
+        raise BadInput(faults)
     return result  # type: ignore[no-any-return]
 
 

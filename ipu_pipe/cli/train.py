@@ -103,10 +103,10 @@ def main(args: argparse.Namespace) -> None:
     )
     # import after parsing, because --help must not wait for torch
     from ipu_pipe.config.load import load_config
-    from ipu_pipe.schedule.methods import check_methods
+    from ipu_pipe.schedule.methods import require_known_methods
 
     if args.against is not None:
-        check_methods([args.against], "--against")
+        require_known_methods([args.against], "--against")
     config = load_config(args.config, args.set)
     other = (
         load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"])

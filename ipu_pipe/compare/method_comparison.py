@@ -34,7 +34,7 @@ from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule import timelines
 from ipu_pipe.schedule.clock import Costs, clock
-from ipu_pipe.schedule.methods import check_methods, resolve_method
+from ipu_pipe.schedule.methods import require_known_methods, resolve_method
 from ipu_pipe.store.folder import check_folder, read_summary
 
 ERROR = "error: "
@@ -58,7 +58,7 @@ def compare_methods(
     The methods take turns in each of `rounds`, so that a change on the machine meets all of them;
     further rounds go into `out/METHOD/round-R`. Raise `BadInput`.
     """
-    check_methods(methods, "--methods")
+    require_known_methods(methods, "--methods")
     faults = {
         f"--methods: {','.join(methods)}: names a method twice": len(set(methods)) != len(methods)
     }

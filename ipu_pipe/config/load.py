@@ -434,30 +434,34 @@ def _validate(
             [re.sub(r"^method_args: ", "method_args.", fault) for fault in method_faults]
         )
     if config is not None and not faults:
-        # imported here because it imports torch, which reading a config otherwise does not need
-        from ipu_pipe.update import rules
-
-        settings = config.method_settings()
-        method = methods.resolve_method(config.method, settings)
-        # every rule supports this optimizer; faults of the config's own one are kept apart, because
-        # Python may replace it
-        rule_faults = rules.list_conflicts(settings, method, "sgd", {"momentum": 0.9})
-        members = config.optimizer.members
-        with_own = [
-            f
-            for one in members
-            for f in rules.list_conflicts(settings, method, one.name, one.settings())
-        ]
-        config._optimizer_faults = tuple(
-            add_origins([f for f in dict.fromkeys(with_own) if f not in rule_faults])
-        )
-        backend_faults = []
-        if config.backend.ipu is not None:
-            backend_faults = import_outer("check_backend")(config, method)
-        faults += add_origins([*rule_faults, *backend_faults])
+        conflicts, optimizer_conflicts = _list_method_conflicts(config)
+        config._optimizer_faults = tuple(add_origins(optimizer_conflicts))
+        faults += add_origins(conflicts)
     if faults or config is None:
         raise BadInput(faults)
     return config
+
+
+def _list_method_conflicts(config: Config) -> Tuple[List[str], List[str]]:
+    """Return the conflicts of the method's rules with each other and the backend, and those with
+    the config's own optimizer, which are kept apart because Python may replace it.
+    """
+    # imported here because it imports torch, which reading a config otherwise does not need
+    from ipu_pipe.update import rules
+
+    settings = config.method_settings()
+    method = methods.resolve_method(config.method, settings)
+    # every rule supports this optimizer
+    conflicts = rules.list_conflicts(settings, method, "sgd", {"momentum": 0.9})
+    with_own = [
+        f
+        for one in config.optimizer.members
+        for f in rules.list_conflicts(settings, method, one.name, one.settings())
+    ]
+    of_optimizer = [f for f in dict.fromkeys(with_own) if f not in conflicts]
+    if config.backend.ipu is not None:
+        conflicts = [*conflicts, *import_outer("check_backend")(config, method)]
+    return conflicts, of_optimizer
 
 
 def _collect_faults(check: Any, *args: Any) -> List[str]:

@@ -9,8 +9,9 @@ show effects of the whole model's training that pieces on several processes cann
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -61,22 +62,12 @@ def verify_pieces(model: nn.Module, pieces: Sequence[Piece], x: Any) -> Training
         # the user's model may raise anything
         except Exception as error:
             raise _make_refusal(model, f"its pieces fail: {summarize(error)}") from error
-        expected = whole.tensors
-        actual = chained.tensors
-        differing = [
-            label
-            for label in [*expected, *actual]
-            if not _is_same(expected.get(label), actual.get(label))
-        ]
-        # if the whole model's own output varies, a difference proves nothing
+        differing = _list_differing(whole.tensors, chained.tensors)
         if differing:
-            repeated = run(chained=False).tensors
-            varying = [
-                label
-                for label in differing
-                if not _is_same(expected.get(label), repeated.get(label))
-            ]
-            differing = [label for label in differing if label not in varying]
+            # if the whole model's own output varies, a difference proves nothing
+            unstable = _list_differing(whole.tensors, run(chained=False).tensors)
+            varying = [label for label in differing if label in unstable]
+            differing = [label for label in differing if label not in unstable]
             is_output = bool(varying) and varying[0].startswith(("output", "result"))
             if is_output and not differing and not flatten_tensors(x)[0].is_cuda:
                 why = (
@@ -89,28 +80,46 @@ def verify_pieces(model: nn.Module, pieces: Sequence[Piece], x: Any) -> Training
         if differing:
             label = differing[0]
             drawing = _find_cut_random_modules(pieces, effects.forward) if training else []
-            remedy = MOVE_INTO_MODULES
-            if drawing:
-                remedy = (
-                    f"{list_some(drawing)}: a stage begins inside, and its own forward draws "
-                    f"random numbers (functional dropout):"
-                    " begin stages at modules outside of it, or draw in a module (nn.Dropout)"
-                )
-            both_exist = expected.get(label) is not None and actual.get(label) is not None
-            if label.startswith("gradient") and both_exist and is_cast(model):
-                remedy = (
-                    "autocast sums the gradient of a tied weight in bfloat16: use precision "
-                    "float32 or bfloat16"
-                )
+            expected = whole.tensors.get(label)
+            actual = chained.tensors.get(label)
             raise _make_refusal(
                 model,
-                _describe_difference(label, expected.get(label), actual.get(label), pieces),
-                remedy,
+                _describe_difference(label, expected, actual, pieces),
+                _choose_remedy(model, label, expected is not None and actual is not None, drawing),
             )
         if training:
             checkpointed = [name for name in whole.rerun if name not in chained.rerun]
             effects = TrainingEffects(effects.forward, whole.changed_by_backward, checkpointed)
     return effects
+
+
+def _list_differing(
+    expected: Mapping[str, torch.Tensor | None], actual: Mapping[str, torch.Tensor | None]
+) -> list[str]:
+    """Return the labels whose tensors differ or exist in only one of two passes, in order."""
+    return [
+        label
+        for label in dict.fromkeys([*expected, *actual])
+        if not _is_same(expected.get(label), actual.get(label))
+    ]
+
+
+def _choose_remedy(model: nn.Module, label: str, both_exist: bool, drawing: Sequence[str]) -> str:
+    """Return the remedy for a tensor that differs in pieces. `both_exist`: neither pass lacks it;
+    `drawing`: the cut modules whose own forward draws random numbers.
+    """
+    if label.startswith("gradient") and both_exist and is_cast(model):
+        return (
+            "autocast sums the gradient of a tied weight in bfloat16: use precision "
+            "float32 or bfloat16"
+        )
+    if drawing:
+        return (
+            f"{list_some(drawing)}: a stage begins inside, and its own forward draws "
+            f"random numbers (functional dropout):"
+            " begin stages at modules outside of it, or draw in a module (nn.Dropout)"
+        )
+    return MOVE_INTO_MODULES
 
 
 def _find_cut_random_modules(pieces: Sequence[Piece], effects: ForwardEffects) -> list[str]:
@@ -185,29 +194,16 @@ def _run(
     """
     tensors: dict[str, torch.Tensor | None] = {}
     rerun: list[str] = []
-    handles: list[Any] = []
-
-    def record_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        for i, tensor in enumerate(flatten_tensors(output)):
-            label = f"output {name}" if not i else f"output {name} [{i}]"
-            tensors[label] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    def record_rerun(name: str, module: nn.Module, inputs: Any) -> None:
-        rerun.append(name)
-
     with restore_all(model), restore_modes(*pieces), torch.set_grad_enabled(training):
         set_mode(model, training)
         for piece in pieces:
             piece.training = training
         randomness = KeyedRandomness(model, effects.draws, 0, flatten_tensors(x)[0].device)
-        try:
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(randomness.remove)
             # in evaluation hooks would keep some modules off their fast paths
-            for piece in pieces if training else ():
-                modules = zip(piece.names, piece.called)
-                handles += [
-                    module.register_forward_hook(partial(record_output, name))
-                    for name, module in modules
-                ]
+            if training:
+                _record_outputs(pieces, tensors, hooks)
             # twice, because a model that counts its forwards may change in the second
             for _ in range(2 if training else 1):
                 torch.manual_seed(derive_seed("verification"))
@@ -216,38 +212,58 @@ def _run(
                     outputs, run_other_backwards = (
                         _chain(pieces, batch) if chained else (call_model(model, batch), None)
                     )
-            results = [t for t in flatten_tensors(outputs) if t.requires_grad]
-            tensors.update(
-                {
-                    f"result [{i}]": t.detach().clone()
-                    for i, t in enumerate(flatten_tensors(outputs))
-                }
-            )
-            generator = torch.Generator().manual_seed(derive_seed("verification"))
+            results = flatten_tensors(outputs)
+            tensors.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(results)})
             before = {name: b.clone() for name, b in model.named_buffers()}
-            directions = [
-                torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in results
-            ]
-            handles += [
-                m.register_forward_pre_hook(partial(record_rerun, name))
-                for name, m in model.named_modules()
-            ]
+            _record_reruns(model, rerun, hooks)
             with randomness.backward(0):
-                if results:
-                    torch.autograd.backward(results, directions)
+                _run_backward([t for t in results if t.requires_grad])
                 if run_other_backwards is not None and training:
                     run_other_backwards()
-        finally:
-            randomness.remove()
-            for handle in handles:
-                handle.remove()
         changed = [name for name, b in model.named_buffers() if not _is_same(b, before[name])]
-        named = model.named_parameters()
-        tensors.update(
-            {f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named}
-        )
-        tensors.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
+        for name, p in model.named_parameters():
+            tensors[f"gradient {name}"] = None if p.grad is None else p.grad.clone()
+        for name, buffer in model.named_buffers():
+            tensors[f"buffer {name}"] = buffer.detach().clone()
     return _Pass(tensors, changed, rerun)
+
+
+def _record_outputs(
+    pieces: Sequence[Piece],
+    tensors: dict[str, torch.Tensor | None],
+    hooks: contextlib.ExitStack,
+) -> None:
+    """Let the modules of the pieces put their outputs into `tensors`, until `hooks` ends."""
+
+    def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for i, tensor in enumerate(flatten_tensors(output)):
+            label = f"output {name}" if not i else f"output {name} [{i}]"
+            tensors[label] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    for piece in pieces:
+        for name, module in zip(piece.names, piece.called):
+            hooks.callback(module.register_forward_hook(partial(record, name)).remove)
+
+
+def _record_reruns(model: nn.Module, rerun: list[str], hooks: contextlib.ExitStack) -> None:
+    """Let the modules of a model add their names to `rerun` when they run, until `hooks` ends."""
+
+    def record(name: str, module: nn.Module, inputs: Any) -> None:
+        rerun.append(name)
+
+    for name, module in model.named_modules():
+        hooks.callback(module.register_forward_pre_hook(partial(record, name)).remove)
+
+
+def _run_backward(results: Sequence[torch.Tensor]) -> None:
+    """Run the backward from results with equal random gradients in every pass."""
+    generator = torch.Generator().manual_seed(derive_seed("verification"))
+    directions = []
+    for t in results:
+        direction = torch.randn(t.shape, generator=generator)
+        directions.append(direction.to(t.device, t.dtype))
+    if results:
+        torch.autograd.backward(results, directions)
 
 
 def _chain(pieces: Sequence[Piece], x: Any) -> tuple[Any, Callable[[], None]]:

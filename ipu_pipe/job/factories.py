@@ -103,7 +103,7 @@ def make_loss(config: Config, objects: Overrides) -> Loss:
     A loss or an output that Python gives as a function counts before the config's. A module's class
     is instantiated. Raise `BadInput` if the loss asks for something that it cannot be given.
     """
-    take = objects.output if callable(objects.output) else make_take(config)
+    take = objects.output if callable(objects.output) else make_output_selector(config)
     chosen: Any = objects.loss if callable(objects.loss) else None
     if chosen is None and config.loss == OWN:
         return OwnLoss(take)
@@ -136,7 +136,7 @@ def make_loss_weight(config: Config, objects: Overrides, loss: Loss) -> LossWeig
     return resolve_entry(config.loss_weight, "loss_weight")
 
 
-def make_take(config: Config, of_heads: bool = False) -> Take | None:
+def make_output_selector(config: Config, of_heads: bool = False) -> Take | None:
     """Return what `model.output` takes of a model's output: a field, an element, or a function's
     result; None for all of it.
 
@@ -435,7 +435,7 @@ def place_blocks(
             "parameters"
         )
         raise BadInput(f"stages.by: time: {why}")
-    take = make_take(config, of_heads=method.structure.layers is None)
+    take = make_output_selector(config, of_heads=method.structure.layers is None)
     model, part = make_blocks(
         model,
         x,

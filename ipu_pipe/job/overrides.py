@@ -46,7 +46,7 @@ class Overrides(NamedTuple):
     callbacks: Sequence[Any] | None = None
     loss_weight: LossWeight | str | None = None
 
-    def refuse_missing(self, config: Config) -> None:
+    def require_entries(self, config: Config) -> None:
         """Raise `BadInput` for each object that Python must pass and does not: `config` requires
         it, or its run had it.
         """

@@ -62,18 +62,18 @@ class StagedModel(NamedTuple):
         ]
 
 
-def _list_begins(staged: StagedModel) -> list[str]:
+def _list_boundaries(staged: StagedModel) -> list[str]:
     """Return the names at which the second and later blocks begin. Raise `BadInput` if the
     structure does not fit the model.
     """
     if staged.structure.blocks:
-        return _begin_chunks(staged, staged.structure.blocks)
+        return _list_chunk_boundaries(staged, staged.structure.blocks)
     if staged.structure.layers:
-        return _begin_last_stages(staged, staged.structure.layers)
+        return _find_last_boundary(staged, staged.structure.layers)
     return staged.make_partition().begin_names()
 
 
-def _begin_chunks(staged: StagedModel, chunks: int | tuple[str, ...]) -> list[str]:
+def _list_chunk_boundaries(staged: StagedModel, chunks: int | tuple[str, ...]) -> list[str]:
     if isinstance(chunks, tuple):
         # raises BadInput for unknown names and a wrong order
         partition(staged.model, staged.x, list(chunks), one_stage=staged.one_stage)
@@ -91,7 +91,7 @@ def _begin_chunks(staged: StagedModel, chunks: int | tuple[str, ...]) -> list[st
         ) from None
 
 
-def _begin_last_stages(staged: StagedModel, layers: int) -> list[str]:
+def _find_last_boundary(staged: StagedModel, layers: int) -> list[str]:
     part = staged.make_partition()
     begins = part.begin_names()
     if layers > len(part):
@@ -117,7 +117,7 @@ def make_blocks(
     `one_stage` as for `model.stages.partition`; `take` extracts from the model's output what its
     loss needs. Raise `BadInput`.
     """
-    begins = _list_begins(StagedModel(model, x, structure, stages, one_stage))
+    begins = _list_boundaries(StagedModel(model, x, structure, stages, one_stage))
     if count is not None and len(begins) + 1 != count:
         raise BadInput(
             f"stages: {len(begins) + 1} blocks, which need as many processes per replica, got "

@@ -3,11 +3,9 @@
 pipeline    the object, and the updates that a step returns: `Pipeline`, `Update`
 build       makes a model, its stages, schedule and rules from a config and objects: `build`
 checks      the settings that cannot be combined, and models that cannot be trained
-flow        the batches on their way: which were given, which have left: `Flow`
-cuts        where each batch ends in the schedule
+flow        the batches on their way: which were given, which have left, the cuts: `Flow`
 batches     divides a batch into microbatches, and hands them to the backend
 optimizer   the caller's optimizer, shared with the one that steps: `OptimizerHandle`
-arguments   the arguments that a config words otherwise
-wording     a config's keys in messages, as the caller's arguments
+arguments   the arguments that a config words otherwise, and its faults in their words
 trace       the page of what the devices did
 """

@@ -1,11 +1,13 @@
 """Arguments of `Pipeline` that a config words otherwise: the device, the deadline, the process
-group, settings of heads.
+group, settings of heads; and faults of a config in the words of these arguments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from typing import Any, Mapping
+import re
+from typing import Any, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -32,10 +34,10 @@ def make_backend_section(
     section = {"name": name, **(backend_args or {})}
     if device is not None:
         kind = torch.device(device).type if _is_device(device) else str(device)
-        _refuse_conflict(section, "device", kind)
+        _require_agreement(section, "device", kind)
         section["device"] = kind
     if deadline != DEADLINE:
-        _refuse_conflict(section, "deadline", deadline)
+        _require_agreement(section, "deadline", deadline)
         section["deadline"] = deadline
     section.setdefault("device", _find_device(model))
     section.setdefault("deadline", deadline)
@@ -61,7 +63,7 @@ def _is_device(device: str | torch.device) -> bool:
     return True
 
 
-def _refuse_conflict(section: Mapping[str, Any], key: str, value: Any) -> None:
+def _require_agreement(section: Mapping[str, Any], key: str, value: Any) -> None:
     if section.get(key, value) != value:
         why = (
             f"backend_args has {show(section[key])}: must be one of them: leave it out of "
@@ -98,7 +100,7 @@ def require_current_gpu(model: nn.Module, device: str | torch.device | None) -> 
         )
 
 
-def check_process_group(group: Any, backend: BackendConfig) -> None:
+def require_group_of_all(group: Any, backend: BackendConfig) -> None:
     """Raise `BadInput` if `group` is not one of all ranks in their order; None is the default
     group.
     """
@@ -125,7 +127,7 @@ def check_process_group(group: Any, backend: BackendConfig) -> None:
         raise BadInput(f"process_group: ranks {list_some(ranks, 8)} of {world}: {why}")
 
 
-def check_heads(heads: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+def require_head_settings(heads: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise `BadInput` if `heads` are not settings of the optimizer."""
     if not isinstance(heads, Mapping):
         raise BadInput(
@@ -149,3 +151,71 @@ def check_heads(heads: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> N
         kind([nn.Parameter(torch.zeros(1, 1))], **settings)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"heads: {error}") from error
+
+
+# ---- faults that are found in the keys of a config
+
+# (pattern, replacement), applied one after another
+ARGUMENTS: tuple[tuple[str, str], ...] = (
+    (r"^configure: ", ""),
+    (r" tools/train\.py CONFIG --set backend\.name=distributed", " your script"),
+    (r"^backend\.name: ", "backend: "),
+    (r" with backend\.ipu=null and precision=(\w+)", r' with precision="\1"'),
+    (r"\bbackend\.name[:=] ?(\w+)", r'backend="\1"'),
+    (r"\bbackend\.name\b", "backend"),
+    (r"backend: \{name: (\w+)\}", r'backend="\1"'),
+    (r"\bbackend\.(device|deadline)\b", r"\1"),
+    (r"\bbackend\.(\w+)", r"backend_args.\1"),
+    (r"\bgradient_accumulation\b", "microbatches"),
+    (r"\bmethod_args(\.|: )warmup\b", "warmup"),
+    (r"method_args: \{stash: true\}", 'method_args={"stash": True}'),
+    (
+        r"method_args: \{recompute: \{segments: \.\.\.\}\}",
+        'method_args={"recompute": {"segments": ...}}',
+    ),
+    (r"^clip\.(scope|norm): ", "clip: "),
+    (r"\bscope: stage with norm: ([\d.e+-]+)", r'clip=(\1, "stage")'),
+    (r"\bscope: (global|delayed_global)\b", r'scope "\1"'),
+    (r"^data: label ", "step: y: label "),
+    (r"\bset which one, as in model\.output: (\w+),", r'take one in the loss, as in output["\1"],'),
+    (r"; set model\.output", "; let the model return that"),
+    (r"^loss: model: ", "loss: None: "),
+    (r"\bloss: model\b", "loss=None"),
+    (
+        r"\bor an import string module:name of a function of the labels",
+        "or a function of the labels",
+    ),
+    (
+        r"\bneeds to know the devices: hardware: a name or file, or processes",
+        'needs backend="distributed"',
+    ),
+    (
+        r"\bneeds to know the devices: hardware: a name or file",
+        "chooses by a hardware description, which a config has",
+    ),
+    (r"\bmust be null\b", "must be None"),
+    (r"\bmust be true\b", "must be True"),
+    (r"\bmust be false\b", "must be False"),
+    (r": true\b", ": True"),
+    (r": false\b", ": False"),
+)
+
+
+def reword(fault: str) -> str:
+    """Return a fault of a config in the words of the arguments of `Pipeline`."""
+    for pattern, replacement in ARGUMENTS:
+        fault = re.sub(pattern, replacement, fault)
+    return fault
+
+
+@contextlib.contextmanager
+def name_arguments() -> Iterator[None]:
+    """Name the arguments of `Pipeline` in the faults of a `BadInput` that leaves the context,
+    instead of the keys of a config.
+    """
+    try:
+        yield
+    except BadInput as error:
+        error.faults = [reword(fault) for fault in error.faults]
+        error.args = ("; ".join(error.faults),)
+        raise

@@ -96,26 +96,16 @@ def set_up(
     microbatches are on the meta device (see `ipu_pipe.run.planning`).
     """
     objects = Overrides(model, data, loss, **others)
-    objects.refuse_missing(config)
+    objects.require_entries(config)
     if config.backend.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("backend.device: cuda: this machine has no usable CUDA device: use cpu")
-    set_numerics(config.backend)
-    if config.backend.threads:
-        torch.set_num_threads(config.backend.threads)
-    seed = derive_seed(config.seed, "model")
-    torch.manual_seed(seed)
-    # models and data sources may draw from Python's and numpy's generators too
-    RandomStates.from_seed(seed).write()
+    _set_process_state(config)
     device = torch.device("meta" if by_shape else config.backend.device)
     if model is None:
         with build_on_meta() if by_shape else contextlib.nullcontext():
             model = make_model(config)
     data = make_data(config) if data is None else data
-    _check_data(data)
-    validation = getattr(data, "validation", None)
-    if validation is not None and not callable(getattr(validation, "test_batches", None)):
-        why = "must be a DataSource, whose test set is the validation set"
-        raise BadInput(f"data: validation: {describe_kind(validation)}: {why}")
+    _require_callable_source(data)
     config = config.model_copy(update={"micro_batch_size": choose_batch_size(config, data)})
     loss_of_output = make_loss(config, objects)
     plain_loss = get_plain_loss(loss_of_output)
@@ -154,9 +144,20 @@ def set_up(
     )
 
 
-def _check_data(data: DataSource) -> None:
-    """Raise `BadInput` if a method of the data source cannot be called as a run calls it, or counts
-    no microbatches.
+def _set_process_state(config: Config) -> None:
+    """Set the numerics, the threads and all global random generators as the config says."""
+    set_numerics(config.backend)
+    if config.backend.threads:
+        torch.set_num_threads(config.backend.threads)
+    seed = derive_seed(config.seed, "model")
+    torch.manual_seed(seed)
+    # models and data sources may draw from Python's and numpy's generators too
+    RandomStates.from_seed(seed).write()
+
+
+def _require_callable_source(data: DataSource) -> None:
+    """Raise `BadInput` if a method of the data source, or its validation set, cannot be called as a
+    run calls it.
     """
     arguments = {
         "train_batch": ("epoch", "index", "batch_size"),
@@ -169,6 +170,10 @@ def _check_data(data: DataSource) -> None:
     raise_faults(
         [f"data: {type(data).__name__}.{name}: {why}" for name, why in reasons.items() if why]
     )
+    validation = getattr(data, "validation", None)
+    if validation is not None and not callable(getattr(validation, "test_batches", None)):
+        why = "must be a DataSource, whose test set is the validation set"
+        raise BadInput(f"data: validation: {describe_kind(validation)}: {why}")
 
 
 def choose_batch_size(config: Config, data: DataSource) -> int:
@@ -445,37 +450,16 @@ def assemble(
     setup = resolved.setup
     method = resolved.method
     full_optimizer = resolved.full_optimizer
-    per_epoch = resolved.per_epoch
     config = setup.config
-    updates = resolved.updates
     schedule = resolved.table.schedule
-    args = config.method_settings()
-    is_open_ended = "t1" in args and args["t1"]["anneal_updates"] is None
     if open_run is None:
-        rates = _make_rates(config, objects, full_optimizer, updates, per_epoch)
+        rates = _make_rates(config, objects, full_optimizer, resolved.updates, resolved.per_epoch)
     else:
         first_group = full_optimizer.param_groups[0]
         settings = open_run.settings
         rates = _Rates(0.0, lambda k: float(settings(k, first_group)["lr"]), None, settings)
-        if is_open_ended:
-            raise BadInput(
-                "method_args.t1.anneal_updates: null: the run's end is not known: must be a number "
-                "of updates"
-            )
-    # the learning-rate schedule gives T1's K by default
-    if is_open_ended:
-        lr_schedule = config.lr_schedule
-        first = (
-            round(min(lr_schedule.milestones) * per_epoch)
-            if lr_schedule.milestones and per_epoch
-            else None
-        )
-        anneal = choose_anneal_updates(
-            first, lr_schedule.warmup_steps, lr_schedule.total_steps or updates
-        )
-        args = {**args, "t1": {"anneal_updates": anneal}}
     rules = UpdateRules(
-        args,
+        _complete_rule_settings(resolved, is_open=open_run is not None),
         method,
         resolved.table.rule_lag(),
         config.gradient_accumulation,
@@ -487,8 +471,6 @@ def assemble(
         None if config.ema is None else config.ema.decay,
         rates.settings,
     )
-    uncast_loss = get_uncast_loss(get_plain_loss(setup.loss))
-    loss_used = Description(name=OWN) if isinstance(uncast_loss, OwnLoss) else describe(uncast_loss)
     placed = resolved.placed
     job = Job(
         **vars(setup),
@@ -502,14 +484,14 @@ def assemble(
         base_rate=rates.base,
         rate=rates.rate,
         plateau=rates.plateau,
-        updates_per_epoch=per_epoch,
-        updates=updates,
+        updates_per_epoch=resolved.per_epoch,
+        updates=resolved.updates,
         example=resolved.example,
         footprint=resolved.footprint,
         observation=resolved.observation,
         note=placed.note,
         done=done,
-        used=Given(optimizer=describe_optimizer(full_optimizer), loss=loss_used),
+        used=Given(optimizer=describe_optimizer(full_optimizer), loss=_describe_loss(setup.loss)),
         pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,
     )
@@ -522,6 +504,36 @@ def assemble(
     job.note = job.note or get_backend(config).describe(job)
     job.precision.forget_given_values()
     return job
+
+
+def _describe_loss(loss: Loss) -> Description:
+    """Return the description of the user's loss for the run's record."""
+    plain_loss = get_uncast_loss(get_plain_loss(loss))
+    return Description(name=OWN) if isinstance(plain_loss, OwnLoss) else describe(plain_loss)
+
+
+def _complete_rule_settings(resolved: Resolved, is_open: bool) -> dict[str, Any]:
+    """Return the settings of the method's rules. The learning-rate schedule gives T1's K by
+    default.
+
+    Raise `BadInput` if a run whose end is not known leaves K open.
+    """
+    config = resolved.setup.config
+    args = config.method_settings()
+    if "t1" not in args or args["t1"]["anneal_updates"] is not None:
+        return args
+    if is_open:
+        raise BadInput(
+            "method_args.t1.anneal_updates: null: the run's end is not known: must be a number "
+            "of updates"
+        )
+    lr_schedule = config.lr_schedule
+    first_milestone = None
+    if lr_schedule.milestones and resolved.per_epoch:
+        first_milestone = round(min(lr_schedule.milestones) * resolved.per_epoch)
+    updates = lr_schedule.total_steps or resolved.updates
+    anneal = choose_anneal_updates(first_milestone, lr_schedule.warmup_steps, updates)
+    return {**args, "t1": {"anneal_updates": anneal}}
 
 
 def _select_local_groups(groups: Groups, placed: Placed) -> Groups:

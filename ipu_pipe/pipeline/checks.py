@@ -56,7 +56,11 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
         for f in rules.list_conflicts(args, job.method, kind, group)
     ]
     conflicts = {
-        **_find_conflicts(job),
+        **_find_backend_conflicts(job),
+        **_find_single_stage_conflicts(job),
+        **_find_copy_conflicts(job),
+        **_find_stop_conflicts(job),
+        **_find_misplaced_block_settings(job),
         **(_find_block_conflicts(job) if job.method.structure is not None else {}),
     }
     faults = [*get_backend(job.config).list_faults(job)]
@@ -70,42 +74,13 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(faults))
 
 
-def _find_conflicts(job: Job) -> dict[str, Any]:
-    """Return the conflicts of settings with each other or with the model: fault -> whether it
-    applies.
-    """
+def _find_backend_conflicts(job: Job) -> dict[str, Any]:
+    """Return the settings that the backend, or the installed torch, does not support."""
     config = job.config
     method = job.method
-    args = job.config.method_settings()
-    replicas = config.replicas
-    accumulation = config.gradient_accumulation
-    scope = config.clip and config.clip.scope
-    by_stage = explain_stage_scope(config.clip.norm, len(job.partition)) if config.clip else ""
-    alone = f"{method.name} updates single stages" if method.history is not None else ""
-    if method.rounds is not None:
-        alone = f"{method.name} has replicas that step by themselves (method_args.replicas)"
-    # each copy of a layer would have its own such buffers, but a checkpoint has only those of the
-    # first copy
-    has_copies = (
-        replicas > 1 or method.rounds is not None or (method.structure and method.structure.overlap)
-    )
-    stops = (
-        []
-        if job.is_open
-        else [*list_drains(config, job.updates, job.updates_per_epoch, job.done), job.updates]
-    )
-    outer = method.rounds is not None and method.rounds.outer is not None
-    interval = (
-        method.rounds.interval(len(job.partition)) if method.rounds is not None and outer else 1
-    )
-    unsynchronized = next((k for k in stops if k % interval), None)
-    unapplied = next(
-        ((every, k) for every in args.get("block_accumulation", ()) for k in stops if k % every),
-        (0, 0),
-    )
     sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
     backend = config.backend.facts
-    faults: dict[str, Any] = {
+    return {
         f"checkpoint.format: sharded: needs torch 2.4 or later, this is {torch.__version__}: must "
         f"be single": sharded and read_torch_version() < (2, 4),
         f"lr_schedule.name: plateau: {backend.why_rates_are_fixed}: use another backend or "
@@ -123,6 +98,23 @@ def _find_conflicts(job: Job) -> dict[str, Any]:
         and backend.uses_processes,
         "model.compile: true: only backend: {name: distributed} compiles the modules of its "
         "stages: must be false": config.model.compile and not backend.compiles_modules,
+    }
+
+
+def _find_single_stage_conflicts(job: Job) -> dict[str, Any]:
+    """Return the settings that do not fit methods which update single stages or replicas, and the
+    scopes of clipping that do not fit the method.
+    """
+    config = job.config
+    method = job.method
+    replicas = config.replicas
+    accumulation = config.gradient_accumulation
+    scope = config.clip and config.clip.scope
+    by_stage = explain_stage_scope(config.clip.norm, len(job.partition)) if config.clip else ""
+    alone = f"{method.name} updates single stages" if method.history is not None else ""
+    if method.rounds is not None:
+        alone = f"{method.name} has replicas that step by themselves (method_args.replicas)"
+    return {
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
         f"gradient_accumulation: {accumulation}: {alone}: must be 1": alone and accumulation > 1,
         "method_args.delay_compensation: cannot be combined with loss_weight: it uses the gradient "
@@ -134,15 +126,47 @@ def _find_conflicts(job: Job) -> dict[str, Any]:
         f"clip.scope: {scope}: {alone}: use {by_stage}": alone and scope not in (None, "stage"),
         "clip.scope: delayed_global: cannot be combined with method_args.warmup, whose norms are "
         "not delayed: "
-        f"use {by_stage}": scope == "delayed_global" and "warmup" in args,
+        f"use {by_stage}": scope == "delayed_global" and "warmup" in config.method_settings(),
+    }
+
+
+def _find_copy_conflicts(job: Job) -> dict[str, Any]:
+    """Return what several copies of a layer cannot have: a checkpoint has only the buffers and the
+    mean square of the first copy.
+    """
+    method = job.method
+    replicas = job.config.replicas
+    overlaps = method.structure and method.structure.overlap
+    compensation = job.config.method_settings().get("delay_compensation", {})
+    return {
         f"model: {list_some(job.effects.buffers)}: buffers that training changes and reads: with "
         f"replicas, or layers that two "
-        "blocks hold, each copy would need its own: leave them out": has_copies
-        and job.effects.buffers,
+        "blocks hold, each copy would need its own: leave them out": job.effects.buffers
+        and (replicas > 1 or method.rounds is not None or overlaps),
         f"replicas: {replicas}: each would have its own mean square, but a checkpoint has only "
         f"one: must be 1, or "
         "method_args.delay_compensation.adaptive: false": replicas > 1
-        and args.get("delay_compensation", {}).get("adaptive"),
+        and compensation.get("adaptive"),
+    }
+
+
+def _find_stop_conflicts(job: Job) -> dict[str, Any]:
+    """Return the stops of a planned run, where it evaluates or saves, at which its replicas or
+    blocks have a round unfinished.
+    """
+    config = job.config
+    rounds = job.method.rounds
+    stops = []
+    if not job.is_open:
+        drains = list_drains(config, job.updates, job.updates_per_epoch, job.done)
+        stops = [*drains, job.updates]
+    synchronizes = rounds is not None and rounds.outer is not None
+    interval = rounds.interval(len(job.partition)) if rounds is not None and synchronizes else 1
+    unsynchronized = next((k for k in stops if k % interval), None)
+    counts = config.method_settings().get("block_accumulation", ())
+    incomplete = [(every, k) for every in counts for k in stops if k % every]
+    unapplied = incomplete[0] if incomplete else (0, 0)
+    return {
         f"method_args.outer: an evaluation, a checkpoint or the end comes after {unsynchronized} "
         f"steps, it must come after a "
         f"multiple of {interval}, when replicas synchronize (evaluate.steps, evaluate.every, "
@@ -152,14 +176,23 @@ def _find_conflicts(job: Job) -> dict[str, Any]:
         "must come after a multiple, when no gathered gradient is left (evaluate.every, "
         "checkpoint.every, steps)": unapplied[0],
     }
+
+
+def _find_misplaced_block_settings(job: Job) -> dict[str, Any]:
+    """Return the settings of blocks that a method without blocks has, or that are not one for each
+    block.
+    """
+    structure = job.method.structure
+    args = job.config.method_settings()
+    faults: dict[str, Any] = {}
     for key in ("block_rates", "block_accumulation", "head"):
         value = args.get(key)
         blocks = (
             f"must be one for each of {len(job.partition)} blocks"
-            if method.structure
-            else f"{method.name} has no blocks"
+            if structure
+            else f"{job.method.name} has no blocks"
         )
-        wrong = not method.structure or (key != "head" and len(value or ()) != len(job.partition))
+        wrong = not structure or (key != "head" and len(value or ()) != len(job.partition))
         faults[f"method_args.{key}: {show(value)}: {blocks}"] = value is not None and wrong
     return faults
 

@@ -6,6 +6,7 @@ them by the same `Flow`.
     drain   the stretch of the schedule that has begun is finished, and the next batch begins another one
 
 Nobody knows the end of the run: the schedule is open, and a drain is added to it when it happens.
+The schedule names the cut of each step: the slot in which stage 0 begins the next batch.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from typing import Iterator
 from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.job.record import Job
-from ipu_pipe.pipeline.cuts import Cuts
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.timelines import open_schedule
 from ipu_pipe.schedule.versions import VersionTable
+
+# Cuts are read in windows that widen, since one slot alone costs as much as hundreds at once: the
+# batches of the first window after a drain, and of the widest.
+NARROWEST = 8
+WIDEST = 512
 
 
 class Flow:
@@ -41,24 +47,35 @@ class Flow:
         """Give the next batch, and run the actions of slots before the one after it enters."""
         k = self.given
         self.given = k + 1
-        self.engine.give(k, self._cuts.find(k + 1))
+        self.engine.give(k, self.find_cut(k + 1))
 
     def take(self) -> Iterator[tuple[int, StepResult]]:
         """Yield the number and the result of each update that has left the pipeline since the last
         call.
         """
         takes_at_once = self._is_planned and self.engine.makes_updates_at_once
-        yield from self._take_before(self.given if takes_at_once else self._count_left(self.given))
+        return self._take_before(self.given if takes_at_once else self.count_left(self.given))
 
-    def _count_left(self, batches: int) -> int:
-        """Return the updates that have left the pipeline when this many batches were given."""
+    def find_cut(self, batch: int) -> int:
+        """Return the slot of stage 0's first forward of a batch, 0 if the method has no
+        pipeline.
+        """
+        # the window may move, so the index comes first
+        index = self._locate(batch)
+        return self._slots[index]
+
+    def count_left(self, batches: int) -> int:
+        """Return the updates that have left the pipeline when this many batches were given: those
+        that all stages have made before the next batch enters.
+        """
         if self.engine.is_empty_after_calls:
             return batches
         if self._is_planned and self._job.method.structure is not None:
             # the first of blocks with losses of their own is as many updates ahead of the last as
             # there are blocks
             return max(batches - len(self._job.partition), 0)
-        return self._cuts.count_left(batches)
+        index = self._locate(batches)
+        return self._left_counts[index]
 
     def _take_before(self, end: int) -> Iterator[tuple[int, StepResult]]:
         for k in range(self.left, end):
@@ -110,21 +127,65 @@ class Flow:
         if self._job.method.rounds is not None and table is not None:
             return table.schedule.get_drain_interval(k)[1]
         batches = k + 1
-        while self._count_left(batches) <= k:
+        while self.count_left(batches) <= k:
             batches += 1
         # a run cannot end inside a device's call
         per_call = self.engine.updates_per_call
         return -(-batches // per_call) * per_call
 
     def _open(self) -> None:
-        """Give the job the versions of a schedule with the drains so far and an open end."""
+        """Give the job the versions of a schedule with the newest drains and an open end.
+
+        The drains before the last two are left out, so that a drain costs the same however many
+        came before it: no pass after a drain reads what was before it, and the engine that finishes
+        a stretch asks for the beginning and the end of that stretch alone.
+        """
         job = self._job
         # randomized methods draw from the epochs of a planned run, and pass nothing from stage to
         # stage
         if job.method.history is None or job.is_open:
-            accumulate = job.schedule.accumulate
             schedule = open_schedule(
-                job.method, len(job.partition), accumulate, self.drains, job.rules.switch
+                job.method,
+                len(job.partition),
+                job.schedule.accumulate,
+                self.drains[-2:],
+                job.rules.switch,
             )
             job.open_table = VersionTable(schedule, job.method, job.config.seed)
-        self._cuts = Cuts(job)
+        # the window of cuts: of the batches from `_first` on
+        self._first = 0
+        self._slots: list[int] = []
+        self._left_counts: list[int] = []
+
+    def _locate(self, batch: int) -> int:
+        """Return the index of a batch in the window of cuts, which moves on to it if it must."""
+        if not self._first <= batch < self._first + len(self._slots):
+            width = min(max(2 * len(self._slots), NARROWEST), WIDEST)
+            self._first = batch
+            self._slots, self._left_counts = self._read_cuts(batch, width)
+        return batch - self._first
+
+    def _read_cuts(self, batch: int, width: int) -> tuple[list[int], list[int]]:
+        """Return the cuts before `width` batches from `batch` on, and the updates that all stages
+        have made before each of them.
+        """
+        job = self._job
+        if job.method.history is not None:
+            # no pipeline: each update has left when the next batch enters
+            return [0] * width, list(range(batch, batch + width))
+        assert job.open_table is not None
+        schedule = job.open_table.schedule
+        accumulate = schedule.accumulate
+        first_microbatch = batch * accumulate
+        end_microbatch = (batch + width) * accumulate
+        # rows from a file may begin with any microbatch of a batch
+        slots = (
+            schedule.slots(Kind.FORWARD, first_microbatch, end_microbatch, slice(0, 1))
+            .reshape(width, accumulate)
+            .min(axis=1)
+        )
+        # with local losses no gradient comes back, and the last stage's loss takes as many slots to
+        # arrive
+        margin = len(job.partition) - 1 if job.method.structure is not None else 0
+        counts = schedule.count_before(Kind.UPDATE, slots - margin).min(axis=0)
+        return slots.tolist(), counts.tolist()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.pipeline.arguments import check_heads
+from ipu_pipe.pipeline.arguments import require_head_settings
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.optimizer import Groups
 
@@ -139,7 +139,7 @@ class OptimizerHandle:
                 "cannot: use another"
             )
         if heads is not None:
-            check_heads(heads, optimizer)
+            require_head_settings(heads, optimizer)
         trained = {id(p) for p in model.parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         strange = sum(id(p) not in trained for p in parameters)
@@ -149,13 +149,6 @@ class OptimizerHandle:
                 f"optimizer: {strange} of its {len(parameters)} parameters are not the model's: "
                 f"{why}"
             )
-        earlier = self._in_use.get(optimizer)
-        if earlier is not None and earlier() is not None:
-            raise BadInput(
-                "optimizer: another Pipeline steps it: close() that one first, or make a new "
-                "optimizer"
-            )
-        self._in_use[optimizer] = weakref.ref(self)
         self.optimizer = optimizer
         self._heads = heads
         self._member_of = {
@@ -165,9 +158,26 @@ class OptimizerHandle:
         self._is_stepping = False
         # the optimizer's `step` that has been called so that schedulers have seen it
         self._counted_step: Callable[..., Any] | None = None
+        self._hook: Any = None
+        self.claim()
+
+    def claim(self) -> None:
+        """Let nothing but this handle step the optimizer, until it is released. Raise `BadInput` if
+        it is in another handle.
+        """
+        reference = self._in_use.get(self.optimizer)
+        owner = None if reference is None else reference()
+        if owner is self:
+            return
+        if owner is not None:
+            raise BadInput(
+                "optimizer: another Pipeline steps it: close() that one first, or make a new "
+                "optimizer"
+            )
+        self._in_use[self.optimizer] = weakref.ref(self)
         # registered on the caller's handle alone: the optimizer that steps has the caller's other
         # hooks
-        self._hook = optimizer.register_step_pre_hook(self._refuse_step)
+        self._hook = self.optimizer.register_step_pre_hook(self._refuse_step)
 
     @property
     def group_count(self) -> int:
@@ -219,7 +229,7 @@ class OptimizerHandle:
         groups = copy.deepcopy(self.optimizer.state_dict()["param_groups"])
         return {"kind": type(self.optimizer).__name__, "groups": groups}
 
-    def check_settings(self, saved: Mapping[str, Any]) -> None:
+    def require_settings_of_kind(self, saved: Mapping[str, Any]) -> None:
         """Raise `BadInput` if settings of `export_settings` are another optimizer's."""
         kind = type(self.optimizer).__name__
         groups = self.optimizer.param_groups
@@ -310,4 +320,7 @@ class OptimizerHandle:
     def release(self) -> None:
         """Let the caller, or another pipeline, step the optimizer again."""
         self._hook.remove()
-        self._in_use.pop(self.optimizer, None)
+        reference = self._in_use.get(self.optimizer)
+        # another handle may have claimed it since this one was released
+        if reference is not None and reference() in (self, None):
+            del self._in_use[self.optimizer]

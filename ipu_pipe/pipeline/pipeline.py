@@ -27,16 +27,15 @@ from torch import nn
 
 from ipu_pipe.backends.interface import POPTORCH_PREFIX, Engine, StepResult
 from ipu_pipe.backends.processes.agreement import compare_inputs
-from ipu_pipe.backends.processes.calls import CallRecord
-from ipu_pipe.backends.processes.lost_ranks import LostRank
+from ipu_pipe.backends.processes.lost_ranks import CallRecord, LostRank
 from ipu_pipe.backends.ranks import are_joined, read_torch_version
 from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
-from ipu_pipe.errors import BadInput, Divergence, RunFault
+from ipu_pipe.config.schema import Config
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.batch import count_samples, map_tensors
@@ -46,10 +45,11 @@ from ipu_pipe.model.restoring import record_modes, restore_modes
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.arguments import (
     DEADLINE,
-    check_process_group,
     make_backend_section,
     make_clip_section,
+    name_arguments,
     require_current_gpu,
+    require_group_of_all,
 )
 from ipu_pipe.pipeline.batches import (
     GivenBatches,
@@ -63,9 +63,9 @@ from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
-from ipu_pipe.pipeline.wording import name_arguments
+from ipu_pipe.replay.work import require_finite
 from ipu_pipe.report.memory import build_memory_record
-from ipu_pipe.schedule.methods import DefaultAccumulate, resolve_method
+from ipu_pipe.schedule.methods import DefaultAccumulate, Method, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -200,7 +200,8 @@ class Pipeline:
 
     Raise `BadInput` if the arguments or the model do not fit, at the latest in the first `step`. An
     error inside a call breaks the object on all ranks: every later call but `close` raises
-    `RunFault`.
+    `RunFault`. In one process a first step that is refused changes nothing: mend the batch and step
+    again.
     """
 
     def __init__(
@@ -270,23 +271,10 @@ class Pipeline:
             "log": {"trace": make_trace_section(trace), "tensorboard": False},
         }
         with name_arguments():
-            if microbatches is None:
-                # checks the method's name before its default is looked up
-                configure(**keys)
-                microbatches = _choose_microbatches(method, args, stage_count)
-            self._config = configure(gradient_accumulation=microbatches, **keys)
-            self._method = resolve_method(self._config.method, self._config.method_settings())
-            if heads is not None and self._method.structure is None:
-                raise BadInput(
-                    f"heads: {heads}: method {method} adds no auxiliary heads: leave it out"
-                )
+            self._config, self._method = _configure(keys, microbatches, stage_count, heads)
             launch(self._config, {"warmup": warmup, "heads": heads})
-            check_process_group(process_group, self._config.backend)
+            require_group_of_all(process_group, self._config.backend)
             require_current_gpu(model, device)
-        if self._method.history is not None and self._method.history.order == "schedule":
-            raise BadInput(
-                'method_args.order: schedule: takes batches in another order than a loop gives them: use "random"'
-            )
         self._warmup = warmup
         self._example = example
         self._loss_weight = loss_weight
@@ -332,7 +320,7 @@ class Pipeline:
         self._require_usable("step")
         if not torch.is_grad_enabled():
             raise RuntimeError("step: called under no_grad: training needs gradients")
-        _refuse_autocast("step")
+        _require_no_autocast("step")
         changed = find_changed_mode(self.model, self._modes) if self._modes else None
         if changed:
             raise RuntimeError(
@@ -600,7 +588,7 @@ class Pipeline:
         # states of earlier versions have no settings
         settings = state.get("settings")
         if settings is not None:
-            self._handle.check_settings(settings)
+            self._handle.require_settings_of_kind(settings)
         self._drain("load_state_dict")
         self._loaded = state
         self._pending = []
@@ -772,7 +760,8 @@ class Pipeline:
         with name_arguments(), attribute_faults(
             lambda: "before training"
         ), contextlib.ExitStack() as undo:
-            # arguments that do not fit leave the model and the optimizer as they were
+            # a batch or arguments that do not fit leave the model and the optimizer as they were
+            self._handle.claim()
             undo.callback(self._handle.release)
             undo.callback(record_modes(self.model))
             with restore_random_states():
@@ -780,19 +769,21 @@ class Pipeline:
                 setup = set_up(objects.describe_in(config), **objects._asdict())
                 undo.callback(setup.precision.give_back)
                 resolved = resolve(setup, objects, open_run=open_run)
-                self._job = assemble(resolved, objects, open_run=open_run)
-                if self._job.traced_updates:
+                job = assemble(resolved, objects, open_run=open_run)
+                if job.traced_updates:
                     self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
-                    self._job.folder = Path(self._events_folder.name)
-                self._flow = Flow(self._job)
+                    job.folder = Path(self._events_folder.name)
+                flow = Flow(job)
             undo.pop_all()
-        for line in describe_modes(self.model, self._job.came_evaluating):
+        self._job = job
+        self._flow = flow
+        for line in describe_modes(self.model, job.came_evaluating):
             warnings.warn(line, stacklevel=3)
         self._modes = {module: module.training for module in self.model.modules()}
-        self._stage_count = len(self._job.partition)
+        self._stage_count = len(job.partition)
         if self._loaded is not None:
-            self._load(self._job, self._flow)
-        return self._job, self._flow
+            self._load(job, flow)
+        return job, flow
 
     def _choose_member(self, name: str, parameter: nn.Parameter) -> int | None:
         """Return the caller's group of a parameter, or the one of auxiliary heads, which the method
@@ -947,21 +938,10 @@ class Pipeline:
         updates = self._pending
         self._pending = []
         for k, result in results:
-            self._refuse_nonfinite(job, k, result)
+            require_finite(job, k, [loss for loss, _ in result.blocks] or [result.loss])
             updates.append(Update(k, result.loss, result.accuracy, result.blocks))
         self._handle.forget_before(self.finished)
         return updates
-
-    def _refuse_nonfinite(self, job: Job, k: int, result: StepResult) -> None:
-        losses = [loss for loss, _ in result.blocks] or [result.loss]
-        wrong = [loss for loss in losses if loss is not None and not math.isfinite(loss)]
-        if wrong and not self._config.allow_nonfinite:
-            reason = f"update {k} of method {job.method.name}: the training loss is {wrong[0]}"
-            advice = (
-                "a smaller learning rate or a warm-up of it may help (allow_nonfinite=True "
-                "continues)"
-            )
-            raise Divergence(reason, f"{advice}{explain_divergence(job, k)}")
 
     # ---- inside: drains
 
@@ -974,7 +954,7 @@ class Pipeline:
         undrainable = self._find_undrainable()
         if undrainable is not None:
             raise ValueError(f"{call}: {undrainable}")
-        _refuse_autocast(call)
+        _require_no_autocast(call)
         # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has
         # backwards to run
         with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
@@ -1061,14 +1041,16 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _break_on_error(self, call: str) -> Iterator[None]:
-        """Break the object if an exception leaves the context. Name the call that a lost rank has
-        not made.
+        """Break the object if an exception leaves the context, unless it is built in this process
+        alone and was refused. Name the call that a lost rank has not made.
         """
         try:
             with self._calls.enter(f"step {self.updates}" if call == "step" else call):
                 yield
         except BaseException as error:
-            self._is_broken = True
+            # what was refused before the job was built has changed nothing in this process, but
+            # other ranks may have gone on
+            self._is_broken = self._flow is not None or are_joined()
             if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):
                 raise RunFault(
                     f"{error}; {self._calls.explain(error.__cause__.ranks)}"
@@ -1101,6 +1083,30 @@ def _count_stages(model: nn.Module, stages: Any) -> int | None:
     if isinstance(stages, (list, tuple)):
         return len(stages) + 1
     return stages.get("count") if isinstance(stages, Mapping) else None
+
+
+def _configure(
+    keys: Mapping[str, Any], microbatches: int | None, stage_count: int | None, heads: Any
+) -> tuple[Config, Method]:
+    """Return the config of `keys` and its method. Raise `BadInput` for a method that a loop cannot
+    have, or that does not fit `heads`.
+    """
+    if microbatches is None:
+        # checks the method's name before its default is looked up
+        configure(**keys)
+        microbatches = _choose_microbatches(keys["method"], keys["method_args"], stage_count)
+    config = configure(gradient_accumulation=microbatches, **keys)
+    method = resolve_method(config.method, config.method_settings())
+    if heads is not None and method.structure is None:
+        raise BadInput(
+            f"heads: {heads}: method {config.method} adds no auxiliary heads: leave it out"
+        )
+    if method.history is not None and method.history.order == "schedule":
+        raise BadInput(
+            "method_args.order: schedule: takes batches in another order than a loop gives them: "
+            'use "random"'
+        )
+    return config, method
 
 
 def _choose_microbatches(name: str, args: Mapping[str, Any], stage_count: int | None) -> int:
@@ -1136,7 +1142,7 @@ def _select_model_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state["model"].items() if not name.startswith(HEADS)}
 
 
-def _refuse_autocast(call: str) -> None:
+def _require_no_autocast(call: str) -> None:
     """Raise `RuntimeError` where passes would run in another precision than the pipeline's."""
     # a device is an argument from torch 2.4 on; processes of earlier versions have no CUDA to cast
     # for

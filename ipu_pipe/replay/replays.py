@@ -202,7 +202,7 @@ class ReplayPlan:
                 start, min(self._stop + source.reach, source.count)
             )
             self._updates = updates + np.cumsum(window.updates, axis=1) - window.updates
-            check_reads(window, self._updates, start, source.reach)
+            require_made_versions(window, self._updates, start, source.reach)
             self._views = self._correct(window)
             # the passes that may read a version after its update
             self._late_passes: list[str] = [
@@ -289,7 +289,7 @@ class ReplayPlan:
         return later
 
 
-def check_reads(window: ReplayWindow, updates: IntArray, first: int, reach: int) -> None:
+def require_made_versions(window: ReplayWindow, updates: IntArray, first: int, reach: int) -> None:
     """Raise `BadInput` for the first replay of a window that reads a version not yet made or no
     longer stored.
 

@@ -41,7 +41,7 @@ class Work:
     the optimizer, which holds the parameters of the stages in this process. `clip`: (norm, scope)
     or None. `microbatch`: the first microbatch to run, greater than 0 after a resume. `replays`:
     the source of replays if it is not the version table. `block_updates`: the number of updates of
-    single stages that make one update of the run. `refuse_nonfinite(update, losses)`: raises
+    single stages that make one update of the run. `require_finite(update, losses)`: raises
     `Divergence` if a loss is not finite and the config does not allow it; by default nothing is
     checked. `weighs`: the microbatches of an update have weights (`LossShare`); otherwise all count
     the same. `after_update(update, stages, averaged)`: called when these stages have made an
@@ -56,7 +56,7 @@ class Work:
     microbatch: int = 0
     replays: Replays | None = None
     block_updates: int = 1
-    refuse_nonfinite: Callable[[int, Iterable[float | None]], None] = lambda update, losses: None
+    require_finite: Callable[[int, Iterable[float | None]], None] = lambda update, losses: None
     weighs: bool = False
     after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
 
@@ -87,14 +87,14 @@ class Work:
             first,
             replays,
             count,
-            partial(refuse_nonfinite, job),
+            partial(require_finite, job),
             weighs,
         )
         if job.is_open:
             # a loss is checked when its update leaves the pipeline, at the same step on all
             # processes
             return replace(
-                work, refuse_nonfinite=lambda update, losses: None, after_update=job.after_update
+                work, require_finite=lambda update, losses: None, after_update=job.after_update
             )
         return work
 
@@ -166,82 +166,98 @@ class Work:
         return stage_update if history.order == "schedule" else update // self.block_updates
 
 
-def refuse_nonfinite(job: Job, k: int, losses: Iterable[float | None]) -> None:
+def require_finite(job: Job, k: int, losses: Iterable[float | None]) -> None:
     """Raise `Divergence`, with what theory says, if a loss of update k is not a finite number,
     unless the config allows it.
 
     An update whose microbatches have no weight has no loss (None).
     """
     wrong = [loss for loss in losses if loss is not None and not math.isfinite(loss)]
-    if wrong and not job.config.allow_nonfinite:
-        scaling = (
-            ""
-            if job.config.backend.ipu is None
-            else ", or another backend.ipu.loss_scaling in half precision"
+    if not wrong or job.config.allow_nonfinite:
+        return
+    if job.is_open:
+        advice = (
+            "a smaller learning rate or a warm-up of it may help (allow_nonfinite=True continues)"
         )
-        raise Divergence(
-            f"update {k} of method {job.method.name}: the training loss is {wrong[0]}",
+    else:
+        scaling = ""
+        if job.config.backend.ipu is not None:
+            scaling = ", or another backend.ipu.loss_scaling in half precision"
+        advice = (
             f"a smaller optimizer.lr or lr_schedule.warmup_steps may help{scaling} "
             f"(allow_nonfinite: true continues anyway)"
-            f"{explain_divergence(job, k)}",
         )
+    raise Divergence(
+        f"update {k} of method {job.method.name}: the training loss is {wrong[0]}",
+        f"{advice}{explain_divergence(job, k)}",
+    )
 
 
 def list_exactness_faults(job: Job) -> list[str]:
     """Return the reasons why emulator and processes cannot run a job exactly."""
     method = job.method
-    stages = len(job.partition)
-    reasons = []
-    scope = job.config.clip.scope if job.config.clip else None
-    if scope == "delayed_global" and method.flushes:
+    reads_old = method.reads_old(len(job.partition))
+    reasons = _explain_clipping(job)
+    if reads_old or job.config.replicas > 1:
+        reasons += _explain_written_weights(job)
+    if reads_old and method.backward_reads is Reads.NEWEST and job.observation.derived:
         reasons.append(
+            f"model: with {method.name} the backward must read newer weights than the forward, "
+            f"but the forward keeps tensors derived from {list_some(job.observation.derived)} "
+            f"(weight norm, autocast, InstanceNorm and the like do): use layers that use their "
+            "weights directly, or method_args: {stash: true}"
+        )
+    # a file of rows may have another order than the microbatches'
+    if method.order is not None and method.order.file:
+        reasons += _explain_order(job, method.order.file)
+    return reasons
+
+
+def _explain_clipping(job: Job) -> list[str]:
+    """Return why the gradients cannot be clipped by the norm that the config names."""
+    method = job.method
+    clip = job.config.clip
+    if clip is None:
+        return []
+    if clip.scope == "delayed_global" and method.flushes:
+        return [
             f"clip.scope: delayed_global: with {method.name} the global norm itself is known: use "
             f"scope: global"
-        )
+        ]
+    stages = len(job.partition)
     # methods that update single stages have a line of their own
-    if (
-        job.config.clip is not None
-        and scope == "global"
-        and method.reads_old(stages)
-        and method.history is None
-    ):
-        remedy = explain_stage_scope(job.config.clip.norm, stages)
-        reasons.append(
-            f"clip.scope: global: with {method.name} a stage updates before the others' gradients "
-            f"exist, so the global norm "
-            f"is not known: use {remedy}, scope: delayed_global, or a synchronous method"
-        )
-    has_replicas = job.config.replicas > 1
-    if (
-        (method.reads_old(stages) or has_replicas)
-        and not get_first_tensor(job.example[0]).is_meta
-        and job.effects.weights
-    ):
-        why = (
-            "with replicas each would write its own"
-            if has_replicas
-            else f"with {method.name} several versions are in use"
-        )
-        reasons.append(
-            f"model: {list_some(job.effects.weights)}: the forward writes this weight (max_norm of "
-            f"an embedding?), and {why}:"
-            " write no weight, or use a method that flushes, without replicas"
-        )
-    if method.reads_old(stages) and method.backward_reads is Reads.NEWEST:
-        names = job.observation.derived
-        if names:
-            reasons.append(
-                f"model: with {method.name} the backward must read newer weights than the forward, "
-                f"but the forward keeps "
-                f"tensors derived from {list_some(names)} (weight norm, autocast, InstanceNorm and "
-                f"the like do): use layers "
-                "that use their weights directly, or method_args: {stash: true}"
-            )
-    # a file of rows may have another order than the microbatches'
-    file = method.order.file if method.order is not None else None
-    if file and not all(
-        stretch.tables[Kind.FORWARD].is_in_order() for stretch in job.schedule.stretches
-    ):
+    if clip.scope != "global" or not method.reads_old(stages) or method.history is not None:
+        return []
+    return [
+        f"clip.scope: global: with {method.name} a stage updates before the others' gradients "
+        f"exist, so the global norm "
+        f"is not known: use {explain_stage_scope(clip.norm, stages)}, scope: delayed_global, or a "
+        f"synchronous method"
+    ]
+
+
+def _explain_written_weights(job: Job) -> list[str]:
+    """Return why a forward may not write weights of which there are several versions or copies."""
+    if get_first_tensor(job.example[0]).is_meta or not job.effects.weights:
+        return []
+    why = (
+        "with replicas each would write its own"
+        if job.config.replicas > 1
+        else f"with {job.method.name} several versions are in use"
+    )
+    return [
+        f"model: {list_some(job.effects.weights)}: the forward writes this weight (max_norm of "
+        f"an embedding?), and {why}:"
+        " write no weight, or use a method that flushes, without replicas"
+    ]
+
+
+def _explain_order(job: Job, file: str) -> list[str]:
+    """Return why passes cannot run in the order of a file of rows: what they change depends on
+    it.
+    """
+    reasons = []
+    if not all(stretch.tables[Kind.FORWARD].is_in_order() for stretch in job.schedule.stretches):
         norms = [
             name
             for name, module in job.model.named_modules()
@@ -254,7 +270,7 @@ def list_exactness_faults(job: Job) -> list[str]:
                 f"microbatches', and the model's"
                 f" forward changes buffers ({list_some(changed)}): list the forwards in order"
             )
-    tied = list(job.partition.list_tied(job.model)) if file and not job.schedule.in_order else []
+    tied = [] if job.schedule.in_order else list(job.partition.list_tied(job.model))
     if tied:
         reasons.append(
             f"method_args.file: {file}: a stage does its backwards in another order than the "

@@ -300,7 +300,7 @@ def _list_wrong_methods(callback: Callback) -> List[str]:
     return [f"{name}: {why}" for name, why in reasons.items() if why]
 
 
-def refuse_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
+def require_supported_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
     """Raise `BadInput` with one line for each callback that cannot work in the job, and for a wrong
     `evaluate.best`.
     """

@@ -116,53 +116,19 @@ class TrainingLoop:
         self.progress.say(format_opening(job, position.update))
         self.flow = Flow(job, position.update, is_planned=True)
         self.engine = engine = self.flow.engine
-        keep = (
-            job.config.checkpoint.keep
-            if job.config.checkpoint is not None and self.run is not None
-            else None
-        )
+        settings = job.config.checkpoint
+        keep = settings.keep if settings is not None and self.run is not None else None
         self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group, keep)
         try:
             with save_traceback(self.out), open_log(
                 self.run, job.config.log.tensorboard, position.update
             ) as self.log:
-                done = position.update
-                newest = self.out / "checkpoints" / f"step-{done}" if done else None
-                rate = job.rate(max(done - 1, 0))
-                self.moment = replace(
-                    self.moment,
-                    step=done,
-                    epoch=job.count_epochs(done),
-                    rate=rate,
-                    checkpoint=newest,
-                )
-                self._call_back("on_start")
-                if position.update == 0:
-                    position.initial = self._evaluate("test")
-                    if job.validation is not None:
-                        self._evaluate("validation")
+                self._begin()
                 self._train()
                 self._finish_saving()
-                # a run that was killed after its last update, before its summary was written, has
-                # no metrics yet
-                if not self.moment.metrics:
-                    self.log, log = log_nothing, self.log
-                    self._evaluate(job.watched_split)
-                    self.log = log
-                if job.watched_split != "test":
-                    self._evaluate("test")
+                self._complete_metrics()
         except BaseException as error:
-            # suppress later errors, so that the error that ended the run is reported
-            with contextlib.suppress(Exception):
-                self.saver.wait()
-            with contextlib.suppress(Exception):
-                engine.abort()
-            # user code may exit with status 0, which would mean that the run is finished
-            is_users = find_user_fault(error) is None and find_user_frame(error) is not None
-            if isinstance(error, SystemExit) or (
-                is_users and not isinstance(error, KeyboardInterrupt)
-            ):
-                raise_attributed(error, f"after update {position.update}")
+            self._abort(error)
             raise
         else:
             if job.rules.decay is not None:
@@ -181,6 +147,49 @@ class TrainingLoop:
         with save_traceback(self.out):
             self._call_back("on_end")
         return report
+
+    def _begin(self) -> None:
+        """Call the callbacks at the start of the process, and evaluate the initial weights of a new
+        run.
+        """
+        job = self.job
+        done = self.position.update
+        self.moment = replace(
+            self.moment,
+            step=done,
+            epoch=job.count_epochs(done),
+            rate=job.rate(max(done - 1, 0)),
+            checkpoint=self.out / "checkpoints" / f"step-{done}" if done else None,
+        )
+        self._call_back("on_start")
+        if not done:
+            self.position.initial = self._evaluate("test")
+            if job.validation is not None:
+                self._evaluate("validation")
+
+    def _complete_metrics(self) -> None:
+        """Evaluate at the end of the run what its updates have not evaluated."""
+        job = self.job
+        # a run that was killed after its last update, before its summary was written, has no
+        # metrics yet
+        if not self.moment.metrics:
+            self.log, log = log_nothing, self.log
+            self._evaluate(job.watched_split)
+            self.log = log
+        if job.watched_split != "test":
+            self._evaluate("test")
+
+    def _abort(self, error: BaseException) -> None:
+        """End the engine after an error, and name the update in one of the user's code."""
+        # suppress later errors, so that the error that ended the run is reported
+        with contextlib.suppress(Exception):
+            self.saver.wait()
+        with contextlib.suppress(Exception):
+            self.engine.abort()
+        # user code may exit with status 0, which would mean that the run is finished
+        is_users = find_user_fault(error) is None and find_user_frame(error) is not None
+        if isinstance(error, SystemExit) or (is_users and not isinstance(error, KeyboardInterrupt)):
+            raise_attributed(error, f"after update {self.position.update}")
 
     def _write_start(self) -> None:
         """Write the files that describe the start of the run, on the main process."""
@@ -292,7 +301,8 @@ class TrainingLoop:
             while flow.given < self.end:
                 evaluates, saves = job.plan_pauses(flow.given + 1)
                 self._step(drains=evaluates or saves)
-                self._finish_saving(waits=False)
+                if self.saver.is_saving:
+                    self._finish_saving(waits=False)
                 self._pause(evaluates, saves)
                 if self.has_callbacks and (evaluates or saves or self.watches_updates):
                     self._agree_on_end()

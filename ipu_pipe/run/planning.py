@@ -24,7 +24,13 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.job.factories import make_data, make_loss, make_model, make_take, resolve_head
+from ipu_pipe.job.factories import (
+    make_data,
+    make_loss,
+    make_model,
+    make_output_selector,
+    resolve_head,
+)
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import (
@@ -42,7 +48,7 @@ from ipu_pipe.plan.candidates import choose_methods
 from ipu_pipe.plan.config_cut import make_problem
 from ipu_pipe.plan.planner import SHOWN, make_plan
 from ipu_pipe.plan.prediction import Problem
-from ipu_pipe.run.callbacks import make_callbacks, refuse_callbacks
+from ipu_pipe.run.callbacks import make_callbacks, require_supported_callbacks
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import suggest
 
@@ -56,7 +62,7 @@ def build_for_planning(config: Config) -> Job:
     """
     called = make_callbacks(config, None, empty=True)
     job = _build_by_shape(config) or build(config)
-    refuse_callbacks(job, called)
+    require_supported_callbacks(job, called)
     return job
 
 
@@ -110,7 +116,7 @@ def count_config_units(config: Config, measured: bool = False, blocks: bool = Fa
     if not blocks:
         return ConfigUnits(costed, entering, samples)
     counted = count_blocks(
-        model, x, costed.units, resolve_head(config), make_take(config, of_heads=True)
+        model, x, costed.units, resolve_head(config), make_output_selector(config, of_heads=True)
     )
     return ConfigUnits(costed, entering, samples, counted)
 

@@ -28,7 +28,7 @@ from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.pipeline.build import build, set_up
 from ipu_pipe.report.provenance import fingerprint_data
-from ipu_pipe.run.callbacks import Callback, make_callbacks, refuse_callbacks
+from ipu_pipe.run.callbacks import Callback, make_callbacks, require_supported_callbacks
 from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import check_run, choose_step, read_data_record
@@ -95,18 +95,8 @@ def train(
             f"config: {describe_kind(config)}: must be the result of ipu_pipe.configure or "
             f"ipu_pipe.load_config"
         )
-    kinds = {
-        name: (value, *_KINDS[name])
-        for name, value in objects._asdict().items()
-        if value is not None and name in _KINDS
-    }
-    raise_faults(
-        {
-            f"{name}: {describe_kind(v)}: must be {allowed}": not fits(v)
-            for name, (v, fits, allowed) in kinds.items()
-        }
-    )
-    objects.refuse_missing(config)
+    _require_kinds(objects)
+    objects.require_entries(config)
     if overwrite and (resume or resume_from is not None):
         raise BadInput(
             "overwrite: True: cannot be combined with resume, which keeps the existing run"
@@ -144,15 +134,38 @@ def train(
             return start.ended
         job = _build(start, objects)
         try:
-            refuse_callbacks(job, run_callbacks)
+            require_supported_callbacks(job, run_callbacks)
             # only the main process reads the data here, so its random states must not change
-            with restore_random_states(), attribute_faults(lambda: "before training"):
-                job.data_fingerprints = run_on_main(
-                    lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {})
-                )
+            with restore_random_states():
+                _fingerprint(job, out, start)
             return TrainingLoop(job, out, start.resumes, overwrite, quiet, run_callbacks).run_all()
         finally:
             job.precision.give_back(keep_dtype)
+
+
+def _require_kinds(objects: Overrides) -> None:
+    """Raise `BadInput` for each object that cannot be what its argument of `train` asks for."""
+    kinds = {
+        name: (value, *_KINDS[name])
+        for name, value in objects._asdict().items()
+        if value is not None and name in _KINDS
+    }
+    raise_faults(
+        {
+            f"{name}: {describe_kind(v)}: must be {allowed}": not fits(v)
+            for name, (v, fits, allowed) in kinds.items()
+        }
+    )
+
+
+def _fingerprint(job: Job, out: Path, start: _Start) -> None:
+    """Put the fingerprints of the data into the job. Raise `BadInput` if a resumed run had other
+    data.
+    """
+    with attribute_faults(lambda: "before training"):
+        job.data_fingerprints = run_on_main(
+            lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {})
+        )
 
 
 @contextlib.contextmanager
@@ -189,11 +202,8 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
         run_callbacks = make_callbacks(config, None)
     if start.ended is None:
         job = _build(start, Overrides())
-        refuse_callbacks(job, run_callbacks)
-        with attribute_faults(lambda: "before training"):
-            job.data_fingerprints = run_on_main(
-                lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {})
-            )
+        require_supported_callbacks(job, run_callbacks)
+        _fingerprint(job, out, start)
         if start.done:
             saved = checkpoint.load(out / "checkpoints" / f"step-{start.done}")
             run_on_main(lambda: check_run(job, out, saved))
@@ -260,7 +270,7 @@ def _find_start(
         option = "--resume" if step is None else f"--resume-from: {step}"
         raise BadInput(f"{option}: {out}: contains no run to resume")
     recorded = load_recorded(saved)
-    objects.refuse_missing(recorded)
+    objects.require_entries(recorded)
     config = keep_recorded_choices(recorded, config)
     changes = classify_changes(recorded, config)
     if changes.refused:

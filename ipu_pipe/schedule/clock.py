@@ -371,6 +371,28 @@ class _Player:
         return times
 
 
+class _Sending(NamedTuple):
+    """The device that needs a pass's result, the arrivals there by microbatch, and the transfer."""
+
+    receiver: int
+    arrivals: list[float]
+    transfer: Transfer
+
+
+def _send(transfer: Transfer, ready: float, link_free: dict[str, float]) -> float:
+    """Return the arrival of a transfer that is ready at this time. `link_free`: when each link is
+    free again, which moves on.
+    """
+    seconds, latency, links = transfer
+    for link in links:
+        if link in link_free and link_free[link] > ready:
+            ready = link_free[link]
+    end = ready + seconds
+    for link in links:
+        link_free[link] = end
+    return end + latency
+
+
 class _EagerPlayer(_Player):
     """The eager discipline: every device continues as soon as it can.
 
@@ -383,14 +405,7 @@ class _EagerPlayer(_Player):
         P = self.schedule.stages
         costs = self.costs
         device_of = self.device_of_pass
-        # the offset, in a slot with two passes, of the pass after the forward
-        second_offset = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0
-        # by device: (earliest start, pass, microbatch) in order
-        queues: list[list[tuple[float, int, int]]] = [[] for _ in range(1 + max(device_of))]
-        for slot, number, m in self.passes:
-            queues[device_of[number]].append(
-                (slot * costs.slot + (second_offset if number >= P else 0.0), number, m)
-            )
+        queues = self._queue_passes()
         remaining = [iter(queue) for queue in queues]
         next_passes = [next(queue, None) for queue in remaining]
         # the time at which each device is free again
@@ -399,31 +414,13 @@ class _EagerPlayer(_Player):
         link_free: dict[str, float] = {}
         # a heap of (end, order, pass, microbatch)
         running: list[tuple[float, int, int, int]] = []
-        # the arrival of each pass's input from another stage, by microbatch; needs of its own stage
-        # are earlier in its row
-        arrivals: list[list[float] | None] = [None] * len(device_of)
-        # by pass: the device that needs its result, the arrivals there, the transfer
-        sends: list[tuple[int, list[float], Transfer] | None] = [None] * len(device_of)
-        for source, target, transfer in self.transfers:
-            target_arrivals = arrivals[target] = [math.inf] * len(self.start[0])
-            sends[source] = device_of[target], target_arrivals, transfer
+        arrivals, sends = self._connect_passes()
         starts = self.start
         ends = self.end
         duration = self.duration
         first_last_pass = (len(self.kinds) - 1) * P
         begun = 0
         updates_left = P * updates if updates is not None else -1
-
-        def send(transfer: Transfer, ready: float) -> float:
-            """Return the arrival of a transfer that is ready at this time."""
-            seconds, latency, links = transfer
-            for link in links:
-                if link in link_free and link_free[link] > ready:
-                    ready = link_free[link]
-            end = ready + seconds
-            for link in links:
-                link_free[link] = end
-            return end + latency
 
         may_continue: Sequence[int] = range(len(queues))
         while updates_left:
@@ -457,7 +454,7 @@ class _EagerPlayer(_Player):
                 k = self.complete_pass(number, m)
                 if k is not None:
                     stage = number - first_last_pass
-                    start = send(costs.reduce[stage], end) if costs.reduce else end
+                    start = _send(costs.reduce[stage], end, link_free) if costs.reduce else end
                     free[device] = start + costs.update[stage]
                     self.note_update(stage, k, start, free[device])
                     updates_left -= updates is not None and k < updates
@@ -465,9 +462,33 @@ class _EagerPlayer(_Player):
             result = sends[number]
             if result is not None:
                 receiver, target_arrivals, transfer = result
-                target_arrivals[m] = send(transfer, end)
+                target_arrivals[m] = _send(transfer, end, link_free)
                 if receiver != device and not is_busy[receiver]:
                     may_continue = (receiver, device)
+
+    def _queue_passes(self) -> list[list[tuple[float, int, int]]]:
+        """Return the passes of each device in order: (earliest start, pass, microbatch)."""
+        # the offset, in a slot with two passes, of the pass after the forward
+        second_offset = self.costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0
+        device_of = self.device_of_pass
+        queues: list[list[tuple[float, int, int]]] = [[] for _ in range(1 + max(device_of))]
+        for slot, number, m in self.passes:
+            offset = second_offset if number >= self.schedule.stages else 0.0
+            queues[device_of[number]].append((slot * self.costs.slot + offset, number, m))
+        return queues
+
+    def _connect_passes(self) -> tuple[list[list[float] | None], list[_Sending | None]]:
+        """Return the arrivals of each pass's input from another stage, by microbatch, which are not
+        known yet (needs of its own stage are earlier in its row); and where each pass sends its
+        result.
+        """
+        device_of = self.device_of_pass
+        arrivals: list[list[float] | None] = [None] * len(device_of)
+        sends: list[_Sending | None] = [None] * len(device_of)
+        for source, target, transfer in self.transfers:
+            target_arrivals = arrivals[target] = [math.inf] * len(self.start[0])
+            sends[source] = _Sending(device_of[target], target_arrivals, transfer)
+        return arrivals, sends
 
     def get_times(self) -> Times:
         """Return the times after `play`; every transfer occupies its links once."""

@@ -482,7 +482,7 @@ SCHEDULES = tuple(
 AXIS_KEYS = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
 
 
-def check_methods(names: Iterable[str], key: str) -> None:
+def require_known_methods(names: Iterable[str], key: str) -> None:
     """Raise `BadInput` with a line for each name at `key` that is not a method's, and the nearest
     method.
     """
@@ -500,7 +500,7 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     The config has checked the types of the values. Raise `BadInput` for an unknown name, and for
     arguments that do not belong to the method.
     """
-    check_methods([name], "method")
+    require_known_methods([name], "method")
     method = METHODS[name]
     settings = {
         key: args[key]
@@ -688,7 +688,7 @@ def _explain_fixed_axes(method: Method) -> str | None:
     return None
 
 
-def check_sizes(method: Method, stages: int, microbatches: int, accumulate: int) -> None:
+def require_sizes(method: Method, stages: int, microbatches: int, accumulate: int) -> None:
     """Raise `BadInput`, with every fault, unless P `stages`, M `microbatches` and N = `accumulate`
     are possible.
 

@@ -128,7 +128,7 @@ def lay_out(device_rows: DeviceRows, both: bool = False) -> Stretch:
     """
     rows = device_rows.rows
     placement = device_rows.placement
-    microbatches, passes = _check_complete(device_rows)
+    microbatches, passes = _require_complete(device_rows)
     whole: set[tuple[int, int]] = set()
     if passes == SPLIT_PASSES:
         whole = {
@@ -345,7 +345,7 @@ def _parse_row(device: int, row: Row, placement: Sequence[int]) -> list[Action]:
     return actions
 
 
-def _check_complete(device_rows: DeviceRows) -> tuple[int, tuple[Kind, ...]]:
+def _require_complete(device_rows: DeviceRows) -> tuple[int, tuple[Kind, ...]]:
     """Return the number of microbatches and their passes. Raise `BadInput` unless every stage does
     each pass once.
     """

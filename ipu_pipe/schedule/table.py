@@ -116,9 +116,9 @@ class Schedule:
             if fault:
                 raise BadInput(f"schedule: {fault}")
         if not self.in_order:
-            self._refuse_late_updates()
+            self._require_updates_in_time()
 
-    def _refuse_late_updates(self) -> None:
+    def _require_updates_in_time(self) -> None:
         """Raise `BadInput` if a stage would complete a batch after the next one."""
         for stretch in self.stretches:
             # a batch may lie in several repetitions, which begin at the same place of a batch again

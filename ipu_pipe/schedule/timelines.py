@@ -17,7 +17,7 @@ import numpy as np
 
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.schedule.actions import PASSES
-from ipu_pipe.schedule.methods import Method, Timeline, check_sizes, find_method
+from ipu_pipe.schedule.methods import Method, Timeline, find_method, require_sizes
 from ipu_pipe.schedule.orders import get_period, make_device_rows
 from ipu_pipe.schedule.rows import lay_out
 from ipu_pipe.schedule.runs import RunArray, Stretch, make_runs
@@ -50,10 +50,10 @@ def make_schedule(
     microbatches, multiples of N, before which the pipeline drains and refills (evaluation,
     checkpoints); a method that flushes is empty there anyway. `synchronous`: the number of
     microbatches at the start, a multiple of N, that run as in GPipe (PipeMare's warm-up, W). Raise
-    `BadInput` for an unknown name and for impossible sizes (see `check_sizes`).
+    `BadInput` for an unknown name and for impossible sizes (see `require_sizes`).
     """
     method = find_method(method)
-    check_sizes(method, stages, microbatches, accumulate)
+    require_sizes(method, stages, microbatches, accumulate)
     if method.order is not None:
         sizes = _split_at_drains(drains, microbatches, accumulate)
         # a method that flushes is empty at drains anyway

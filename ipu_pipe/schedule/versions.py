@@ -27,7 +27,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, Action, Kind
 from ipu_pipe.schedule.delays import DelaySampler, find_mean_delays
 from ipu_pipe.schedule.drawing import draw_html, format_versions
-from ipu_pipe.schedule.methods import Method, Reads, check_sizes, find_method
+from ipu_pipe.schedule.methods import Method, Reads, find_method, require_sizes
 from ipu_pipe.schedule.runs import ALL_STAGES, IntArray
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
@@ -138,7 +138,7 @@ class VersionTable:
         self._reading_pass = dict(zip(PASSES, schedule.passes))
         # the schedule may have been made for another method
         if method.delay is not None:
-            check_sizes(method, schedule.stages, schedule.microbatches, schedule.accumulate)
+            require_sizes(method, schedule.stages, schedule.microbatches, schedule.accumulate)
         if method.delay is not None and method.delay.drawn:
             self.sampler = DelaySampler(method.delay, self._mean_delays, seed)
 

@@ -24,7 +24,8 @@ class Saver:
 
     `group`: the group of all processes if each writes its part, else None. `keep`: the number of
     checkpoints to keep besides the best ones, None on processes that delete none. `newest`: the
-    folder of the newest complete checkpoint.
+    folder of the newest complete checkpoint. `is_saving`: a checkpoint was started and is not
+    finished.
     """
 
     def __init__(self, folder: Path, group: Any = None, keep: int | None = None) -> None:
@@ -32,7 +33,7 @@ class Saver:
         self._group = group
         self._keep = keep
         self.newest: Path | None = None
-        self._is_saving = False
+        self.is_saving = False
         self._best_steps: Sequence[int | None] = ()
         self._thread: threading.Thread | None = None
         self._written: Path | None = None
@@ -53,8 +54,8 @@ class Saver:
         checkpoints to keep. Raise `RunFault` if JSON cannot hold `entries` or the plain values of
         `state`.
         """
-        assert not self._is_saving
-        self._is_saving = True
+        assert not self.is_saving
+        self.is_saving = True
         self._best_steps = best_steps
         if state is None:
             return
@@ -103,7 +104,7 @@ class Saver:
         writes it. Raise the error that ended the writing.
         """
         is_writing = self._thread is not None and self._thread.is_alive()
-        if not self._is_saving or (is_writing and not waits):
+        if not self.is_saving or (is_writing and not waits):
             return False
         self.wait()
         if self._written is None and not waits:
@@ -112,7 +113,7 @@ class Saver:
             checkpoint.prune(self._folder, self._keep, self._best_steps)
         self.newest = self._written
         self._written = None
-        self._is_saving = False
+        self.is_saving = False
         return True
 
 

@@ -171,6 +171,13 @@ class UpdateRules:
             for stage in self.stages.values()
             if rule.acts_on(settings[stage.index])
         ]
+        # the active rules with entries of the optimizer's state that move with an update
+        states = [
+            (stage, rule, rule.state(setting))
+            for stage, rule, setting in self._active
+            if rule.state is not None
+        ]
+        self._tracked = [entry for entry in states if any(entry[2].values())]
         # called with each update and its stages at its beginning: after rules' `compensate`, before
         # clipping and their `gradient`
         self.observe: Callable[[int, Sequence[int]], None] | None = None
@@ -357,39 +364,22 @@ class UpdateRules:
         """
         if self.observe is not None:
             self.observe(k, list(self.stages) if stages is None else stages)
-        # [1] take away the gradients that stay, because the optimizer steps all that it finds
         active = self._active if k >= self.switch else []
-        weight_master_pairs = self.weight_master_pairs
         others: list[StageState] = []
         if stages is not None:
             active = [
                 (stage, rule, setting) for stage, rule, setting in active if stage.index in stages
             ]
             others = [stage for stage in self.stages.values() if stage.index not in stages]
-        other_gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        if others:
-            other_gradients += _take_gradients(others)
-            unchanged = {id(p) for stage in others for p in stage.parameters}
-            weight_master_pairs = [
-                (weight, master)
-                for weight, master in weight_master_pairs
-                if id(master) not in unchanged
-            ]
+        # [1] take away the gradients that stay, because the optimizer steps all that it finds
+        other_gradients = _take_gradients(others) if others else []
         if max(self._batches_per_step) > 1:
             other_gradients += _take_incomplete(self.stages.values(), self._batches_per_step, k)
         # [2] the settings of this update; stages that step later may have others
         for stage in self.stages.values():
             if stage not in others:
                 self._apply_settings(stage, k)
-        # the rules with entries that step [5] moves
-        tracking = [
-            (stage, rule, rule.state(setting))
-            for stage, rule, setting in active
-            if rule.state is not None
-        ]
-        tracking = [
-            (stage, rule, entries) for stage, rule, entries in tracking if any(entries.values())
-        ]
+        tracking = [entry for entry in self._tracked if k >= self.switch and entry[0] not in others]
         before = {
             stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in tracking
         }
@@ -428,8 +418,11 @@ class UpdateRules:
         # [6] averages, rounded weights, and the gradients that stay
         if self.decay is not None:
             self._move_averages(k, averages)
-        if weight_master_pairs:
-            write_weights(weight_master_pairs)
+        if self.weight_master_pairs:
+            unchanged = {id(p) for stage in others for p in stage.parameters}
+            write_weights(
+                [pair for pair in self.weight_master_pairs if id(pair[1]) not in unchanged]
+            )
         self.optimizer.zero_grad(set_to_none=True)
         for p, gradient in other_gradients:
             p.grad = gradient

@@ -91,7 +91,8 @@ class Emulator:
         stages = {s: state.parameters for s, state in work.rules.stages.items()}
         self._clipping = GradientClipping(work.clip, stages, work.schedule)
         draws = observe_effects(model, example[0]).draws if draws is None else draws
-        self._random = KeyedRandomness(model, draws, seed, get_first_tensor(example[0]).device)
+        device = get_first_tensor(example[0]).device
+        self._random = KeyedRandomness(model, draws, seed, device) if draws else None
         self._replica_count = replicas
         self._independent = IndependentReplicas.create(work, model, range(len(part)))
         self._gradient_replicas: GradientReplicas | None = None
@@ -148,7 +149,7 @@ class Emulator:
         steps = []
         for k, samples, by_block in unread:
             blocks = [average(tabulate(results)) for results in by_block]
-            self.work.refuse_nonfinite(k, [loss for loss, _ in blocks])
+            self.work.require_finite(k, [loss for loss, _ in blocks])
             steps.append(StepResult(*blocks[-1], samples, tuple(blocks) if len(blocks) > 1 else ()))
         return steps
 
@@ -208,8 +209,8 @@ class Emulator:
         self._phase = "backward"
         rules = self.work.rules
         stages = range(self._last_stage + 1)
-        with rules.compensate(self.update, stages, self.weights.compute_age), self._random.backward(
-            self._draw_key(replay)
+        with rules.compensate(self.update, stages, self.weights.compute_age), self._key_draws(
+            replay, is_backward=True
         ):
             # the draws are keyed here too because a checkpoint runs forwards again
             torch.autograd.backward(
@@ -234,11 +235,12 @@ class Emulator:
             for loss, block_output in zip(losses, outputs)
         ]
 
-    def _draw_key(self, replay: Replay) -> int:
-        """Return the number of the microbatch among all replicas' microbatches, which keys its
-        random draws.
-        """
-        return replay.microbatch * self._replica_count + replay.replica
+    def _key_draws(self, replay: Replay, is_backward: bool) -> ContextManager[None]:
+        """Key the draws of a pass by the number of its microbatch among all replicas'."""
+        if self._random is None:
+            return nullcontext()
+        number = replay.microbatch * self._replica_count + replay.replica
+        return self._random.backward(number) if is_backward else self._random.forward(number)
 
     def _forward(
         self, replay: Replay, x: Any, y: Any, weight: LossShare | None
@@ -249,7 +251,7 @@ class Emulator:
 
         def forward() -> Forward:
             self._watch.stage = 0
-            with self._random.forward(self._draw_key(replay)):
+            with self._key_draws(replay, is_backward=False):
                 output = call_model(self.model, x)
             self._watch.stage = self._last_stage
             if weight is not None and not weight.share:
@@ -340,7 +342,8 @@ class Emulator:
     def close(self) -> None:
         """Leave the model as an ordinary one: newest weights in its parameters, no hooks."""
         self.weights.load_newest()
-        self._random.remove()
+        if self._random is not None:
+            self._random.remove()
         self._watch.remove()
         if self._stage_buffers:
             self._stage_buffers.remove()

@@ -36,7 +36,7 @@ from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
-from ipu_pipe.replay.work import refuse_nonfinite
+from ipu_pipe.replay.work import require_finite
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
 
 # sends in flight to the next block
@@ -247,7 +247,7 @@ class BlockEngine(Engine):
             right = more_outputs[0].double().reshape(len(updates), -1, 2).sum(dim=1)
         for i, k in enumerate(updates):
             row = torch.cat([means[i : i + 1], right[i]])
-            refuse_nonfinite(job, k, row[:1].tolist())
+            require_finite(job, k, row[:1].tolist())
             if self.is_main:
                 self._results[k] = row
             else:

@@ -61,7 +61,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
-from ipu_pipe.replay.work import refuse_nonfinite
+from ipu_pipe.replay.work import require_finite
 from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")
@@ -331,7 +331,7 @@ class PoptorchEngine(Engine):
             counts = counts_of_right[min(i, row_count - 1)].tolist()
             # a caller's loop refuses it when the update leaves
             if not job.is_open:
-                refuse_nonfinite(job, k + i, row)
+                require_finite(job, k + i, row)
             by_block = tuple(
                 (loss, n / max(total, 1) if accuracy_outputs else None)
                 for loss, (n, total) in zip(row, counts)

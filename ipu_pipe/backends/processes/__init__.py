@@ -10,5 +10,5 @@ update, ties        the update of a stage, and of weights that several stages us
 local               a stage with a local loss: `LocalBlock`
 collect             collects weights, evaluations and reports from all ranks
 trace, memory       the trace and the memory of one rank: `TraceRecorder`, `MemoryCounters`
-lost_ranks, calls   deadlines, the rank to blame, and the calls that each rank has made
+lost_ranks          deadlines, the rank to blame, and the calls that each rank has made
 """

@@ -65,10 +65,9 @@ class ProcessEngine(Engine):
                 make_group(layout.list_ranks(device), config.backend.deadline)
                 for device in range(layout.devices)
             ]
+        every_rank = range(dist.get_world_size())
         if config.checkpoint is not None and config.checkpoint.format == "sharded":
-            self.checkpoint_group = make_group(
-                range(dist.get_world_size()), config.backend.deadline
-            )
+            self.checkpoint_group = make_group(every_rank, config.backend.deadline)
         self._microbatches = Microbatches(job, layout, work.microbatch)
         models, self._cut = cut_stages(job, layout, self._microbatches)
         stream = trace.StreamClock() if job.device.type == "cuda" else None
@@ -76,29 +75,17 @@ class ProcessEngine(Engine):
             layout.rank, models[0].stage, job.traced_updates, stream
         )
         channels = make_channels(job, layout, models[0].ties.links)
-        replicas: list[ReplicaGroup] = []
+        # of each stage
+        self._replicas: list[ReplicaGroup] = []
         if groups:
             nccl_group = (channels or {}).get(REPLICAS)
             is_fast = config.reduction == "fast"
-            replicas = [
+            self._replicas = [
                 ReplicaGroup(groups[device], nccl_group, is_fast) for device in layout.placement
             ]
-        # a file of rows may receive a message after any number of later ones
-        in_flight = job.schedule.microbatches
-        if job.method.pipeline is not Timeline.ROWS:
-            # with local losses no gradient comes back, so only the limit on sends tells that a
-            # message has arrived
-            is_local = job.method.structure is not None
-            in_flight = (
-                8 * (layout.stages + 1) if is_local else int(job.schedule.max_in_flight().max())
-            )
         # a group of its own, so that no message that a broken pipeline has left reaches the next
         # one, nor one of the caller's own
-        self._group = (
-            make_group(range(dist.get_world_size()), config.backend.deadline)
-            if job.is_open
-            else None
-        )
+        self._group = make_group(every_rank, config.backend.deadline) if job.is_open else None
         self._mail = Mail(
             layout,
             job.device,
@@ -106,7 +93,7 @@ class ProcessEngine(Engine):
             config.backend.deadline,
             self._group,
             channels,
-            in_flight,
+            _bound_sends(job),
         )
         if job.loss_weight is not None:
             group = groups[layout.placement[models[0].stage]] if groups else None
@@ -114,12 +101,18 @@ class ProcessEngine(Engine):
             for model in models:
                 model.weigh_update = self._weights.read
         self._models = models
-        self._replicas = replicas
-        stages = {model.stage: Stage(work, model, self._mail, self._recorder) for model in models}
+        stages = self._make_stages(work)
         if job.schedule.passes == SPLIT_PASSES:
             self._split_backwards(stages)
         self._interpreter = Interpreter(
-            work, stages, self._mail, self._recorder, replicas, channels
+            work, stages, self._mail, self._recorder, self._replicas, channels
+        )
+        self._name_faults = functools.partial(
+            name_faults,
+            layout.rank,
+            lambda: self._recorder.stage,
+            lambda: self._interpreter.doing,
+            lambda: self._interpreter.activity,
         )
         self.newest_model = None
         # for a model that the caller uses after training
@@ -148,25 +141,17 @@ class ProcessEngine(Engine):
         with detect_lost_rank(limit=self._mail.limit):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
 
-    @property
-    def _fault_context(
-        self,
-    ) -> tuple[int, Callable[[], int], Callable[[], str], Callable[[], str]]:
-        """The arguments of `name_faults`."""
-        interpreter = self._interpreter
-        recorder = self._recorder
-        return (
-            self._layout.rank,
-            lambda: recorder.stage,
-            lambda: interpreter.doing,
-            lambda: interpreter.activity,
-        )
+    def _make_stages(self, work: Work) -> dict[int, Stage]:
+        """Return the rank's stages by number, for the work from an empty pipeline on."""
+        return {
+            model.stage: Stage(work, model, self._mail, self._recorder) for model in self._models
+        }
 
     # ---- updates
 
     def give(self, k: int, cut: float) -> None:
-        with name_faults(*self._fault_context):
-            self._results.expect(k, k + 1)
+        with self._name_faults():
+            self._results.expect(k)
             if self._gradient_collection is not None:
                 self._gradient_collection.expect(k)
             self._advance(cut, k + 1)
@@ -183,24 +168,21 @@ class ProcessEngine(Engine):
         self._recorder.end_step()
 
     def take(self, k: int) -> StepResult:
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             return self._results.collect(k)
 
     def finish(self, batches: int) -> None:
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             self._advance(float("inf"), batches)
             self._interpreter.end_round(Work.from_job(self.job, batches))
 
     def reopen(self, update: int, is_loaded: bool = False) -> None:
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             old = self._interpreter
             old.end()
             self._mail.forget_expected()
             work = Work.from_job(self.job, update)
-            stages = {
-                model.stage: Stage(work, model, self._mail, self._recorder)
-                for model in self._models
-            }
+            stages = self._make_stages(work)
             for s, stage in stages.items():
                 stage.continue_from(old.stages[s])
             # replicas with weights of their own go on through the optimizer's state; the mail has
@@ -215,7 +197,7 @@ class ProcessEngine(Engine):
                 self._weights.restart()
 
     def predict(self, x: Any) -> Any:
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             self._interpreter.load_newest()
             with self.job.rules.hold_averages():
                 return self._evaluation.predict(x)
@@ -247,7 +229,7 @@ class ProcessEngine(Engine):
 
     def collect_gradients(self, k: int) -> dict[str, torch.Tensor]:
         assert self._gradient_collection is not None
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             return self._gradient_collection.collect(k)
 
     def evaluate(self, split: str = "test") -> list[EvaluationResult]:
@@ -304,7 +286,7 @@ class ProcessEngine(Engine):
         """
         self._interpreter.doing = doing
         start = self._recorder.mark()
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             yield
             # flush before the checkpoint is written: a run that is killed later has all events
             # before the checkpoint
@@ -326,7 +308,7 @@ class ProcessEngine(Engine):
 
     def report(self) -> Report | None:
         self._interpreter.doing = "report"
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             if not self.job.is_open:
                 self._clocks_compared_at = 0
                 self._compare_clocks()
@@ -344,7 +326,7 @@ class ProcessEngine(Engine):
 
     def close(self) -> None:
         self._interpreter.doing = "end"
-        with name_faults(*self._fault_context):
+        with self._name_faults():
             self._interpreter.close()
             if self._holders:
                 with self.job.precision.put_masters_in_place(loads=True):
@@ -365,6 +347,18 @@ class ProcessEngine(Engine):
             # the report follows
             self._recorder.flush()
         self.release_blocks()
+
+
+def _bound_sends(job: Job) -> int:
+    """Return the most microbatches whose messages may be on their way on a link."""
+    # a file of rows may receive a message after any number of later ones
+    if job.method.pipeline is Timeline.ROWS:
+        return job.schedule.microbatches
+    # with local losses no gradient comes back, so only the limit on sends tells that a message has
+    # arrived
+    if job.method.structure is not None:
+        return 8 * (len(job.partition) + 1)
+    return int(job.schedule.max_in_flight().max())
 
 
 def cut_stages(
@@ -418,7 +412,7 @@ class Microbatches:
     def read(self, checksums: dict[int, int], m: int) -> tuple[Any, Any]:
         """Return inputs and labels of microbatch m, and add its checksum to `checksums`."""
         job = self._job
-        self._hold(m)
+        self._read_up_to(m)
         left, batch, checksum = self._batches.pop(m)
         if left > 1:
             self._batches[m] = left - 1, batch, checksum
@@ -429,27 +423,23 @@ class Microbatches:
 
     def weigh(self, m: int) -> float:
         """Return the weight of microbatch m, which no stage has taken."""
-        self._hold(m)
+        self._read_up_to(m)
         return self._job.weigh_microbatch(
             self._batches[m][1], m // self._job.schedule.accumulate, *self._locate(m)
         )
 
-    def _hold(self, m: int) -> None:
-        """Read on to microbatch m."""
+    def _read_up_to(self, m: int) -> None:
+        """Read the microbatches from the next one to m, and m again if all stages have taken it."""
         # a file of rows may ask for a later microbatch first
-        while self._next <= m:
-            self._batches[self._next] = self._read(self._next)
-            self._next += 1
-        if m not in self._batches:
-            self._batches[m] = self._read(m)
-
-    def _read(self, m: int) -> tuple[int, Any, int]:
-        batch = self._job.read_microbatch(*self._locate(m))
-        # a rank of an open run may lack inputs or labels, and knows which
-        compute: Callable[[Any], int] = getattr(
-            self._job.data, "compute_checksum", compute_checksum
-        )
-        return self._user_count, batch, compute(batch)
+        for number in dict.fromkeys([*range(self._next, m + 1), m]):
+            if number not in self._batches:
+                batch = self._job.read_microbatch(*self._locate(number))
+                # a rank of an open run may lack inputs or labels, and knows which
+                compute: Callable[[Any], int] = getattr(
+                    self._job.data, "compute_checksum", compute_checksum
+                )
+                self._batches[number] = self._user_count, batch, compute(batch)
+        self._next = max(self._next, m + 1)
 
     def restart(self, first: int) -> None:
         """Go on with the microbatch `first`."""

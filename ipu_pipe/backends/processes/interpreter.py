@@ -228,19 +228,18 @@ class Interpreter:
         """
         if self._unused_channels is not None:
             self._use_channels()
-        self.mail.post(batches * self._work.schedule.accumulate, batches)
+        accumulate = self._work.schedule.accumulate
+        self.mail.post(batches * accumulate, batches)
         while self.update < batches:
             action = next(self._row) if self._next_action is None else self._next_action
             self._next_action = action
             if action.slot >= cut:
                 return
             self._next_action = None
-            if self._find_batch(action) < batches and self._run_action(action):
+            is_update = ORDER[action.order] is Kind.UPDATE
+            batch = action.number if is_update else action.number // accumulate
+            if batch < batches and self._run_action(action):
                 yield self.update - 1, self._tables.pop(self.update - 1, {})
-
-    def _find_batch(self, action: RowAction) -> int:
-        is_update = ORDER[action.order] is Kind.UPDATE
-        return action.number if is_update else action.number // self._work.schedule.accumulate
 
     def _run_action(self, action: RowAction) -> bool:
         """Carry out one action of the row. Return whether all stages of the rank have now made
@@ -327,7 +326,7 @@ class Interpreter:
         count = self._work.schedule.accumulate
         results = [stage.results.pop(m) for m in range(k * count, (k + 1) * count)]
         table = self._tables.setdefault(k, {})[stage.model.stage] = tabulate(results)
-        self._work.refuse_nonfinite(k, [average(table)[0]])
+        self._work.require_finite(k, [average(table)[0]])
 
     # ---- where the pipeline is empty
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Sequence
+from typing import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -215,7 +215,7 @@ def _cut(
     """Cut the model at the beginnings of its stages, and check that ranks can hold the pieces."""
     cut = cut_model(model, begins, x)
     # every rank finds the same faults here, before any rank waits for another
-    _refuse_cut(model, method, cut, placement, verify_pieces(model, cut, x))
+    _require_separable(model, method, cut, placement, verify_pieces(model, cut, x))
     part = partition(model, x, begins if begins else 1, one_stage=method.one_stage_reason)
     part = share_weights(part, find_tied_weights(cut), model)
     if method.one_stage_reason is not None:
@@ -223,7 +223,10 @@ def _cut(
     return Placed(model, part, RankLayout(device, placement).stages_of_rank, placement, note, cut)
 
 
-def _refuse_cut(
+USE_EMULATOR = "use backend: {name: emulator}"
+
+
+def _require_separable(
     model: nn.Module,
     method: Method,
     cut: Sequence[Piece],
@@ -233,24 +236,44 @@ def _refuse_cut(
     """Raise `BadInput`, with every fault, for weights and buffers that ranks cannot share, or
     cannot read as the method says.
     """
-    faults = []
     users = find_tied_weights(cut)
-    use_emulator = "use backend: {name: emulator}"
+    lines = []
     if method.delay is not None:
         key = "hogwild" if method.delay.drawn else "constant_delay"
-        faults.append(f"method_args.{key}: delays that are not the pipeline's own: {use_emulator}")
+        lines.append(f"method_args.{key}: delays that are not the pipeline's own: {USE_EMULATOR}")
+    if method.reads_old(len(cut)):
+        lines += _explain_old_reads(method, cut, placement, users, effects)
+    lines += _explain_written_weights(cut, users, effects)
+    lines += _explain_changed_buffers(model, cut, effects)
+    lines += _explain_shared_memory(cut)
+    raise_faults(lines)
+
+
+def _explain_old_reads(
+    method: Method,
+    cut: Sequence[Piece],
+    placement: Sequence[int],
+    users: Mapping[str, Sequence[int]],
+    effects: TrainingEffects,
+) -> list[str]:
+    """Return why stages cannot read versions of weights that are not the newest, one line each.
+
+    `users`: tied weight -> the stages that use it.
+    """
+    lines = []
     # two stages of one device share one tensor for a tied weight, which cannot have two versions
-    for name, stages in users.items() if method.reads_old(len(cut)) else ():
+    for name, stages in users.items():
         if len({placement[stage] for stage in stages}) < len(stages):
-            faults.append(
+            lines.append(
                 f"model: {name}: stages {' and '.join(map(str, stages))} use this weight, several "
                 f"on one process, and"
                 f" {method.name} reads versions that are not the newest: use as many processes as "
                 f"stages, or untie it"
             )
-    reads_anew = method.reads_old(len(cut)) and method.backward_reads is Reads.NEWEST
-    if effects.checkpointed and reads_anew:
-        faults.append(
+    if method.backward_reads is not Reads.NEWEST:
+        return lines
+    if effects.checkpointed:
+        lines.append(
             f"model: {list_some(effects.checkpointed)}: a checkpoint (torch.utils.checkpoint) in a "
             f"module that is cut runs it"
             f" again in the backward, with {method.name} by newer weights, and a part of the "
@@ -258,28 +281,44 @@ def _refuse_cut(
             " around it, or use method_args: {stash: true} or backend: {name: emulator}"
         )
     handed_on = [name for piece in cut for name in piece.list_passed_weights()]
-    if handed_on and reads_anew:
-        faults.append(
+    if handed_on:
+        lines.append(
             f"model: {', '.join(handed_on)}: weights of a cut module, which a later stage uses: "
             f"with {method.name} its backward"
             " must read newer ones than the forward: put them into modules of that stage, or "
             "method_args: {stash: true}"
         )
-    # tensors that the forwards or backwards of several ranks change, each in its own copy
+    return lines
+
+
+def _explain_written_weights(
+    cut: Sequence[Piece], users: Mapping[str, Sequence[int]], effects: TrainingEffects
+) -> list[str]:
+    """Return a line for tensors that backwards change, and for each tied weight that forwards
+    change: several ranks would change their own copies.
+    """
+    lines = []
     if effects.changed_by_backward:
-        faults.append(
+        lines.append(
             f"model: {list_some(effects.changed_by_backward)}: a backward changes it (a checkpoint "
             f"runs its module again), and"
             f" other microbatches' forwards come between: keep it out of checkpoints, or "
-            f"{use_emulator}"
+            f"{USE_EMULATOR}"
         )
     written = {*cut[0].cut.first.written, *effects.forward.weights}
     for name in sorted(users.keys() & written):
-        faults.append(
+        lines.append(
             f"model: {name}: the forward changes this weight (max_norm of an embedding?), which "
             f"several stages use: untie it, or"
-            f" {use_emulator}"
+            f" {USE_EMULATOR}"
         )
+    return lines
+
+
+def _explain_changed_buffers(
+    model: nn.Module, cut: Sequence[Piece], effects: TrainingEffects
+) -> list[str]:
+    """Return a line for each group of stages that use buffers which training changes."""
     norms = [
         name
         for name, module in model.named_modules()
@@ -292,12 +331,17 @@ def _refuse_cut(
             name in effects.forward.buffers or name.rpartition(".")[0] in norms
         ):
             changed.setdefault(" and ".join(map(str, stages)), []).append(name)
-    faults += [
+    return [
         f"model: {list_some(names)}: training changes it, and stages {where} use it, each in a "
         f"process of its own: cut elsewhere,"
-        f" or {use_emulator}"
+        f" or {USE_EMULATOR}"
         for where, names in changed.items()
     ]
+
+
+def _explain_shared_memory(cut: Sequence[Piece]) -> list[str]:
+    """Return a line for each parameter of a stage in the memory of another stage's parameter."""
+    lines = []
     first_at: dict[int, tuple[int, str, nn.Parameter]] = {}
     for stage, piece in enumerate(cut):
         parameters = dict(piece.cut.model.named_parameters())
@@ -305,10 +349,10 @@ def _refuse_cut(
             p = parameters[name]
             first, first_name, first_parameter = first_at.setdefault(p.data_ptr(), (stage, name, p))
             if first_parameter is not p and first != stage and not p.is_meta:
-                faults.append(
+                lines.append(
                     f"model: {first_name} on stage {first} and {name} on stage {stage} are two "
                     f"parameters in one memory, which"
                     " processes do not share: make them one parameter (b.weight = a.weight), or "
                     "clone one"
                 )
-    raise_faults(faults)
+    return lines

@@ -481,22 +481,15 @@ class ResultCollection:
         # update -> checksums of the first stage; (update, stage) -> table of a stage of this rank
         self._checksums: dict[int, torch.Tensor] = {}
         self._own_tables: dict[tuple[int, int], torch.Tensor] = {}
-        self._expected = 0
 
-    def expect(self, first: int, last: int) -> None:
-        """Announce, on a rank that collects, the results of the updates in [first, last) that are
-        not announced yet.
-        """
-        here = self._here
-        first = max(first, self._expected)
-        if here is None:
-            return
-        for stage in self._with_loss:
-            if stage not in self._layout.stages_of_rank:
-                self._mail.expect(
-                    [(Message(RESULT, k, stage, here), self._shapes) for k in range(first, last)]
-                )
-        self._expected = max(first, last)
+    def expect(self, k: int) -> None:
+        """Announce the results of update k on a rank that collects."""
+        if self._here is not None:
+            self._mail.expect(
+                (Message(RESULT, k, stage, self._here), self._shapes)
+                for stage in self._with_loss
+                if stage not in self._layout.stages_of_rank
+            )
 
     def send(
         self, k: int, stage: int, table: torch.Tensor | None, checksums: dict[int, int]
@@ -530,8 +523,8 @@ class ResultCollection:
             results = self._own_tables.pop((k, stage), None)
             if results is None:
                 results = self._mail.receive(Message(RESULT, k, stage, self._here))[0]
-            if checksums is not None:
-                self._compare_batches(k, stage, checksums, results[:, -1])
+            if checksums is not None and not torch.equal(checksums, results[:, -1]):
+                self._require_same_batches(k, stage, checksums * results[:, -1])
             tables.append(results[:, :-1])
         table = torch.stack(tables)  # (blocks, microbatches, columns)
         if self._group is not None:
@@ -543,13 +536,12 @@ class ResultCollection:
         blocks = [average(rows) for rows in table]
         return StepResult(*blocks[-1], self._samples, tuple(blocks) if len(blocks) > 1 else ())
 
-    def _compare_batches(
-        self, k: int, stage: int, first: torch.Tensor, other: torch.Tensor
-    ) -> None:
-        """Raise `RunFault` if the first stage and another one read different batches of update k;
-        0: has none to compare.
+    def _require_same_batches(self, k: int, stage: int, products: torch.Tensor) -> None:
+        """Raise `RunFault` for the first stage and another one, which have different checksums of
+        the batches of update k, unless one of them has none to compare, so that their `products`
+        are 0.
         """
-        if torch.equal(first, other) or not (first * other).any():
+        if not products.any():
             return
         ranks = self._layout.find_rank(0), self._layout.find_rank(stage)
         if self._job.is_open:
