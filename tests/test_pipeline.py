@@ -529,7 +529,7 @@ def test_a_refused_first_step_changes_nothing(name: str) -> None:
     """A user mends the batch and steps again, with the weights of a loop that was never refused."""
     reference = Loop(CASES[name], dropout=0.3)
     loop = Loop(CASES[name], dropout=0.3)
-    x, y = make_batch(loop.case, 0)
+    x, y = make_loop_batch(loop.case, 0)
     before = copy.deepcopy(loop.model.state_dict())
     random_state = torch.get_rng_state()
     for wrong in ((x[:, :3], y), (x, y + 7)):
@@ -547,18 +547,18 @@ def test_a_refused_first_step_changes_nothing(name: str) -> None:
 
 def test_a_refused_pipeline_does_not_release_the_optimizer_of_another() -> None:
     """Its end once took the optimizer from the pipeline that had got it since."""
-    model = make_model()
+    model = make_perceptron()
     optimizer = make_sgd(model.parameters())
-    refused = make_pipeline(CASES["pipedream"], model, optimizer)
+    refused = make_case_pipeline(CASES["pipedream"], model, optimizer)
     with pytest.raises(BadInput):
         refused.step(torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))
-    other = make_pipeline(CASES["pipedream"], model, optimizer)
+    other = make_case_pipeline(CASES["pipedream"], model, optimizer)
     with pytest.raises(BadInput, match="^optimizer: another Pipeline steps it"):
-        refused.step(*make_batch(CASES["pipedream"], 0))
+        refused.step(*make_loop_batch(CASES["pipedream"], 0))
     refused.close()
     with pytest.raises(BadInput, match="^optimizer: another Pipeline steps it"):
-        make_pipeline(CASES["pipedream"], model, optimizer)
-    other.step(*make_batch(CASES["pipedream"], 0))
+        make_case_pipeline(CASES["pipedream"], model, optimizer)
+    other.step(*make_loop_batch(CASES["pipedream"], 0))
     other.close()
 
 
