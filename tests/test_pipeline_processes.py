@@ -288,7 +288,7 @@ def test_an_error_ends_every_rank(work: Any, tmp_path: Path) -> None:
     assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))
 
 
-def differ_in_arguments(rank: int, folder: Path) -> None:
+def pass_different_arguments(rank: int, folder: Path) -> None:
     model = make_perceptron()
     case = ON_PROCESSES["pipedream"]._replace(microbatches=1 + rank)
     with pytest.raises(BadInput, match="gradient_accumulation|microbatches"):
@@ -302,7 +302,7 @@ def differ_in_arguments(rank: int, folder: Path) -> None:
 
 
 def test_ranks_with_other_arguments_are_refused(tmp_path: Path) -> None:
-    run_in_group(2, differ_in_arguments, tmp_path)
+    run_in_group(2, pass_different_arguments, tmp_path)
 
 
 def test_processes_need_a_launcher() -> None:

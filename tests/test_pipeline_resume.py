@@ -46,7 +46,7 @@ class Variant(NamedTuple):
     stages: Any = ["2", "4", "6"]
 
 
-def vary_method(method: str, **args: Any) -> Variant:
+def make_variant(method: str, **args: Any) -> Variant:
     return Variant(method, {"method_args": args})
 
 
@@ -54,31 +54,31 @@ ADAPTIVE = {"scale": 0.1, "adaptive": True}
 # each with state of its own
 VARIANTS: Dict[str, Variant] = {
     **{name: Variant(name) for name in METHODS if name != "rows"},
-    "pipemare_t1_t2": vary_method("pipemare", t1={"anneal_updates": 5}, t2={"decay": 0.5}),
+    "pipemare_t1_t2": make_variant("pipemare", t1={"anneal_updates": 5}, t2={"decay": 0.5}),
     "pipemare_warmup": Variant("pipemare", {"warmup": 3, "method_args": {"t2": {}}}),
-    "pipemare_hogwild": vary_method("pipemare", hogwild={"max": 4, "mean": 2}),
-    "pipemare_recompute": vary_method("pipemare", recompute={"segments": 2}),
-    "pb_sc_lwp": vary_method("pipelined_backprop", spike_compensation={}, weight_prediction={"form": "velocity"}),
-    "pb_difference": vary_method("pipelined_backprop", weight_prediction={"form": "difference"}),
-    "pb_feedback": vary_method("pipelined_backprop", error_feedback={}),
+    "pipemare_hogwild": make_variant("pipemare", hogwild={"max": 4, "mean": 2}),
+    "pipemare_recompute": make_variant("pipemare", recompute={"segments": 2}),
+    "pb_sc_lwp": make_variant("pipelined_backprop", spike_compensation={}, weight_prediction={"form": "velocity"}),
+    "pb_difference": make_variant("pipelined_backprop", weight_prediction={"form": "difference"}),
+    "pb_feedback": make_variant("pipelined_backprop", error_feedback={}),
     "pb_split": Variant("pipelined_backprop", {"method_args": {"split_backward": True}, "stages_per_device": 2}),
     "pipedream_n2": Variant("pipedream", {"microbatches": 2}),
-    "pipedream_adaptive": vary_method("pipedream", delay_compensation=ADAPTIVE),
+    "pipedream_adaptive": make_variant("pipedream", delay_compensation=ADAPTIVE),
     "pipedream_adam": Variant("pipedream", optimizer_name="adam"),
     "pipedream_replicas": Variant("pipedream", {"replicas": 2}),
     "pipedream_weights": Variant("pipedream", {"loss_weight": lambda y: float((y == 0).sum()), "microbatches": 2}),
     "gpipe_mixed": Variant("gpipe", {"precision": "bfloat16_mixed"}),
     "pipedream_mixed": Variant("pipedream", {"precision": "bfloat16_mixed"}, "adam"),
     "pipedream_2bw_replicas": Variant("pipedream_2bw", {"replicas": 2}),
-    "local_greedy_blocks": vary_method("local_greedy", block_rates=[1, 2, 1, 1], block_accumulation=[1, 2, 1, 3]),
+    "local_greedy_blocks": make_variant("local_greedy", block_rates=[1, 2, 1, 1], block_accumulation=[1, 2, 1, 3]),
     "local_greedy_adam": Variant("local_greedy", optimizer_name="adam"),
-    "local_sgd_rounds": vary_method("local_sgd", local_steps=3, replicas=2),
+    "local_sgd_rounds": make_variant("local_sgd", local_steps=3, replicas=2),
     "local_sgd_adam": Variant("local_sgd", {"method_args": {"local_steps": 3}}, "adam"),
-    "diloco": vary_method("local_sgd", local_steps=3, outer={"name": "sgd", "lr": 0.7, "momentum": 0.9}),
-    "diloco_streams": vary_method(
+    "diloco": make_variant("local_sgd", local_steps=3, outer={"name": "sgd", "lr": 0.7, "momentum": 0.9}),
+    "diloco_streams": make_variant(
         "local_sgd", local_steps=4, outer={"name": "sgd", "fragments": 2, "delay": 1, "mix": 0.5, "momentum": 0.9}
     ),
-    "randomized_nag": vary_method("randomized_pipedream", nag=0.5),
+    "randomized_nag": make_variant("randomized_pipedream", nag=0.5),
     "rows": Variant("rows", {"rows": ROWS}, stages=["4"]),
     "rows_backwards": Variant("rows", {"rows": BACKWARDS}, stages=["4"]),
 }  # fmt: skip

@@ -188,7 +188,7 @@ class SkippingModel(nn.Module):
         self.head = begin_stage(nn.Linear(WIDTH, CLASSES))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, WIDTH) -> (B, CLASSES)."""
+        """Compute logits (B, CLASSES) of x (B, WIDTH)."""
         first = x
         for number, layer in enumerate(self.layers):
             x = layer(x).tanh()
@@ -279,7 +279,7 @@ def copy_state(state: Optional[CheckpointState]) -> Optional[CheckpointState]:
     return copy.deepcopy(state)
 
 
-def emulate_case(case: Case) -> Result:
+def run_on_emulator(case: Case) -> Result:
     """Return the result of a case on the emulator."""
     job = build_job(case, "emulator")
     flow = Flow(job, is_planned=True)

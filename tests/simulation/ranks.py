@@ -30,7 +30,7 @@ from tests.simulation.cases import (
     Result,
     build_job,
     draw_case,
-    emulate_case,
+    run_on_emulator,
     train_job,
 )
 from tests.simulation.network import Loss, Network, Outcome, format_error
@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
 
 def prepare_case(case: Case) -> Prepared:
     """Return a case ready to run. Raise `BadInput` if it is refused."""
-    expected, jobs = emulate_case(case), []
+    expected, jobs = run_on_emulator(case), []
     with mock.patch.object(dist, "get_world_size", lambda: case.ranks):
         for rank in range(case.ranks):
             with mock.patch.object(dist, "get_rank", lambda rank=rank: rank):

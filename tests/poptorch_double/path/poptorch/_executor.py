@@ -413,7 +413,7 @@ class PoplarExecutor:
             if isinstance(self._optimizer, optim.Optimizer):
                 self._optimizer.host_state_is_dirty = True
         for tensor in _trace.list_tensors(output):
-            tensor.backward = _no_backward
+            tensor.backward = _refuse_backward
         return output
 
     def _follow_training(self) -> None:
@@ -626,7 +626,7 @@ def _is_pipeline(strategy: Any) -> bool:
     return isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
 
 
-def _no_backward(*_: Any, **__: Any) -> None:
+def _refuse_backward(*_: Any, **__: Any) -> None:
     raise make_py_error("backward() cannot be called explicitly on outputs of a PopTorch model.")
 
 

@@ -114,7 +114,7 @@ class _PopartOptions:
         """Set an option. PopTorch refuses an unknown name or a wrong type when it compiles, the
         double at once."""
         self.checkIsFrozen()
-        kind = _popart_kind(value)
+        kind = _find_popart_kind(value)
         if DATA["popart_session_options"].get(key) != kind:
             raise make_cpp_error(f"Unknown {kind} option {key}")
         self._options[key] = value
@@ -125,7 +125,7 @@ class _PopartOptions:
         return self.set("engineOptions", dict(engine_options))
 
 
-def _popart_kind(value: Any) -> str:
+def _find_popart_kind(value: Any) -> str:
     """Return the C++ type that a Python value becomes; enums must be ints, and NumPy's integers
     are refused."""
     if isinstance(value, bool):
