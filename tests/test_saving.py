@@ -243,7 +243,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_ctrl_c_waits_for_a_checkpoint_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.get_fork_server() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         beside = Beside(patched, interrupts_at=5)
         train(
             config(*KEYS, "checkpoint.background=true"),
