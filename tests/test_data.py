@@ -180,7 +180,7 @@ def test_missing_folder(name: str, tmp_path: Path) -> None:
     one_line(
         faults,
         str(tmp_path / sets.FOLDERS[name]),
-        "not there",
+        "does not exist",
         f"python tools/fetch_data.py {name} --root",
     )
 
@@ -770,7 +770,7 @@ def test_image_folder_refusals(
         "train/ does not have",
     )
     os.rename(folder / "val", folder / "test")
-    one_line(list_faults(load_data, "image_folder", folder), str(folder / "val"), "not there")
+    one_line(list_faults(load_data, "image_folder", folder), str(folder / "val"), "does not exist")
     for name in ("red", "green", "blue"):
         (folder / "val" / name).mkdir(parents=True)
     one_line(

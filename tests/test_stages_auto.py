@@ -222,7 +222,7 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     ]
     merged = "method_args={schedule: dataflow}"
     for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", merged):
-        assert "not predicted on v100x8: " in printed(capsys, *arguments, "hardware=v100x8", more)
+        assert "no prediction for v100x8: " in printed(capsys, *arguments, "hardware=v100x8", more)
     assert "predicted" not in printed(capsys, *arguments, "hardware=null")
 
 

@@ -431,7 +431,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, run_tool: An
         DIGITS, *sets("method=pipemare"), "--dry-run", "--out", str(tmp_path / "run")
     )
     assert code == 0 and not (tmp_path / "run").exists()
-    for word in ("global batch size 32", "stage", "lag", "copies", "memory", "F0"):
+    for word in ("global batch size 32", "stage", "delay", "copies", "memory", "F0"):
         assert word in printed
 
 

@@ -116,7 +116,7 @@ def make_parser() -> Parser:
         "--runs",
         type=parse_folder,
         metavar="DIR",
-        help="where runs are kept (runs/pareto-MODEL-WIDTH)",
+        help="folder of the runs (runs/pareto-MODEL-WIDTH)",
     )
     p.add_argument(
         "--out",
@@ -170,9 +170,7 @@ def main() -> None:
         write_text(out / "table.md", _format_table(results, args))
         _draw(results, args, out / "pareto.png")
     print(json.dumps(results, indent=1) if args.json else _format_table(results, args))
-    print_progress(
-        f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}"
-    )
+    print_progress(f"files: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")
 
 
 def _name_run(kind: str, batch: int, rate: float) -> str:
