@@ -60,6 +60,14 @@ for three million examples; --width 4096 --size 32 --examples 3000000 takes that
 """
 
 
+def list_defaults(name: str) -> str:
+    """Return the default values of an option for both models, for its help."""
+    perceptron, transformer = (
+        str(row[name]).strip("[]").replace(",", "") for row in DEFAULTS.values()
+    )
+    return f"({perceptron}; of the transformer {transformer})"
+
+
 def make_parser() -> Parser:
     """Build the parser of the command line."""
     p = Parser(prog="tools/pareto.py", description=__doc__, epilog=EPILOG)
@@ -72,13 +80,6 @@ def make_parser() -> Parser:
         default="perceptron",
         help="what is trained (%(default)s)",
     )
-
-    def list_defaults(name: str) -> str:
-        perceptron, transformer = (
-            str(row[name]).strip("[]").replace(",", "") for row in DEFAULTS.values()
-        )
-        return f"({perceptron}; of the transformer {transformer})"
-
     p.add_argument(
         "--batches", nargs="+", type=parse_count, metavar="B", help=list_defaults("batches")
     )
