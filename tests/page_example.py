@@ -25,7 +25,7 @@ def make_example_trace(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]
     costs = Costs([1.0, 2.1, 1.0, 0.9], [1.9, 4.0, 2.0, 1.8], [0.2] * STAGES, link=0.1)
     modelled, _ = build_modelled_events(
         clock(schedule, costs), (table.forward(0, MICROBATCHES), table.backward(0, MICROBATCHES)),
-        accumulate=ACCUMULATE, unit_ns=1e6, device_of_stage=range(STAGES), boundary_bytes=[SIZE] * (STAGES - 1),
+        unit_ns=1e6, device_of_stage=range(STAGES), boundary_bytes=[SIZE] * (STAGES - 1),
     )  # fmt: skip
     work = [event for event in modelled.rows() if event.kind in ("forward", "backward", "update")]
     events = [*work]
@@ -87,7 +87,7 @@ def make_split_example_trace() -> Tuple[Trace, Dict[str, Any]]:
     versions = table.forward(0, schedule.microbatches), table.backward(0, schedule.microbatches)
     times = clock(schedule, Costs([1.0] * STAGES, [2.0] * STAGES, [0.2] * STAGES))
     events, counters = build_modelled_events(
-        times, versions, ACCUMULATE, 1e6, schedule.device_of_stage, is_whole=schedule.is_whole
+        times, versions, 1e6, schedule.device_of_stage, is_whole=schedule.is_whole
     )
     metadata = {
         "method": method.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import lru_cache
-from typing import Any, Dict, List, Tuple
+from typing import Any, List, Tuple
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import torch
 
 from ipu_pipe.config.load import load_config
 from ipu_pipe.hardware.paper_figures import (
+    PipelineSizes,
     compute_paper_figures,
     compute_pipedream_ratio,
     compute_worker_footprint,
@@ -45,7 +46,7 @@ def count_resnet50_weights(classes: int) -> Tuple[int, ...]:
 def test_copies_of_the_weights(moments: int, copies: int, ratio: float) -> None:
     """PipeMare's Table 2 states 1.33x for momentum SGD with T2, and 1.25x for Adam."""
     without, accumulator = (
-        compute_paper_figures(**make_figure_arguments("gpipe", 3, 4, moments=moments, t2=t2))
+        compute_paper_figures(make_figure_arguments("gpipe", 3, 4, moments=moments, t2=t2))
         for t2 in (0, 1)
     )
     assert (without["weight_optimizer_copies"], without["weight_optimizer_ratio"]) == (copies, 1.0)
@@ -183,8 +184,8 @@ def test_recompute_stash_of_the_papers_example() -> None:
     ],
 )  # fmt: skip
 def test_recompute_ratios(P: int, segments: int, order: float, counted: float) -> None:
-    """PipeMare's Table 5 states the ratio of the orders; the ratio of the counts is about twice as large."""
-    figures = compute_paper_figures(**make_figure_arguments("pipemare", P, 8))
+    """PipeMare, Table 5, states the ratio of orders; the counts come to about twice that."""
+    figures = compute_paper_figures(make_figure_arguments("pipemare", P, 8))
     assert figures["recompute_ratio_order"] == pytest.approx(order, abs=0.0005)
     ratio = count_recompute_stash(P, segments).sum() / count_activation_stash(P).sum()
     assert ratio == pytest.approx(counted, rel=1e-12) and 0.17 <= ratio <= 0.20
@@ -290,22 +291,23 @@ def test_the_dataflow_schedule_is_busy_by_the_papers_law() -> None:
 # ---- the whole report
 
 
-def make_figure_arguments(name: str, P: int, N: int, **others: Any) -> Dict[str, Any]:
+def make_figure_arguments(name: str, P: int, N: int, **others: Any) -> PipelineSizes:
     schedule = make_schedule(METHODS[name], P, 12 * max(P, N), N)
-    return {
+    sizes = {
         "weight_bytes": [4 * (s + 1) for s in range(P)], "saved_bytes": [100 + s for s in range(P)],
         "input_bytes": [10 + s % 3 for s in range(P)], "moments": 1, "t2": False, "method": METHODS[name],
-        "accumulate": N, "depth": P,
+        "accumulate": N,
         "in_flight": schedule.max_in_flight(),
         "weight_copies": count_weight_copies(VersionTable(schedule, METHODS[name])), **others,
     }  # fmt: skip
+    return PipelineSizes(**sizes)
 
 
 def test_report_of_pipemare() -> None:
     """Check every figure for four stages, N = 8 and two segments."""
     two_segments = resolve_method("pipemare", {"recompute": {"segments": 2}})
     figures = compute_paper_figures(
-        **make_figure_arguments("pipemare", 4, 8, t2=1, method=two_segments)
+        make_figure_arguments("pipemare", 4, 8, t2=1, method=two_segments)
     )
     weights, saved, entering = [4, 8, 12, 16], [100, 101, 102, 103], [10, 11, 12, 10]
     total, activations = sum(weights), sum(saved)
@@ -335,21 +337,21 @@ def test_report_of_pipemare() -> None:
         },
     }
     default = compute_paper_figures(
-        **make_figure_arguments("pipemare", 4, 8, t2=1)
+        make_figure_arguments("pipemare", 4, 8, t2=1)
     )  # two are the square root of four
     assert default == figures == json.loads(json.dumps(figures))
 
 
 def test_report_counts_older_versions_of_the_weights() -> None:
-    """2BW has two versions of the weights, so 4 copies; PipeDream has as many as its schedule needs, stage by stage."""
+    """Two versions of everything with 2BW: 1 + 3 copies; PipeDream's are the schedule's, stage by stage."""
     assert (
-        compute_paper_figures(**make_figure_arguments("pipedream_2bw", 3, 4))[
+        compute_paper_figures(make_figure_arguments("pipedream_2bw", 3, 4))[
             "weight_optimizer_copies"
         ]
         == 4.0
     )
     pipedream = make_figure_arguments("pipedream", 3, 1, moments=2)
-    figures, copies = compute_paper_figures(**pipedream), pipedream["weight_copies"].tolist()
+    figures, copies = compute_paper_figures(pipedream), pipedream.weight_copies.tolist()
     size = sum(weight * (3 + alive) for weight, alive in zip((4, 8, 12), copies))
     assert copies[0] > copies[-1] == 1 and figures["weight_optimizer_bytes"] == size
     assert figures["weight_optimizer_ratio"] == pytest.approx(size / (4 * 24))
@@ -360,17 +362,17 @@ def test_report_goes_by_the_method_as_changed() -> None:
     turned = resolve_method("pipelined_backprop", {"turn": 1})
     flying = make_schedule(turned, 4, 48, 8).max_in_flight()
     figures = compute_paper_figures(
-        **make_figure_arguments("pipelined_backprop", 4, 8, in_flight=flying, method=turned)
+        make_figure_arguments("pipelined_backprop", 4, 8, in_flight=flying, method=turned)
     )
     assert figures["stash_microbatches_with_recompute"] == [8, 2, 4, 2]
     alternating = resolve_method("pipemare", {"schedule": "1f1b"})
     assert (
-        compute_paper_figures(**make_figure_arguments("pipemare", 4, 8, method=alternating))[
+        compute_paper_figures(make_figure_arguments("pipemare", 4, 8, method=alternating))[
             "recompute_ratio_order"
         ]
         is None
     )
-    plain = compute_paper_figures(**make_figure_arguments("pipelined_backprop", 4, 8))
+    plain = compute_paper_figures(make_figure_arguments("pipelined_backprop", 4, 8))
     assert plain["stash_microbatches"] == [7, 5, 3, 1] and plain[
         "stash_microbatches_with_recompute"
     ] == [7, 1, 3, 1]
@@ -387,17 +389,17 @@ RECOMPUTED = (
 
 @pytest.mark.parametrize("name", PLAYED)
 def test_report_of_every_method_is_null_where_a_figure_has_no_meaning(name: str) -> None:
-    figures = compute_paper_figures(**make_figure_arguments(name, 5, 6))
+    figures = compute_paper_figures(make_figure_arguments(name, 5, 6))
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
     dataflow = name in ("pipemare", "pipelined_backprop", "spectrain")
     assert [key for key, value in figures.items() if value is None] == (
         [] if dataflow else list(RECOMPUTED)
     )
     if name != "pipedream_2bw":
-        few = compute_paper_figures(**make_figure_arguments(name, 5, 2))["footprint_per_worker"]
+        few = compute_paper_figures(make_figure_arguments(name, 5, 2))["footprint_per_worker"]
         assert few["pipedream_2bw"] == {"with_recompute": None, "without_recompute": None}
         assert few["pipedream_flush"] == few["gpipe"]
-        single = compute_paper_figures(**make_figure_arguments(name, 1, 2))
+        single = compute_paper_figures(make_figure_arguments(name, 1, 2))
         assert all(
             single[key] is None
             for key in (*RECOMPUTED, "pipedream_ratio", "pipedream_ratio_rounded")

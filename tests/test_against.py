@@ -116,12 +116,12 @@ def test_both_comparisons_are_printed_and_drawn(tmp_path: Path) -> None:
         assert run["curve"][0]["slots"] == 0 and run["curve"][-1]["slots"] == run["slots"]
     best = max(run["final"]["test_accuracy"] for run in results["same_time"])
     lines = printed.splitlines()
-    assert lines[1].startswith("the same samples, 384: test accuracy") and lines[1].endswith(
+    assert lines[1].startswith("at equal samples, 384: test accuracy") and lines[1].endswith(
         "points"
     )
     assert (
         f"{best:.3f} by gpipe at its best" in printed
-        and f"the same time, {slots:,.0f} slots (planned)" in printed
+        and f"at equal time, {slots:,.0f} slots (planned)" in printed
     )
     assert "planned (of the schedule" in printed and lines[-1].startswith("throughput: ")
     pytest.importorskip("matplotlib")
@@ -132,7 +132,7 @@ def test_a_method_that_takes_no_longer_is_not_run_again(tmp_path: Path) -> None:
     printed = train_against(
         load_short_config("method=gpipe"), load_short_config("method=pipedream"), tmp_path / "run"
     )
-    assert "the same time: pipedream takes no longer" in printed
+    assert "at equal time: pipedream takes no longer" in printed
     assert read_json(tmp_path / "run" / "against.json")["same_time"] == []
 
 

@@ -51,7 +51,7 @@ def make_modelled_trace(
     )
     sizes = None if name == "zbv" else [100] * stages
     events, counters = build_modelled_events(
-        clock(schedule, costs), versions, accumulate, 1000.0, devices, sizes
+        clock(schedule, costs), versions, 1000.0, devices, sizes
     )
     metadata = {
         "method": name, "method_args": {}, "stages": stages, "accumulate": accumulate, "microbatches": count, "modelled": True,

@@ -198,7 +198,7 @@ def test_parts_of_every_methods_slots(
         clock(schedule, make_slot_costs(schedule)),
         (table.forward(0, count), table.backward(0, count)),
     )
-    events, _ = build_modelled_events(times, versions, accumulate, 1000.0, schedule.device_of_stage)
+    events, _ = build_modelled_events(times, versions, 1000.0, schedule.device_of_stage)
     rows, _ = measure_devices(events, [], find_span(events))
     span, busy = 1000 * schedule.slot_count, 2 * count * 1000 // schedule.slot_capacity
     assert [(row["busy_ns"], sum_parts(row)) for row in rows] == [(busy, span)] * stages

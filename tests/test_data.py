@@ -182,7 +182,7 @@ def test_a_missing_folder_has_a_line_with_the_remedy(name: str, tmp_path: Path) 
     one_line(
         faults,
         str(tmp_path / sets.FOLDERS[name]),
-        "not there",
+        "does not exist",
         f"python tools/fetch_data.py {name} --root",
     )
 
@@ -789,6 +789,13 @@ def test_image_folder_refusals(
         "train/ does not have",
     )
     os.rename(image_root / "val", image_root / "test")
+    one_line(
+        list_faults(load_data, "image_folder", image_root),
+        str(image_root / "val"),
+        "does not exist",
+    )
+    for name in ("red", "green", "blue"):
+        (image_root / "val" / name).mkdir(parents=True)
     one_line(
         list_faults(load_data, "image_folder", image_root), str(image_root / "val"), "not there"
     )

@@ -428,7 +428,8 @@ def test_precision_optimizer_and_code_count(plain_hardware: Hardware) -> None:
         "entering": 3,
     }
     summed = memory.sum_stage_bytes(
-        memory.KeptCounts(copies=2, inputs=5, activations=1), frozen=8, **amounts
+        memory.KeptCounts(copies=2, inputs=5, activations=1),
+        memory.StageSizes(frozen=8, **amounts),
     )
     assert (summed.weights, summed.versions, summed.accumulators, summed.activations) == (
         408,

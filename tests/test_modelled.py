@@ -28,6 +28,7 @@ from ipu_pipe.report.run_trace import (
     build_modelled_events,
     choose_stage_costs,
     compute_modelled_rates,
+    select_updates,
 )
 from ipu_pipe.report.summary import compute_busy_shares
 from ipu_pipe.run.train import train
@@ -35,7 +36,7 @@ from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.trace.events import KINDS, Event
+from ipu_pipe.trace.events import KINDS, Event, Events
 from ipu_pipe.trace.store import read_store
 from tests.support.models import Composed
 from tests.support.runs import DIGITS, read_summary, read_trace_file
@@ -75,9 +76,13 @@ def make_model_of_parts(*parts: nn.Module) -> nn.Module:
     )
 
 
+def events_of(*arguments: Any, **more: Any) -> List[Event]:
+    return list(build_events(*arguments, **more).rows())
+
+
 def build_events(
     method: str, costs: Costs, stages: int, microbatches: int, accumulate: int, **more: Any
-) -> List[Event]:
+) -> Events:
     schedule = make_schedule(METHODS[method], stages, microbatches, accumulate)
     table = VersionTable(schedule, METHODS[method])
     versions = table.forward(0, microbatches), table.backward(0, microbatches)
@@ -86,10 +91,8 @@ def build_events(
         "boundary_bytes": [100 * (s + 1) for s in range(stages - 1)],
         **more,
     }
-    result, _ = build_modelled_events(
-        clock(schedule, costs), versions, accumulate, 1.0, **arguments
-    )
-    return list(result.rows())
+    result, _ = build_modelled_events(clock(schedule, costs), versions, 1.0, **arguments)
+    return result
 
 
 # ---- events
@@ -162,7 +165,7 @@ def test_halves_of_backwards_are_events_and_whole_ones_are_backwards(name: str) 
     table = VersionTable(schedule, method)
     costs = Costs([3, 11, 5, 4], [7, 2, 13, 8], [1, 2, 3, 1], weight_gradient=[3, 1, 6, 2])
     result = list(build_modelled_events(
-        clock(schedule, costs), (table.forward(0, 4), table.backward(0, 4)), 4, 1.0, schedule.device_of_stage, [100] * 3,
+        clock(schedule, costs), (table.forward(0, 4), table.backward(0, 4)), 1.0, schedule.device_of_stage, [100] * 3,
         is_whole=schedule.is_whole if len(schedule.passes) > 2 else None,
     )[0].rows())  # fmt: skip
     whole = schedule.is_whole if len(schedule.passes) > 2 else np.ones((4, 4), np.bool_)
@@ -193,10 +196,9 @@ def test_halves_of_backwards_are_events_and_whole_ones_are_backwards(name: str) 
 
 
 def test_only_the_window_is_recorded_with_pauses_between() -> None:
-    whole = build_events("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
-    window = build_events(
-        "pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2, updates=range(2, 9, 3)
-    )
+    whole = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
+    all_events = build_events("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
+    window = list(select_updates(all_events, 2, range(2, 9, 3)).rows())
     updates = {2, 5, 8}
     expected = [
         e for e in whole if (e.microbatch if e.kind == "update" else e.microbatch // 2) in updates

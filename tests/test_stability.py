@@ -15,25 +15,27 @@ from ipu_pipe.stability.recurrences import (
     DelayedRead,
     Recurrence,
     compute_discrepancy_decay,
-    compute_impulse_response,
     compute_spike_coefficients,
     make_delayed_sgd,
     make_pipemare,
     simulate,
 )
 from ipu_pipe.stability.roots import (
-    compute_half_life,
     compute_root_radius,
     derive_loop_gain,
-    find_best_momentum,
     find_largest_stable_step,
-    find_least_half_life,
-    find_least_half_lives,
     find_stable_steps,
     find_steps_within,
-    find_widest_ranges,
 )
 from tools.experiments.bounds import bound_local_sgd, bound_rpd, bound_rpd_pl
+from tools.experiments.half_lives import (
+    compute_half_life,
+    compute_impulse_response,
+    find_best_momentum,
+    find_least_half_life,
+    find_least_half_lives,
+    find_widest_ranges,
+)
 
 DELAYS = [0, 1, 2, 3, 4, 7, 10, 16, 29, 40, 100]
 MOMENTA = [0.0, 0.1, 0.5, 0.9, 0.99, 0.999]

@@ -233,14 +233,9 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
         str(s) for s in range(len(prediction.starts))
     ]
     merged = "method_args={schedule: dataflow}"
-    for setting in (
-        "method=local_overlapping",
-        "precision=bfloat16",
-        "stages={finest: 40}",
-        merged,
-    ):
-        assert "not predicted on v100x8: " in run_train_command(
-            capsys, *arguments, "hardware=v100x8", setting
+    for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}", merged):
+        assert "no prediction for v100x8: " in run_train_command(
+            capsys, *arguments, "hardware=v100x8", more
         )
     assert "predicted" not in run_train_command(capsys, *arguments, "hardware=null")
 

@@ -39,7 +39,6 @@ def build_gpipe_events(**changes: Any) -> Tuple[List[Event], List[Counter]]:
     arguments: Dict[str, Any] = {
         "times": clock(schedule, make_slot_costs(schedule)),
         "versions": (VERSIONS, VERSIONS + 10),
-        "accumulate": 2,
         "unit_ns": 1000.0,
         "device_of_stage": [0, 1, 2],
         "boundary_bytes": [70, 80],
@@ -136,7 +135,7 @@ def build_method_events(
     table = VersionTable(schedule, method)
     return select_work(*build_modelled_events(
         clock(schedule, make_slot_costs(schedule)), (table.forward(0, microbatches), table.backward(0, microbatches)),
-        accumulate=accumulate, unit_ns=999.0, device_of_stage=[0, 1, 2, 3],
+        unit_ns=999.0, device_of_stage=[0, 1, 2, 3],
     ))  # fmt: skip
 
 

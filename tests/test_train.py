@@ -474,7 +474,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, run_train_to
         DIGITS, *make_set_options("method=pipemare"), "--dry-run", "--out", str(tmp_path / "run")
     )
     assert code == 0 and not (tmp_path / "run").exists()
-    for word in ("global batch size 32", "stage", "lag", "copies", "memory", "F0"):
+    for word in ("global batch size 32", "stage", "delay", "copies", "memory", "F0"):
         assert word in output
 
 

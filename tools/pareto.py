@@ -60,6 +60,14 @@ for three million examples; --width 4096 --size 32 --examples 3000000 takes that
 """
 
 
+def list_defaults(name: str) -> str:
+    """Return the default values of an option for both models, for its help."""
+    perceptron, transformer = (
+        str(row[name]).strip("[]").replace(",", "") for row in DEFAULTS.values()
+    )
+    return f"({perceptron}; of the transformer {transformer})"
+
+
 def make_parser() -> Parser:
     """Build the parser of the command line."""
     p = Parser(prog="tools/pareto.py", description=__doc__, epilog=EPILOG)
@@ -72,13 +80,6 @@ def make_parser() -> Parser:
         default="perceptron",
         help="what is trained (%(default)s)",
     )
-
-    def list_defaults(name: str) -> str:
-        perceptron, transformer = (
-            str(row[name]).strip("[]").replace(",", "") for row in DEFAULTS.values()
-        )
-        return f"({perceptron}; of the transformer {transformer})"
-
     p.add_argument(
         "--batches", nargs="+", type=parse_count, metavar="B", help=list_defaults("batches")
     )
@@ -116,7 +117,7 @@ def make_parser() -> Parser:
         "--runs",
         type=parse_folder,
         metavar="DIR",
-        help="where runs are kept (runs/pareto-MODEL-WIDTH)",
+        help="folder of the runs (runs/pareto-MODEL-WIDTH)",
     )
     p.add_argument(
         "--out",
@@ -170,9 +171,7 @@ def main() -> None:
         write_text(out / "table.md", _format_table(results, args))
         _draw(results, args, out / "pareto.png")
     print(json.dumps(results, indent=1) if args.json else _format_table(results, args))
-    print_progress(
-        f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}"
-    )
+    print_progress(f"files: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")
 
 
 def _name_run(kind: str, batch: int, rate: float) -> str:

@@ -1,4 +1,4 @@
-"""Write docs/keys.md, the page of all keys of a config, from the schema:
+"""Write docs/reference/keys.md, the page of all keys of a config, from the schema:
 `python tools/write_keys.py`.
 
 Types and defaults come from the fields, meanings from the docstrings, allowed values from the error
@@ -27,7 +27,7 @@ from ipu_pipe.config.schema import Config, import_outer  # noqa: E402
 from ipu_pipe.config.sections import StageCount, StageFinest  # noqa: E402
 from ipu_pipe.errors import BadInput  # noqa: E402
 
-PAGE = ROOT / "docs" / "keys.md"
+PAGE = ROOT / "docs" / "reference" / "keys.md"
 # the value of a key that has a table of its own
 SECTION = "section"
 # a longer value is not an example of one line
@@ -149,7 +149,7 @@ def format_page() -> str:
     lines = [
         "# Keys of a config",
         "",
-        "How to use a config: [configuration](configuration.md). Examples are from `configs/`. "
+        "How to use a config: [configuration](../configuration.md). Examples are from `configs/`. "
         "This page is generated from the",
         "schema by `python tools/write_keys.py`; do not edit it.",
         "",
@@ -219,14 +219,15 @@ def _find_example(place: str, default: str) -> str:
 
 
 def _link_pages(text: str) -> str:
-    """Return the text with the names of documentation pages as links."""
-    return re.sub(r"docs/((?:\w+/)?(\w+)\.md)", r"[\2](\1)", text)
+    """Return the text with the names of documentation pages as links from docs/reference."""
+    text = re.sub(r"docs/reference/((\w+)\.md)", r"[\2](\1)", text)
+    return re.sub(r"docs/((?:\w+/)?(\w+)\.md)", r"[\2](../\1)", text)
 
 
 def _format_default(field: Any) -> str:
     """Format the default of a field as JSON; '' for a section."""
     if field.is_required():
-        return "(must be given)"
+        return "(required)"
     value = field.get_default(call_default_factory=True)
     return "" if isinstance(value, BaseModel) else json.dumps(value)
 

@@ -59,7 +59,7 @@ examples:
 )
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    raise_faults({"--out: missing: must be the folder to write into": args.out is None})
+    raise_faults({"--out: missing: name the folder to write into": args.out is None})
     from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import leave
     from ipu_pipe.compare.method_comparison import (
@@ -80,4 +80,4 @@ def main(args: argparse.Namespace) -> None:
     if is_main():
         files = write_comparison(comparison, args.out)
         args.print_result(make_comparison_table(comparison))
-        args.print_result("where to look:\n  " + "\n  ".join(map(str, files)))
+        args.print_result("files:\n  " + "\n  ".join(map(str, files)))

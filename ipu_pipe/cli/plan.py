@@ -9,12 +9,18 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Sequence
 
 from ipu_pipe.cli.arguments import COMMON, CONFIG, JSON, command, int_in, option, parse_names
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput
 from ipu_pipe.plan.candidates import IN_LOCKSTEP, LOCAL, USUAL
 from ipu_pipe.text import show
+
+if TYPE_CHECKING:
+    from ipu_pipe.config.schema import Config
+    from ipu_pipe.plan.planner import Answer
+    from ipu_pipe.plan.prediction import Problem
 
 EPILOG = """
 All figures are predictions: from the model's FLOPs and bytes and the hardware's figures, or, with --measure and on hardware that
@@ -136,13 +142,10 @@ def main(args: argparse.Namespace) -> None:
     """Run the command."""
     if args.write is not None and args.write.is_file() and not args.overwrite:
         raise BadInput(f"--write: {args.write}: exists already: use another name, or --overwrite")
+    # import after parsing, because --help must not wait for torch
     from ipu_pipe.config.load import load_config
-    from ipu_pipe.files import write_text
-    from ipu_pipe.plan import answer
     from ipu_pipe.plan.planner import make_plan
-    from ipu_pipe.plan.tensor_parallel import describe_tensor_parallel, predict_tensor_parallel
     from ipu_pipe.run.planning import make_planning_problem
-    from ipu_pipe.schedule.methods import METHODS
 
     config = load_config(args.config, args.set)
     problem, methods, batch, how = make_planning_problem(
@@ -156,68 +159,98 @@ def main(args: argparse.Namespace) -> None:
         measure=args.measure,
         say=args.print_progress,
     )
-    ways = args.tensor_parallel
-    devices = problem.hardware.devices
+    _check_tensor_parallel(args.tensor_parallel, problem.hardware.devices, batch)
+    plan = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
+    _print_plan(args, plan, problem, batch, how)
+    if not plan.plans:
+        why = plan.smallest_change or "the batch is too small"
+        raise BadInput(f"no configuration fits {problem.hardware.name}: {why}")
+    if args.write is not None:
+        written_plan = _choose_written_plan(args, config, plan, problem, methods, batch)
+        _write_best(args, config, written_plan)
+
+
+def _check_tensor_parallel(ways: int | None, devices: int, batch: int) -> None:
+    """Raise `BadInput` unless groups of `ways` devices divide the devices and the batch."""
     if ways is not None and (devices % ways or batch < devices // ways):
         raise BadInput(
             f"--tensor-parallel: {ways}: must divide {devices} devices into at most {batch} "
             f"groups, a sample for each"
         )
-    plan = make_plan(problem, methods, devices, batch, args.top)
-    tensor = None if ways is None else predict_tensor_parallel(problem, devices, ways, batch)
+
+
+def _print_plan(
+    args: argparse.Namespace, plan: Answer, problem: Problem, batch: int, how: str
+) -> None:
+    """Print the plan of `problem`, with the prediction of tensor parallelism if it is requested.
+    `how`: the source of the model's costs.
+    """
+    from ipu_pipe.plan.answer import convert_to_json, format_answer
+    from ipu_pipe.plan.tensor_parallel import describe_tensor_parallel, predict_tensor_parallel
+
+    ways = args.tensor_parallel
+    record = convert_to_json(plan) if args.json else {}
+    text = "" if args.json else format_answer(plan)
+    if ways is not None:
+        tensor = predict_tensor_parallel(problem, plan.devices, ways, batch)
+        record["tensor_parallel"] = None if tensor is None else asdict(tensor)
+        text += f"\n\n{describe_tensor_parallel(tensor)}"
     if args.json:
-        compared = (
-            {} if ways is None else {"tensor_parallel": None if tensor is None else asdict(tensor)}
-        )
-        print(json.dumps({**answer.convert_to_json(plan), **compared}, indent=1))
+        print(json.dumps(record, indent=1))
     else:
-        compared_lines = "" if ways is None else f"\n\n{describe_tensor_parallel(tensor)}"
-        args.print_result(f"{answer.format_answer(plan)}{compared_lines}\n\nmodel: {how}")
-    if not plan.plans:
-        why = plan.smallest_change or "the batch is too small"
-        raise BadInput(f"no configuration fits {problem.hardware.name}: {why}")
-    if args.write is None:
-        return
-    best = plan.plans[0][0]
-    row = METHODS.get(config.method)
-    if (
-        args.methods is None
-        and row is not None
-        and row.flushes
-        and not METHODS[best.candidate.method].flushes
-    ):
-        # weights that are read old are not chosen unasked
-        flushing = make_plan(
-            problem,
-            [name for name in methods if METHODS[name].flushes],
-            problem.hardware.devices,
-            batch,
-            1,
+        args.print_result(f"{text}\n\nmodel: {how}")
+
+
+def _choose_written_plan(
+    args: argparse.Namespace,
+    config: Config,
+    plan: Answer,
+    problem: Problem,
+    methods: Sequence[str],
+    batch: int,
+) -> Answer:
+    """Return the plan whose best configuration `--write` writes: of methods that flush, if the
+    config's method flushes and `--methods` does not name another.
+    """
+    from ipu_pipe.plan.planner import make_plan
+    from ipu_pipe.schedule.methods import METHODS
+
+    configured = METHODS.get(config.method)
+    best_method = plan.plans[0][0].candidate.method
+    wants_fresh_weights = args.methods is None and configured is not None and configured.flushes
+    if not wants_fresh_weights or METHODS[best_method].flushes:
+        return plan
+    # a method that reads stale weights changes the numbers, so the user must choose it
+    flushing_methods = [name for name in methods if METHODS[name].flushes]
+    flushing = make_plan(problem, flushing_methods, plan.devices, batch, 1)
+    if not flushing.plans:
+        raise BadInput(
+            f"--write: every configuration that fits reads stale weights, which {config.method}"
+            " does not: choose one by --methods"
         )
-        if not flushing.plans:
-            raise BadInput(
-                f"--write: every configuration that fits reads stale weights, which {config.method}"
-                " does not: choose one by --methods"
-            )
-        args.print_progress(
-            f"wrote the best configuration that flushes, as {config.method} does; "
-            f"{best.candidate.method} reads stale weights"
-            f" (--methods {best.candidate.method} writes it)"
-        )
-        plan = flushing
-        best = flushing.plans[0][0]
-    args.write.parent.mkdir(parents=True, exist_ok=True)
-    write_text(
-        args.write,
-        answer.make_planned_config(config, plan.problem, best, args.hardware or config.hardware),
+    args.print_progress(
+        f"wrote the best configuration that flushes, as {config.method} does; "
+        f"{best_method} reads stale weights (--methods {best_method} writes it)"
     )
+    return flushing
+
+
+def _write_best(args: argparse.Namespace, config: Config, plan: Answer) -> None:
+    """Write the best configuration of the plan as a config and print the commands that train it."""
+    from ipu_pipe.files import write_text
+    from ipu_pipe.plan.answer import make_planned_config
+
+    best = plan.plans[0][0]
+    hardware = args.hardware or config.hardware
+    args.write.parent.mkdir(parents=True, exist_ok=True)
+    write_text(args.write, make_planned_config(config, plan.problem, best, hardware))
     commands = [f"python tools/train.py {args.write}"]
-    # one process drives all devices of a kind of its own
-    if best.candidate.devices > 1 and config.backend.facts.trains_on is None:
-        processes = (
-            f"torchrun --nproc_per_node {best.candidate.devices} tools/train.py {args.write}"
-        )
-        if config.backend.facts.uses_processes:
+    facts = config.backend.facts
+    devices = best.candidate.devices
+    # one process drives all devices of a backend that trains on a device of its own
+    if devices > 1 and facts.trains_on is None:
+        processes = f"torchrun --nproc_per_node {devices} tools/train.py {args.write}"
+        if facts.uses_processes:
             commands = [processes]
         else:
             commands.insert(0, f"{processes} --set backend.name=distributed")

@@ -43,7 +43,7 @@ MOST_ORDERED = 30_000
 def _parse_slots(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be two slots A:B, A below B")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be two slots A:B with A < B")
     if int(last) - int(first) > MOST_SLOTS:
         raise argparse.ArgumentTypeError(f"{show(text)}: at most {MOST_SLOTS} slots can be shown")
     return int(first), int(last)
@@ -78,6 +78,16 @@ def _parse_bool(text: str) -> bool:
 
 DEVICES = (
     "devices and times (with --format json also makespan, span, bubble rates and peak activations)"
+)
+# options that are method_args
+METHOD_ARGS = (
+    "schedule",
+    "turn",
+    "stash",
+    "stages_per_device",
+    "split_backward",
+    "activation_limit",
+    "file",
 )
 AXES = "changes to an asynchronous method (method_args in a config)"
 
@@ -167,7 +177,7 @@ AXES = "changes to an asynchronous method (method_args in a config)"
         metavar="X",
         type=_parse_time,
         group=DEVICES,
-        help="limit of a device's activation memory, in units of that of 1F1B",
+        help="limit of a device's activation memory, as a multiple of that of 1F1B",
     ),
     option(
         "--file",
@@ -205,53 +215,20 @@ def main(args: argparse.Namespace) -> None:
         "durations": args.durations or (1.0, 1.0, 1.0),
         "link": args.link or 0.0,
     }
-    at_least_1 = {
-        "--stages-per-device": args.stages_per_device,
-        "--activation-limit": args.activation_limit,
-    }
-    raise_faults(
-        [
-            f"{key}: {show(n)}: must be at least 1"
-            for key, n in at_least_1.items()
-            if n is not None and n < 1
-        ]
+    _check_options(args)
+    method = resolve_method(
+        args.method, {**times, **{key: getattr(args, key) for key in METHOD_ARGS}}
     )
-    keys = (
-        "schedule",
-        "turn",
-        "stash",
-        "stages_per_device",
-        "split_backward",
-        "activation_limit",
-        "file",
-    )
-    method = resolve_method(args.method, {**times, **{key: getattr(args, key) for key in keys}})
     if method.history is not None:
         raise BadInput(
-            f"method: {method.name}: has no timeline: stages, microbatches and delays are drawn, "
-            f"without a pipeline"
-            " (its order and delays: schedule are those of pipedream)"
-        )
-    if args.stages > MOST_STAGES:
-        raise BadInput(
-            f"--stages: {show(args.stages)}: must be at most {MOST_STAGES}, since every stage is "
-            f"checked"
+            f"method: {method.name}: has no timeline: its stages, microbatches and delays are drawn "
+            "at random (with order: schedule and delays: schedule it equals pipedream)"
         )
     is_timed = method.order is not None or any(
         value is not None
         for value in (args.durations, args.link, args.stages_per_device, args.work)
     )
-    most = (
-        MOST_ORDERED
-        if method.order is not None
-        else MOST_TIMED
-        if is_timed
-        else MOST_PASSES[args.format]
-    )
-    most //= max(args.stages, 1)
-    if args.microbatches > most:
-        why = f"on {args.stages} stages at most {most} can be checked and written as {args.format}"
-        raise BadInput(f"--microbatches: {show(args.microbatches)}: {why}")
+    _check_size(args, method, is_timed)
     default = max(1, method.accumulate_for(args.stages, args.microbatches))
     accumulate = default if args.accumulate is None else args.accumulate
     schedule = make_schedule(method, args.stages, args.microbatches, accumulate, args.drains)
@@ -266,19 +243,55 @@ def main(args: argparse.Namespace) -> None:
             f"them"
         )
     if args.format == "csv":
-        rows = format_csv(schedule)
-        if schedule.microbatches > schedule.accumulate:
-            print(
-                "note: the rows contain several batches; PyTorch's loader has no updates between "
-                "them",
-                file=sys.stderr,
-            )
-        sys.stdout.writelines(rows)
+        _write_csv(schedule, sys.stdout)
     elif args.format == "json":
         extra = _compute_times(schedule, method, work=args.work or (), **times) if is_timed else {}
         _write_json(schedule, method, extra, sys.stdout)
     else:
         _write_text(schedule, method, args.slots or (0, SHOWN_SLOTS), sys.stdout)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise `BadInput` for options that must be at least 1 and are not."""
+    at_least_1 = {
+        "--stages-per-device": args.stages_per_device,
+        "--activation-limit": args.activation_limit,
+    }
+    raise_faults(
+        [
+            f"{key}: {show(n)}: must be at least 1"
+            for key, n in at_least_1.items()
+            if n is not None and n < 1
+        ]
+    )
+
+
+def _check_size(args: argparse.Namespace, method: Method, is_timed: bool) -> None:
+    """Raise `BadInput` if the schedule has more stages or microbatches than the command can check
+    and write.
+    """
+    if args.stages > MOST_STAGES:
+        raise BadInput(f"--stages: {show(args.stages)}: must be at most {MOST_STAGES}")
+    if method.order is not None:
+        most_passes = MOST_ORDERED
+    elif is_timed:
+        most_passes = MOST_TIMED
+    else:
+        most_passes = MOST_PASSES[args.format]
+    most = most_passes // max(args.stages, 1)
+    if args.microbatches > most:
+        why = f"on {args.stages} stages at most {most} can be checked and written as {args.format}"
+        raise BadInput(f"--microbatches: {show(args.microbatches)}: {why}")
+
+
+def _write_csv(schedule: Schedule, out: TextIO) -> None:
+    rows = format_csv(schedule)
+    if schedule.microbatches > schedule.accumulate:
+        print(
+            "note: the rows contain several batches; PyTorch's loader has no updates between them",
+            file=sys.stderr,
+        )
+    out.writelines(rows)
 
 
 def _write_text(schedule: Schedule, method: Method, slots: tuple[int, int], out: TextIO) -> None:
@@ -292,8 +305,8 @@ def _write_text(schedule: Schedule, method: Method, slots: tuple[int, int], out:
     out.write(
         f"{method.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, an update "
         f"every {every}\n"
-        f"forwards read {method.forward_reads.value} weights, backwards "
-        f"{method.backward_reads.value}\n\n"
+        f"weight versions: {method.forward_reads.value} in forwards, "
+        f"{method.backward_reads.value} in backwards\n\n"
     )
     out.write(format_text(schedule, first, last, SHOWN_STAGES))
     legend = "F forward, B backward"
@@ -322,8 +335,8 @@ def _format_stages(schedule: Schedule, table: VersionTable) -> str:
     columns: list[tuple[str, list[int]]] = [
         ("in flight", schedule.max_in_flight().tolist()),
         ("weight copies", count_weight_copies(table).tolist()),
-        ("forward lag", table.greatest_lag().tolist()),
-        ("backward lag", table.greatest_backward_lag().tolist()),
+        ("forward delay", table.greatest_lag().tolist()),
+        ("backward delay", table.greatest_backward_lag().tolist()),
     ]
     rows = min(schedule.stages, SHOWN_STAGES)
     lines = ["stage  " + "  ".join(name for name, _ in columns)]

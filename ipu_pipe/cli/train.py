@@ -70,7 +70,7 @@ Exit codes: 0 done, 2 bad input, 1 fault while running, 130 Ctrl-C.
     option(
         "--against",
         metavar="METHOD",
-        help="also train by METHOD, in DIR/METHOD, with as many samples and in as much time",
+        help="also train by METHOD, into DIR/METHOD: on as many samples, and for as much time",
     ),
     option(
         "--accumulate",

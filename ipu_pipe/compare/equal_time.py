@@ -2,8 +2,7 @@
 at equal time.
 
 Comparing at equal samples hides the gain of a pipeline that never drains: it trains on more samples
-in the same time. Time is
-planned: slots of the schedule, in each of which every stage does one pass, so a run of M
+in the same time. Time is planned: slots of the schedule, in each of which every stage does one pass, so a run of M
 microbatches takes 2 M / utilization.
 
 At equal time a method that drains the pipeline may choose how many microbatches K make an update:
@@ -73,10 +72,9 @@ def train_against(
     for compared in (config, other):
         if resolve_method(compared.method, compared.method_settings()).order is not None:
             raise BadInput(
-                f"--against: {compared.method}: has several stages on a device or split backwards, "
-                f"whose slots are not"
-                " comparable: must be a method with one stage per device (compare it by "
-                "tools/collect.py)"
+                f"--against: {compared.method}: unsupported: has several stages per device or split "
+                "backwards, so its slots differ; use a method with one stage per device, or "
+                "tools/collect.py"
             )
     say = Progress(quiet or not is_main()).say
     same_samples_folder = name_folder(out, other.method)
@@ -94,7 +92,7 @@ def train_against(
     run_on_main(lambda: [check_folder(folder, **starts[folder]) for folder in folders.values()])
     with reserve_folder(same_samples_folder, **starts[same_samples_folder]):
         summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
-    say(f"\n{other.method} with as many samples:")
+    say(f"\n{other.method} on as many samples:")
     other = keep_recorded_choices(load_recorded(out / "config.yaml"), other)
     other_summary = train(other, same_samples_folder, quiet=quiet, **starts[same_samples_folder])
     run = read_run(config, summary, out)
@@ -104,7 +102,7 @@ def train_against(
         for count, folder in folders.items():
             fitted = fit_into_time(other, count, summary)
             if fitted is not None:
-                say(f"\n{other.method} in as much time, with {count} microbatches per update:")
+                say(f"\n{other.method} for as much time, with {count} microbatches per update:")
                 same_time.append(
                     _train_for_same_time(fitted, folder, starts[folder], quiet, run.slots)
                 )
@@ -283,16 +281,16 @@ def describe(
         )
 
     best = find_best(same_time, key)
-    at_equal_time = f"the same time: no run of {same_samples.method} ended in time"
+    at_equal_time = f"at equal time: no run of {same_samples.method} ended in time"
     if best is not None:
         at_equal_time = (
-            f"the same time, {run.slots:,.0f} slots (planned): {compare(best, ' at its best')}"
+            f"at equal time, {run.slots:,.0f} slots (planned): {compare(best, ' at its best')}"
         )
     elif not same_time and not takes_longer(same_samples, run):
-        at_equal_time = f"the same time: {same_samples.method} takes no longer"
+        at_equal_time = f"at equal time: {same_samples.method} takes no longer"
     lines = [
         "",
-        f"the same samples, {run.samples:,}: {compare(same_samples)}",
+        f"at equal samples, {run.samples:,}: {compare(same_samples)}",
         f"  by the schedule (planned) {run.method} takes {run.slots:,.0f} slots, "
         f"{same_samples.method} {same_samples.slots:,.0f}",
         at_equal_time,

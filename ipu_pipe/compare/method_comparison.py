@@ -1,9 +1,8 @@
-"""Compare methods on the same work: throughput, memory and communication of each, measured beside
+"""Compare methods on the same work: throughput, memory and communication of each, measured and
 planned.
 
 Every method trains on as many samples as the config's own. Methods whose blocks have losses of
-their own update after each
-microbatch: they need no batch to fill a pipeline (Laskin et al. 2020, section 6).
+their own update after each microbatch: they need no batch to fill a pipeline (Laskin et al. 2020, section 6).
 """
 
 from __future__ import annotations
@@ -58,45 +57,26 @@ def compare_methods(
     The methods take turns in each of `rounds`, so that a change on the machine meets all of them;
     further rounds go into `out/METHOD/round-R`. Raise `BadInput`.
     """
-    require_known_methods(methods, "--methods")
-    faults = {
-        f"--methods: {','.join(methods)}: names a method twice": len(set(methods)) != len(methods)
-    }
-    where = f"backend.name: {config.backend.name}: methods are compared on emulator or distributed"
-    raise_faults({**faults, where: config.backend.facts.trains_on is not None})
+    _check_comparison(config, methods)
     if is_distributed():
-        launch(
-            config,
-            {
-                "out": out,
-                "methods": methods,
-                "steps": steps,
-                "rounds": rounds,
-                "overwrite": overwrite,
-            },
-        )
-    jobs: dict[str, Job] = {}
-    # all methods get the cut of the config's own method, whatever their order
-    if list(methods) != [config.method]:
-        job = build_for_planning(move_to_emulator(switch_method(config, config.method, steps)))
-        if not job.partition.spread:
-            jobs[config.method] = job
-            config = config.model_copy(update={"stages": job.partition.begin_names() or 1})
-    boundaries = config.stages if isinstance(config.stages, list) else []
-    configs = {name: switch_method(config, name, steps, boundaries) for name in methods}
+        options = {
+            "out": out,
+            "methods": methods,
+            "steps": steps,
+            "rounds": rounds,
+            "overwrite": overwrite,
+        }
+        launch(config, options)
     folders = {
         name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))]
-        for name in configs
+        for name in methods
     }
     run_on_main(
         lambda: [
             check_folder(folder, False, overwrite) for folder in itertools.chain(*folders.values())
         ]
     )
-    jobs = {
-        name: jobs.get(name) or build_for_planning(move_to_emulator(chosen))
-        for name, chosen in configs.items()
-    }
+    configs, jobs = _build_jobs(config, methods, steps)
     summaries: dict[str, list[dict[str, Any]]] = {name: [] for name in configs}
     for r in range(rounds if steps != 0 else 0):
         for name, chosen in configs.items():
@@ -105,14 +85,61 @@ def compare_methods(
             say(f"{name}: {chosen.steps} updates of {size} samples{round_text}")
             processes = len(set(jobs[name].placement)) * chosen.replicas
             summaries[name].append(run_turn(chosen, folders[name][r], processes, overwrite))
+    memory_files = {name: folders[name][0] / "memory.json" for name in configs}
+    return _collect_figures(jobs, summaries, memory_files)
+
+
+def _check_comparison(config: Config, methods: Sequence[str]) -> None:
+    """Raise `BadInput` for methods or a backend that cannot be compared."""
+    require_known_methods(methods, "--methods")
+    twice = f"--methods: {','.join(methods)}: names a method twice"
+    backend = (
+        f"backend.name: {config.backend.name}: unsupported: collect compares methods on emulator "
+        f"or distributed"
+    )
+    raise_faults(
+        {
+            twice: len(set(methods)) != len(methods),
+            backend: config.backend.facts.trains_on is not None,
+        }
+    )
+
+
+def _build_jobs(
+    config: Config, methods: Sequence[str], steps: int | None
+) -> tuple[dict[str, Config], dict[str, Job]]:
+    """Return the config and the planned job of each method; all get the cut of the config's own
+    method, whatever their order.
+    """
+    jobs: dict[str, Job] = {}
+    if list(methods) != [config.method]:
+        job = build_for_planning(move_to_emulator(switch_method(config, config.method, steps)))
+        if not job.partition.spread:
+            jobs[config.method] = job
+            config = config.model_copy(update={"stages": job.partition.begin_names() or 1})
+    boundaries = config.stages if isinstance(config.stages, list) else []
+    configs = {name: switch_method(config, name, steps, boundaries) for name in methods}
+    return configs, {
+        name: jobs.get(name) or build_for_planning(move_to_emulator(chosen))
+        for name, chosen in configs.items()
+    }
+
+
+def _collect_figures(
+    jobs: Mapping[str, Job],
+    summaries: Mapping[str, Sequence[Mapping[str, Any]]],
+    memory_files: Mapping[str, Path],
+) -> Comparison:
+    """Return the content of the three files; the first method is the baseline of speedups."""
     comparison: Comparison = {"throughput": {}, "memory": {}, "communication": {}}
-    baseline = jobs[methods[0]], summaries[methods[0]]
+    first = next(iter(jobs))
+    baseline = jobs[first], summaries[first]
     for name, job in jobs.items():
         runs = summaries[name]
         comparison["throughput"][name] = _describe_throughput(job, runs, *baseline)
         memory = plan_memory(job)
         if runs:
-            file = folders[name][0] / "memory.json"
+            file = memory_files[name]
             memory = run_on_main(lambda: dict(json.loads(file.read_text())))
         comparison["memory"][name] = {**memory, "devices": _describe_device_memory(memory)}
         comparison["communication"][name] = _describe_communication(job, runs[0] if runs else None)
@@ -126,7 +153,7 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"--out: {out}: cannot be made: {error.strerror or error}") from error
+        raise BadInput(f"--out: {out}: cannot be created: {error.strerror or error}") from error
     return [
         write_json(out / f"{name}.json", {"methods": methods})
         for name, methods in comparison.items()
@@ -154,8 +181,7 @@ def switch_method(
     steps = config.steps if steps is None else steps
     if steps is None:
         raise BadInput(
-            "steps: null: must be given, in the config or by --steps: how many updates each method "
-            "makes"
+            "steps: null: set the number of updates of each method, in the config or by --steps"
         )
     # two updates at least, because the first is not timed
     changes: dict[str, Any] = {"steps": max(steps, 2)}
@@ -345,7 +371,7 @@ def _describe_communication(job: Job, run: Mapping[str, Any] | None) -> dict[str
 
 
 def make_comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the comparison as text: measured beside modelled and planned figures."""
+    """Return the comparison as text: measured, modelled and planned figures."""
     rows = [
         [
             "",
@@ -358,8 +384,8 @@ def make_comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
             "speedup",
             "fullest device",
             "fullest device",
-            "crosses",
-            "crosses",
+            "traffic",
+            "traffic",
         ],
         [
             "",
@@ -383,11 +409,11 @@ def make_comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
             "",
             *_describe_traffic(comparison["communication"]),
             "",
-            "samples/s: median over the rounds; the emulator does the work of all devices in turn "
+            "samples/s: median over the rounds; the emulator runs all devices one after another "
             "on this machine.",
             "busy: share of time in passes and updates: measured on processes; modelled: the "
             "simulated schedule with the",
-            "measured passes of each stage; planned: the schedule's unit slots. crosses: per "
+            "measured passes of each stage; planned: the schedule's unit slots. traffic: per "
             "microbatch, over all links.",
             f"speedup: relative to the first method; modelled: the simulated schedule with times "
             f"from each stage's FLOPs ({HOW}).",

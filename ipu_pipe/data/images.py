@@ -52,9 +52,7 @@ class ImageFolder(SampledData):
         self._seed = seed
         self._as_bytes = bytes
         if root is None:
-            raise BadInput(
-                "data.root: must be given for image_folder: the folder that holds train/ and val/"
-            )
+            raise BadInput("data.root: missing: set it to the folder that contains train/ and val/")
         classes = _list_classes(Path(root) / "train")
         self.classes = len(classes)
         generator = torch.Generator().manual_seed(derive_seed(0, "subset"))
@@ -257,7 +255,7 @@ def _list_classes(folder: Path) -> list[str]:
 def _list_images(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
     if not folder.is_dir():
         raise BadInput(
-            f"data.root: {folder}: not there: image_folder needs train/ and val/ (or validation/)"
+            f"data.root: {folder}: does not exist: image_folder needs train/ and val/ (or validation/)"
         )
     unknown = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in classes)
     if unknown:

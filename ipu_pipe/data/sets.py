@@ -25,7 +25,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib import util
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ def verify_files(name: str, folder: Path, root: str | Path | None) -> None:
     where = f" --root {root}" if root is not None else ""
     remedy = f"run: python tools/fetch_data.py {name}{where}"
     if not folder.is_dir():
-        raise BadInput(f"data: {name}: {folder}: not there: {remedy}")
+        raise BadInput(f"data: {name}: {folder}: does not exist: {remedy}")
     # fetching does not replace an existing folder
     remedy = f"delete the folder and {remedy}"
     faults = []
@@ -178,10 +178,8 @@ def _load_cifar10(
     labels = torch.cat([y for _, y in parts[:-1]])
     train = images, labels
     train, test = ((_average_pixels(x, 32 // size), y) for x, y in (train, parts[-1]))
-    # mean and standard deviation of the training images by channel
-    return _limit_samples(
-        train, test, seed, augment, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), **limits
-    )
+    normalization = Normalization((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    return _limit_samples(train, test, seed, augment, normalization, **limits)
 
 
 def _average_pixels(x: torch.Tensor, factor: int) -> torch.Tensor:
@@ -202,7 +200,7 @@ def _make_idx_loader(name: str, mean: float, std: float) -> Callable[..., DataSo
             read_idx(folder / f"{part}-images-idx3-ubyte", folder / f"{part}-labels-idx1-ubyte")
             for part in ("train", "t10k")
         )
-        return _limit_samples(train, test, seed, augment, (mean,), (std,), **limits)
+        return _limit_samples(train, test, seed, augment, Normalization((mean,), (std,)), **limits)
 
     return load
 
@@ -244,7 +242,14 @@ def _load_digits(root: str | None, seed: int, augment: bool = False, **limits: A
     # grey values are from 0 to 16
     images = rows[:, :64].reshape(-1, 1, 8, 8) / 16
     train, test = split_off_test(images, rows[:, 64].long(), test=360)
-    return _limit_samples(train, test, seed, augment, (0.3053,), (0.3760,), **limits)
+    return _limit_samples(train, test, seed, augment, Normalization((0.3053,), (0.3760,)), **limits)
+
+
+class Normalization(NamedTuple):
+    """The mean and standard deviation of the training images, by channel."""
+
+    mean: Sequence[float]
+    std: Sequence[float]
 
 
 def _limit_samples(
@@ -252,8 +257,7 @@ def _limit_samples(
     test: Pair,
     seed: int,
     augment: bool,
-    mean: Sequence[float],
-    std: Sequence[float],
+    normalization: Normalization,
     subset: int | None = None,
     test_subset: int | None = None,
     random_labels: bool = False,
@@ -265,7 +269,7 @@ def _limit_samples(
     if random_labels:
         train = _draw_labels(train, seed, "train")
         test = _draw_labels(test, seed, "test")
-    return TensorData(*take_subset(train, test, subset, test_subset), seed, augment, mean, std)
+    return TensorData(*take_subset(train, test, subset, test_subset), seed, augment, *normalization)
 
 
 # the classes of the sets that can have random labels

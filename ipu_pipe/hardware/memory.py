@@ -137,29 +137,36 @@ def count_kept(
     return KeptCounts(count_weight_copies(VersionTable(schedule, method)), *microbatches)
 
 
-def sum_stage_bytes(
-    counts: KeptCounts,
-    *,
-    weights: Any,
-    gradients: Any,
-    optimizer: Any,
-    accumulators: Any,
-    saved: Any,
-    entering: Any,
-    code: float = 0.0,
-    frozen: Any = 0,
-) -> StageMemory:
-    """Return the memory of a stage's device by kind, in whole bytes. This is the only memory
-    formula of the library.
+class StageSizes(NamedTuple):
+    """Sizes in bytes from which the memory of a stage follows.
 
     `weights`: of one version; `frozen`: of weights that have only one version. `gradients`,
     `optimizer`, `accumulators`: of all sums and state. `saved`: all that one microbatch leaves for
-    its backward, `entering`: its input.
+    its backward; `entering`: its input.
     """
-    activations = counts.inputs * entering + counts.activations * saved
-    versions = weights * (counts.copies - 1)
+
+    weights: Any
+    gradients: Any
+    optimizer: Any
+    accumulators: Any
+    saved: Any
+    entering: Any
+    code: float = 0.0
+    frozen: Any = 0
+
+
+def sum_stage_bytes(counts: KeptCounts, sizes: StageSizes) -> StageMemory:
+    """Return the memory of a stage's device by kind, in whole bytes. This is the only memory
+    formula of the library.
+    """
     return StageMemory(
-        weights + frozen, versions, gradients, optimizer, accumulators, activations, code
+        weights=sizes.weights + sizes.frozen,
+        versions=sizes.weights * (counts.copies - 1),
+        gradients=sizes.gradients,
+        optimizer=sizes.optimizer,
+        accumulators=sizes.accumulators,
+        activations=counts.inputs * sizes.entering + counts.activations * sizes.saved,
+        code=sizes.code,
     ).round_down()
 
 
@@ -180,16 +187,16 @@ def compute_stage_memory(
     `entering`: bytes that come in with a microbatch. `moments`: of the optimizer. `device`: whose
     share of code is charged. `streamed`: the optimizer's state is in streaming memory.
     """
-    sizes = PRECISIONS[precision]
+    bytes_per_number = PRECISIONS[precision]
     parameters = unit.parameters
-    return sum_stage_bytes(
-        counts,
-        weights=parameters * sizes.weight,
-        gradients=parameters * sizes.gradient,
+    saved = samples * unit.activation_bytes * bytes_per_number.activation / unit.number_bytes
+    sizes = StageSizes(
+        weights=parameters * bytes_per_number.weight,
+        gradients=parameters * bytes_per_number.gradient,
         optimizer=0 if streamed else parameters * count_state_bytes(precision, moments),
         accumulators=0,
-        saved=samples * unit.activation_bytes * sizes.activation / unit.number_bytes
-        + parameters * sizes.cast,
+        saved=saved + parameters * bytes_per_number.cast,
         entering=entering,
         code=device.code_bytes if device is not None else 0.0,
     )
+    return sum_stage_bytes(counts, sizes)

@@ -9,7 +9,7 @@ synchronous method holds.
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence, Union
+from typing import Any, NamedTuple, Sequence, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,13 @@ from ipu_pipe.hardware.memory import count_kept_microbatches
 from ipu_pipe.schedule.methods import Method, Timeline
 
 Sizes = Union[Sequence[float], NDArray[Any]]
+# keys of the figures with recomputation
+RECOMPUTE_FIGURES = (
+    "activation_bytes_with_recompute",
+    "stash_microbatches_with_recompute",
+    "recompute_ratio_counted",
+    "recompute_ratio_order",
+)
 
 
 def compute_pipedream_ratio(
@@ -71,81 +78,95 @@ def compute_worker_footprint(
     }
 
 
-def compute_paper_figures(
-    *,
-    weight_bytes: Sizes,
-    saved_bytes: Sizes,
-    input_bytes: Sizes,
-    moments: int,
-    t2: int,
-    method: Method,
-    accumulate: int,
-    depth: int,
-    in_flight: Sequence[int],
-    weight_copies: Sequence[int],
-) -> dict[str, Any]:
-    """Return the figures of summary.json's "memory"; those without a meaning are None.
+class PipelineSizes(NamedTuple):
+    """Sizes and counts by stage from which the papers' figures follow.
 
-    By stage: `weight_bytes` of one version, `saved_bytes` that one microbatch leaves there,
-    `input_bytes` that enter with it, `in_flight` and `weight_copies` of the schedule. `depth` of
-    the pipeline for the footprint per worker. `moments` of the optimizer; `t2`: the accumulators
-    that it and other rules keep.
+    `weight_bytes` of one version, `saved_bytes` that one microbatch leaves there, `input_bytes` that
+    enter with it; `in_flight` microbatches and `weight_copies` of the schedule. `moments` of the
+    optimizer; `t2`: the accumulators that it and other rules keep. `accumulate`: microbatches per
+    update.
+    """
+
+    weight_bytes: Sizes
+    saved_bytes: Sizes
+    input_bytes: Sizes
+    moments: int
+    t2: int
+    method: Method
+    accumulate: int
+    in_flight: Sequence[int]
+    weight_copies: Sequence[int]
+
+
+def compute_paper_figures(pipeline: PipelineSizes) -> dict[str, Any]:
+    """Return the figures of summary.json's "memory"; those without a meaning are None.
 
     - weight_optimizer_copies: the mean over the weights, older live versions included; weight_optimizer_ratio: to the
       synchronous method's, which holds one version, its gradient and moments and no accumulator: c
       = 2 for SGD, 3 with momentum, 4 with Adam, so that T2's accumulator gives 1.33 and 1.25
       (PipeMare, Table 2); weight_optimizer_bytes: on all stages.
     - pipedream_ratio, pipedream_ratio_rounded: `compute_pipedream_ratio` of these stages, whatever the method.
-    - activation_bytes: on all stages; stash_microbatches: by stage. With recomputation: on the dataflow schedule only, whether
-      or not this run recomputes; recompute_ratio_counted: quotient of the two sums of microbatches;
-      recompute_ratio_order: that of their orders P^(3/2) and P^2 (PipeMare, Tables 4 and 5), 0.097
-      for 107 stages.
+    - activation_bytes: on all stages; stash_microbatches: by stage; the figures with recomputation:
+      `_compute_recompute_figures`.
     - footprint_per_worker: `compute_worker_footprint`, A_input being the greatest of `input_bytes`.
     """
     weights, saved, entering = (
-        np.asarray(sizes, np.float64) for sizes in (weight_bytes, saved_bytes, input_bytes)
+        np.asarray(sizes, np.float64)
+        for sizes in (pipeline.weight_bytes, pipeline.saved_bytes, pipeline.input_bytes)
     )
-    microbatches_in_flight = np.asarray(in_flight, np.int64)
-    versions = np.asarray(weight_copies, np.int64)
+    in_flight = np.asarray(pipeline.in_flight, np.int64)
+    versions = np.asarray(pipeline.weight_copies, np.int64)
     P = len(weights)
-    synchronous = 2 + moments
-    copies = synchronous + t2 - 1 + versions
-    total = (weights * copies).sum()
+    synchronous = 2 + pipeline.moments
+    total = (weights * (synchronous + pipeline.t2 - 1 + versions)).sum()
+    copies = float(total / weights.sum())
     ratio, ratio_rounded = (
-        compute_pipedream_ratio(weights, synchronous, accumulate, rounded) if P > 1 else None
+        compute_pipedream_ratio(weights, synchronous, pipeline.accumulate, rounded)
+        if P > 1
+        else None
         for rounded in (False, True)
     )
-    figures: dict[str, Any] = {
-        "weight_optimizer_copies": float(total / weights.sum()),
-        "weight_optimizer_ratio": float(total / weights.sum()) / synchronous,
+    sizes = float(weights.sum()), float(saved.sum()), float(entering.max())
+    without, with_recompute = (
+        compute_worker_footprint(*sizes, P, pipeline.accumulate, recompute)
+        for recompute in (False, True)
+    )
+    return {
+        "weight_optimizer_copies": copies,
+        "weight_optimizer_ratio": copies / synchronous,
         "weight_optimizer_bytes": int(total),
         "pipedream_ratio": ratio,
         "pipedream_ratio_rounded": ratio_rounded,
-        "activation_bytes": int((saved * microbatches_in_flight).sum()),
-        "activation_bytes_with_recompute": None,
-        "stash_microbatches": microbatches_in_flight.tolist(),
-        "stash_microbatches_with_recompute": None,
-        "recompute_ratio_counted": None,
-        "recompute_ratio_order": None,
+        "activation_bytes": int((saved * in_flight).sum()),
+        "stash_microbatches": in_flight.tolist(),
+        **_compute_recompute_figures(pipeline, saved, entering),
+        "footprint_per_worker": {
+            name: {"with_recompute": with_recompute[name], "without_recompute": without[name]}
+            for name in without
+        },
     }
-    if method.pipeline is Timeline.DATAFLOW and P > 1:
-        inputs, activations = count_kept_microbatches(
-            in_flight, False, method.segments or 0, method.turn
-        )
-        stored = inputs + activations
-        figures.update(
-            activation_bytes_with_recompute=int((entering * inputs + saved * activations).sum()),
-            stash_microbatches_with_recompute=stored.tolist(),
-            recompute_ratio_counted=float(stored.sum() / microbatches_in_flight.sum()),
-            recompute_ratio_order=1 / math.sqrt(P),
-        )
-    sizes = float(weights.sum()), float(saved.sum()), float(entering.max())
-    without, with_recompute = (
-        compute_worker_footprint(*sizes, depth, accumulate, recompute)
-        for recompute in (False, True)
+
+
+def _compute_recompute_figures(
+    pipeline: PipelineSizes, saved: NDArray[np.float64], entering: NDArray[np.float64]
+) -> dict[str, Any]:
+    """Return the figures with recomputation, whether or not this run recomputes; None for other
+    schedules than dataflow.
+
+    recompute_ratio_counted: quotient of the two sums of microbatches; recompute_ratio_order: that
+    of their orders P^(3/2) and P^2 (PipeMare, Tables 4 and 5), 0.097 for 107 stages.
+    """
+    P = len(saved)
+    if pipeline.method.pipeline is not Timeline.DATAFLOW or P <= 1:
+        return dict.fromkeys(RECOMPUTE_FIGURES)
+    method = pipeline.method
+    inputs, activations = count_kept_microbatches(
+        pipeline.in_flight, False, method.segments or 0, method.turn
     )
-    figures["footprint_per_worker"] = {
-        name: {"with_recompute": with_recompute[name], "without_recompute": without[name]}
-        for name in without
+    stored = inputs + activations
+    return {
+        "activation_bytes_with_recompute": int((entering * inputs + saved * activations).sum()),
+        "stash_microbatches_with_recompute": stored.tolist(),
+        "recompute_ratio_counted": float(stored.sum() / np.sum(pipeline.in_flight)),
+        "recompute_ratio_order": 1 / math.sqrt(P),
     }
-    return figures

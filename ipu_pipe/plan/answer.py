@@ -25,8 +25,8 @@ from ipu_pipe.text import format_bytes
 MOST_LISTED_DEVICES = 64
 
 
-def list_begins(problem: Problem, prediction: Prediction) -> list[str]:
-    """Return the modules at which stages 1 and on begin, as a config's `stages` may name them."""
+def list_stage_modules(problem: Problem, prediction: Prediction) -> list[str]:
+    """Return the first module of each stage but stage 0, as a config's `stages` may name them."""
     return [problem.units[start].name for start in prediction.starts[1:]]
 
 
@@ -51,7 +51,7 @@ def convert_to_json(answer: Answer) -> dict[str, Any]:
                 "micro_batch_size": prediction.candidate.micro_batch_size,
                 "gradient_accumulation": prediction.candidate.gradient_accumulation,
                 "recompute": prediction.candidate.recompute,
-                "stages": list_begins(answer.problem, prediction),
+                "stages": list_stage_modules(answer.problem, prediction),
                 "samples_per_second": prediction.samples_per_second,
                 "utilization": prediction.utilization,
                 "global_batch_size": prediction.candidate.global_batch_size,
@@ -89,7 +89,9 @@ def format_answer(answer: Answer) -> str:
             f"{answer.smallest_change}",
             "",
         ]
-    lines += [f"{count} other configurations: {reason}" for reason, count in answer.refused.items()]
+    lines += [
+        f"{count} configurations not listed: {reason}" for reason, count in answer.refused.items()
+    ]
     unconfirmed = [
         line
         for line, (_, figure) in zip(hardware.format_figures(), hardware.list_figures())
@@ -98,7 +100,7 @@ def format_answer(answer: Answer) -> str:
     if unconfirmed:
         lines += [
             "",
-            "hardware figures that no primary source confirms:",
+            "hardware figures without confirmation by a primary source:",
             *(f"  {line}" for line in unconfirmed),
         ]
     return "\n".join(lines)
@@ -107,7 +109,7 @@ def format_answer(answer: Answer) -> str:
 def _format_table(answer: Answer) -> list[str]:
     lines = [
         "    samples/s  method                  depth x width  microbatch x accumulation  recompute"
-        "  busy  fullest device   its activations  bottleneck"
+        "  busy  fullest device       activations  bottleneck"
     ]
     for rank, (prediction, bottleneck) in enumerate(answer.plans, 1):
         candidate = prediction.candidate
@@ -138,7 +140,7 @@ def _format_best(problem: Problem, prediction: Prediction, bottleneck: Bottlenec
     ]
     for s, start in enumerate(prediction.starts):
         memory = prediction.memory[prediction.candidate.placement[s]]
-        name = problem.units[start].name or "(the model's beginning)"
+        name = problem.units[start].name or "(start of the model)"
         lines.append(
             f"{s:5d}  {name:30s} {work[s] / total:18.1%} {format_bytes(memory.total):>10s} "
             f"{format_bytes(memory.activations):>15s}"
@@ -152,8 +154,7 @@ def _format_best(problem: Problem, prediction: Prediction, bottleneck: Bottlenec
     ):
         lines += [
             "",
-            "devices of each replica, in the order of its stages (neighbours have adjacent "
-            "numbers):",
+            "devices of each replica, by stage (neighbouring devices have adjacent numbers):",
         ]
         lines += [
             f"  replica {r}: {' '.join(map(str, row))}"
@@ -168,11 +169,15 @@ def format_config_cut(job: Job) -> list[str]:
     """
     if job.config.hardware is None:
         return []
-    name = job.config.hardware if isinstance(job.config.hardware, str) else "the given hardware"
+    name = (
+        job.config.hardware
+        if isinstance(job.config.hardware, str)
+        else "the hardware of the config"
+    )
     try:
         problem, prediction, bottleneck = predict_config_cut(job)
     except BadInput as error:
-        return [*(f"not predicted on {name}: {fault}" for fault in error.faults), ""]
+        return [*(f"no prediction for {name}: {fault}" for fault in error.faults), ""]
     limit = problem.memory_bytes
     costs = prediction.costs
     lines = [
@@ -218,7 +223,7 @@ def make_planned_config(
     candidate = prediction.candidate
     changes = {
         "method": candidate.method,
-        "stages": list_begins(problem, prediction) or 1,
+        "stages": list_stage_modules(problem, prediction) or 1,
         "stages_per_device": None
         if candidate.method_row.order is None
         else candidate.stages_per_device,
@@ -241,7 +246,7 @@ def make_planned_config(
         method_args = MethodArgs(head=config.method_args.head if local else None)
     if candidate.method == "local_chunked":
         method_args = method_args.model_copy(
-            update={"blocks": list_begins(problem, prediction) or 1}
+            update={"blocks": list_stage_modules(problem, prediction) or 1}
         )
     changes["method_args"] = method_args.model_copy(update={"schedule": _name_schedule(candidate)})
     if problem.streamed and config.backend.ipu is not None:

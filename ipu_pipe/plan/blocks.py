@@ -64,20 +64,7 @@ def count_blocks(
             whole = _BlockAtEveryUnit(model, [unit.name for unit in units[1:]])
             with torch.no_grad():
                 call_model(whole, to_meta(x))
-            # more bytes than this cross if there is another activation than the one that is
-            # detached
-            most = [
-                value.numel() * value.element_size() / count_samples(x) * (1 + 1e-9)
-                for value in whole.ends
-            ]
-            raise_faults(
-                [
-                    f"method: blocks with their own losses cannot begin at {unit.name}: a skip "
-                    f"connection crosses there"
-                    for unit, before, size in zip(units[1:], units, most)
-                    if before.output_bytes > size
-                ]
-            )
+            _refuse_skip_connections(units, whole, count_samples(x))
             output = whole.output if take is None else take(whole.output)
             for value in whole.ends:
                 whole.heads.append(make(value, output).to("meta"))
@@ -112,6 +99,19 @@ def count_blocks(
         )
     )
     return BlockUnits(heads, first)
+
+
+def _refuse_skip_connections(units: Sequence[Unit], whole: _BlockAtEveryUnit, samples: int) -> None:
+    """Raise `BadInput` if more than the detached activation crosses the beginning of a unit."""
+    most = [value.numel() * value.element_size() / samples * (1 + 1e-9) for value in whole.ends]
+    raise_faults(
+        [
+            f"method: blocks with their own losses cannot begin at {unit.name}: a skip "
+            f"connection crosses there"
+            for unit, before, size in zip(units[1:], units, most)
+            if before.output_bytes > size
+        ]
+    )
 
 
 class _BlockAtEveryUnit(nn.Module):

@@ -220,7 +220,7 @@ def choose_methods(
     row = METHODS.get(configured)
     if (row is None or row.structure is not None) and configured not in LOCAL:
         planned_instead = "other methods" if row is None else "pipelines of one loss"
-        say(f"method: {configured}: cannot be planned: planning {planned_instead} instead")
+        say(f"method: {configured}: unsupported by the planner: planning {planned_instead} instead")
     first = [configured] if configured in (LOCAL if lockstep else planned) else []
     return list(dict.fromkeys([*first, *(IN_LOCKSTEP if lockstep else USUAL)]))
 

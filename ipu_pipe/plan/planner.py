@@ -33,11 +33,11 @@ from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import format_bytes, show
 
-# ---- the bottleneck of a configuration: its share of the time, and the changes that would lift it
+# ---- the bottleneck of a configuration: its share of the time, and the changes that would reduce it
 #
 # The time of a batch consists of the devices' average compute, and of waits: for a stage that is
-# slower than the average # (imbalance), for filling, draining and updating (bubble), and for
-# messages (link). The time of recomputation counts as a # bottleneck of memory.
+# slower than the average (imbalance), for filling, draining and updating (bubble), and for
+# messages (link). The time of recomputation counts as a bottleneck of memory.
 
 STREAMED = "backend.ipu.tensor_locations.optimizer.on_chip: false"
 # a smaller share of the time is not a bottleneck
@@ -48,16 +48,16 @@ class Bottleneck(NamedTuple):
     """A bottleneck of a configuration.
 
     `kind`: memory, link, bubble, imbalance or compute; `share`: its share of the time; `what`: its
-    description; `lifts`: the changes that would reduce it.
+    description; `remedy`: the changes that would reduce it.
     """
 
     kind: str
     share: float
     what: str
-    lifts: str
+    remedy: str
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.what}; {self.lifts}"
+        return f"{self.kind}: {self.what}; {self.remedy}"
 
 
 def find_bottleneck(problem: Problem, prediction: Prediction) -> Bottleneck:
@@ -70,7 +70,7 @@ def find_bottleneck(problem: Problem, prediction: Prediction) -> Bottleneck:
             "compute",
             prediction.utilization,
             f"devices are busy {prediction.utilization:.0%} of the time",
-            "only faster devices or more of them would raise the throughput",
+            "only faster or more devices would raise the throughput",
         )
     if not problem.streamed:
         return greatest
@@ -96,87 +96,116 @@ def _sum_streaming_seconds(problem: Problem, prediction: Prediction) -> float:
 def _list_bottlenecks(problem: Problem, prediction: Prediction) -> list[Bottleneck]:
     """Return all bottlenecks of a configuration, unordered."""
     candidate = prediction.candidate
-    loads = prediction.loads
-    seconds = prediction.seconds
-    count = candidate.gradient_accumulation
-    mean = sum(loads) / candidate.depth
-    greatest = max(loads)
-    without_transfers = remove_transfers(prediction.costs)
-    compute_seconds = (
-        BatchTimes(candidate.method_row, candidate.stages, without_transfers).compute(count).seconds
+    batch_times = BatchTimes(
+        candidate.method_row, candidate.stages, remove_transfers(prediction.costs)
     )
-    slowest = loads.index(greatest)
-    kind = "stage" if candidate.stages_per_device == 1 else "device"
-    name = problem.units[prediction.starts[slowest]].name or "the model's beginning"
-    idle = max(compute_seconds - count * greatest, 0.0) / seconds
+    compute_seconds = batch_times.compute(candidate.gradient_accumulation).seconds
     bottlenecks = [
-        Bottleneck(
-            "imbalance",
-            count * (greatest - mean) / seconds,
-            f"{kind} {slowest} (from {name}) computes {greatest / mean - 1:.0%} more than the mean",
-            "boundaries inside its modules, or another number of stages, would balance the load",
-        ),
-        # a model on one device has no pipeline to fill or drain; besides passes it only updates its
-        # weights
-        Bottleneck(
+        _describe_imbalance(problem, prediction),
+        _describe_bubble(prediction, compute_seconds),
+    ]
+    if prediction.link_busy:
+        bottlenecks.append(_describe_link(prediction, compute_seconds))
+    if candidate.recompute and not _fits_without_recomputing(problem, prediction):
+        bottlenecks.append(_describe_memory(problem, prediction))
+    return bottlenecks
+
+
+def _name_part(candidate: Candidate) -> str:
+    """Return "stage", or "device" if a device has several stages."""
+    return "stage" if candidate.stages_per_device == 1 else "device"
+
+
+def _describe_imbalance(problem: Problem, prediction: Prediction) -> Bottleneck:
+    candidate = prediction.candidate
+    mean = sum(prediction.loads) / candidate.depth
+    greatest = max(prediction.loads)
+    slowest = prediction.loads.index(greatest)
+    name = problem.units[prediction.starts[slowest]].name or "the start of the model"
+    return Bottleneck(
+        "imbalance",
+        candidate.gradient_accumulation * (greatest - mean) / prediction.seconds,
+        f"{_name_part(candidate)} {slowest} (from {name}) computes {greatest / mean - 1:.0%} more "
+        f"than the mean",
+        "boundaries inside its modules, or another number of stages, would balance the stages",
+    )
+
+
+def _describe_bubble(prediction: Prediction, compute_seconds: float) -> Bottleneck:
+    """Return the time in which the slowest stage neither computes nor waits for messages.
+
+    `compute_seconds`: the time of a batch whose messages take none.
+    """
+    candidate = prediction.candidate
+    busy_seconds = candidate.gradient_accumulation * max(prediction.loads)
+    idle = max(compute_seconds - busy_seconds, 0.0) / prediction.seconds
+    # a model on one device has no pipeline to fill or drain; besides passes it only updates its
+    # weights
+    if candidate.depth == 1:
+        return Bottleneck(
             "compute",
             idle,
             f"{idle:.0%} of the time goes to updating the weights",
             "more microbatches per update would reduce this",
         )
-        if candidate.depth == 1
-        else Bottleneck(
-            "bubble",
-            idle,
-            f"{idle:.0%} of the time goes to filling and draining the pipeline and to updates",
-            "more microbatches per update (a larger batch), fewer stages or a method that does not "
-            "flush would reduce this"
-            if candidate.method_row.flushes
-            else "more microbatches per update would reduce this",
-        ),
-    ]
-    if prediction.link_busy:
-        link = max(prediction.link_busy, key=lambda link: prediction.link_busy[link])
-        reduces = any(link in transfer.links for transfer in prediction.costs.reduce)
-        what = "all-reduces of gradients" if reduces else "activations and their gradients"
-        what = "samples" if link == HOST else what
-        waited = (seconds - compute_seconds) / seconds
-        busy = min(prediction.link_busy[link] / seconds, 1.0)
-        # most of the waiting time is latency
-        is_latency = busy < waited / 2
-        words = f"{waited:.0%} of the time is spent waiting for messages, "
-        if is_latency:
-            words += (
-                f"mostly because of their latency; {link} is busy only {busy:.2%} of the "
-                f"time, with {what}"
-            )
-        else:
-            words += f"and {link} is busy {busy:.0%} of the time, with {what}"
-        faster = "links with lower latency" if is_latency else "a faster link"
-        fewer = (
-            "or a larger micro_batch_size (fewer messages)"
-            if is_latency
-            else "or boundaries that fewer bytes cross"
+    return Bottleneck(
+        "bubble",
+        idle,
+        f"{idle:.0%} of the time goes to filling and draining the pipeline and to updates",
+        "more microbatches per update (a larger batch), fewer stages or a method that does not "
+        "flush would reduce this"
+        if candidate.method_row.flushes
+        else "more microbatches per update would reduce this",
+    )
+
+
+def _describe_link(prediction: Prediction, compute_seconds: float) -> Bottleneck:
+    """Return the time spent waiting for messages, and the busiest link."""
+    seconds = prediction.seconds
+    link = max(prediction.link_busy, key=lambda link: prediction.link_busy[link])
+    reduces = any(link in transfer.links for transfer in prediction.costs.reduce)
+    if link == HOST:
+        payload = "samples"
+    else:
+        payload = "all-reduces of gradients" if reduces else "activations and their gradients"
+    waited = (seconds - compute_seconds) / seconds
+    busy = min(prediction.link_busy[link] / seconds, 1.0)
+    # most of the waiting time is latency
+    if busy < waited / 2:
+        cause = (
+            f"mostly because of their latency; {link} is busy only {busy:.2%} of the time, with "
+            f"{payload}"
         )
-        lifts = (
-            f"{faster}, {'or more microbatches per update' if reduces else fewer}, would "
-            f"reduce this"
-        )
-        bottlenecks.append(Bottleneck("link", waited, words, lifts))
-    if candidate.recompute and not _fits_without_recomputing(problem, prediction):
-        fullest = max(range(candidate.depth), key=lambda s: prediction.memory[s].total)
-        recompute_share = count * sum(prediction.costs.forward) / candidate.depth / seconds
-        bottlenecks.append(
-            Bottleneck(
-                "memory",
-                recompute_share,
-                f"{kind} {fullest} uses {format_bytes(prediction.memory[fullest].total)} of"
-                f" {format_bytes(int(problem.memory_bytes))}; it fits only with recomputation, "
-                f"which takes {recompute_share:.0%} of the time",
-                "more memory per device or more stages would make recomputation unnecessary",
-            )
-        )
-    return bottlenecks
+        faster = "links with lower latency"
+        fewer = "a larger micro_batch_size (fewer messages)"
+    else:
+        cause = f"and {link} is busy {busy:.0%} of the time, with {payload}"
+        faster = "a faster link"
+        fewer = "boundaries that fewer bytes cross"
+    if reduces:
+        fewer = "more microbatches per update"
+    return Bottleneck(
+        "link",
+        waited,
+        f"{waited:.0%} of the time is spent waiting for messages, {cause}",
+        f"{faster}, or {fewer}, would reduce this",
+    )
+
+
+def _describe_memory(problem: Problem, prediction: Prediction) -> Bottleneck:
+    """Return the time of recomputation, without which the configuration does not fit."""
+    candidate = prediction.candidate
+    fullest = max(range(candidate.depth), key=lambda s: prediction.memory[s].total)
+    forward_seconds = sum(prediction.costs.forward) / candidate.depth
+    share = candidate.gradient_accumulation * forward_seconds / prediction.seconds
+    return Bottleneck(
+        "memory",
+        share,
+        f"{_name_part(candidate)} {fullest} uses {format_bytes(prediction.memory[fullest].total)} "
+        f"of {format_bytes(int(problem.memory_bytes))}; it fits only with recomputation, which "
+        f"takes {share:.0%} of the time",
+        "more memory per device or more stages would make recomputation unnecessary",
+    )
 
 
 def _fits_without_recomputing(problem: Problem, prediction: Prediction) -> bool:
@@ -194,14 +223,14 @@ def _fits_without_recomputing(problem: Problem, prediction: Prediction) -> bool:
 #     [5] simulated by the clock                          the prediction
 #
 # The candidate with the greatest bound takes the next step. So the first candidate that has taken
-# all steps is the best one, the # next one is the second best, and so on.
+# all steps is the best one, the next one is the second best, and so on.
 
-NO_ROOM = "a stage needs more memory than a device has, however the model is cut"
+NO_ROOM = "a stage needs more memory than a device has, for every cut of the model"
 ALIKE = (
-    "the same methods and stages with another microbatch, accumulation or schedule, not faster "
-    "or out of memory"
+    "a method with these stages is listed; with this microbatch, accumulation or schedule it is "
+    "not faster, or out of memory"
 )
-SLOWER = "slower than those shown, by a lower bound of their time"
+SLOWER = "slower than those listed, by a lower bound of their time"
 # slack so that a bound equal to the time does not reorder ties
 ROUNDING = 1e-9
 

@@ -8,8 +8,13 @@ import torch
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.table import get_backend
-from ipu_pipe.hardware.memory import KeptCounts, count_kept_microbatches, sum_stage_bytes
-from ipu_pipe.hardware.paper_figures import compute_paper_figures
+from ipu_pipe.hardware.memory import (
+    KeptCounts,
+    StageSizes,
+    count_kept_microbatches,
+    sum_stage_bytes,
+)
+from ipu_pipe.hardware.paper_figures import PipelineSizes, compute_paper_figures
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import count_bytes
@@ -121,8 +126,8 @@ def build_memory_table(
     masters = job.count_master_bytes()
     moments = _count_trained_bytes(job, times_moments=True)
     max_moments = _count_max_moments(job)
-    lags = job.table.greatest_lag()
-    backward_lags = job.table.greatest_backward_lag()
+    delays = job.table.greatest_lag()
+    backward_delays = job.table.greatest_backward_lag()
     rows = []
     for stage, entering in zip(job.partition.stages, _count_input_bytes(job)):
         s = stage.index
@@ -131,8 +136,7 @@ def build_memory_table(
         tied, frozen_copies = _count_weight_bytes(parameters, job.partition.list_replicas(s))
         if not weights + shared[s] + tied:
             counts.copies[s] = 1
-        planned = sum_stage_bytes(
-            counts.select(s),
+        sizes = StageSizes(
             weights=weights + shared[s] + tied,
             frozen=frozen + frozen_copies,
             gradients=trained[s] + shared[s] + tied,
@@ -144,6 +148,7 @@ def build_memory_table(
             saved=job.footprint.saved_bytes[s],
             entering=entering,
         )
+        planned = sum_stage_bytes(counts.select(s), sizes)
         state = planned.optimizer + planned.accumulators
         rows.append(
             {
@@ -155,8 +160,8 @@ def build_memory_table(
                 if optimizer_bytes is not None and any(optimizer_bytes)
                 else state,
                 "activation_bytes": planned.activations,
-                "forward_delay": int(lags[s]),
-                "backward_delay": int(backward_lags[s]),
+                "forward_delay": int(delays[s]),
+                "backward_delay": int(backward_delays[s]),
                 "in_flight": int(in_flight[s]),
             }
         )
@@ -217,7 +222,7 @@ def compute_memory_figures(job: Job) -> dict[str, Any] | None:
     if is_frozen or not {"sgd", "adam", "adamw"}.issuperset(list_kinds(job.full_optimizer)):
         return None
     sizes = {name: count_bytes(p) for name, p in job.model.named_parameters()}
-    return compute_paper_figures(
+    pipeline = PipelineSizes(
         weight_bytes=[
             sum(sizes[name] for name in stage.parameters) for stage in job.partition.stages
         ],
@@ -227,7 +232,7 @@ def compute_memory_figures(job: Job) -> dict[str, Any] | None:
         t2=max(len(job.rules.list_entries(stage.index)) for stage in job.partition.stages),
         method=job.method,
         accumulate=job.schedule.accumulate,
-        depth=len(job.partition),
         in_flight=job.schedule.max_in_flight().tolist(),
         weight_copies=count_weight_copies(job.table).tolist(),
     )
+    return compute_paper_figures(pipeline)

@@ -59,7 +59,7 @@ def format_opening(job: Job, done: int = 0) -> str:
         + (
             f"{job.updates_per_epoch} per epoch"
             if job.updates_per_epoch is not None
-            else "data without a length"
+            else "data of unknown length"
         ),
     ]
     return "\n".join(lines)
@@ -72,7 +72,9 @@ def _describe_unused_keys(job: Job) -> list[str]:
     lines = []
     if config.steps is not None and "epochs" in config.model_fields_set:
         if job.updates_per_epoch is None or config.epochs * job.updates_per_epoch != config.steps:
-            lines.append(f"steps: {config.steps} is used, epochs: {config.epochs} is ignored")
+            lines.append(
+                f"steps: {config.steps} overrides epochs: {config.epochs}, which is ignored"
+            )
     of_stages = (
         method.structure is None
         and method.history is None
@@ -81,7 +83,7 @@ def _describe_unused_keys(job: Job) -> list[str]:
     )
     if len(job.partition) == 1 and of_stages:
         lines.append(
-            f"stages: one stage: there is nothing to pipeline, {method.name} is plain training"
+            f"stages: with one stage there is no pipeline: {method.name} is plain training"
         )
     return lines
 
@@ -119,7 +121,7 @@ STAGE_HEAD = (
     "stage",
     "begins with",
     "parameters",
-    "lag",
+    "delay",
     "copies",
     "in flight",
     "memory (MiB)",
@@ -135,12 +137,54 @@ def format_plan(job: Job) -> str:
     FLOPs.
     """
     table = build_memory_table(job)
-    footprint = job.footprint
+    weights, state, activations = (
+        sum(row[f"{kind}_bytes"] for row in table) / MIB
+        for kind in ("weight", "optimizer", "activation")
+    )
+    utilization = job.compute_planned_utilization()
+    lines = [
+        format_opening(job),
+        "",
+        *_format_stage_table(job, table),
+        "",
+        "delay: updates between the weights that a forward reads and the update by its gradient "
+        "(maximum in the steady state)",
+        "memory: weight versions, gradients, optimizer state and activations in flight, planned "
+        "from one microbatch",
+        f"total: {weights:.1f} MiB weights, {state:.1f} MiB optimizer state, {activations:.1f} MiB "
+        f"activations",
+        *_format_memory_figures(job),
+        _format_flops(job),
+        "sends: activations per microbatch to the next stage, which sends back their gradients",
+        "",
+        *format_config_cut(job),
+        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {utilization:.1%} of them "
+        "(planned, fill and drain included)",
+        "",
+        *_draw_schedule_begin(job),
+    ]
+    return "\n".join(lines)
+
+
+def _count_gflops(job: Job) -> tuple[list[float], list[float]]:
+    """Return the GFLOPs of each stage's forward and backward per sample; no backward if it is not
+    known.
+    """
     per = FLOPS_SHOWN * job.config.micro_batch_size
-    forward = [flops / per for flops in footprint.forward_flops]
-    backward = [flops / per for flops in footprint.backward_flops or ()]
-    both = [f + b for f, b in zip(forward, backward)] if backward else forward
-    whole = sum(both)
+    forward = [flops / per for flops in job.footprint.forward_flops]
+    backward = [flops / per for flops in job.footprint.backward_flops or ()]
+    return forward, backward
+
+
+def _add_gflops(forward: list[float], backward: list[float]) -> list[float]:
+    return [f + b for f, b in zip(forward, backward)] if backward else forward
+
+
+def _format_stage_table(job: Job, table: Sequence[Mapping[str, int]]) -> list[str]:
+    """Format a row for each stage; of many, the first and the last ones."""
+    forward, backward = _count_gflops(job)
+    gflops = _add_gflops(forward, backward)
+    whole = sum(gflops)
     last = len(table) - 1
     rows = []
     for (s, name, parameters), row in zip(describe_stages(job.partition, job.model), table):
@@ -158,48 +202,30 @@ def format_plan(job: Job) -> str:
                 f"{size / MIB:.2f}",
                 f"{forward[s]:.4g}",
                 f"{backward[s]:.4g}" if backward else "-",
-                f"{both[s] / whole:.1%}" if whole else "-",
-                f"{footprint.boundary_bytes[s]:,}" if s < last else "-",
+                f"{gflops[s] / whole:.1%}" if whole else "-",
+                f"{job.footprint.boundary_bytes[s]:,}" if s < last else "-",
             ]
         )
     lines = format_table(STAGE_HEAD, rows, left=2, most=len(rows))
-    # show the first and the last stages of many
-    if len(rows) > SHOWN_STAGES:
-        half = SHOWN_STAGES // 2
-        lines = [*lines[: 1 + half], "  ...", *lines[-half:]]
-    weights, state, activations = (
-        sum(row[f"{kind}_bytes"] for row in table) / MIB
-        for kind in ("weight", "optimizer", "activation")
-    )
-    lines = [
-        format_opening(job),
-        "",
-        *lines,
-        "",
-        "lag: updates between the weights that a forward reads and the update by its gradient "
-        "(maximum in the steady state)",
-        "memory: weight versions, gradients, optimizer state and activations in flight, planned "
-        "from one microbatch",
-        f"total: {weights:.1f} MiB weights, {state:.1f} MiB optimizer state, {activations:.1f} MiB "
-        f"activations",
-        *_format_memory_figures(job),
+    if len(rows) <= SHOWN_STAGES:
+        return lines
+    half = SHOWN_STAGES // 2
+    return [*lines[: 1 + half], "  ...", *lines[-half:]]
+
+
+def _format_flops(job: Job) -> str:
+    forward, backward = _count_gflops(job)
+    gflops = _add_gflops(forward, backward)
+    whole = sum(gflops)
+    backward_total = f"{sum(backward):.4g}" if backward else "-"
+    line = (
         f"forward, backward: GFLOPs per sample ({HOW}), in total {sum(forward):.4g} and "
-        + (f"{sum(backward):.4g}" if backward else "-")
-        + (
-            f"; the largest stage has {max(both) * len(both) / whole:.2f} times the mean"
-            if whole
-            else ""
-        ),
-        "sends: activations per microbatch to the next stage, which sends back their gradients",
-        "",
-        *format_config_cut(job),
-        f"schedule: {job.schedule.slot_count:,} slots, stages busy in "
-        f"{job.compute_planned_utilization():.1%} of them "
-        "(planned, fill and drain included)",
-        "",
-        *_draw_schedule_begin(job),
-    ]
-    return "\n".join(lines)
+        f"{backward_total}"
+    )
+    if not whole:
+        return line
+    ratio = max(gflops) * len(gflops) / whole
+    return f"{line}; the largest stage has {ratio:.2f} times the mean"
 
 
 def _format_memory_figures(job: Job) -> list[str]:
@@ -234,13 +260,13 @@ def format_closing(
     predicted: tuple[str, float] | None = None,
     trend: str | None = None,
 ) -> str:
-    """Format the readable summary at the end of a run; its last line is that of the throughput.
+    """Format the readable summary at the end of a run; its last line is the throughput.
     `predicted`: a hardware's name, and the samples per second predicted on it; `trend`: that the
     training loss did not fall, if it did not.
     """
     first = report["initial"]
     last = report["final"]
-    lags = [stage["forward_delay"] for stage in report["stages"]]
+    delays = [stage["forward_delay"] for stage in report["stages"]]
     copies = [stage["weight_copies"] for stage in report["stages"]]
     lines = [
         "",
@@ -249,9 +275,9 @@ def format_closing(
         f"  {', '.join(_format_tests(first, last))}, training loss "
         f"{format_number(last['train_loss'], 4)}",
         f"  busy: {format_busy(report)}",
-        f"  greatest lag {_format_range(lags)} updates; weight copies {_format_range(copies)} per "
+        f"  greatest delay {_format_range(delays)} updates; weight copies {_format_range(copies)} per "
         f"stage",
-        "  where to look:",
+        "  files:",
         f"    {folder / 'summary.json'}   all figures",
         f"    {folder / 'trace.json.gz'}  timeline of each device: open it in ui.perfetto.dev",
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir "

@@ -41,15 +41,52 @@ _ORDER = {"send": 0, Kind.UPDATE.word: 1, WAIT: 2, "pause": 2}
 _ORDER_OF_CODE = np.array([_ORDER.get(kind, 3) for kind in ev.KINDS], np.int8)
 
 
+class _PlayedSchedule(NamedTuple):
+    """The times of a schedule's actions in ns by kind, each (P, n), and the data of its events.
+
+    The other fields: as in `build_modelled_events`.
+    """
+
+    start: dict[Kind, IntArray]
+    end: dict[Kind, IntArray]
+    versions: tuple[IntArray, IntArray]
+    device_of_stage: Sequence[int]
+    boundary_bytes: Sequence[int] | None
+    gradients_cross: bool
+    is_whole: NDArray[np.bool_] | None
+
+    def find_target(self, kind: Kind, s: int) -> int | None:
+        """Return the stage to which stage s sends the result of its passes of this kind."""
+        if kind is Kind.FORWARD:
+            target = s + 1
+        elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and self.gradients_cross:
+            target = s - 1
+        else:
+            return None
+        return target if 0 <= target < len(self.device_of_stage) else None
+
+    def count_sent_bytes(self, kind: Kind, s: int) -> int:
+        """Return the bytes that stage s sends for a microbatch, or -1 if it sends none."""
+        target = self.find_target(kind, s)
+        if self.boundary_bytes is None or target is None:
+            return -1
+        return self.boundary_bytes[min(s, target)]
+
+    def is_whole_backward(self, kind: Kind, s: int) -> NDArray[np.bool_]:
+        """Return which actions (n,) belong to a whole backward, in a schedule with split ones."""
+        count = self.start[kind].shape[1]
+        if self.is_whole is None or kind not in SPLIT_PASSES[1:]:
+            return np.zeros(count, np.bool_)
+        return self.is_whole[s, :count]
+
+
 def build_modelled_events(
     times: Times,
     versions: tuple[IntArray, IntArray],
-    accumulate: int,
     unit_ns: float,
     device_of_stage: Sequence[int],
     boundary_bytes: Sequence[int] | None = None,
     gradients_cross: bool = True,
-    updates: range | None = None,
     is_whole: NDArray[np.bool_] | None = None,
 ) -> tuple[Events, Counters]:
     """Return the events of a played schedule, device by device in their order, and its counters of
@@ -57,88 +94,110 @@ def build_modelled_events(
 
     `times`: of the actions, in units of `unit_ns`. `versions`: the ones that forwards and backwards
     read, each (P, M). `boundary_bytes[s]`: the bytes that stage s sends to stage s + 1 for a
-    microbatch, and gets back unless `gradients_cross` is false; None: no messages. `updates`: to be
-    recorded (None: all); gaps between them become pauses. `is_whole`: in a schedule with split
-    backwards, the backwards (P, M) that are a single pass, which takes the time of their input
-    gradient.
+    microbatch, and gets back unless `gradients_cross` is false; None: no messages. `is_whole`: in a
+    schedule with split backwards, the backwards (P, M) that are a single pass, which takes the time
+    of their input gradient.
     """
     start, end = (
         {kind: np.rint(moments * unit_ns).astype(np.int64) for kind, moments in column.items()}
         for column in times[:2]
     )
-    stages = len(device_of_stage)
-
-    def build_actions(kind: Kind, s: int) -> tuple[Events, Events, IntArray]:
-        """Return the actions of a stage, their messages, and an array (3, n) of the rows ARRIVAL,
-        SENDER and PAYLOAD: when the input of each action from another device arrived, that device,
-        and the payload; -1 if the action needs no such input.
-        """
-        index = np.arange(start[kind].shape[1])
-        is_update = kind is Kind.UPDATE
-        is_forward = kind is Kind.FORWARD
-        version = index + 1 if is_update else versions[not is_forward][s, : len(index)]
-        target = (
-            s + 1
-            if is_forward
-            else s - 1
-            if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and gradients_cross
-            else -1
-        )
-        sends = boundary_bytes is not None and 0 <= target < stages
-        columns = {
-            "stage": s,
-            "device": device_of_stage[s],
-            "microbatch": index,
-            "end": end[kind][s],
-            "bytes": boundary_bytes[min(s, target)] if boundary_bytes is not None and sends else -1,
-        }
-        not_split = np.zeros(len(index), np.bool_)
-        if is_whole is not None and kind in SPLIT_PASSES[1:]:
-            not_split = is_whole[s, : len(index)]
-        code = np.where(not_split, KIND_CODE[Kind.BACKWARD.word], KIND_CODE[kind.word])
-        actions = Events.from_columns(
-            len(index), **columns, kind=code, start=start[kind][s], version=version
-        )
-        messages = Events.from_rows([])
-        if sends and device_of_stage[target] != device_of_stage[s]:
-            # at the end of each pass; the clock lets messages take no time of the device
-            messages = Events.from_columns(
-                len(index),
-                **columns,
-                kind=KIND_CODE["send"],
-                start=end[kind][s],
-                peer=device_of_stage[target],
-                carries=PAYLOAD_CODE[CROSSING[s - target]],
-            )
-        inputs = np.full((3, len(index)), -1, np.int64)
-        for need in get_pass_needs(kind, local=not gradients_cross) if not is_update else ():
-            source = s + need.offset
-            if 0 <= source < stages and device_of_stage[source] != device_of_stage[s]:
-                inputs[ARRIVAL], inputs[SENDER] = end[need.kind][source], device_of_stage[source]
-                inputs[PAYLOAD] = PAYLOAD_CODE[CROSSING[need.offset]]
-                break
-        if kind is Kind.WEIGHT_GRADIENT:
-            actions = actions.select(~not_split)
-            inputs = inputs[:, ~not_split]
-        return actions, messages, inputs
-
+    played = _PlayedSchedule(
+        start, end, versions, device_of_stage, boundary_bytes, gradients_cross, is_whole
+    )
     # the last pass, which completes a microbatch on its stage
     completing = list(start)[-2]
     events: list[Events] = []
     counters: list[Counters] = []
     for device in dict.fromkeys(device_of_stage):
-        here = list_stages(device_of_stage, device)
-        actions, messages, inputs = zip(*(build_actions(kind, s) for s in here for kind in start))
-        waits = _find_waits(ev.concatenate_events(actions), np.concatenate(inputs, axis=1))
-        events.append(
-            _select_updates(
-                _sort(ev.concatenate_events([*actions, waits, *messages])), accumulate, updates
-            )
-        )
-        counters.append(
-            _count_in_flight(device, end[Kind.FORWARD][here].ravel(), end[completing][here].ravel())
-        )
+        stages = list_stages(device_of_stage, device)
+        events.append(_build_device_events(played, stages))
+        forward_ends = end[Kind.FORWARD][stages].ravel()
+        counters.append(_count_in_flight(device, forward_ends, end[completing][stages].ravel()))
     return ev.concatenate_events(events), ev.concatenate_counters(counters)
+
+
+def _build_device_events(played: _PlayedSchedule, stages: Sequence[int]) -> Events:
+    """Return the actions, waits and messages of a device with these stages, in order."""
+    actions: list[Events] = []
+    messages: list[Events] = []
+    inputs: list[IntArray] = []
+    for s in stages:
+        for kind in played.start:
+            stage_actions, stage_inputs = _build_actions(played, kind, s)
+            actions.append(stage_actions)
+            inputs.append(stage_inputs)
+            messages.append(_build_messages(played, kind, s))
+    waits = _find_waits(ev.concatenate_events(actions), np.concatenate(inputs, axis=1))
+    return _sort(ev.concatenate_events([*actions, waits, *messages]))
+
+
+def _build_actions(played: _PlayedSchedule, kind: Kind, s: int) -> tuple[Events, IntArray]:
+    """Return a stage's actions of one kind, and their inputs as `_find_inputs` does."""
+    index = np.arange(played.start[kind].shape[1])
+    if kind is Kind.UPDATE:
+        version = index + 1
+    else:
+        version = played.versions[kind is not Kind.FORWARD][s, : len(index)]
+    is_whole = played.is_whole_backward(kind, s)
+    actions = Events.from_columns(
+        len(index),
+        stage=s,
+        device=played.device_of_stage[s],
+        kind=np.where(is_whole, KIND_CODE[Kind.BACKWARD.word], KIND_CODE[kind.word]),
+        microbatch=index,
+        start=played.start[kind][s],
+        end=played.end[kind][s],
+        version=version,
+        bytes=played.count_sent_bytes(kind, s),
+    )
+    inputs = _find_inputs(played, kind, s)
+    # a whole backward has no weight gradient of its own
+    if kind is Kind.WEIGHT_GRADIENT:
+        return actions.select(~is_whole), inputs[:, ~is_whole]
+    return actions, inputs
+
+
+def _build_messages(played: _PlayedSchedule, kind: Kind, s: int) -> Events:
+    """Return the messages of a stage's passes of one kind to another device."""
+    target = played.find_target(kind, s)
+    if target is None or played.boundary_bytes is None:
+        return Events.from_rows([])
+    device = played.device_of_stage[s]
+    if played.device_of_stage[target] == device:
+        return Events.from_rows([])
+    # at the end of each pass; the clock lets messages take no time of the device
+    ends = played.end[kind][s]
+    return Events.from_columns(
+        len(ends),
+        stage=s,
+        device=device,
+        kind=KIND_CODE["send"],
+        microbatch=np.arange(len(ends)),
+        start=ends,
+        end=ends,
+        bytes=played.count_sent_bytes(kind, s),
+        peer=played.device_of_stage[target],
+        carries=PAYLOAD_CODE[CROSSING[s - target]],
+    )
+
+
+def _find_inputs(played: _PlayedSchedule, kind: Kind, s: int) -> IntArray:
+    """Return the rows ARRIVAL, SENDER and PAYLOAD (3, n): when the input of each action from
+    another device arrived, that device, and the payload; -1 if the action needs no such input.
+    """
+    devices = played.device_of_stage
+    inputs = np.full((3, played.start[kind].shape[1]), -1, np.int64)
+    if kind is Kind.UPDATE:
+        return inputs
+    for need in get_pass_needs(kind, local=not played.gradients_cross):
+        source = s + need.offset
+        if 0 <= source < len(devices) and devices[source] != devices[s]:
+            inputs[ARRIVAL] = played.end[need.kind][source]
+            inputs[SENDER] = devices[source]
+            inputs[PAYLOAD] = PAYLOAD_CODE[CROSSING[need.offset]]
+            break
+    return inputs
 
 
 def _get_order(events: Events) -> NDArray[np.intp]:
@@ -175,12 +234,18 @@ def _find_waits(actions: Events, inputs: IntArray) -> Events:
     )
 
 
-def _select_updates(events: Events, accumulate: int, updates: range | None) -> Events:
-    """Return a device's events of these updates, with pauses in place of updates that are left
-    out.
+def select_updates(events: Events, accumulate: int, updates: range) -> Events:
+    """Return the events of these updates, device by device, with pauses in place of updates that
+    are left out.
     """
-    if updates is None:
-        return events
+    devices = dict.fromkeys(events.device.tolist())
+    by_device = [events.select(events.device == device) for device in devices]
+    return ev.concatenate_events(
+        [_select_updates_of_device(device, accumulate, updates) for device in by_device]
+    )
+
+
+def _select_updates_of_device(events: Events, accumulate: int, updates: range) -> Events:
     update = np.where(
         events.is_kind(Kind.UPDATE.word), events.microbatch, events.microbatch // accumulate
     )
@@ -270,14 +335,13 @@ def write_modelled_trace(job: Job, folder: Path, costs: StageCosts) -> None:
     events, counters = build_modelled_events(
         clock(schedule, costs.costs, count, job.placement),
         (job.table.forward(0, count), job.table.backward(0, count)),
-        accumulate=batch,
         unit_ns=1e9,
         device_of_stage=job.placement,
         boundary_bytes=job.footprint.boundary_bytes,
         gradients_cross=metadata["gradients_cross"],
-        updates=job.traced_updates,
         is_whole=schedule.is_whole if Kind.WEIGHT_GRADIENT in schedule.passes else None,
     )
+    events = select_updates(events, batch, job.traced_updates)
     writer = TraceWriter(folder / "trace" / f"modelled{SUFFIX}", metadata)
     writer.write_events(events)
     writer.write_counters(counters)

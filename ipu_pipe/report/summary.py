@@ -43,11 +43,6 @@ def summarize(
     """
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
-    rate = (
-        position.timed_updates * job.global_batch_size / position.seconds
-        if position.seconds
-        else None
-    )
     return {
         "schema": SCHEMA,
         "method": job.method.name,
@@ -81,7 +76,7 @@ def summarize(
             else None,
             **final,
         },
-        "throughput_samples_per_second": rate,
+        "throughput_samples_per_second": _compute_throughput(job, position),
         **compute_busy_shares(job, measured, costs),
         "stages_begin_at": job.partition.begin_names(),
         "phases": job.describe_phases(),
@@ -95,6 +90,13 @@ def summarize(
         **_record_blocks(job, measured, tested),
         "memory": compute_memory_figures(job),
     }
+
+
+def _compute_throughput(job: Job, position: Position) -> float | None:
+    """Return the samples per second of the timed updates; None if none was timed."""
+    if not position.seconds:
+        return None
+    return position.timed_updates * job.global_batch_size / position.seconds
 
 
 def compute_busy_shares(

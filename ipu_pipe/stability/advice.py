@@ -193,7 +193,8 @@ def describe_margins(margins: Sequence[StabilityMargin]) -> list[str]:
     rules that would help.
     """
     worst = min(margins, key=lambda margin: margin.margin)
-    subject = f"stage {worst.stage.index} (delay {worst.stage.delay} updates)"
+    plural = "" if worst.stage.delay == 1 else "s"
+    subject = f"stage {worst.stage.index} (delay {worst.stage.delay} update{plural})"
     unstable = sum(margin.margin < 1 for margin in margins)
     if worst.margin < 1:
         lines = [
@@ -204,8 +205,8 @@ def describe_margins(margins: Sequence[StabilityMargin]) -> list[str]:
         ]
     else:
         lines = [
-            f"no stage exceeds its largest stable learning rate; the closest is {subject}, at "
-            f"1/{worst.margin:.3g} of it"
+            f"no stage exceeds its largest stable learning rate; the closest is {subject}, whose "
+            f"rate is 1/{worst.margin:.3g} of the limit"
         ]
     return lines + [
         f"with {r.change} its largest stable rate would be {r.largest_rate:.3g}, {r.margin:.3g} "

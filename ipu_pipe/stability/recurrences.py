@@ -169,18 +169,3 @@ def simulate(
                 weights[s].append(w)
                 deltas[s].append(delta)
         return np.sum([np.stack(w) for w in weights], axis=0)
-
-
-def compute_impulse_response(stage: Recurrence, times: int) -> Floats:
-    """Return the contribution of a gradient of 1, computed at time 0, to the update at each of
-    `times` times, for a step of 1.
-
-    It arrives after the delay of the first read (Kosson et al. 2021, Figure 3).
-    """
-    v = 0.0
-    response = []
-    for t in range(times):
-        g = 1.0 if t == stage.reads[0].delay else 0.0
-        v = stage.momentum * v + g
-        response.append(stage.velocity * v + stage.gradient * g)
-    return np.array(response)

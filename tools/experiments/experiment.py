@@ -151,7 +151,7 @@ class Experiment:
         outcome = self.run(request)
         files = outcome.write(out / self.name if out else outcome.folder)
         tell(outcome.table)
-        tell("where to look:\n  " + "\n  ".join(map(str, files)))
+        tell("files:\n  " + "\n  ".join(map(str, files)))
         return outcome.results
 
     def report(self, findings: Findings, folder: Path, full: bool = False) -> Outcome:

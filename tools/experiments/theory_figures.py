@@ -19,6 +19,12 @@ from ipu_pipe.report.plots import open_figure
 from ipu_pipe.stability import recurrences, roots
 from ipu_pipe.stability.recurrences import Floats, Recurrence
 from ipu_pipe.stability.roots import LoopGain
+from tools.experiments.half_lives import (
+    compute_impulse_response,
+    find_best_momentum,
+    find_least_half_life,
+    find_least_half_lives,
+)
 
 # ---- a figure as data, which is its JSON, and its picture
 
@@ -348,16 +354,14 @@ RULES: Dict[str, Rule] = {
 def compute_pb_3() -> TheoryFigure:
     """Compute what a gradient adds to each update."""
     delay, m, times = 6, 0.85, 25
-    early = recurrences.compute_impulse_response(recurrences.make_delayed_sgd(0, m), times)
-    late = recurrences.compute_impulse_response(
+    early = compute_impulse_response(recurrences.make_delayed_sgd(0, m), times)
+    late = compute_impulse_response(
         recurrences.make_delayed_sgd(delay, m, recurrences.compute_spike_coefficients(m, delay)),
         times,
     )
     responses = {
         "no delay": early,
-        f"delay {delay}": recurrences.compute_impulse_response(
-            recurrences.make_delayed_sgd(delay, m), times
-        ),
+        f"delay {delay}": compute_impulse_response(recurrences.make_delayed_sgd(delay, m), times),
         f"delay {delay}, spike compensation": late,
     }
     panels = []
@@ -434,10 +438,7 @@ def compute_pb_5() -> TheoryFigure:
     delayed = [label for label in RULES if label.endswith("delay 1")]
     half_lives = {
         label: np.stack(
-            [
-                roots.find_least_half_lives(RULES[label](1 - r), conditions, 300)
-                for r in dampings.tolist()
-            ]
+            [find_least_half_lives(RULES[label](1 - r), conditions, 300) for r in dampings.tolist()]
         ).min(axis=0)
         for label in (*delayed, "SGD with momentum, no delay")
     }
@@ -462,7 +463,7 @@ def compute_pb_6() -> TheoryFigure:
         "LWP_w,D + SC_D": lambda d: make_rule(d, spike=True, horizon=d),
     }
     half_lives = {
-        label: [roots.find_best_momentum(rule(d), 1e3)[0] for d in delays]
+        label: [find_best_momentum(rule(d), 1e3)[0] for d in delays]
         for label, rule in rules.items()
     }
     return make_half_life_figure(
@@ -482,7 +483,7 @@ def compute_pb_7() -> TheoryFigure:
     rules = {f"LWP, T = {T}": make_rule(5, horizon=float(T)) for T in (0, 3, 5, 10, 20)}
     rules["LWP_w,D + SC_D"] = make_rule(5, spike=True, horizon=5)
     half_lives = {
-        label: [roots.find_least_half_life(rule(1 - r), 1e3) for r in dampings]
+        label: [find_least_half_life(rule(1 - r), 1e3) for r in dampings]
         for label, rule in rules.items()
     }
     best = {label: 1 - dampings[int(np.argmin(values))] for label, values in half_lives.items()}
@@ -504,7 +505,7 @@ def compute_pb_12() -> TheoryFigure:
     scales = np.concatenate([np.linspace(0, 4, 17), np.linspace(4.5, 10, 12)]).tolist()
     cases = {f"condition {c:g}, delay {d}": (c, d) for c, d in ((1e3, 4), (1e3, 10), (1e5, 4))}
     half_lives = {
-        label: [roots.find_best_momentum(make_rule(d, horizon=scale * d), c)[0] for scale in scales]
+        label: [find_best_momentum(make_rule(d, horizon=scale * d), c)[0] for scale in scales]
         for label, (c, d) in cases.items()
     }
     best = {label: scales[int(np.argmin(values))] for label, values in half_lives.items()}

@@ -169,44 +169,9 @@ def compare(grid: VectorGrid, runs: Mapping[int, List[StepRun]]) -> Findings:
     """Summarize the runs by seed: `final` of a row is the mean over the seeds, with the best step
     of each.
     """
-    best, runs_of_any_seed = find_best_runs(runs), next(iter(runs.values()))
-    rows: List[Dict[str, Any]] = []
-    cells = []
-    for label, by_seed in best.items():
-        first, values = next(iter(by_seed.values())), [run.final for run in by_seed.values()]
-        mean, std = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
-        updates, slots, _ = first.curve[-1]
-        rows.append(
-            {
-                "label": label,
-                "method": first.method,
-                "args": first.args,
-                "step": first.step,
-                "final": mean,
-                "std": std,
-                "step_by_seed": {str(seed): run.step for seed, run in by_seed.items()},
-                "final_by_seed": {str(seed): run.final for seed, run in by_seed.items()},
-                "updates": updates,
-                "slots": slots,
-                "stable_steps": sorted(
-                    run.step
-                    for run in runs_of_any_seed
-                    if run.label == label and run.final < run.curve[0][2]
-                ),
-            }
-        )
-        steps = ", ".join(show_power(run.step) for run in by_seed.values())
-        final = f"{mean:.6g}" + ("" if std is None else f" +- {std:.2g}")
-        cells.append(
-            (
-                label,
-                steps,
-                final,
-                ", ".join(f"{v:.6g}" for v in values),
-                f"{updates:,}",
-                f"{slots:,}",
-            )
-        )
+    best = find_best_runs(runs)
+    runs_of_any_seed = next(iter(runs.values()))
+    rows = [_summarize_row(label, by_seed, runs_of_any_seed) for label, by_seed in best.items()]
     finals = {
         label: {seed: run.final for seed, run in by_seed.items()} for label, by_seed in best.items()
     }
@@ -232,13 +197,51 @@ def compare(grid: VectorGrid, runs: Mapping[int, List[StepRun]]) -> Findings:
         f"of each row by the final value"
         f" of {MEASURED}, mean and standard deviation.",
         ("row", "best step by seed", f"final {MEASURED}", "by seed", "block updates", "slots"),
-        cells,
+        [_make_cells(row) for row in rows],
         curves=[
             {"label": label, "seed": seed, "step": run.step, "curve": run.curve}
             for label, by_seed in best.items()
             for seed, run in by_seed.items()
         ],
         pictures={"curves.png": functools.partial(draw, best, grid.title, note)},
+    )
+
+
+def _summarize_row(
+    label: str, by_seed: Mapping[int, StepRun], runs_of_any_seed: Sequence[StepRun]
+) -> Dict[str, Any]:
+    """Return the results of a row from its runs with the best step of each seed."""
+    first = next(iter(by_seed.values()))
+    values = [run.final for run in by_seed.values()]
+    updates, slots, _ = first.curve[-1]
+    return {
+        "label": label,
+        "method": first.method,
+        "args": first.args,
+        "step": first.step,
+        "final": statistics.mean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+        "step_by_seed": {str(seed): run.step for seed, run in by_seed.items()},
+        "final_by_seed": {str(seed): run.final for seed, run in by_seed.items()},
+        "updates": updates,
+        "slots": slots,
+        "stable_steps": sorted(
+            run.step
+            for run in runs_of_any_seed
+            if run.label == label and run.final < run.curve[0][2]
+        ),
+    }
+
+
+def _make_cells(row: Mapping[str, Any]) -> Tuple[str, ...]:
+    deviation = "" if row["std"] is None else f" +- {row['std']:.2g}"
+    return (
+        row["label"],
+        ", ".join(show_power(step) for step in row["step_by_seed"].values()),
+        f"{row['final']:.6g}{deviation}",
+        ", ".join(f"{value:.6g}" for value in row["final_by_seed"].values()),
+        f"{row['updates']:,}",
+        f"{row['slots']:,}",
     )
 
 
