@@ -245,7 +245,7 @@ def _interpret_row(rank: int, case: ScheduleCase, placement: Sequence[int]) -> D
         for k in range(case.updates):
             # a drain is where an evaluation may run, with kernels of its own
             if k * case.microbatches in list_drains(case):
-                assert not double.pending(), "receives are posted while the pipeline is empty"
+                assert not double.count_pending(), "receives are posted while the pipeline is empty"
             updates += [losses for _, losses in run_batches(engine, setup.schedule, k, k + 1)]
         engine.close()
     values: Dict[str, Any] = {}

@@ -11,7 +11,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.pipeline.checks import find_faults
-from ipu_pipe.run.callbacks import Callback, refuse_callbacks
+from ipu_pipe.run.callbacks import Callback, require_supported_callbacks
 from tests.support.runs import DIGITS
 
 BACKENDS = ("emulator", "distributed", "poptorch")
@@ -63,9 +63,9 @@ def test_callbacks_on_gradients_need_gradients_on_the_host(backend: str) -> None
     job = build_job(backend)
     if backend == "poptorch":
         with pytest.raises(BadInput, match="on_gradients"):
-            refuse_callbacks(job, [WatchGradients()])
+            require_supported_callbacks(job, [WatchGradients()])
     else:
-        refuse_callbacks(job, [WatchGradients()])
+        require_supported_callbacks(job, [WatchGradients()])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -99,11 +99,12 @@ def list_other_models() -> Dict[str, Tuple[str, List[str], torch.Tensor]]:
     """Return name -> (entry, begins, input) of models of other libraries: those of the equality tool, and more."""
     large = torch.randn(3, 3, 32, 32)
     return {
-        "torchvision-vit": ("vision_transformer", [], IMAGES), "timm-vit": ("timm_vit", [], IMAGES),
-        "timm-convnext": ("timm_convnext", [], large), "hf-bert": ("bert", [], WORDS), "hf-gpt2": ("gpt2", [], WORDS),
-        "swin": ("timm_swin", ["layers.0.blocks.1.mlp", "layers.1.blocks.1"], IMAGES),
-        "googlenet": ("googlenet", ["inception3b.branch2", "inception4d.branch3"], large),
-        "densenet": ("densenet", ["features.denseblock1.denselayer2", "features.denseblock2.denselayer2"], large),
+        "torchvision-vit": ("make_vision_transformer", [], IMAGES), "timm-vit": ("make_timm_vit", [], IMAGES),
+        "timm-convnext": ("make_timm_convnext", [], large), "hf-bert": ("make_bert", [], WORDS),
+        "hf-gpt2": ("make_gpt2", [], WORDS),
+        "swin": ("make_timm_swin", ["layers.0.blocks.1.mlp", "layers.1.blocks.1"], IMAGES),
+        "googlenet": ("make_googlenet", ["inception3b.branch2", "inception4d.branch3"], large),
+        "densenet": ("make_densenet", ["features.denseblock1.denselayer2", "features.denseblock2.denselayer2"], large),
     }  # fmt: skip
 
 

@@ -108,18 +108,18 @@ def test_a_model_compiled_in_place_is_refused() -> None:
 # ---- unused keys
 
 
-def test_steps_beside_epochs_report_which_is_used(run_tool: Any) -> None:  # noqa: F811
-    line = "steps: 5 is used, epochs: 3 is ignored"
-    code, output, _ = run_tool(DIGITS, *make_set_options("steps=5", "epochs=3"), "--dry-run")
+def test_steps_beside_epochs_report_which_is_used(run_train_tool: Any) -> None:  # noqa: F811
+    line = "steps: 5 overrides epochs: 3, which is ignored"
+    code, output, _ = run_train_tool(DIGITS, *make_set_options("steps=5", "epochs=3"), "--dry-run")
     assert code == 0 and output.splitlines()[0] == line
     agreeing = build(make_short_config("steps=null", "epochs=2"))
-    assert "counts" not in format_opening(agreeing)
-    assert "counts" not in format_opening(
+    assert "overrides" not in format_opening(agreeing)
+    assert "overrides" not in format_opening(
         build(make_short_config(f"steps={agreeing.updates}", "epochs=2"))
     )
 
 
-ALONE = "stages: one stage: there is nothing to pipeline, "
+ALONE = "stages: with one stage there is no pipeline: "
 
 
 @pytest.mark.parametrize("keys, is_expected", [

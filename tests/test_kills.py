@@ -38,7 +38,7 @@ def sleep_a_minute(*arguments: Any) -> None:
 def test_a_hanging_rank_is_not_mistaken_for_a_killed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kills, "_run", sleep_a_minute)
+    monkeypatch.setattr(kills, "_run_rank", sleep_a_minute)
     monkeypatch.setattr(kills, "PATIENCE", 0.2)
     with pytest.raises(AssertionError, match=r"ranks \[0, 1\] did not end"):
         kills.run_attempt(0, None, [], "job", 0, tmp_path / "hanging")

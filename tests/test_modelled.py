@@ -76,7 +76,7 @@ def make_model_of_parts(*parts: nn.Module) -> nn.Module:
     )
 
 
-def events_of(*arguments: Any, **more: Any) -> List[Event]:
+def list_events(*arguments: Any, **more: Any) -> List[Event]:
     return list(build_events(*arguments, **more).rows())
 
 
@@ -104,7 +104,7 @@ def test_a_gap_is_a_wait_for_the_device_of_the_last_input() -> None:
     device 0   F0 F1 wait for B0 ........... B0  wait B1      0-10 10-20 20-130 130-150 150-190 190-210
     device 1      F0 ... F1 ... B0 ... B1                     10-40 40-70 70-130 130-190
     """
-    events = build_events("gpipe", Costs([10, 30], [20, 60], [0, 0]), 2, 2, 2)
+    events = list_events("gpipe", Costs([10, 30], [20, 60], [0, 0]), 2, 2, 2)
     waits = [e for e in events if e.kind == "wait"]
     assert waits == [
         Event(0, 0, "wait", 0, 20, 130, -1, None, 1, "gradients"),
@@ -125,7 +125,7 @@ def test_passes_and_waits_fill_the_time_of_a_device(name: str) -> None:
     accumulate = 1 if name == "naive" else 4
     local = METHODS[name].structure is not None
     costs = Costs([3, 11, 5], [7, 2, 13], [1, 2, 3])
-    events = build_events(name, costs, 3, 12, accumulate, gradients_cross=not local)
+    events = list_events(name, costs, 3, 12, accumulate, gradients_cross=not local)
     for device in range(3):
         of_device = [e for e in events if e.device == device and e.kind != "send"]
         assert of_device[0].start_ns == 0 and all(
@@ -151,7 +151,7 @@ def test_passes_and_waits_fill_the_time_of_a_device(name: str) -> None:
 
 
 def test_neighbours_on_one_device_send_nothing() -> None:
-    events = build_events(
+    events = list_events(
         "gpipe", Costs([1] * 3, [1] * 3, [0] * 3), 3, 4, 4, device_of_stage=[0, 0, 1]
     )
     assert {(e.device, e.peer) for e in events if e.kind == "send"} == {(0, 1), (1, 0)}
@@ -196,7 +196,7 @@ def test_halves_of_backwards_are_events_and_whole_ones_are_backwards(name: str) 
 
 
 def test_only_the_window_is_recorded_with_pauses_between() -> None:
-    whole = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
+    whole = list_events("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
     all_events = build_events("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
     window = list(select_updates(all_events, 2, range(2, 9, 3)).rows())
     updates = {2, 5, 8}

