@@ -75,14 +75,7 @@ class ProcessEngine(Engine):
             layout.rank, models[0].stage, job.traced_updates, stream
         )
         channels = make_channels(job, layout, models[0].ties.links)
-        # of each stage
-        self._replicas: list[ReplicaGroup] = []
-        if groups:
-            nccl_group = (channels or {}).get(REPLICAS)
-            is_fast = config.reduction == "fast"
-            self._replicas = [
-                ReplicaGroup(groups[device], nccl_group, is_fast) for device in layout.placement
-            ]
+        self._replicas = self._make_replica_groups(groups, channels)
         # a group of its own, so that no message that a broken pipeline has left reaches the next
         # one, nor one of the caller's own
         self._group = make_group(every_rank, config.backend.deadline) if job.is_open else None
@@ -114,6 +107,30 @@ class ProcessEngine(Engine):
             lambda: self._interpreter.doing,
             lambda: self._interpreter.activity,
         )
+        self._prepare_collection(groups)
+        # import now: an optimizer's first step would import it within the measured time
+        importlib.import_module("torch._dynamo")
+        with detect_lost_rank(limit=self._mail.limit):
+            trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
+
+    def _make_replica_groups(self, groups: list[Any], channels: Any) -> list[ReplicaGroup]:
+        """Return the group of each stage's replicas; `groups`: of each device's ranks, none without
+        replicas.
+        """
+        if not groups:
+            return []
+        nccl_group = (channels or {}).get(REPLICAS)
+        is_fast = self.job.config.reduction == "fast"
+        return [
+            ReplicaGroup(groups[device], nccl_group, is_fast) for device in self._layout.placement
+        ]
+
+    def _prepare_collection(self, groups: list[Any]) -> None:
+        """Prepare what rank 0 or the caller gets from the ranks: losses, gradients, evaluations and
+        the whole model.
+        """
+        job = self.job
+        layout = self._layout
         self.newest_model = None
         # for a model that the caller uses after training
         self._holders = (
@@ -125,7 +142,7 @@ class ProcessEngine(Engine):
         if job.watches_gradients:
             self._gradient_collection = collect.GradientCollection(job, self._mail, layout)
             job.rules.observe = self._gradient_collection.note
-        self._freed = collect.free_other_stages(job, models, self._cut)
+        self._freed = collect.free_other_stages(job, self._models, self._cut)
         self._with_loss = _list_stages_with_loss(job)
         group_of_replicas = (
             groups[layout.rank % layout.devices if job.is_open else layout.placement[0]]
@@ -136,10 +153,6 @@ class ProcessEngine(Engine):
             job, self._mail, self._recorder, layout, self._with_loss, group_of_replicas
         )
         self._evaluation = collect.Evaluation(job, self._interpreter, self._with_loss, self._freed)
-        # import now: an optimizer's first step would import it within the measured time
-        importlib.import_module("torch._dynamo")
-        with detect_lost_rank(limit=self._mail.limit):
-            trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
 
     def _make_stages(self, work: Work) -> dict[int, Stage]:
         """Return the rank's stages by number, for the work from an empty pipeline on."""
