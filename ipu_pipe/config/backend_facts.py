@@ -1,5 +1,5 @@
-"""The facts of each backend: what it supports. No place outside the backends' own folder asks for a
-name instead.
+"""The facts of each backend: what it supports. Code outside the backends' own folder reads these
+flags; it never compares backend names.
 
     config.backend.facts.uses_processes     of a config's backend
     BACKEND_FACTS[name].uses_processes      of a name, such as a trace's
@@ -17,8 +17,8 @@ class BackendFacts(NamedTuple):
     """Hold the facts of a backend. A `why_...` is the cause in a message, '' if there is none.
 
     Where it computes
-    `emulates`: one process holds all weight versions; as no message waits, batches for a GPU are
-    pinned. `uses_processes`: the launcher's processes, as many as it says, each with its stages,
+    `emulates`: one process holds all weight versions; batches for a GPU are put in pinned memory,
+    since this process receives no messages. `uses_processes`: the launcher's processes, as many as it says, each with its stages,
     its replica's samples and a copy of tied weights. `trains_on`: the device that trains, if it is
     not the config's; one process drives all of these. `host_sees_devices`: the host that records a
     trace sees each device; otherwise it sees the calls of all together.

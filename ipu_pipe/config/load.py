@@ -26,7 +26,7 @@ from ipu_pipe.text import find_nearest, show
 # ---- YAML files: read keys within bounds and record the source of each value; write YAML that reads the same
 #
 # The bounds are far above any config of ours (the largest has 60 values on 4 levels), and a hostile
-# file is refused within # seconds.
+# file is refused within seconds.
 
 # the most bytes and values of a file (repeated values of an alias count again), nested levels, and
 # files that extend one another

@@ -29,7 +29,7 @@ from ipu_pipe.schedule.methods import METHODS, Reads
 from ipu_pipe.text import suggest
 
 # Sections and checks of folders above this one, as "module:name", imported when a config needs
-# them. A backend has its section # and its checks in its own folder; a new backend needs only a
+# them. A backend has its section and its checks in its own folder; a new backend needs only a
 # line here.
 OUTER = {
     "ipu": "ipu_pipe.backends.ipu.config:IpuConfig",  # section of backend.ipu

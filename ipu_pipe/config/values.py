@@ -13,8 +13,9 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Annotated
 
 # Limits of numbers that have none of their own. A larger one is a slip, and would not end: a run is
-# planned before it starts, in # time and memory that grow with its stages and with the updates
-# after which it stops to save. # the most updates of a run: eleven days at 10 updates per second
+# planned before it starts, in time and memory that grow with its stages and with the updates
+# after which it stops to save.
+# the most updates of a run: eleven days at 10 updates per second
 MOST_UPDATES = 10_000_000
 # the most evaluations, or checkpoints, of a run
 MOST_STOPS = 1_000_000

@@ -211,7 +211,11 @@ def _reads_outputs_alone(trial: LossTrial, numbers: Sequence[int]) -> bool:
 
 
 def _run_whole(trial: LossTrial, number: int) -> _Result:
-    """Return the loss of an output, given by its number, where all modules have just run."""
+    """Return the loss of an output, given by its number, where all modules have just run.
+
+    The modules first run on other values, so that a value that the loss reads from an earlier run
+    changes the result.
+    """
     with trial.restore(), torch.enable_grad():
         _run_on_other_values(trial, [number], [*trial.model.parameters()])
         for _ in range(ROUNDS):

@@ -11,9 +11,10 @@ the forward runs once while it is watched, and each stage then replays its part 
     [1] a module is one call, unless there is a boundary inside it: then its inner calls are
         recorded instead (`begin_module`, `end_module`: hooks)
     [2] a torch function between them is a call; functions inside a call are ignored
-    (`watch_function`: a `FunctionWatch`) [3] below these, every operation on memory is watched,
-        also inside calls (`watch_operation`: an `OperationWatch`): a tensor is *live* if its memory
-        depends on the input or on weights; all others, such as masks and positions, are constants
+        (`watch_function`: a `FunctionWatch`)
+    [3] every tensor operation is watched, also inside calls (`watch_operation`: an
+        `OperationWatch`): a tensor is *live* if its memory depends on the input or on weights; all
+        others, such as masks and positions, are constants
     [4] at the end, calls whose results are all constant are left out (`finish`)
 
 Python code between the calls runs only during the recording: sizes, branches and counters are those

@@ -186,9 +186,7 @@ class LoaderData:
 
     @contextlib.contextmanager
     def _use_loader_states(self) -> Iterator[None]:
-        """Set the random states to those that the loader left inside the context, and restore the
-        caller's afterwards.
-        """
+        """Use the loader's own random states inside the context; restore the caller's afterwards."""
         callers = [generator.get_state() for generator in self._generators]
         with restore_random_states():
             self._global_states.write()

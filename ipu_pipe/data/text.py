@@ -83,7 +83,7 @@ class TextData(SampledData):
         self, validation: Any, held_out: torch.Tensor, remaining: torch.Tensor
     ) -> None:
         # windows begin anywhere: the validation part is the end of the training text, and no
-        # character is in both; the training # part loses a window to the offset
+        # character is in both; the training part loses a window to the offset
         self.train_samples = len(remaining) - 1
         cut = len(remaining) * self._context
         validation._test_text = self._text[cut : cut + len(held_out) * self._context + 1]

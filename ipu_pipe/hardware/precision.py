@@ -39,10 +39,10 @@ class Precision(NamedTuple):
 
 
 # float16 is for plans only, no run uses it: mixed precision on the GPUs of the 2BW paper. As in
-# Megatron, which that # work adapts, an update makes float32 gradients beside the master copy: with
-# Adam 20 bytes a parameter (Megatron Core's user # guide, "Distributed Optimizer": float16
-# parameters and gradients). # bfloat16_masters replaces bfloat16_mixed for methods that write
-# versions (`resolve_precision`); gradients are summed in float32. # IPUs: 16.32 halves the inputs
+# Megatron, which that work adapts, an update makes float32 gradients beside the master copy: with
+# Adam 20 bytes a parameter (Megatron Core's user guide, "Distributed Optimizer": float16
+# parameters and gradients). bfloat16_masters replaces bfloat16_mixed for methods that write
+# versions (`resolve_precision`); gradients are summed in float32. IPUs: 16.32 halves the inputs
 # alone, and what meets a float32 weight is float32; accumulators are float32 unless asked for.
 PRECISIONS: dict[str, Precision] = {
     "float64": Precision("float64", 8, 8, 8, 8),

@@ -27,7 +27,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 # (first, end) -> k -> prices. The price of the part of units [first, end) if it is the k-th part
-# from the end (1 is the last), # infinite for a part that is not allowed. All three are arrays that
+# from the end (1 is the last), infinite for a part that is not allowed. All three are arrays that
 # broadcast.
 StagePrices = Callable[[IntArray], FloatArray]
 PriceParts = Callable[[IntArray, IntArray], StagePrices]
@@ -200,7 +200,7 @@ class WeightedCuts:
         sums = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
         counts = np.concatenate([[0], np.cumsum(np.asarray(weights, np.int64))])
         # Reverse the row, so that the solver chooses the cut with the latest starts among equal
-        # ones: a unit without cost stays # with the unit before it. Part [a, b) is the solver's
+        # ones: a unit without cost stays with the unit before it. Part [a, b) is the solver's
         # part [n - b, n - a).
         row = np.arange(n)[:, None]
         end = np.arange(1, n + 1)[None, :]

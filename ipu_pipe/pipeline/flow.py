@@ -44,7 +44,7 @@ class Flow:
         self._is_planned = is_planned
 
     def give(self) -> None:
-        """Give the next batch, and run the actions of slots before the one after it enters."""
+        """Give batch k, and run the actions of slots before batch k + 1 enters."""
         k = self.given
         self.given = k + 1
         self.engine.give(k, self.find_cut(k + 1))

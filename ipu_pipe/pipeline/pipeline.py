@@ -117,9 +117,11 @@ class UpdateNumber(int):
 class Pipeline:
     """Train `model` in place under a pipeline or local-parallel method, one batch a `step`.
 
-        pipe = ipu_pipe.Pipeline(model, loss, optimizer, method="pipemare", stages=8,
-        microbatches=4) for x, y in loader:
-            for update in pipe.step(x, y):      # the updates that left the pipeline in this call, in order
+        pipe = ipu_pipe.Pipeline(
+            model, loss, optimizer, method="pipemare", stages=8, microbatches=4
+        )
+        for x, y in loader:
+            for update in pipe.step(x, y):  # the updates that left the pipeline in this call
                 print(update.index, update.loss)
             scheduler.step()
         print(pipe.evaluate(test_loader, ["accuracy"]))

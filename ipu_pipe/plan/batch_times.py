@@ -89,7 +89,7 @@ class BatchTimes:
         if self.method.order is not None:
             step += -step % self._devices
         # without a drain, batches shorter than the pipeline's fill have another steady state;
-        # DualPipeV has none for short # batches
+        # DualPipeV has none for short batches
         shortest = step if self.method.flushes and self.method.order is None else 2 * step
         while accumulate > shortest + 2 * step:
             first, second, third = (simulate(shortest + i * step) for i in range(3))

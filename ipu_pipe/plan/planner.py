@@ -243,7 +243,7 @@ class SearchResult(NamedTuple):
 
 
 class _Costings:
-    """Makes the costings of a problem's candidates, and caches what several of them need."""
+    """Makes the `Costing` of each candidate, which prices it, and caches what several of them need."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -261,7 +261,7 @@ class _Costings:
             self._transfers[layout] = make_transfers(self._problem.hardware, layout)
         return Costing(problem, candidate, layout, self._sums[key], self._transfers[layout])
 
-    def get_work(self, candidate: Candidate) -> list[float]:
+    def get_unit_seconds(self, candidate: Candidate) -> list[float]:
         """Return the seconds of each unit for a microbatch."""
         precision = self._problem.adapt_to(candidate.method).precision
         key = (
@@ -292,7 +292,7 @@ def search(problem: Problem, candidates: Sequence[Candidate], count: int) -> Sea
     waiting: list[tuple[float, int, int, _Steps, Prediction | None]] = []
     for order, candidate in enumerate(candidates):
         bound = (
-            bound_seconds_of_any_cut(candidate, sum(costings.get_work(candidate)))
+            bound_seconds_of_any_cut(candidate, sum(costings.get_unit_seconds(candidate)))
             / candidate.global_batch_size
         )
         for layout_order, layout in enumerate(
@@ -334,7 +334,7 @@ def _bound(candidate: Candidate, layout: ReplicaLayout, costings: _Costings) -> 
     stop early if no cut fits.
     """
     costing = costings.make(candidate, layout)
-    work = costings.get_work(candidate)
+    work = costings.get_unit_seconds(candidate)
     slowest = bound_slowest(work, candidate.stages)
     if slowest == math.inf:
         return

@@ -332,7 +332,7 @@ def require_made_versions(window: ReplayWindow, updates: IntArray, first: int, r
 #     [4] update      x_s <- x_s - lr * grad_s f_b(x_hat)
 #
 # Iteration k is replay k: its forward and its backward read the stage versions of x_hat, and it
-# updates one stage. # All draws are a function of (seed, iteration). After a drain (evaluation,
+# updates one stage. All draws are a function of (seed, iteration). After a drain (evaluation,
 # checkpoint) no iterate from before it is read.
 
 # iterations that share a generator; the number of updates is stored once per group

@@ -288,7 +288,7 @@ def _explain_order(job: Job, file: str) -> list[str]:
 #     accuracy    right labels / counted labels    integers until the one division
 #
 # The order is microbatch 0 of each replica, microbatch 1 of each replica, and so on. Partial sums
-# in another type or order # would differ in the last digits between backends and between vector
+# in another type or order would differ in the last digits between backends and between vector
 # kernels.
 
 # loss, right labels, counted labels; and the weight, if microbatches have weights

@@ -37,7 +37,7 @@ class Kind(Enum):
 
 
 # The passes of every microbatch on every stage. The last one completes the microbatch there: its
-# activations are freed, and the # update no longer waits for it.
+# activations are freed, and the update no longer waits for it.
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
 SPLIT_PASSES = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 

@@ -589,8 +589,8 @@ def _list_passes(schedule: Schedule, count: int) -> list[tuple[int, int, int]]:
 # ---- the clock's fast path: the eager discipline without contention of transfers, in array operations
 #
 # It computes all passes of a slot at once: the start of a pass depends only on its device's last
-# pass and on its needs. If no # two transfers meet on a link, the times equal the clock's bit for
-# bit; otherwise the clock's times are not earlier. The # planner times many candidates with it in a
+# pass and on its needs. If no two transfers meet on a link, the times equal the clock's bit for
+# bit; otherwise the clock's times are not earlier. The planner times many candidates with it in a
 # fraction of the time of playing them.
 
 

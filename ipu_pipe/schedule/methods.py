@@ -263,7 +263,7 @@ def _make_ordered_method(name: str, pipeline: Timeline, source: str, **order: An
 
 _V: dict[str, Any] = {"stages_per_device": 2, "is_v": True, "fixed": True}
 # The share of activations that weight gradients free in the smallest GPT of Qi et al.: 32 h / (34 h
-# + 5 a s), h = 2304, a = 24 # heads, s = 1024.
+# + 5 a s), h = 2304, a = 24 heads, s = 1024.
 _GPT_WEIGHT_SHARE = 0.366
 
 _ROWS = (

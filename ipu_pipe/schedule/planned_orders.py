@@ -175,7 +175,7 @@ def _find_best(
 
 def plan_v(order: Order, P: int, M: int) -> list[list[Pass]]:
     """Plan two stages on each device, there and back (ZBV), within the activations of 1F1B. P = 2,
-    M = 4, unit times:
+    M = 4, unit times; small letters are passes of the device's returning stage, P to 2 P - 1:
 
     device 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 I2 w3 I3 W2 W3 .
     device 1  .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 I2 i3 I3 w2 W2 w3 W3
@@ -188,8 +188,8 @@ def plan_v(order: Order, P: int, M: int) -> list[list[Pass]]:
         _warm_up_v(plan, P)
         for _ in range(2 * M):
             next_stage = [_choose_input_gradient(plan, d, 2 * P - 1 - d) for d in range(P)]
-            # gradients reach the stages back in the order of the devices, and the stages there in
-            # the opposite one
+            # gradients reach the returning stages P to 2 P - 1 in the order of the devices, and the
+            # outbound stages 0 to P - 1 in the opposite order
             there = [d for d in range(P) if next_stage[d] < P]
             back = [d for d in range(P) if next_stage[d] >= P]
             for d in (*reversed(there), *back):

@@ -35,7 +35,7 @@ CODE = {
 }
 
 # A run: actions of one kind (by its CODE) on one stage for `count` microbatches from `first_index`
-# on. The first is in # `first_slot`, and each next one `slot_step` later. Slots and microbatches
+# on. The first is in `first_slot`, and each next one `slot_step` later. Slots and microbatches
 # count from the start of the stretch.
 RUN = np.dtype(
     [

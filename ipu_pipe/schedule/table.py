@@ -426,7 +426,7 @@ class Schedule:
 # ---- the proof that a schedule can run, on the compact form
 #
 # A run is an arithmetic progression. If the slots of a pass and of its need are both affine in the
-# microbatch, their order at the # ends of the runs proves it for all microbatches between. Two runs
+# microbatch, their order at the ends of the runs proves it for all microbatches between. Two runs
 # of a device share a slot only if their progressions meet.
 
 

@@ -218,6 +218,8 @@ def compute_utilization(method: Method, stages: int, accumulate: int) -> float:
     period = accumulate + (stages > 1) if method.pipeline is Timeline.LOCAL_SHARED else 2
     start = 3 * stages
     microbatches = 4 * stages + 2 + period
+    # orders of passes on devices are steady after at most 9 P v slots; they repeat every 2 P slots, or
+    # 3 P with split backwards, and 12 P microbatches last longer than one such period
     if method.order is not None:
         start = 9 * stages * method.order.stages_per_device
         period = stages * (3 if method.order.splits else 2)

@@ -165,7 +165,7 @@ class VersionTable:
             for kind in PASSES
         }
         # delayed reads count from the version to which the gradient is applied, and LocalSGD's by
-        # replica, so the schedule does # not bound them
+        # replica, so the schedule does not bound them
         if self.method.delay is not None or self.method.rounds is not None:
             batch = np.arange(first, last) // self.schedule.accumulate
             newest[Kind.FORWARD] = newest[Kind.BACKWARD] = np.broadcast_to(

@@ -126,7 +126,7 @@ def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     contiguous = {}
     storages = set()
     for key, value in tensors.items():
-        # older versions of the format have no complex numbers, so these are stored as pairs  # (..., 2)
+        # older versions of the format have no complex numbers, so these are stored as pairs (..., 2)
         value = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value
         value = value.detach().cpu().contiguous()
         storage = value.untyped_storage().data_ptr()

@@ -53,7 +53,7 @@ _PAYLOADS_OF_UPDATES = [
 ]
 
 # Counters of memory: bytes of a device's tensors by category. `versions`: of weights besides those
-# in the model; `activations`: # stored for backwards; `buffers`: receives posted, and sends not
+# in the model; `activations`: stored for backwards; `buffers`: receives posted, and sends not
 # known to be through unless they are `activations`.
 MEMORY = {
     name: f"{name} (bytes)"

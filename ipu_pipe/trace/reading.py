@@ -299,7 +299,7 @@ def _build_times(name: str, microseconds: Sequence[Any]) -> NDArray[np.int64]:
 # ---- PyTorch's profiler (Kineto), one file per rank: which records are compute and which are communication
 #
 # A rank is taken as a device and a stage. Where a rank used a GPU, its time is that of kernels and
-# copies; else that of the CPU's # operations, which are nested. The records do not say
+# copies; else that of the CPU's operations, which are nested. The records do not say
 # microbatches, versions and waits.
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -35,8 +35,8 @@ from ipu_pipe.text import describe_kind, list_some, show
 # ---- the optimizer's parameter groups: by stage, by the config's `optimizer.groups`, and by `no_decay`
 #
 # A member is one entry of the config's `optimizer.groups`, with an optimizer of its own (without
-# the key there is one member). # A parameter group has its stage (`group["stage"]`), by which rates
-# and rules treat stages differently, and the number of its # member (`group["member"]`).
+# the key there is one member). A parameter group has its stage (`group["stage"]`), by which rates
+# and rules treat stages differently, and the number of its member (`group["member"]`).
 
 Groups = List[Dict[str, Any]]
 

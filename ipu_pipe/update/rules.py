@@ -6,8 +6,8 @@ which it is defined. An update applies, in this order and within each line in th
 table:
 
     compensate  g_m <- compensate(g_m, w_now - w_read) of each microbatch m          (as soon as its backward is done)
-    gradient    g <- gradient(g)                                                     (then clipping)
     rate        lr <- rate(lr, k)
+    gradient    g <- gradient(g)                                                     (then clipping)
     step        the optimizer's own step, then w <- w + c x for each (x, c) of step(move)
     state       each additional entry of the optimizer's state <- its function of the old value and of w_{t+1} - w_t
 
@@ -385,7 +385,7 @@ def compute_adam_direction(options: Mapping[str, Any], state: Mapping[str, Any])
 
 
 # kind of optimizer -> (an entry that its first step makes, the function from a group's options and
-# a parameter's state to the # direction); AdamW's decoupled weight decay is left out, as in
+# a parameter's state to the direction); AdamW's decoupled weight decay is left out, as in
 # PipeOptim
 DIRECTIONS: dict[
     str, tuple[str, Callable[[Mapping[str, Any], Mapping[str, Any]], torch.Tensor]]

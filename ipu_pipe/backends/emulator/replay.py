@@ -422,7 +422,7 @@ class StageBuffers:
 # ---- recomputation of activations with the weights of the time of recomputation, on the whole model (PipeMare, appendix A)
 #
 # In a pipeline each segment of stages stores only its inputs, and runs its forward again before its
-# backward, with the weights # that are in memory then. Here the model runs twice:
+# backward, with the weights that are in memory then. Here the model runs twice:
 #
 #     record   the forward that gives the output: store every tensor that crosses into a later segment
 #     repeat   the forward that autograd records: replace each crossing tensor by the stored one, so that each segment starts

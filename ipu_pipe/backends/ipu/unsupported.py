@@ -497,7 +497,7 @@ def _list_optimizer_cases(
     why = "PopART's velocity starts at zero, PyTorch's at the first gradient: must be 0"
     yield Case("dampening" in chosen, "optimizer.dampening", why, chosen.get("dampening"))
     # PopART's Nesterov step uses the accumulator without dividing it by the number of microbatches
-    # (compoundscalarhelper.cpp: # NesterovDampeningScaleFactor times DampeningScaleFactor is 1 /
+    # (compoundscalarhelper.cpp: NesterovDampeningScaleFactor times DampeningScaleFactor is 1 /
     # loss scale). It is the mean only with a running mean.
     accumulates = config.gradient_accumulation * config.replicas > 1 or ipu.local == "decoupled"
     running = ipu.mean_reduction_strategy == "running" or ipu.accum_type == "float16"

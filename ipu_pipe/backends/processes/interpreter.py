@@ -7,8 +7,8 @@ A rank's row joins the rows of its stages, slot by slot:
 
     slot      0   1   2   3   4   5   6   7   8            pipedream, 4 stages on 2 devices
     stage 0   F0  F1  F2  F3  .   .   .   B0  F4
-    stage 1   .   F0  F1  F2  .   .   B0  F3  B1
-    rank 0    F0  F1 F0' F2 F1' F3 F2'  B0'  B0 F3'  F4 B1'    (': of stage 1)
+    stage 1   .   F0  F1  F2  F3  .   B0  .   B1
+    rank 0    F0  F1 F0' F2 F1' F3 F2'  F3'  B0'  B0  F4 B1'   (': of stage 1)
 
 Before a batch of actions begins, the interpreter announces to the mail the messages that they need.
 At its end F(m) of stage s sends to s + 1, and B(m) or I(m) to s - 1. Every wait is for an action of
@@ -203,8 +203,8 @@ class Interpreter:
         together = [member.model.stage for member in update.stages]
         structure = self._work.method.structure
         if structure is not None and structure.overlap and s + 1 < self.layout.stages:
-            # the update needs the next stage's gradient of the shared layer, so it comes in the
-            # slot of that
+            # the update needs the next stage's gradient of the shared layer, so this stage updates
+            # in the later of the two stages' update slots
             together.append(s + 1)
         list_needs = (
             partial(update.list_needs, stage)

@@ -7,8 +7,8 @@ Rank 0 (or the launcher) keeps a store at MASTER_ADDR:MASTER_PORT.
     separately.
 [2] Each rank puts its request into the store: config, options, versions.
 [3] Each rank waits for all other requests and compares them with its own. Rank 0 announces when it
-has seen all. [4] Only then the process group is made, because making it would wait silently for a
-missing rank.
+    has seen all.
+[4] Only then the process group is made, because making it would wait silently for a missing rank.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def join(config: Config, options: Mapping[str, object]) -> None:
             f"rank {where.rank}: another rank is lost, or did not answer within the deadline"
         ) from error
     # a loop of the caller's own ends as any script does: taking down the interpreter around the
-    # group's threads would abort # about every third run
+    # group's threads would abort about every third run
     atexit.register(_end_group)
     Termination.watch()
 
@@ -158,7 +158,7 @@ def leave() -> None:
         with report_lost_rank():
             dist.barrier()
         # Before torch 2.4 (PopTorch's is 2.0.1) gloo's destructor joins a worker while it holds the
-        # interpreter's lock, for which # that worker may wait: there the group ends with the
+        # interpreter's lock, for which that worker may wait: there the group ends with the
         # process (errors.end_process).
         if read_torch_version() >= (2, 4):
             dist.destroy_process_group()
