@@ -607,8 +607,8 @@ class T1(Section):
 
 
 class T2(Section):
-    """Discrepancy correction (PipeMare). `decay`: D, or `optimal` for the optimum on a quadratic;
-    the default is exp(-2).
+    """Discrepancy correction (PipeMare). `decay`: gamma^D for a delay of D, or `optimal` for the
+    optimum on a quadratic; the default is exp(-2).
     """
 
     decay: Any = math.exp(-2)
