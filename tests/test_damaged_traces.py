@@ -235,3 +235,65 @@ def test_an_analysis_is_linear_in_the_devices() -> None:
     """Story: an analysis of 4,000 devices took 14 s, since each stage was compared with every other one."""
     few, more, most = count_calls(50), count_calls(350), count_calls(650)
     assert most - more < 1.05 * (more - few) and np.isfinite(few)
+
+
+def make_profiler_document() -> Dict[str, Any]:
+    """A rank of a pipeline as PyTorch's profiler writes it, with every kind of record."""
+    args = {
+        "Collective name": "send",
+        "In msg nelems": 4,
+        "dtype": "Float",
+        "Dst Rank": "1",
+        "Concrete Inputs": ["", "", "1", "0"],
+    }
+    rows = [
+        ("user_annotation", "Forward 0", 0, 20), ("cpu_op", "aten::mm", 1, 9), ("cpu_op", "c10d::send", 11, 3),
+        ("user_annotation", "gloo:send", 12, 6), ("user_annotation", "PP:0B1", 30, 20), ("cpu_op", "aten::mm", 31, 9),
+        ("user_annotation", "Optimizer.step#SGD.step", 60, 9), ("kernel", "gemm", 70, 9),
+        ("gpu_user_annotation", "Forward 1", 69, 20),
+    ]  # fmt: skip
+    records: List[Dict[str, Any]] = [
+        {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "pid": 1,
+            "tid": 1,
+            "ts": ts,
+            "dur": dur,
+            "args": args,
+        }
+        for cat, name, ts, dur in rows
+    ]
+    records += [
+        {"ph": "B", "cat": "cpu_op", "name": "a", "pid": 1, "tid": 2, "ts": 5}, {"ph": "E", "pid": 1, "tid": 2, "ts": 8},
+        {"ph": "i", "name": "[memory]", "ts": 5, "args": {"Total Allocated": 8, "Device Type": 0}},
+    ]  # fmt: skip
+    info = {"rank": 0, "world_size": 1}
+    return {
+        "distributedInfo": info,
+        "host_name": "a",
+        "baseTimeNanoseconds": 5,
+        "traceEvents": records,
+    }
+
+
+@pytest.mark.filterwarnings("error:invalid value", "error:overflow", "error:divide")
+def test_any_damage_of_a_profilers_file_is_read_or_refused(tmp_path: Path) -> None:
+    rng, counts = random.Random(41), [0, 0]
+    for with_device in (True, False):
+        document = make_profiler_document()
+        if not with_device:
+            records = document["traceEvents"]
+            document["traceEvents"] = [
+                r for r in records if "kernel" not in str(r) and "gpu" not in str(r)
+            ]
+        for _ in range(250):
+            damaged = damage_document(document, rng)
+            if rng.random() < 0.3:
+                damaged = damage_document(damaged, rng)
+            (tmp_path / "rank0.json").write_bytes(
+                json.dumps(damaged).encode("utf-8", "surrogatepass")
+            )
+            counts[analyze_or_refuse(tmp_path / "rank0.json")] += 1
+    assert counts[1] > 300

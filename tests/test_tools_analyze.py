@@ -113,8 +113,11 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = write_run_folder(tmp_path / "one"), write_run_folder(tmp_path / "two", slow=10)
     output = run_analyze(capsys, one, "--against", two)
     lines = [" ".join(line.split()) for line in output.splitlines()]
-    # two names, the settings, a header, span, bubble and two stages; the other figures are in the JSON.
-    assert len(lines) == 8 and "not known" in lines[2]
+    # Two names, the settings, a head, span, bubble, two stages, a link and memory; the other figures are in the JSON.
+    assert len(lines) == 10 and "not known" in lines[2]
+    assert lines[8].startswith("link 0 -> 1, activations ") and lines[9].startswith(
+        "greatest memory peak "
+    )
     assert (
         "span 240 ms 120 ms +100.0%" in lines
         and "stage 1, per microbatch 40 ms 20 ms +100.0%" in lines

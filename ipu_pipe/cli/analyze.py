@@ -14,15 +14,22 @@ from typing import Any
 from ipu_pipe.cli.arguments import COMMON, JSON, command, option
 from ipu_pipe.errors import BadInput, raise_faults
 
+PROFILE = "profile.pop"
+# the formats of --to
+TABLES = (".csv", ".sqlite", ".parquet")
+
 EPILOG = """
-RUN is a run's folder, a *.trace, a Chrome trace of ipu_pipe (trace.json.gz), a trace of PyTorch's profiler or a folder of
-them (a file a rank), or PopVision's profile.pop. docs/traces.md says what each number means.
+RUN is a run's folder, a *.trace, a Chrome trace of ipu_pipe (trace.json.gz), a trace of PyTorch's
+profiler or a folder of them (a file a rank), or PopVision's profile.pop (or its folder) or *.pvti.
+docs/traces.md says what each number means.
 
 examples:
   python tools/analyze.py runs/digits                         the bottleneck, and what would help
   python tools/analyze.py runs/digits --html digits.html      a page with a timeline to zoom into
   python tools/analyze.py runs/digits --png timeline.png      its timeline as a picture
-  python tools/analyze.py runs/digits --against runs/gpipe    span, bubble and stages of two runs, and the settings that differ
+  python tools/analyze.py runs/digits --against runs/gpipe    two runs, and the settings that differ
+  python tools/analyze.py runs/digits --to digits.parquet     its events as a table
+  python tools/analyze.py profiler/                           a pipeline of PyTorch, by its profiler
 """
 
 
@@ -43,25 +50,41 @@ examples:
         type=Path,
         help="write a self-contained page with a timeline to zoom into",
     ),
+    option(
+        "--to",
+        metavar="FILE",
+        type=Path,
+        help="write the events as a table: FILE.csv, FILE.sqlite or FILE.parquet",
+    ),
+    option(
+        "--passes",
+        metavar="PATTERN",
+        help="how the ranges of a profiler's trace name passes: a regular expression with the "
+        "groups (?P<kind>...), (?P<stage>...) and (?P<microbatch>...)",
+    ),
     option("--png", metavar="FILE", type=Path, help="write the timeline as a picture"),
     *COMMON,
 )
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
-    outputs = {"--png": args.png, "--html": args.html}
+    outputs = {"--png": args.png, "--html": args.html, "--to": args.to}
     faults = [
         f"{name}: {file}: is a folder, must be a file"
         for name, file in outputs.items()
         if file and file.is_dir()
     ]
+    if args.to is not None and args.to.suffix not in TABLES:
+        faults.append(f"--to: {args.to}: must end in {', '.join(TABLES)}")
     raise_faults(faults)
 
-    # PopVision's file, which Graphcore's library reads
-    if args.run.name == "profile.pop":
-        record = {"source": str(args.run), "profile": _read_profile(args.run)}
+    # PopVision's file, which Graphcore's library reads, or the folder of its profiles
+    profiles = _find_profiles(args.run)
+    if profiles:
+        contents = {str(file): _read_profile(file) for file in profiles}
+        record = {"source": str(args.run), "profile": contents.get(str(args.run), contents)}
         print(json.dumps(record, indent=1))
         return
-    from ipu_pipe.report.analysis.analyze import analyze_run, read_and_analyze
+    from ipu_pipe.report.analysis.analyze import read_and_analyze
     from ipu_pipe.report.analysis.text import (
         compute_differences,
         format_analysis,
@@ -73,17 +96,18 @@ def main(args: argparse.Namespace) -> None:
         from ipu_pipe.report.plots import check_plots
 
         check_plots()
-    trace, analysis = read_and_analyze(args.run)
-    other = None if args.against is None else analyze_run(args.against)
-    for file, module, writer in (
-        (args.png, "analysis.picture", "draw_timeline"),
-        (args.html, "page", "write_page"),
-    ):
+    trace, analysis = read_and_analyze(args.run, args.passes)
+    compared = None if args.against is None else read_and_analyze(args.against, args.passes)
+    other = None if compared is None else compared[1]
+    writers: list[tuple[Path | None, str, str, tuple[Any, ...]]] = [
+        (args.png, "report.analysis.picture", "draw_timeline", (trace, analysis)),
+        (args.html, "report.page", "write_page", (trace, analysis, compared)),
+        (args.to, "trace.tables", "write_table", (trace,)),
+    ]
+    for file, module, writer, written in writers:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            getattr(importlib.import_module(f"ipu_pipe.report.{module}"), writer)(
-                file, trace, analysis
-            )
+            getattr(importlib.import_module(f"ipu_pipe.{module}"), writer)(file, *written)
             args.print_progress(f"written: {file}")
     if args.json:
         if other is not None:
@@ -117,6 +141,17 @@ def _list_different_settings(run: Path, other: Path) -> list[str] | None:
         f"{key}: {show_value(value)} | {show_value(other_value)}"
         for key, value, other_value in list_changes(*configs)
     ]
+
+
+def _find_profiles(path: Path) -> list[Path]:
+    """Return PopVision's profiles that a path names: the file itself, or those in a folder that has
+    no trace of ours.
+    """
+    if path.name == PROFILE:
+        return [path]
+    if not path.is_dir() or (path / "config.yaml").exists() or (path / "trace").exists():
+        return []
+    return sorted({*path.glob(PROFILE), *path.glob(f"*/{PROFILE}")})
 
 
 def _read_profile(file: Path) -> Any:

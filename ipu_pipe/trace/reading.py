@@ -3,46 +3,54 @@
     *.trace                  our own files, one per rank (`trace.store`)
     trace.json.gz            our Chrome JSON (`trace.chrome`)
     *.json, *.json.gz        the JSON of PyTorch's profiler, one file per rank
+    *.pvti                   PopVision's system trace (`trace.popvision`)
 
-`_Records` takes the records of a JSON file one by one, tells from the first event who wrote them,
-and packs them into columns.
+`_Records` takes the records of a JSON file one by one and tells from the first event who wrote
+them. Ours are packed into columns here; the profiler's are read by `trace.kineto`, joined to a
+pipeline by `trace.pipelining`, and divided into waits and communication by `trace.waits`.
 """
 
 from __future__ import annotations
 
-import functools
-import gzip
-import json
 import re
 import zlib
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, NoReturn, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import open_file
-from ipu_pipe.text import show
+from ipu_pipe.text import list_some, show
 from ipu_pipe.trace import events as ev
 from ipu_pipe.trace.events import Counter, Counters, Events, Trace
+from ipu_pipe.trace.json_records import GZIP, MOST_TEXT, parse_records
+from ipu_pipe.trace.kineto import ProfilerRecords, RankRecords, compile_pattern, find_rank
+from ipu_pipe.trace.pipelining import find_pipeline
+from ipu_pipe.trace.popvision import PVTI, read_pvti
 from ipu_pipe.trace.store import MAGIC, SUFFIX, find_store_files, read_store
+from ipu_pipe.trace.waits import estimate_offsets, match_messages, split_waits
 
 CHROME = "trace.json.gz"
-GZIP = b"\x1f\x8b"
 # records that are packed into columns together
 BATCH = 1 << 14
 # bytes of columns in all files, 22 million events; more is refused before memory is allocated
 MOST_BYTES = 1 << 30
-# bytes of JSON in a file
-MOST_TEXT = 1 << 30
+# a float64 holds times up to this one exactly; later ones are counted from the least one
+MOST_EXACT_NS = 1 << 53
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path, passes: str | None = None) -> Trace:
     """Read the trace in a run's folder, a trace file, or a folder of a profiler's files.
 
-    Raise `BadInput` if there is no readable trace or it has no events.
+    `passes`: a regular expression for the names of a profiler's ranges, with groups `kind`, `stage`
+    and `microbatch`. Raise `BadInput` if there is no readable trace or it has no events.
     """
+    pattern = compile_pattern(passes)
+    if path.suffix == PVTI:
+        return read_pvti(path)
     files = _find_files(path)
     if all(_is_native(file) for file in files):
         traces = []
@@ -52,7 +60,7 @@ def read_trace(path: Path) -> Trace:
             bytes_left -= sum(column.nbytes for column in traces[-1].events)
         trace = merge_traces(traces)
     else:
-        trace = _read_json_files(files)
+        trace = _read_json_files(files, pattern)
     if not len(trace.events.start):
         raise BadInput(f"{path}: contains no events: there is nothing to analyze")
     return trace
@@ -104,7 +112,8 @@ def _is_native(path: Path) -> bool:
         raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from None
     if begin == MAGIC or path.suffix == SUFFIX:
         return True
-    if begin[:2] != GZIP and begin.lstrip()[:1] not in (b"{", b"["):
+    text = begin[len(BYTE_ORDER_MARK) :] if begin.startswith(BYTE_ORDER_MARK) else begin
+    if begin[:2] != GZIP and text.lstrip()[:1] not in (b"{", b"["):
         what = f"must be ipu_pipe's (*{SUFFIX}) or a Chrome trace in JSON, plain or gzipped"
         raise BadInput(f"{path}: is {'not a trace' if begin else 'empty'}: {what}")
     return False
@@ -113,62 +122,41 @@ def _is_native(path: Path) -> bool:
 # ---- Chrome JSON
 
 
-def _read_json_files(files: Sequence[Path]) -> Trace:
+def _read_json_files(files: Sequence[Path], pattern: re.Pattern[str] | None) -> Trace:
     """Read one or several files of ours, or PyTorch's profiler's, one per rank."""
     ours: list[Trace] = []
-    profiler_files: list[tuple[Path, dict[str, Any], Events]] = []
+    profiled: list[RankRecords] = []
     for path in files:
+        records = _Records(path, pattern)
         try:
-            records, keys = _parse(path)
-            if records.is_ours or (records.is_ours is None and "otherData" in keys):
-                ours.append(records.build_trace(path, keys))
-            else:
-                profiler_files.append((path, keys, ev.concatenate_events(records.parts)))
-        # a damaged gzip header raises an OSError without an errno
+            keys, cut_at = parse_records(path, records.take, MOST_TEXT)
         except (OSError, EOFError, zlib.error) as error:
+            # a damaged gzip header raises an OSError without an errno
             raise BadInput(
                 f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
             ) from None
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            OverflowError,
-            RecursionError,
-            AttributeError,
-        ) as error:
-            # JSON may contain a value of any type here.
+        except RecursionError:
             raise BadInput(
-                f"{path}: cannot be read as a Chrome trace: {type(error).__name__}: {error}"
+                f"{path}: cannot be read as a Chrome trace: is nested too deeply"
             ) from None
-    if ours and profiler_files:
+        except ValueError as error:
+            raise BadInput(f"{path}: cannot be read as a Chrome trace: {error}") from None
+        if records.is_ours or (records.is_ours is None and "otherData" in keys):
+            if cut_at >= 0:
+                raise BadInput(f"{path}: ends at byte {cut_at}, before the trace does")
+            ours.append(records.build_trace(keys))
+            continue
+        of_rank = records.profiler.finish(path, keys)
+        if cut_at >= 0:
+            note = f"{path.name}: breaks off (byte {cut_at} of its text), and is read as far as it goes"
+            of_rank = of_rank._replace(notes=(note, *of_rank.notes))
+        profiled.append(of_rank)
+    if ours and profiled:
         raise BadInput(
-            f"{profiler_files[0][0]}: is not of ipu_pipe, as other files of {files[0].parent} are: "
+            f"{profiled[0].path}: is not of ipu_pipe, as other files of {files[0].parent} are: "
             f"give one file"
         )
-    return merge_traces(ours) if ours else merge_profiler_files(profiler_files)
-
-
-def _parse(path: Path) -> tuple["_Records", dict[str, Any]]:
-    """Return the records of a Chrome trace, and the file's other keys."""
-    with open_file(path) as raw:
-        is_gzipped = raw.read(2) == GZIP
-        raw.seek(0)
-        text = (gzip.open(raw) if is_gzipped else raw).read(MOST_TEXT + 1)
-    if len(text) > MOST_TEXT:
-        raise BadInput(
-            f"{path}: holds more than {MOST_TEXT >> 20} MiB of JSON: record fewer updates "
-            f"(log.trace)"
-        )
-    records = _Records()
-    # The hook gets each record as soon as it is parsed, so that memory never contains millions of
-    # dictionaries.
-    document = json.loads(text.decode("utf-8", errors="replace"), object_hook=records.take)
-    keys = {"traceEvents": document} if isinstance(document, list) else document
-    if any(record is not None for record in keys.pop("traceEvents")):
-        raise ValueError("traceEvents: must be objects with a ph")
-    records.pack()
-    return records, dict(keys)
+    return merge_traces(ours) if ours else merge_profiler_files(profiled)
 
 
 class _Records:
@@ -176,12 +164,14 @@ class _Records:
     (`is_ours`; None: no event).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path, pattern: re.Pattern[str] | None) -> None:
         self.is_ours: bool | None = None
-        self.parts: list[Events] = []
+        self.profiler = ProfilerRecords(pattern)
+        self._path = path
+        self._parts: list[Events] = []
         self._rows: list[tuple[Any, ...]] = []
+        self._packed = 0
         self._counters: list[Counter] = []
-        self._on_gpu = False
 
     def take(self, record: dict[str, Any]) -> dict[str, Any] | None:
         """Take a record and return None; return other objects, such as a record's arguments,
@@ -190,82 +180,103 @@ class _Records:
         phase = record.get("ph")
         if phase is None:
             return record
-        if phase == "X":
+        if self.is_ours is None and phase in ("X", "B"):
             args = record.get("args")
-            if self.is_ours is None:
-                self.is_ours = (
-                    record.get("cat") in ev.KIND_CODE and isinstance(args, dict) and "stage" in args
-                )
-            if self.is_ours:
-                self._rows.append(_read_row(record, args))
-            else:
-                self._take_profiler_record(record)
-        elif phase == "C" and self.is_ours is not False:
-            (time,) = _build_times("ts", [record["ts"]]).tolist()
-            (device,) = _build_integers("pid", [record["pid"]], np.int32).tolist()
+            is_kind = isinstance(record.get("cat"), str) and record["cat"] in ev.KIND_CODE
+            self.is_ours = is_kind and isinstance(args, dict) and "stage" in args
+        if not self.is_ours:
+            self.profiler.take(record)
+        elif phase == "X":
+            self._rows.append(self._read_row(record))
+        if phase == "C" and self.is_ours is not False:
+            self._take_counter(record)
+        if len(self._rows) == BATCH:
+            self._pack()
+        return None
+
+    def _read_row(self, record: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the columns of one event of ours, its duration in the place of its end."""
+        try:
+            args = record["args"]
+            return (
+                args["stage"],
+                record["pid"],
+                ev.KIND_CODE[record["cat"]],
+                args["k"] if "k" in args else args["microbatch"],
+                record["ts"],
+                record["dur"],
+                args["version"],
+                args.get("bytes", -1),
+                args.get("peer", -1),
+                ev.PAYLOAD_CODE[args.get("carries", "")],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            what = f"{error.args[0]!r} is missing or unknown" if error.args else "has no args"
+            return self._reject(
+                len(self._rows), what if isinstance(error, KeyError) else "args: must be an object"
+            )
+
+    def _reject(self, row: int, what: str) -> NoReturn:
+        raise BadInput(f"{self._path}: event {self._packed + row}: {what}")
+
+    def _take_counter(self, record: dict[str, Any]) -> None:
+        try:
+            (time,) = _build_times([record["ts"]]).tolist()
+            (device,) = _build_integers([record["pid"]], np.int32).tolist()
             for name, value in record["args"].items():
                 name = str(record["name"] if name == "value" else name)
                 self._counters.append(
                     Counter(device, name, time, float("nan" if value is None else value))
                 )
-        if len(self._rows) == BATCH:
-            self.pack()
-        return None
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
+            raise BadInput(f"{self._path}: counter {len(self._counters)}: {what}") from None
 
-    def _take_profiler_record(self, record: dict[str, Any]) -> None:
-        kind, on_gpu = identify_record(str(record.get("cat", "")), str(record["name"]))
-        # the busy time of a GPU includes only its kernels
-        if on_gpu and not self._on_gpu:
-            self._on_gpu = True
-            self._rows = []
-            self.parts = []
-        if kind >= 0 and on_gpu == self._on_gpu:
-            self._rows.append((-1, 0, kind, -1, record["ts"], record["dur"], -1, -1, -1, 0))
-
-    def pack(self) -> None:
+    def _pack(self) -> None:
         """Make the rows that were taken into columns."""
         columns: dict[str, Any] = dict(zip(ev.EVENT_TYPES, zip(*self._rows)))
-        self._rows = []
         if columns:
-            start = _build_times("ts", columns.pop("start"))
-            end = start + _build_times("dur", columns.pop("end"))
-            integers = {
-                name: _build_integers(name, column, ev.EVENT_TYPES[name])
-                for name, column in columns.items()
-            }
-            self.parts.append(Events(start=start, end=end, **integers))
+            try:
+                start = _build_times(columns.pop("start"))
+                end = start + _build_times(columns.pop("end"))
+                integers = {
+                    name: _build_integers(column, ev.EVENT_TYPES[name])
+                    for name, column in columns.items()
+                }
+            except (ValueError, OverflowError):
+                self._locate_error()
+            self._parts.append(Events(start=start, end=end, **integers))
+        self._packed += len(self._rows)
+        self._rows = []
 
-    def build_trace(self, path: Path, keys: dict[str, Any]) -> Trace:
-        """Return the trace that `write_chrome` wrote. Raise `BadInput` or ValueError if it did not
-        write it.
-        """
+    def _locate_error(self) -> NoReturn:
+        """Raise `BadInput` for the first row that cannot be made into columns."""
+        keys = {"start": "ts", "end": "dur", "device": "pid", "kind": "cat"}
+        for row, values in enumerate(self._rows):
+            for name, value in zip(ev.EVENT_TYPES, values):
+                try:
+                    if name in ("start", "end"):
+                        _build_times([value])
+                    else:
+                        _build_integers([value], ev.EVENT_TYPES[name])
+                except (ValueError, OverflowError) as error:
+                    self._reject(row, f"{keys.get(name, name)}: {show(value)}: {error}")
+        self._reject(0, "must have numbers of one type")
+
+    def build_trace(self, keys: dict[str, Any]) -> Trace:
+        """Return the trace that `write_chrome` wrote. Raise `BadInput` if it did not write it."""
+        self._pack()
         metadata = keys.get("otherData", {})
         if not isinstance(metadata, dict):
-            raise ValueError("otherData: must be an object")
+            raise BadInput(f"{self._path}: otherData: {show(metadata)}: must be an object")
         trace = Trace(
-            ev.concatenate_events(self.parts), Counters.from_rows(self._counters), metadata
+            ev.concatenate_events(self._parts), Counters.from_rows(self._counters), metadata
         )
-        ev.check_trace(path, *trace[:3])
+        ev.check_trace(self._path, *trace[:3])
         return trace
 
 
-def _read_row(record: dict[str, Any], args: Any) -> tuple[Any, ...]:
-    """Return the columns of one event, its duration in the place of its end."""
-    return (
-        args["stage"],
-        record["pid"],
-        ev.KIND_CODE[record["cat"]],
-        args["k"] if "k" in args else args["microbatch"],
-        record["ts"],
-        record["dur"],
-        args["version"],
-        args.get("bytes", -1),
-        args.get("peer", -1),
-        ev.PAYLOAD_CODE[args.get("carries", "")],
-    )
-
-
-def _build_integers(name: str, values: Sequence[Any], kind: Any) -> NDArray[Any]:
+def _build_integers(values: Sequence[Any], kind: Any) -> NDArray[Any]:
     """Return integers as a column of the type `kind`. Raise ValueError for values that are not
     integers or do not fit.
     """
@@ -275,11 +286,11 @@ def _build_integers(name: str, values: Sequence[Any], kind: Any) -> NDArray[Any]
         or column.ndim != 1
         or not np.array_equal(column, column.astype(kind))
     ):
-        raise ValueError(f"{name}: must be whole numbers of {np.dtype(kind)}")
+        raise ValueError(f"must be a whole number of {np.dtype(kind)}")
     return column.astype(kind)
 
 
-def _build_times(name: str, microseconds: Sequence[Any]) -> NDArray[np.int64]:
+def _build_times(microseconds: Sequence[Any]) -> NDArray[np.int64]:
     """Return times, given in microseconds, as nanoseconds. Raise ValueError for other values and
     for times too far from 0.
     """
@@ -290,63 +301,68 @@ def _build_times(name: str, microseconds: Sequence[Any]) -> NDArray[np.int64]:
         or column.ndim != 1
         or not (np.abs(column) < ev.FARTHEST_NS / 1000).all()
     ):
-        raise ValueError(
-            f"{name}: must be numbers of microseconds, below {ev.FARTHEST_NS // 1000:.0e}"
-        )
+        raise ValueError(f"must be a number of microseconds, below {ev.FARTHEST_NS // 1000:.0e}")
     return np.rint(column.astype(np.float64) * 1000).astype(np.int64)
 
 
-# ---- PyTorch's profiler (Kineto), one file per rank: which records are compute and which are communication
-#
-# A rank is taken as a device and a stage. Where a rank used a GPU, its time is that of kernels and
-# copies; else that of the CPU's operations, which are nested. The records do not say
-# microbatches, versions and waits.
+# ---- the files of PyTorch's profiler, one per rank
 
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-ON_HOST = ("cpu_op", "user_annotation")
-COMMUNICATES = re.compile(r"nccl|gloo:|c10d::|record_param_comms|ncclx|rccl", re.IGNORECASE)
-DIRECTIONS = (
-    (re.compile("all_?|reduce|sendrecv", re.IGNORECASE), ev.COLLECTIVE),
-    (re.compile("send|DtoH|PtoP"), "send"),
-    (re.compile("recv|HtoD", re.IGNORECASE), "recv"),
-)
-RANK_IN_NAME = re.compile(r"rank[-_.]?(\d{1,6})", re.IGNORECASE)
 NOTE = (
-    "PyTorch's profiler: a rank is taken as a device and a stage; it does not record microbatches, "
-    "versions and waits "
-    "(a wait for a message is within its communication)"
+    "PyTorch's profiler: it does not record microbatches, versions and waits as such; a wait inside "
+    "a collective is within its communication"
 )
 
 
-# names repeat, so parse each once
-@functools.lru_cache(maxsize=1 << 16)
-def identify_record(category: str, name: str) -> tuple[int, bool]:
-    """Return the code of a record's kind, -1 if it says nothing of the device, and whether it was
-    on a GPU.
-    """
-    communicates = COMMUNICATES.search(name) is not None or (
-        category == "gpu_memcpy" and "DtoD" not in name
-    )
-    if category not in (*ON_GPU, *ON_HOST) or (category == "user_annotation" and not communicates):
-        return -1, False
-    kind = ev.UNSPECIFIED
-    if communicates:
-        kind = next(
-            (direction for pattern, direction in DIRECTIONS if pattern.search(name)), ev.COLLECTIVE
-        )
-    return ev.KIND_CODE[kind], category in ON_GPU
+def merge_profiler_files(files: Sequence[RankRecords]) -> Trace:
+    """Return one trace of all ranks; times count from the first file's base, or from the least one
+    where a float64 would not hold them exactly.
 
-
-def merge_profiler_files(files: Sequence[tuple[Path, dict[str, Any], Events]]) -> Trace:
-    """Return one trace of all ranks, from each file's path, keys and events; times count from the
-    first file's base. Raise `BadInput` for two files of one rank, a base that is not an integer,
-    and files without events.
+    Raise `BadInput` for two files of one rank, ranks of different runs, a base that is not an
+    integer, and files without events.
     """
-    first_path = files[0][0]
+    first_path = files[0].path
     notes = [NOTE]
-    ranks = [
-        rank for rank in (_find_rank(path, keys) for path, keys, _ in files) if rank is not None
+    ranks = _find_ranks(files, notes)
+    _compare_sizes(files, notes)
+    files, shifted = _shift_to_one_clock(files)
+    notes += shifted
+    if not any(len(of_rank.events.start) for of_rank in files):
+        reasons = [note for of_rank in files for note in of_rank.notes]
+        because = f" ({list_some(reasons, 2)})" if reasons else ""
+        raise BadInput(
+            f"{first_path}: contains neither events of ipu_pipe nor kernels or operations of "
+            f"PyTorch's profiler{because}"
+        )
+    _compare_spans(files)
+    pipeline = find_pipeline(ranks, files)
+    notes.append(pipeline.note)
+    events, why_no_waits = _tell_waits(pipeline.events, ranks, files)
+    if why_no_waits:
+        notes.append(f"how much of the messages is waiting is not known: {why_no_waits}")
+    for of_rank in files:
+        notes += of_rank.notes
+        if not len(of_rank.events.start):
+            notes.append(f"{of_rank.path}: contains no kernel and no operation")
+    counters = [
+        of_rank.counters._replace(device=np.full_like(of_rank.counters.device, rank))
+        for rank, of_rank in zip(ranks, files)
     ]
+    metadata = {
+        "backend": "PyTorch profiler",
+        "modelled": False,
+        "accumulate": pipeline.microbatches,
+        "why_no_waits": why_no_waits,
+        # a message of the host ends when it is waited for, not when it has arrived
+        "messages_end_late": not any(of_rank.on_device for of_rank in files),
+    }
+    trace = Trace(events, ev.concatenate_counters(counters), metadata, tuple(notes))
+    ev.check_trace(first_path.parent, *trace[:3])
+    return trace
+
+
+def _find_ranks(files: Sequence[RankRecords], notes: list[str]) -> list[int]:
+    named = [find_rank(of_rank.path, of_rank.keys) for of_rank in files]
+    ranks = [rank for rank in named if rank is not None]
     if len(ranks) < len(files):
         ranks = [*range(len(files))]
         if len(files) > 1:
@@ -354,47 +370,126 @@ def merge_profiler_files(files: Sequence[tuple[Path, dict[str, Any], Events]]) -
                 "the files do not name their ranks, so they are numbered in the order of their "
                 "names"
             )
-    repeated = min((rank for rank in ranks if ranks.count(rank) > 1), default=None)
-    if repeated is not None:
-        same = [str(path) for (path, _, _), rank in zip(files, ranks) if rank == repeated]
-        raise BadInput(f"{', '.join(same)}: are all of rank {repeated}: must be one file a rank")
-    bases = [keys.get("baseTimeNanoseconds", 0) for _, keys, _ in files]
-    if not all(isinstance(base, int) and abs(base) < ev.FARTHEST_NS * 2 for base in bases):
+    paths: dict[int, list[str]] = {}
+    for rank, of_rank in zip(ranks, files):
+        paths.setdefault(rank, []).append(str(of_rank.path))
+    for rank, same in sorted(paths.items()):
+        if len(same) > 1:
+            raise BadInput(f"{', '.join(same)}: are all of rank {rank}: must be one file a rank")
+    return ranks
+
+
+def _compare_sizes(files: Sequence[RankRecords], notes: list[str]) -> None:
+    """Raise `BadInput` for files whose runs have different numbers of ranks, and note that there
+    are fewer files than ranks.
+    """
+    sizes: dict[int, Path] = {}
+    for of_rank in files:
+        info = of_rank.keys.get("distributedInfo")
+        size = info.get("world_size") if isinstance(info, dict) else None
+        if isinstance(size, int):
+            sizes.setdefault(size, of_rank.path)
+    if len(sizes) > 1:
+        listed = ", ".join(f"{path.name} of {size} ranks" for size, path in sorted(sizes.items()))
         raise BadInput(
-            f"{first_path}: baseTimeNanoseconds: {show(bases[0])}: must be a whole number of "
+            f"{files[0].path.parent}: holds ranks of different runs ({listed}): give each run a "
+            f"folder"
+        )
+    missing = max(sizes, default=0) - len(files)
+    if missing > 0:
+        notes.append(
+            f"the trace has {len(files)} of {max(sizes)} ranks: who waits for the others is not "
+            f"known"
+        )
+
+
+def _compare_spans(files: Sequence[RankRecords]) -> None:
+    """Raise `BadInput` for ranks of one host that ran one after the other: they are of different
+    runs.
+    """
+    hosts: dict[str, list[tuple[int, int, Path]]] = {}
+    for of_rank in files:
+        if len(of_rank.events.start):
+            begin = int(of_rank.events.start.min())
+            end = int(of_rank.events.end.max())
+            host = str(of_rank.keys.get("host_name", ""))
+            hosts.setdefault(host, []).append((begin, end, of_rank.path))
+    for spans in hosts.values():
+        first = min(spans, key=lambda span: span[1])
+        last = max(spans)
+        longest = max(end - begin for begin, end, _ in spans)
+        if last[0] - first[1] > longest:
+            raise BadInput(
+                f"{first[2].parent}: holds ranks of different runs ({first[2].name} ends before "
+                f"{last[2].name} begins): give each run a folder"
+            )
+
+
+def _shift_to_one_clock(
+    files: Sequence[RankRecords],
+) -> tuple[list[RankRecords], list[str]]:
+    """Return the records of all files by the first one's base, and notes. Times are whole numbers
+    of any size until the least one has been subtracted.
+    """
+    bases = [of_rank.keys.get("baseTimeNanoseconds") for of_rank in files]
+    known = [base for base in bases if base is not None]
+    if not all(type(base) is int and abs(base) < ev.FARTHEST_NS * 4 for base in known):
+        raise BadInput(
+            f"{files[0].path}: baseTimeNanoseconds: {show(known[0])}: must be a whole number of "
             f"nanoseconds in every file"
         )
-    hosts = {str(keys["host_name"]) for _, keys, _ in files if "host_name" in keys}
-    if len(hosts) > 1:
-        notes.append(
-            f"ranks on {len(hosts)} hosts: their times differ by as much as the hosts' clocks do"
-        )
-    parts: list[Events] = []
-    for (path, _, events), rank, base in zip(files, ranks, bases):
-        columns = {**events._asdict(), "stage": rank, "device": rank}
-        columns.update(start=events.start + base - bases[0], end=events.end + base - bases[0])
-        parts.append(Events.from_columns(len(events.start), **columns))
-        if not len(events.start):
-            notes.append(f"{path}: contains no kernel and no operation")
-    trace = Trace(
-        ev.concatenate_events(parts),
-        Counters.from_rows([]),
-        {"backend": "PyTorch profiler", "modelled": False},
-        tuple(notes),
-    )
-    if not len(trace.events.start):
-        raise BadInput(
-            f"{first_path}: contains neither events of ipu_pipe nor kernels or operations of "
-            f"PyTorch's profiler"
-        )
-    ev.check_trace(first_path.parent, *trace[:3])
-    return trace
+    notes = []
+    if known and len(known) < len(bases):
+        notes.append("some files have no baseTimeNanoseconds, and are taken to have the others'")
+    first_base = next((base for base in bases if base is not None), 0)
+    shifts = [0 if base is None else base - first_base for base in bases]
+    least = []
+    most = []
+    for of_rank, shift in zip(files, shifts):
+        columns = (of_rank.events.start, of_rank.events.end)
+        if len(columns[0]):
+            least.append(int(columns[0].min()) + shift)
+            most.append(max(-least[-1], int(columns[1].max()) + shift))
+    is_exact = max(most, default=0) < MOST_EXACT_NS
+    origin = 0 if is_exact else min(least)
+    if max(most, default=0) - origin >= ev.FARTHEST_NS:
+        path = files[0].path if len(files) == 1 else files[0].path.parent
+        raise BadInput(f"{path}: its times lie more than {ev.FARTHEST_NS // 10**9:.0e} s apart")
+    moved = []
+    for of_rank, shift in zip(files, shifts):
+        if shift != origin:
+            events, ranges = (
+                part._replace(start=part.start + (shift - origin), end=part.end + (shift - origin))
+                for part in (of_rank.events, of_rank.ranges)
+            )
+            counters = of_rank.counters._replace(time=of_rank.counters.time + (shift - origin))
+            of_rank = of_rank._replace(events=events, ranges=ranges, counters=counters)
+        moved.append(of_rank)
+    return moved, notes
 
 
-def _find_rank(path: Path, keys: dict[str, Any]) -> int | None:
-    """Return the rank that a file or its name says; None where neither does."""
-    info = keys.get("distributedInfo")
-    if isinstance(info, dict) and isinstance(info.get("rank"), int) and 0 <= info["rank"] < 1 << 20:
-        return int(info["rank"])
-    match = RANK_IN_NAME.search(path.name)
-    return int(match.group(1)) if match else None
+def _tell_waits(
+    events: Events, ranks: Sequence[int], files: Sequence[RankRecords]
+) -> tuple[Events, str | None]:
+    """Return the events with their waits, and the reason why some messages are not divided."""
+    matches = match_messages(events)
+    if not len(matches.sends):
+        has_messages = events.is_kind("send", "recv").any()
+        return events, "no receive could be matched with its send" if has_messages else None
+    names = [str(of_rank.keys.get("host_name", "")) for of_rank in files]
+    hosts = dict(zip(ranks, names))
+    offsets = estimate_offsets(events, matches, hosts)
+    if offsets is None:
+        return (
+            events,
+            "ranks on several hosts have messages in one direction alone, which do not tell how "
+            "much their clocks differ",
+        )
+    if any(offsets.values()):
+        shift = np.zeros(max(ranks) + 1, np.int64)
+        shift[[*offsets]] = [*offsets.values()]
+        moved = shift[events.device]
+        events = events._replace(start=events.start + moved, end=events.end + moved)
+    why = f"{matches.unmatched} of the sends and receives have no other end in the trace"
+    ends_late = not any(of_rank.on_device for of_rank in files)
+    return split_waits(events, matches, ends_late), why if matches.unmatched else None

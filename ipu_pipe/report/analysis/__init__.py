@@ -2,11 +2,12 @@
 
 docs/traces.md explains each figure.
 
-    analyze      all figures as one record, for all outputs: `analyze`, `analyze_run`
-    metadata     the keys of a trace's metadata: `RunMetadata`
-    devices      the time, memory and messages of each device
-    stages       the passes, stragglers and staleness of stages
-    bottleneck   what holds the run up, and the remedy: `find_bottleneck`
-    text         the figures as text, of one trace or of two
-    picture      the timeline as a picture
+    analyze        all figures as one record, for all outputs: `analyze`, `analyze_run`
+    metadata       the keys of a trace's metadata: `RunMetadata`
+    devices        the time, memory and messages of each device
+    stages         the passes, stragglers and staleness of stages
+    critical_path  the chain that decides the span, and what would shorten it
+    bottleneck     what holds the run up, and the remedy: `find_bottleneck`
+    text           the figures as text, of one trace or of two
+    picture        the timeline as a picture
 """

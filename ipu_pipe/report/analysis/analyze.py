@@ -7,9 +7,11 @@ docs/traces.md explains each figure.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Dict
 
 from ipu_pipe.files import parse_path
 from ipu_pipe.report.analysis.bottleneck import find_best_move, find_bottleneck
+from ipu_pipe.report.analysis.critical_path import MOST_WALKED, measure_critical_path
 from ipu_pipe.report.analysis.devices import (
     find_span,
     measure_devices,
@@ -17,10 +19,16 @@ from ipu_pipe.report.analysis.devices import (
     measure_memory,
 )
 from ipu_pipe.report.analysis.metadata import RunMetadata, validate_metadata
-from ipu_pipe.report.analysis.stages import measure_stages, measure_staleness, sum_busy_by_device
+from ipu_pipe.report.analysis.stages import (
+    measure_stages,
+    measure_staleness,
+    measure_update_noise,
+    sum_busy_by_device,
+)
 from ipu_pipe.report.analysis.text import ALL_IPUS, WHY_NOT_BY_IPU, Analysis
 from ipu_pipe.trace.events import Trace
 from ipu_pipe.trace.reading import read_trace
+from ipu_pipe.trace.tables import make_counter_frame, make_event_frame, make_frame
 
 
 def analyze(trace: Trace, source: str) -> Analysis:
@@ -33,7 +41,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
     begin, end = find_span(events)
     devices, overlap = measure_devices(events, run.devices, (begin, end))
     stages, stragglers = measure_stages(events, begin, run.sum_flops())
-    links = measure_links(events)
+    links = measure_links(events, has_latencies=run.messages_end_late is None)
     training_ns = sum(end - begin - device["outside_ns"] for device in devices)
     utilization = (
         sum(device["busy_ns"] for device in devices) / training_ns if training_ns else None
@@ -45,6 +53,9 @@ def analyze(trace: Trace, source: str) -> Analysis:
         overlap.update(hidden_ns=None, share=None)
         for device in devices:
             device.update(covers=ALL_IPUS, utilization=None)
+    if run.messages_end_late:
+        # a message under compute is in the trace until it is waited for, however early it arrived
+        overlap.update(hidden_ns=None, share=None)
     loads = sum_busy_by_device(stages)
     analysis: Analysis = {
         "source": source,
@@ -54,6 +65,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "why_modelled": run.why_modelled,
         "span_ns": end - begin,
         "begin_ns": begin,
+        "noise": measure_update_noise(events, run.accumulate),
         "devices": devices,
         "utilization": utilization,
         "bubble_fraction": None if utilization is None else 1 - utilization,
@@ -68,6 +80,8 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "staleness": measure_staleness(events, run.accumulate),
         "memory": measure_memory(trace.counters, events, begin),
         "stragglers": stragglers,
+        "critical_path": None if has_one_device else measure_critical_path(events, trace.metadata),
+        "tracepoints": trace.metadata.get("tracepoints", []),
         "notes": [*trace.notes],
     }
     analysis["bottleneck"] = find_bottleneck(
@@ -77,20 +91,46 @@ def analyze(trace: Trace, source: str) -> Analysis:
     return analysis
 
 
-def read_and_analyze(run: str | Path) -> tuple[Trace, Analysis]:
+def read_and_analyze(run: str | Path, passes: str | None = None) -> tuple[Trace, Analysis]:
     """Return a run's trace and its figures; `run`: the run's folder, or a trace that
-    `tools/analyze.py` reads.
+    `tools/analyze.py` reads; `passes`: a pattern for the names of a profiler's ranges.
     """
-    trace = read_trace(parse_path(run, "analyze: run"))
+    trace = read_trace(parse_path(run, "analyze: run"), passes)
     return trace, analyze(trace, str(run))
 
 
-def analyze_run(run: str | Path) -> Analysis:
-    """Return the figures of a run's trace, as `tools/analyze.py --json` prints them.
+class RunAnalysis(Dict[str, Any]):
+    """The figures of a run's trace, as `tools/analyze.py --json` prints them, and its events."""
 
-    `run`: the run's folder, or a trace. Raise `BadInput` if it cannot be read.
+    def __init__(self, figures: Analysis, trace: Trace) -> None:
+        super().__init__(figures)
+        self._trace = trace
+
+    def make_frames(self) -> dict[str, Any]:
+        """Return pandas' data frames: `events` and `counters` with a row for each, and each list of
+        the figures (`devices`, `stages`, `links`, ...). Raise `BadInput` if pandas is missing.
+        """
+        frames = {
+            "events": make_event_frame(self._trace.events),
+            "counters": make_counter_frame(self._trace.counters),
+        }
+        tables = {name: rows for name, rows in self.items() if isinstance(rows, list)}
+        tables["critical_path"] = (self["critical_path"] or {}).get("pieces", [])
+        for name, rows in tables.items():
+            if name != "notes":
+                frames[name] = make_frame(rows)
+        return frames
+
+
+def analyze_run(run: str | Path, passes: str | None = None) -> RunAnalysis:
+    """Return the figures of a run's trace, as `tools/analyze.py --json` prints them; their method
+    `make_frames` returns data frames.
+
+    `run`: the run's folder, or a trace; `passes`: a pattern for the names of a profiler's ranges.
+    Raise `BadInput` if it cannot be read.
     """
-    return read_and_analyze(run)[1]
+    trace, figures = read_and_analyze(run, passes)
+    return RunAnalysis(figures, trace)
 
 
 def _list_notes(analysis: Analysis, run: RunMetadata) -> list[str]:
@@ -109,6 +149,10 @@ def _list_notes(analysis: Analysis, run: RunMetadata) -> list[str]:
         (
             least < 0,
             f"the clocks of ranks disagree: a message arrived {-least} ns before it was sent",
+        ),
+        (
+            analysis["critical_path"] is None and not has_one_device,
+            f"no critical path: the trace has more than {MOST_WALKED:,} events",
         ),
         (not analysis["links"], "no message has a source and a target: no links"),
         (not analysis["memory"], "no memory counters"),

@@ -4,7 +4,7 @@ The bottleneck is the first of these of which the condition holds:
 
     outside         evaluation, checkpoints and pauses take more than half of the span on a device
     link            a link is busy longer for a microbatch than any device computes for one
-    communication   all devices together spend more time on messages that hide under no computation than on computing
+    communication   all devices together, and the slowest one, spend more time on messages alone than on computing
     stage           otherwise: the stage of the device that computes longest for a microbatch
 
 The remedy for a slow stage is usually another cut. `find_best_move` divides each stage's measured
@@ -78,7 +78,8 @@ def find_bottleneck(
     cause = _find_time_outside(analysis, slowest)
     if cause is None and analysis["devices"][0].get("covers"):
         return None
-    cause = cause or _find_slow_link(analysis, loads, slowest) or _find_communication(analysis)
+    cause = cause or _find_slow_link(analysis, loads, slowest)
+    cause = cause or _find_communication(analysis, slowest, run)
     if cause is None:
         unit = "per microbatch" if loads else "in all"
         on_device = f" with stage {stage}" if stage is not None else ""
@@ -87,6 +88,10 @@ def find_bottleneck(
         computes = f"{place} computes for {format_time(by_device[slowest])} {unit}"
         why = "; ".join([computes + _compare(slowest, by_device), *_explain(analysis, slowest)])
         cause = Cause(slowest, STAGE, why, _advise(analysis, by_device, move, run))
+    if cause.device != slowest:
+        # one subject: the stage of the device that is named
+        stages = [stage for stage in analysis["stages"] if cause.device in stage["devices"]]
+        stage = max(stages, key=lambda stage: stage["busy_ns"])["index"] if stages else None
     return {"stage": stage, **cause._asdict(), **move}
 
 
@@ -131,14 +136,17 @@ def _find_slow_link(analysis: Analysis, loads: dict[int, float], slowest: int) -
     return Cause(link["src"], LINK, why, do)
 
 
-def _find_communication(analysis: Analysis) -> Cause | None:
-    """Return communication as the cause if all devices together spend more time on it than on
-    computing.
+def _find_communication(analysis: Analysis, slowest: int, run: RunMetadata) -> Cause | None:
+    """Return communication as the cause if all devices together, and the slowest one alone, spend
+    more time on it than on computing.
     """
     devices = analysis["devices"]
+    busiest = next(device for device in devices if device["index"] == slowest)
     if sum(device["communication_ns"] for device in devices) <= sum(
         device["busy_ns"] for device in devices
     ):
+        return None
+    if busiest["communication_ns"] <= busiest["busy_ns"]:
         return None
     talking = max(devices, key=lambda device: device["communication_ns"])
     training_ns = analysis["span_ns"] - talking["outside_ns"]
@@ -148,7 +156,10 @@ def _find_communication(analysis: Analysis) -> Cause | None:
         f"time of device {talking['index']}, and compute "
         f"{format_share(talking['busy_ns'], training_ns)}"
     )
-    do = "find what the messages wait for; then send fewer bytes, or fewer and larger messages"
+    do = "send fewer bytes, or fewer and larger messages"
+    if run.why_no_waits:
+        why += f"; how much of it is waiting for another device is not known: {run.why_no_waits}"
+        do = f"find what the messages wait for; then {do}"
     return Cause(talking["index"], COMMUNICATION, why, do)
 
 
@@ -225,8 +236,11 @@ def _advise(analysis: Analysis, loads: dict[int, float], move: Row, run: RunMeta
         hope = (
             f"{even:.0%} more throughput at most, predicted" if even else "the run would be faster"
         )
+        mean = sum(loads.values()) / len(loads)
+        excess = 1 - mean / max(loads.values())
         return (
-            f"move work to other stages: with equal stages {hope} "
+            f"move about {excess:.0%} of its work to other stages, which would then compute for "
+            f"{format_time(mean)} each: with equal stages {hope} "
             f"(which boundary to move is not known: {move['why_no_gain']})"
         )
     if (

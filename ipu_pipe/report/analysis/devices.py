@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.trace.events import (
+    ALLOCATED,
     COMMUNICATION,
     COMPUTE,
     KINDS,
@@ -161,9 +162,11 @@ _COMPLETING = (Kind.BACKWARD.word, Kind.WEIGHT_GRADIENT.word)
 
 def measure_memory(counters: Counters, events: Events, begin_ns: int) -> list[dict[str, Any]]:
     """Return a row for each device that has counters of memory. Times count from `begin_ns`."""
-    chosen = np.flatnonzero(
-        np.isin(counters.name, [*MEMORY.values()]) & (np.abs(counters.value) < IMPLAUSIBLE)
-    )
+    is_category = np.isin(counters.name, [*MEMORY.values()])
+    # what an allocator holds, of a device without categories
+    has_categories = np.isin(counters.device, counters.device[is_category])
+    is_chosen = is_category | (counters.name == ALLOCATED) & ~has_categories
+    chosen = np.flatnonzero(is_chosen & (np.abs(counters.value) < IMPLAUSIBLE))
     by_device = {device: events.select(places) for device, places in group_indices(events.device)}
     nothing = events.select(slice(0))
     return [
@@ -180,7 +183,7 @@ def _measure_device_memory(
     counters = counters.select(np.argsort(counters.time, kind="stable"))
     change = np.zeros(len(counters.value))
     places_of = {}
-    for category, name in MEMORY.items():
+    for category, name in {**MEMORY, "allocated": ALLOCATED}.items():
         places_of[category] = places = np.flatnonzero(counters.name == name)
         change[places] = np.diff(counters.value[places], prepend=0.0)
     # the sum of all changes at the same time
@@ -235,12 +238,13 @@ def _thin(
 Row = Dict[str, Any]
 
 
-def measure_links(events: Events) -> list[Row]:
+def measure_links(events: Events, has_latencies: bool = True) -> list[Row]:
     """Return the analysis's rows of links, one for each direction between two devices and each
-    payload, from the messages.
+    payload, from the messages. `has_latencies`: the waits of the trace last until their messages
+    have arrived.
     """
     sends = events.select(events.is_kind("send") & (events.peer >= 0))
-    waits = events.select(events.is_kind(WAIT) & (events.peer >= 0))
+    waits = events.select(events.is_kind(WAIT) & (events.peer >= 0) & has_latencies)
     if not len(sends.start):
         return []
     # Both ends of a direction and payload get the same number.

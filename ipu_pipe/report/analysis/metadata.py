@@ -47,6 +47,9 @@ class RunMetadata(BaseModel):
     replicas: Optional[Count] = None
     device_of_stage: Optional[List[Device]] = None
     gradients_cross: Optional[bool] = None
+    # of other tools: why waits are not told from messages, and whether these end when waited for
+    why_no_waits: Optional[str] = None
+    messages_end_late: Optional[bool] = None
     planned_bubble_fraction: Optional[Annotated[float, Field(ge=0, lt=1 << 31)]] = None
     units: Optional[List[UnitMetadata]] = None
     _resolved: Tuple[Optional[Method], str] = PrivateAttr((None, ""))

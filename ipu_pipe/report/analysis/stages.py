@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from ipu_pipe.report.analysis.devices import measure_union
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind
-from ipu_pipe.trace.events import COMPUTE, KIND_CODE, KINDS, UNSPECIFIED, Events, group_indices
+from ipu_pipe.trace.events import (
+    COMPUTE,
+    KIND_CODE,
+    KINDS,
+    OUTSIDE,
+    UNSPECIFIED,
+    Events,
+    find_updates,
+    group_indices,
+)
 
 # a pass that takes longer than this multiple of the median is a straggler
 FAR = 3.0
@@ -58,16 +67,17 @@ def _measure_stage(
     stragglers: list[Row] = []
     # the time of passes without updates
     passes_ns = 0.0
-    for code, places in group_indices(events.kind):
+    passes, times = join_pieces(events)
+    for code, places in group_indices(passes.kind):
         kind = KINDS[code]
-        of_kind = events.select(places)
-        durations = of_kind.end - of_kind.start
+        of_kind = passes.select(places)
+        durations = times[places]
         medians[kind], counts[kind] = float(np.median(durations)), len(durations)
         passes_ns += 0.0 if kind == _UPDATE else float(durations.sum(dtype=np.float64))
         # in other tools' traces one kind contains events of all sizes
         if medians[kind] and kind != UNSPECIFIED:
             stragglers += _find_stragglers(stage, kind, medians[kind], of_kind, durations, begin_ns)
-    forwards = int(np.count_nonzero(events.kind == KIND_CODE[_FORWARD]))
+    forwards = int(np.count_nonzero(passes.kind == KIND_CODE[_FORWARD]))
     # stragglers count as long as others of their kind: a first update of seconds is not a property
     # of the stage
     usual_ns = max(0, busy_ns - sum(group["lost_ns"] for group in stragglers))
@@ -82,6 +92,7 @@ def _measure_stage(
         "update_ns": medians.get(_UPDATE),
         "busy_ns": busy_ns,
         "busy_ns_per_microbatch": usual_ns / forwards if forwards else None,
+        "noise": measure_noise(_sum_by_microbatch(passes, times)),
         "of_greatest": None,
         "flops_per_microbatch": flops,
         "flops_per_second": flops * forwards / passes_ns * 1e9
@@ -89,6 +100,53 @@ def _measure_stage(
         else None,
     }
     return row, stragglers
+
+
+def join_pieces(events: Events) -> tuple[Events, NDArray[np.int64]]:
+    """Return each pass as one event, and the time of its compute (ns): other tools record the
+    operations of a pass, which follow one another on its device. Updates stay as they are.
+    """
+    is_pass = (events.microbatch >= 0) & (events.kind != KIND_CODE[_UPDATE])
+    order = np.lexsort((events.start, events.device))
+    ordered = events.select(order)
+    goes_on = is_pass[order]
+    for column in (ordered.device, ordered.stage, ordered.kind, ordered.microbatch):
+        goes_on[1:] &= column[1:] == column[:-1]
+    goes_on[:1] = False
+    first = np.flatnonzero(~goes_on)
+    if len(first) == len(order):
+        return events, events.end - events.start
+    times = np.add.reduceat(ordered.end - ordered.start, first)
+    passes = ordered.select(first)
+    return passes._replace(end=np.maximum.reduceat(ordered.end, first)), times
+
+
+def _sum_by_microbatch(passes: Events, times: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the time of each microbatch's passes."""
+    is_pass = (passes.microbatch >= 0) & (passes.kind != KIND_CODE[_UPDATE])
+    _, number = np.unique(passes.microbatch[is_pass], return_inverse=True)
+    return np.bincount(number, times[is_pass]).astype(np.float64)
+
+
+def measure_noise(samples: NDArray[np.float64]) -> float | None:
+    """Return how far the mean of repeated times may be off by chance: two standard errors, as a
+    share of the mean. None for fewer than three samples.
+    """
+    mean = float(samples.mean()) if len(samples) > 2 else 0.0
+    if not mean:
+        return None
+    return 2 * float(samples.std(ddof=1)) / len(samples) ** 0.5 / mean
+
+
+def measure_update_noise(events: Events, accumulate: int | None) -> float | None:
+    """Return the noise of the time from one update to the next; None if updates are not known."""
+    known = events.select((events.microbatch >= 0) & ~events.is_kind(*OUTSIDE))
+    if not accumulate or not len(known.start):
+        return None
+    update = find_updates(known, accumulate)
+    ends = np.full(int(update.max()) + 1, -1)
+    np.maximum.at(ends, update[update >= 0], known.end[update >= 0])
+    return measure_noise(np.diff(ends[ends >= 0]).astype(np.float64))
 
 
 def _sum_backward(medians: Mapping[str, float], counts: Mapping[str, int]) -> float | None:

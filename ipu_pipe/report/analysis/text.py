@@ -8,8 +8,9 @@ from typing import Any, Dict, Iterator, Sequence
 
 from ipu_pipe.text import escape_lines, format_bytes, list_some
 
-# the most rows of a table
+# the most rows of a table, and of a list of two traces' differences
 MOST_ROWS = 16
+MOST_COMPARED = 2
 # the figures of a trace, by the keys of `tools/analyze.py --json`, and a row of one of its lists
 Analysis = Dict[str, Any]
 Row = Dict[str, Any]
@@ -97,10 +98,18 @@ def _format_lag(lag: Row | None) -> str:
 
 def format_analysis(analysis: Analysis) -> str:
     """Format all figures for a terminal."""
-    tables = (_format_devices, _format_stages, _format_links, _format_memory, _format_stragglers)
+    tables = (
+        _format_devices,
+        _format_stages,
+        _format_links,
+        _format_memory,
+        _format_stragglers,
+        _format_tracepoints,
+    )
     blocks = [
         _format_head(analysis),
         _format_answer(analysis),
+        _format_path(analysis),
         *(form(analysis) for form in tables),
     ]
     blocks.append([f"note: {note}" for note in analysis["notes"]])
@@ -190,6 +199,30 @@ def _format_answer(analysis: Analysis) -> list[str]:
     if overlap["share"] is not None:
         lines.append(
             f"Of the communication, {format_percent(overlap['share'])} overlaps with compute"
+        )
+    return lines
+
+
+def _format_path(analysis: Analysis) -> list[str]:
+    """Format the critical path in two lines: its shares, and the pass to shorten first."""
+    path = analysis["critical_path"]
+    if path is None:
+        return []
+    parts = [(f"stage {row['stage']}", row["share"]) for row in path["stages"]]
+    parts += [(f"link {row['src']} -> {row['dst']}", row["share"]) for row in path["links"]]
+    parts = sorted(parts, key=lambda part: -part[1])[:4]
+    left = 1 - sum(share for _, share in parts)
+    rest = f", other {left:.1%}" if left > 0.0005 else ""
+    lines = [
+        "Critical path: "
+        + (", ".join(f"{name} {share:.1%}" for name, share in parts) or "no stage")
+        + rest
+    ]
+    if path["what_if"]:
+        best = path["what_if"][0]
+        lines.append(
+            f"  if the {best['kind']} passes of stage {best['stage']} were {best['shorter']:.0%} "
+            f"shorter: {format_time(best['saves_ns'])} ({best['share']:.1%}) less (predicted)"
         )
     return lines
 
@@ -292,11 +325,20 @@ def _format_stragglers(analysis: Analysis) -> list[str]:
     return format_table(STRAGGLER_HEAD, rows)
 
 
+def _format_tracepoints(analysis: Analysis) -> list[str]:
+    rows = [
+        [row["channel"], row["label"], str(row["count"])]
+        + [format_time(row[key]) for key in ("total_ns", "longest_ns")]
+        for row in analysis["tracepoints"]
+    ]
+    return format_table(("channel", "tracepoint", "count", "total", "longest"), rows, left=2)
+
+
 # ---- two analyses
 
 # A record in a list is identified by these of its keys.
 IDENTIFYING = ("index", "covers", "stage", "device", "src", "dst", "carries", "kind")
-NOT_COMPARED = ("over_time", "microbatches", "longest", "move")
+NOT_COMPARED = ("over_time", "microbatches", "longest", "move", "pieces")
 
 
 def list_numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -355,25 +397,77 @@ def format_comparison(
         lines.append(
             f"different settings (this | other): {list_some(settings, MOST_ROWS) or 'none'}"
         )
-    rows = [_compare_times("span", analysis["span_ns"], other["span_ns"])]
+    noise = analysis["noise"], other["noise"]
+    rows = [_compare_times("span", analysis["span_ns"], other["span_ns"], noise)]
     bubble = analysis["bubble_fraction"]
     other_bubble = other["bubble_fraction"]
     is_known = bubble is not None and other_bubble is not None
     points = f"{100 * (bubble - other_bubble):+.1f} points" if is_known else "-"
     rows.append(["bubble", format_percent(bubble), format_percent(other_bubble), points])
-    times = {stage["index"]: stage["busy_ns_per_microbatch"] for stage in analysis["stages"]}
-    other_times = {stage["index"]: stage["busy_ns_per_microbatch"] for stage in other["stages"]}
-    for stage in sorted({*times, *other_times}):
-        rows.append(
-            _compare_times(
-                f"stage {stage}, per microbatch", times.get(stage), other_times.get(stage)
-            )
-        )
+    rows += _compare_rows(
+        "stage {index}, per microbatch",
+        "busy_ns_per_microbatch",
+        analysis["stages"],
+        other["stages"],
+    )
+    rows += _compare_rows(
+        "link {src} -> {dst}, {carries}",
+        "busy_ns_per_microbatch",
+        analysis["links"],
+        other["links"],
+    )
+    peaks = [
+        max((row["peak_bytes"] for row in figures["memory"]), default=None)
+        for figures in (analysis, other)
+    ]
+    change = f"{peaks[0] / peaks[1] - 1:+.1%}" if peaks[0] is not None and peaks[1] else "-"
+    rows.append(["greatest memory peak", *map(_format_size, peaks), change])
     lines += format_table(("", "this", "other", "this - other"), rows, left=1)
     return escape_lines("\n".join(lines))
 
 
-def _compare_times(name: str, time: float | None, other: float | None) -> list[str]:
-    """Return a row of two times and their difference in percent of the second."""
-    difference = f"{(time - other) / other:+.1%}" if time is not None and other else "-"
+def _compare_rows(
+    name: str, key: str, rows: Sequence[Row], others: Sequence[Row]
+) -> list[list[str]]:
+    """Compare the rows of two lists that have one name; of many the two that differ most."""
+    times = {name.format(**row): row for row in rows}
+    other_times = {name.format(**row): row for row in others}
+    compared = []
+    for label in dict.fromkeys([*times, *other_times]):
+        row = times.get(label, {})
+        other = other_times.get(label, {})
+        time = row.get(key)
+        other_time = other.get(key)
+        difference = float("inf")
+        if time is not None and other_time is not None:
+            difference = abs(time - other_time)
+        elif time is None and other_time is None:
+            continue
+        noise = row.get("noise"), other.get("noise")
+        compared.append((difference, _compare_times(label, time, other_time, noise)))
+    compared.sort(key=lambda item: -item[0])
+    lines = [line for _, line in compared[:MOST_COMPARED]]
+    if len(compared) > MOST_COMPARED:
+        lines[-1][0] += f" (and {len(compared) - MOST_COMPARED} that differ less)"
+    return lines
+
+
+def _compare_times(
+    name: str,
+    time: float | None,
+    other: float | None,
+    noise: tuple[float | None, float | None] = (None, None),
+) -> list[str]:
+    """Return a row of two times and their difference in percent of the second. `noise`: how far
+    each may be off by chance, as a share of it.
+    """
+    difference = "-"
+    if time is not None and other:
+        change = (time - other) / other
+        difference = f"{change:+.1%}"
+        if noise[0] is not None and noise[1] is not None:
+            spread = (noise[0] ** 2 + noise[1] ** 2) ** 0.5
+            within = ", within noise" if abs(change) <= spread else ""
+            # times that were the same each time have none
+            difference += f" (noise {spread:.1%}{within})" if spread >= 0.0005 else ""
     return [name, format_time(time), format_time(other), difference]

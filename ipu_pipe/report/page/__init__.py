@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.files import replace_nonfinite, write_text
+from ipu_pipe.report.analysis.text import format_comparison
 from ipu_pipe.schedule.colours import COLOURS
 from ipu_pipe.trace.events import (
     COMMUNICATION,
@@ -31,6 +32,8 @@ from ipu_pipe.trace.events import (
     Events,
     Trace,
     build_counter_series,
+    concatenate_counters,
+    concatenate_events,
     group_indices,
 )
 
@@ -74,6 +77,40 @@ def embed_trace(trace: Trace, analysis: dict[str, Any]) -> dict[str, Any]:
         "end": events.end - events.start,
     }
     return {**data, "columns": {name: _pack(column) for name, column in columns.items()}}
+
+
+def join_traces(trace: Trace, other: Trace) -> tuple[Trace, dict[int, str]]:
+    """Return one trace of two, both from time 0 on, and the names of its devices: those of `other`
+    follow the first one's.
+    """
+    parts = []
+    counters = []
+    names = {}
+    shift = 0
+    for label, of_run in (("this", trace), ("other", other)):
+        begin = int(of_run.events.start.min(initial=1 << 60))
+        events = of_run.events
+        peer = np.where(events.peer < 0, -1, events.peer + shift).astype(np.int32)
+        parts.append(
+            events._replace(
+                device=events.device + shift,
+                peer=peer,
+                start=events.start - begin,
+                end=events.end - begin,
+            )
+        )
+        counters.append(
+            of_run.counters._replace(
+                device=of_run.counters.device + shift, time=of_run.counters.time - begin
+            )
+        )
+        devices = np.unique(of_run.events.device).tolist()
+        names.update({device + shift: f"{label}: {device}" for device in devices})
+        shift += max(devices, default=-1) + 1
+    joined = Trace(
+        concatenate_events(parts), concatenate_counters(counters), trace.metadata, trace.notes
+    )
+    return joined, names
 
 
 def _pack(column: NDArray[Any]) -> dict[str, str]:
@@ -150,16 +187,24 @@ def _thin_curves(counters: Counters, begin: int) -> list[dict[str, Any]]:
 _PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")
 
 
-def write_page(path: Path, trace: Trace, analysis: dict[str, Any]) -> None:
-    """Write the page atomically.
+def write_page(
+    path: Path,
+    trace: Trace,
+    analysis: dict[str, Any],
+    other: tuple[Trace, dict[str, Any]] | None = None,
+) -> None:
+    """Write the page atomically. `other`: another run, whose timeline is drawn below the first.
 
     `analysis`: as `tools/analyze.py --json` prints it; missing or null figures are shown as
     unknown. Raise `RunFault` if writing fails.
     """
-    data = json.dumps(
-        replace_nonfinite({"analysis": analysis, "trace": embed_trace(trace, analysis)}),
-        allow_nan=False,
-    )
+    names: dict[int, str] = {}
+    if other is not None:
+        trace, names = join_traces(trace, other[0])
+        compared = format_comparison(analysis, other[1])
+        analysis = {**analysis, "begin_ns": 0, "comparison": compared}
+    embedded = {**embed_trace(trace, analysis), "device_names": names}
+    data = json.dumps(replace_nonfinite({"analysis": analysis, "trace": embedded}), allow_nan=False)
     # names of runs are not trusted: nothing within a script's element may begin a tag
     data = data.replace("<", "\\u003c")
     here = Path(__file__).parent

@@ -41,7 +41,8 @@ function answer(analysis, measured) {
   const at = byId("answer"), worst = analysis.bottleneck;
   if (worst) {
     const onDevice = known(worst.device) ? ` on device ${worst.device}` : "";
-    const where = worst.what === "link" ? `the link from device ${worst.device}` : worst.what === "outside" ? "evaluation, checkpoints and pauses"
+    const where = worst.what === "link" ? `the link from device ${worst.device}` : worst.what === "communication" ? "communication"
+      : worst.what === "outside" ? "evaluation, checkpoints and pauses"
       : known(worst.stage) ? stageName(analysis, worst.stage) + onDevice : worst.what || "not known";
     at.append(make("p", {class: "lead", id: "bottleneck"}, make("b", {}, capital(where)), worst.why ? `: ${worst.why}` : "", " ", badge(measured)));
     if (worst.do) at.append(make("p", {class: "lead"}, capital(worst.do)));
@@ -67,6 +68,29 @@ function answer(analysis, measured) {
   ];
   at.append(make("div", {class: "tiles"}, ...tiles.map(([what, value, origin]) =>
     make("div", {class: "tile"}, make("span", {class: "what"}, what), make("b", {}, value), badge(origin)))));
+}
+
+// The chain that decides the span: a strip with its pieces, and what shorter passes would save.
+function criticalPath(analysis, measured) {
+  const path = analysis.critical_path;
+  if (!path || !list(path.pieces).length) return;
+  const ink = kind => ["recv", "message"].includes(kind) ? "send" : kind === "host" || kind === "compute" ? "idle" : slug(kind), span = analysis.span_ns || 1;
+  const strip = make("div", {class: "stacked", id: "path", role: "img", "aria-label": list(path.stages).map(row => `stage ${row.stage} ${percent(row.share)}`).join(", ")},
+    ...path.pieces.map(piece => make("i", {style: {width: 100 * piece.duration_ns / span + "%", "background-color": `var(--${ink(piece.kind)})`},
+      title: `${piece.kind}${known(piece.microbatch) ? " " + piece.microbatch : ""} on device ${piece.device}: ${duration(piece.duration_ns)} at ${duration(piece.start_ns)}`})));
+  const shares = [...list(path.stages).map(row => [`stage ${row.stage}`, row]), ...list(path.links).map(row => [`link ${row.src} \u2192 ${row.dst}`, row]),
+    ...list(path.kinds).map(row => [row.kind, row])];
+  const saves = list(path.what_if).slice(0, 8).map(row => [`${row.kind} of stage ${row.stage}`, percent(row.shorter), duration(row.saves_ns), percent(row.share)]);
+  section("critical-path", "Critical path", measured, make("p", {class: "hint"}, "The chain of passes and messages that decides the span: shortening anything else saves nothing. In the timeline a line runs along it."), strip,
+    make("div", {class: "scroll"}, table("Its time by stage, link and kind", ["Part", "time", "share of the span"], shares.map(([name, row]) => [name, duration(row.ns), percent(row.share)]))),
+    saves.length ? make("div", {class: "scroll"}, table("What shorter passes would save (predicted)", ["Passes", "shorter by", "saves", "of the span"], saves)) : null);
+}
+
+// What the hosts of IPUs recorded beside our updates.
+function tracepoints(analysis, measured) {
+  const rows = list(analysis.tracepoints);
+  if (rows.length) section("tracepoints", "Tracepoints of the host", measured, make("div", {class: "scroll"}, table("By channel and label; inner ones are within outer ones",
+    ["Channel", "label", "count", "total", "longest"], rows.map(row => [row.channel, row.label, row.count, duration(row.total_ns), duration(row.longest_ns)]), {text: [0, 1]})));
 }
 
 const partKey = entries => make("div", {class: "legend"}, ...entries.map(([name, ink]) => make("span", {class: "key"},

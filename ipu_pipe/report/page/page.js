@@ -19,6 +19,8 @@ async function start() {
     const go = make("button", {type: "button", id: "zoom-window", onclick: () => timeline.show(...trace.window_ns)}, "Window of events");
     byId("zoom-reset").after(go);
   }
+  if (analysis.comparison) section("comparison", "Two runs", measured, make("pre", {}, analysis.comparison));
+  criticalPath(analysis, measured);
   devices(analysis, measured);
   waits(analysis, measured);
   memory(analysis, trace, measured);
@@ -26,6 +28,7 @@ async function start() {
   stages(analysis, measured);
   stragglers(analysis, measured);
   counters(trace, measured);
+  tracepoints(analysis, measured);
   const notes = [...new Set([...list(analysis.notes), ...list(trace.notes)])];
   if (notes.length) section("notes", "Notes", null, make("ul", {class: "notes"}, ...notes.map(note => make("li", {}, note))));
   for (const heading of document.querySelectorAll("main h2"))

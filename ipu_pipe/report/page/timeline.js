@@ -6,7 +6,8 @@ class Timeline {
   constructor(trace, analysis) {
     Object.assign(this, {trace, canvas: byId("canvas"), view: byId("view"), tip: byId("tip"), hidden: new Set()});
     this.measured = analysis.modelled ? "modelled" : "measured";
-    this.covers = Object.fromEntries(list(analysis.devices).map(device => [device.index, device.covers]));
+    this.covers = {...Object.fromEntries(list(analysis.devices).map(device => [device.index, device.covers])), ...trace.device_names};
+    this.path = list((analysis.critical_path || {}).pieces);
     this.from = 0;
     this.to = greatest([trace.span_ns, 1]);
     this.found = null; // the microbatch searched for
@@ -99,6 +100,7 @@ class Timeline {
     this.hatch = hatched(pen, colour("wait"), colour("wait-line"));
     this.axis();
     this.devices.forEach((row, number) => this.paintRow(row, number));
+    this.paintPath();
     pen.strokeStyle = colour("line");
     pen.beginPath(); pen.moveTo(LEFT + .5, 0); pen.lineTo(LEFT + .5, this.height); pen.stroke();
     canvas.setAttribute("aria-label", `Timeline of ${this.devices.length} devices, ${duration(this.from)} to ${duration(this.to)}, ${this.measured} times`);
@@ -128,6 +130,25 @@ class Timeline {
     pen.fillRect(0, top - 3, LEFT, this.rowHeight);
     pen.fillStyle = colour(this.lit === number ? "accent" : "ink");
     if (this.heights[0] >= 10) pen.fillText(this.covers[row.device] || `device ${row.device}`, 8, top + this.heights[0] / 2);
+  }
+
+  // The critical path: a line above what decides the span, and from row to row where a message does.
+  paintPath() {
+    const {pen} = this, numbers = new Map(this.devices.map((row, number) => [row.device, number]));
+    pen.strokeStyle = colour("mark");
+    pen.lineWidth = 2;
+    pen.beginPath();
+    let last = null;
+    for (const piece of this.path) {
+      const end = piece.start_ns + piece.duration_ns;
+      if (end < this.from || piece.start_ns > this.to || !numbers.has(piece.device)) { last = null; continue; }
+      const y = this.top(numbers.get(piece.device)) - 1, left = Math.max(LEFT, this.x(piece.start_ns)), right = Math.min(this.width, this.x(end));
+      if (last === null) pen.moveTo(left, y); else pen.lineTo(left, y);
+      pen.lineTo(right, y);
+      last = y;
+    }
+    pen.stroke();
+    pen.lineWidth = 1;
   }
 
   top(number) { return AXIS + number * this.rowHeight; }
@@ -247,7 +268,7 @@ class Timeline {
     const of = number < 0 ? "" : kind === "update" || kind === "average" ? ` ${number}` : ` of microbatch ${number}`;
     const lines = [kind + of];
     const where = trace.stage[event] >= 0 ? `stage ${trace.stage[event]}, ` : "";
-    lines.push(`${where}device ${trace.device[event]}`);
+    lines.push(`${where}device ${(trace.device_names || {})[trace.device[event]] || trace.device[event]}`);
     const took = trace.end[event] - trace.start[event];
     lines.push(`${duration(took)} from ${moment(trace.start[event], greatest([took / 10, 1]))} (${this.measured})`);
     if (kind === "wait") lines.push(`waits for ${carries || "something"}${peer >= 0 ? ` from device ${peer}` : ""}`);

@@ -62,3 +62,24 @@ def openReport(profile: str, debug: Optional[str] = None) -> Any:
         poplarVersion=_Record(major=3, minor=4, point=0, string="3.4.0", packageHash="0"),
         version=_Record(major=3, minor=4, point=0),
     )
+
+
+def openTrace(path: str) -> Any:
+    """Open a system trace in a form of our own: lines of JSON, [thread, channel, label, start, duration, children]."""
+    threads: dict[int, list[Any]] = {}
+    with open(path) as file:
+        for line in file:
+            thread, *event = json.loads(line)
+            threads.setdefault(thread, []).append(_make_tracepoint(event))
+    process = _Record(
+        pid=1, threads=[_Record(tid=tid, events=events) for tid, events in threads.items()]
+    )
+    return _Record(processes=[process])
+
+
+def _make_tracepoint(event: list[Any]) -> Any:
+    channel, label, start, duration, children = event
+    inner = [_make_tracepoint(child) for child in children]
+    return _Record(
+        channel=channel, label=label, timestamp=start, duration=duration, children=lambda: inner
+    )

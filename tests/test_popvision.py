@@ -1,0 +1,91 @@
+"""PopVision's system trace and the folder of its profiles, by the double of Graphcore's library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ipu_pipe.report.analysis.analyze import analyze_run
+from ipu_pipe.trace.reading import read_trace
+from tests.support.runs import list_faults
+from tests.test_tools_analyze import run_analyze
+
+pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
+
+
+def write_trace(path: Path, updates: int = 3) -> Path:
+    """A thread that compiles and makes updates, each within it an execution of PopTorch's, and one that loads data."""
+    rows: list[Any] = [[1, "PopTorch", "compile", 0, 5000, []]]
+    for k in range(updates):
+        at = 10_000 + 100 * k
+        rows.append(
+            [1, "ipu_pipe", f"update {k}", at, 90, [["PopTorch", "execute", at + 5, 80.5, []]]]
+        )
+    rows.append([1, "ipu_pipe", "evaluate", 20_000, 50, []])
+    rows.append([2, "Loader", "batch", 10_000, 10, []])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_system_trace_shows_our_updates_and_poptorchs_tracepoints(
+    poptorch: Any, tmp_path: Path
+) -> None:
+    found = analyze_run(write_trace(tmp_path / "a.pvti"))
+    (device,) = found["devices"]
+    assert (device["covers"], device["busy_ns"], device["outside_ns"]) == (
+        "all IPUs",
+        270_000,
+        50_000,
+    )
+    # nobody measured single IPUs
+    assert (
+        found["utilization"] is None
+        and found["bubble_fraction"] is None
+        and found["bottleneck"] is None
+    )
+    rows = [
+        (row["channel"], row["label"], row["count"], row["total_ns"])
+        for row in found["tracepoints"]
+    ]
+    assert rows == [
+        ("PopTorch", "compile", 1, 5_000_000), ("PopTorch", "execute", 3, 241_500), ("ipu_pipe", "evaluate", 1, 50_000),
+        ("Loader", "batch", 1, 10_000),
+    ]  # fmt: skip
+
+
+def test_a_system_trace_is_read_as_text(
+    poptorch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = run_analyze(capsys, write_trace(tmp_path / "a.pvti"), "--html", tmp_path / "a.html")
+    assert "all IPUs as one device" in printed and "PopTorch" in printed and "compile" in printed
+    assert "compile" in (tmp_path / "a.html").read_text()
+
+
+def test_a_system_trace_of_others(poptorch: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.pvti").write_text(json.dumps([1, "PopTorch", "compile", 0, 5, []]))
+    (fault,) = list_faults(read_trace, tmp_path / "a.pvti")
+    assert "no tracepoints of ipu_pipe" in fault and "PopTorch" in fault
+    (tmp_path / "b.pvti").write_text("SQLite")
+    (fault,) = list_faults(read_trace, tmp_path / "b.pvti")
+    assert "cannot be read by pva" in fault
+
+
+def test_without_the_library(tmp_path: Path) -> None:
+    (fault,) = list_faults(read_trace, write_trace(tmp_path / "a.pvti"))
+    assert "not installed" in fault
+    (fault,) = list_faults(read_trace, tmp_path / "none.pvti")
+    assert "cannot be read" in fault
+
+
+def test_the_folder_of_a_profile(
+    poptorch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("training", "inference"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "profile.pop").write_text(json.dumps({"ipus": 2, "replicas": 1}))
+    content = json.loads(run_analyze(capsys, tmp_path))
+    assert [Path(file).parent.name for file in content["profile"]] == ["inference", "training"]
+    assert json.loads(run_analyze(capsys, tmp_path / "training"))["profile"]
