@@ -36,7 +36,7 @@ from ipu_pipe.report.run_text import describe_left_out
 from ipu_pipe.run.planning import make_planning_problem
 from tests.support.flows import train_updates
 from tests.support.models import Composed
-from tests.support.processes import check_two_processes, run_in_group, train_on_processes
+from tests.support.processes import run_in_group, train_on_processes
 from tests.support.runs import assert_same, list_faults, needs_processes, read_column
 
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
@@ -677,14 +677,6 @@ def make_batch_arguments(case: str) -> Dict[str, Any]:
     loaders = (data, data[:2]) if is_list else (DataLoader(data, batch_size=4, shuffle=True),)
     config = configure_short_run(checkpoint={"every": 3}, **keys)
     return {"config": config, "data": ipu_pipe.from_loader(*loaders), **arguments}
-
-
-@pytest.mark.slow
-@needs_processes
-def test_two_processes_train_on_any_batch_as_the_emulator(tmp_path: Path) -> None:
-    check_two_processes(
-        tmp_path, {case: partial(make_batch_arguments, case) for case in RUNS if case != "unseeded"}
-    )
 
 
 def train_differing_rank(rank: int, folder: Path) -> None:

@@ -5,7 +5,6 @@ Story: every run with such a buffer was refused, although complex activations tr
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any, Dict
 
@@ -20,8 +19,7 @@ from ipu_pipe.config.load import configure
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
 from tests.support.models import Composed
-from tests.support.processes import check_two_processes
-from tests.support.runs import assert_same, list_faults, needs_processes, read_weights
+from tests.support.runs import assert_same, list_faults, read_weights
 
 ANGLES = torch.arange(4.0)
 
@@ -135,18 +133,6 @@ def test_a_run_resumes_with_its_buffer(tmp_path: Path, precision: str) -> None:
 def make_case_arguments(case: Any) -> Dict[str, Any]:
     persistent, method = case
     return make_rotation_arguments(persistent, method)
-
-
-@needs_processes
-def test_two_processes_equal_the_emulator(tmp_path: Path) -> None:
-    cases = [(True, "gpipe"), (False, "gpipe"), (True, "zb_h1"), (False, "pipedream")]
-    check_two_processes(
-        tmp_path,
-        {
-            f"{method} {persistent}": partial(make_case_arguments, (persistent, method))
-            for persistent, method in cases
-        },
-    )
 
 
 def rotate_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 import pytest
 import torch
 from torch import nn
 
-from ipu_pipe.config.load import configure, load_config
+from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.train import train
 from tests import forked
 from tests.staged_models import ShrinkingModel
-from tests.support.runs import assert_same, assert_states_close, read_summary, read_weights
-from tests.support.slow import mark_slow
+from tests.support.runs import assert_states_close, read_weights
 
 SHORT: Dict[str, Any] = {
     "steps": 3, "micro_batch_size": 4, "gradient_accumulation": 2, "evaluate": {"subset": 6}, "log": {"tensorboard": False},
@@ -26,68 +25,7 @@ SHORT: Dict[str, Any] = {
 }  # fmt: skip
 
 
-def assert_same_on_processes(
-    tmp_path: Path, entry: str, data: Dict[str, Any], stages: List[str], **more: Any
-) -> None:
-    """Check that weights and figures of a run are the same on the emulator and on two processes."""
-    keys = {
-        **SHORT,
-        "model": {"entry": entry},
-        "data": data,
-        **({"stages": stages} if stages else {}),
-        **more,
-    }
-    for name, backend in (("emulator", "emulator"), ("processes", "distributed")):
-        config = {**keys, "backend": {"name": backend, "threads": 1}}
-        (tmp_path / f"{name}.yaml").write_text(json.dumps(config))  # which is YAML
-    train(load_config(tmp_path / "emulator.yaml"), tmp_path / "emulator")
-    arguments = [str(tmp_path / "processes.yaml"), "--out", str(tmp_path / "processes")]
-    output = forked.run_ranks(2, "train", arguments)
-    assert output.code == 0, output.error
-    assert_same(read_weights(tmp_path / "emulator", 3), read_weights(tmp_path / "processes", 3))
-    one, two = (read_summary(tmp_path / name) for name in ("emulator", "processes"))
-    assert (one["initial"], one["final"]) == (two["initial"], two["final"])
-
-
-@pytest.mark.parametrize(
-    "name",
-    mark_slow(
-        ["torchvision-convnext", "timm-cait", "hf-mixtral"], lambda name: name == "hf-mixtral"
-    ),
-)
-def test_models_of_other_libraries_train_as_on_the_emulator(tmp_path: Path, name: str) -> None:
-    """Story: ConvNeXt and CaiT were refused, since the gradient of a leaf has its memory layout and that of the whole model has
-    not. Mixtral failed in the first evaluation, which was recorded with meta weights of other stages."""
-    pytest.importorskip("tests.vision_libraries")
-    from tests.third_party_models import CASES
-
-    case = CASES[name]
-    assert_same_on_processes(
-        tmp_path,
-        f"tests.third_party_models:{case.entry}",
-        case.data,
-        case.list_stages(2),
-        method="gpipe",
-    )
-
-
 DIGITS = {"name": "digits", "subset": 64, "test_subset": 32}
-
-
-ENTRIES = [
-    ("make_forces", "pipedream"),
-    ("ShrinkingModel", "gpipe"),
-    ("make_cut_checkpoint", "gpipe"),
-]
-
-
-@pytest.mark.parametrize("entry, method", ENTRIES)
-def test_forwards_that_do_more_than_compute_train_as_on_the_emulator(
-    tmp_path: Path, entry: str, method: str
-) -> None:
-    """Story: a gradient inside a forward failed in observations without gradients; and each observation on each process wrote
-    weights."""
-    assert_same_on_processes(tmp_path, f"tests.staged_models:{entry}", DIGITS, [], method=method)
 
 
 def test_a_forward_that_writes_a_weight_writes_it_as_often_as_it_runs() -> None:

@@ -29,7 +29,7 @@ from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.restoring import restore_function
 from ipu_pipe.pipeline.build import build
 from tests.support.models import Composed
-from tests.support.processes import check_two_processes, run_in_group
+from tests.support.processes import run_in_group
 from tests.support.runs import list_faults, needs_processes
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
@@ -522,13 +522,6 @@ def refuse_on_a_rank(rank: int, folder: Path) -> None:
 def test_every_rank_refuses_a_loss_that_reads_another_stage(tmp_path: Path) -> None:
     """All ranks report the same line before any of them waits."""
     run_in_group(2, refuse_on_a_rank, tmp_path)
-
-
-@needs_processes
-def test_processes_train_with_a_loss_of_the_last_stage(tmp_path: Path) -> None:
-    """Two processes and the emulator end in the same weights, with a loss that counts its calls."""
-    methods = ("gpipe", "zb_h1", "pipedream")
-    check_two_processes(tmp_path, {method: partial(make_counted_run, method) for method in methods})
 
 
 def read_all_and_count(model: Any) -> Loss:

@@ -154,7 +154,7 @@ def test_a_run_gives_the_emulators_weights_and_all_outputs(tmp_path: Path) -> No
 
 
 SHARING = {
-    "pipedream": ["method=pipedream", "stages=4", "early_stopping={metric: loss, patience: 9}"],
+    "pipedream": ["method=pipedream", "stages=4"],
     "delayed norm": ["method=pipemare", "stages=4", "clip={norm: 0.5, scope: delayed_global}"],
     "global norm": ["method=gpipe", "stages=4", "clip={norm: 0.5, scope: global}"],
     "replicas": ["method=pipedream", "stages=2", "replicas=2"],
@@ -163,7 +163,10 @@ SHARING = {
     "mixed": ["method=dualpipe_v", "stages=4"],
     "split": ["method=pipedream", "stages=4", "stages_per_device=2", "method_args={split_backward: true}"],
     "finest": ["method=pipedream", "stages=finest"],
-    "outer": ["method=local_sgd", "stages=4", "gradient_accumulation=1", "method_args={replicas: 3, local_steps: 4, outer: {}}"],
+    "outer": [
+        "method=local_sgd", "stages=4", "steps=4", "gradient_accumulation=1",
+        "method_args={replicas: 3, local_steps: 4, outer: {}}",
+    ],
 }  # fmt: skip
 
 
@@ -174,7 +177,7 @@ QUICK = {"delayed norm", "replicas", "mixed", "split"}
 def test_stages_that_share_a_process_hand_their_values_over(name: str, tmp_path: Path) -> None:
     """Only values between stages of two processes are sent; the trace has the halves of split backwards."""
     settings = SHARING[name]
-    code, _, error = train_digits_on_ranks(2, tmp_path, *settings, "steps=2", "evaluate.every=0")
+    code, _, error = train_digits_on_ranks(2, tmp_path, "steps=2", "evaluate.every=0", *settings)
     assert code == 0, error
     crossing = {(link["src"], link["dst"]) for link in read_summary(tmp_path)["links"]}
     v_shaped = {(0, 1), (2, 3)}

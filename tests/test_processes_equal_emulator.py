@@ -475,14 +475,16 @@ CUT: Dict[str, Any] = {
     "checkpoint": {"every": 3, "keep": 1}, "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9},
     "backend": {"threads": 1},
 }  # fmt: skip
+# a gradient inside a forward once failed in observations without gradients, and each observation on
+# each process once wrote weights
 for _entry, _method in (
     ("make_forces", "pipedream"),
-    ("Shrinking", "gpipe"),
+    ("ShrinkingModel", "gpipe"),
     ("make_cut_checkpoint", "gpipe"),
 ):
     _model = {"entry": f"tests.staged_models:{_entry}"}
     RUNS[f"cut-{_entry}"] = ConfigRun(
-        2, [f"method={_method}"], {**CUT, "model": _model}, is_quick=False
+        2, [f"method={_method}"], {**CUT, "model": _model}, is_quick=_entry == "make_forces"
     )
 REPORTED = ("forward_delay", "backward_delay", "weight_copies", "optimizer_bytes")  # by stage
 
@@ -599,6 +601,14 @@ FEATURES: Dict[str, Feature] = {
         for model in ("torchvision-convnext", "timm-cait", "hf-mixtral")
     },
 }
+QUICK_FEATURES = {
+    "complex-buffer-zb_h1",
+    "loss-reads-model-pipedream",
+    "batches-three",
+    "loss-weight-pipedream",
+    # Mixtral once failed in the first evaluation, which was recorded with meta weights of other stages
+    "cut-hf-mixtral",
+}
 
 
 def describe_cut_model(name: str) -> Dict[str, Any]:
@@ -608,18 +618,18 @@ def describe_cut_model(name: str) -> Dict[str, Any]:
 
     case = CASES[name]
     model = {"entry": f"tests.third_party_models:{case.entry}"}
-    keys = {**CUT, "model": model, "data": case.data, "stages": case.stages(2)}
+    keys = {**CUT, "model": model, "data": case.data, "stages": case.list_stages(2)}
     return {"config": configure(method="gpipe", **keys)}
 
 
 def list_feature_rows() -> Dict[str, Comparison]:
-    """Return the rows of features. None is quick, since the features' own tests train them, too."""
+    """Return the rows of features; one of each kind is quick."""
     rows = {}
     for name, feature in FEATURES.items():
         on_emulator = functools.partial(train_feature, name, "emulator", True)
         on_rank = functools.partial(train_feature_on_rank, name)
         rows[f"feature-{name}"] = Comparison(
-            feature.ranks, False, on_emulator, on_rank, feature.missing
+            feature.ranks, name in QUICK_FEATURES, on_emulator, on_rank, feature.missing
         )
     return rows
 
