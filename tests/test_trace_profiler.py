@@ -95,7 +95,8 @@ ODD_RECORDS = {
     "an object as time": [x("gemm", {}, 3)],
     "times of zero": [x("gemm", 0.0, 0.0)] * 4,
     "not a number": [x("gemm", float("nan"), 3)],
-    "beyond all times": [x("gemm", 1e300, 3)],
+    "beyond all times": [x("gemm", 1e300, 3), x("gemm", 9 * 10**15, 3), x("gemm", "9" * 16, 3)],
+    "longer than all times": [x("gemm", 1, 10**30)],
 }
 
 

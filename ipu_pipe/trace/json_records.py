@@ -21,6 +21,8 @@ GZIP = b"\x1f\x8b"
 # bytes of JSON in a file
 MOST_TEXT = 1 << 30
 PIECE = 1 << 20
+# a time, and a duration after it, up to this one fit into int64 as nanoseconds
+MOST_US = 4 * 10**15
 # a float64 holds all decimals (nanoseconds) of a time in microseconds with up to 12 digits before
 # the point
 MOST_DIGITS = 12
@@ -30,9 +32,9 @@ Record = Dict[str, Any]
 
 
 class LongNumber(float):
-    """A decimal number whose text has more digits than a float64 can hold."""
+    """A decimal number with more digits than a float64 can hold, and a thousand times it (exact)."""
 
-    text: str
+    thousandfold: int
 
 
 class Parsed(NamedTuple):
@@ -114,31 +116,42 @@ def _unpack(raw: BinaryIO, most_bytes: int) -> tuple[bytes, bool]:
 
 
 def _parse_number(text: str) -> float:
-    if text.find(".") <= MOST_DIGITS:
-        return float(text)
+    return _parse_text(text) if text.find(".") > MOST_DIGITS else float(text)
+
+
+def _parse_text(text: str) -> float:
+    """Return the number that a text is. Raise ValueError if it is none."""
     number = LongNumber(text)
-    number.text = text
+    try:
+        # exact: a float64 does not hold all digits of a time since 1970
+        number.thousandfold = _read_thousandfold(text)
+    except ValueError:
+        return float(text)
     return number
+
+
+def _read_thousandfold(text: str) -> int:
+    """Return a thousand times a decimal number, rounded to a whole one, exactly. Raise ValueError
+    for other text.
+    """
+    match = _DECIMAL.fullmatch(text)
+    if match is None:
+        raise ValueError("is not a decimal number")
+    sign, whole, decimals = match.groups()
+    tenths = int(whole + (decimals or "").ljust(4, "0")[:4])
+    return -((tenths + 5) // 10) if sign else (tenths + 5) // 10
 
 
 def read_time(value: Any) -> int:
     """Return a time in microseconds, a number or its text, as whole nanoseconds. Raise ValueError
     for anything else.
     """
-    if isinstance(value, LongNumber):
-        value = value.text
     if isinstance(value, str):
-        # exact: a float64 does not hold all digits of a time since 1970
-        match = _DECIMAL.fullmatch(value)
-        if match is not None:
-            sign, whole, decimals = match.groups()
-            tenths = (decimals or "0").ljust(4, "0")[:4]
-            ns = int(whole) * 1000 + round(int(tenths) / 10)
-            return -ns if sign else ns
-        # raises ValueError for what is not a number
-        value = float(value)
-    if type(value) is float and abs(value) < 1e16:
+        value = _parse_text(value)
+    if type(value) is LongNumber and -MOST_US < value < MOST_US:
+        return value.thousandfold
+    if type(value) is float and -MOST_US < value < MOST_US:
         return round(value * 1000)
-    if type(value) is int and abs(value) < 10**16:
+    if type(value) is int and -MOST_US < value < MOST_US:
         return value * 1000
     raise ValueError("is not a number of microseconds")

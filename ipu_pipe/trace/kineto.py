@@ -213,22 +213,22 @@ class ProfilerRecords:
         if meaning is None:
             return
         self._count[category] += 1
-        times = []
-        for key in ("name", "ts", "dur"):
-            if key not in record:
-                self._leave_out(category, f"{key} is missing")
-                return
-            if key == "name":
-                continue
-            try:
-                times.append(read_time(record[key]))
-            except ValueError:
-                self._leave_out(category, f"{key} is not a number of microseconds")
-                return
-        if times[1] < 0:
-            self._leave_out(category, "dur is negative")
+        missing = [key for key in ("name", "ts", "dur") if key not in record]
+        if missing:
+            self._leave_out(category, f"{missing[0]} is missing")
             return
-        self._add(record, meaning, times[0], times[0] + times[1])
+        key = "ts"
+        try:
+            start = read_time(record["ts"])
+            key = "dur"
+            duration = read_time(record["dur"])
+        except ValueError:
+            self._leave_out(category, f"{key} is not a number of microseconds")
+            return
+        if duration < 0:
+            self._leave_out(category, "dur is negative")
+        else:
+            self._add(record, meaning, start, start + duration)
 
     def _take_half(self, record: Record, phase: str) -> None:
         """Join a begin and the next end on its track to one record."""
@@ -270,8 +270,12 @@ class ProfilerRecords:
         self._left_out[category, reason] += 1
 
     def _number_track(self, record: Record) -> int:
-        track = str(record.get("pid")), str(record.get("tid"))
-        return self._tracks.setdefault(track, len(self._tracks))
+        track = record.get("pid"), record.get("tid")
+        try:
+            return self._tracks.setdefault(track, len(self._tracks))
+        except TypeError:
+            # a list or an object
+            return self._tracks.setdefault(str(track), len(self._tracks))
 
     def _add(self, record: Record, meaning: Meaning, start: int, end: int) -> None:
         # the busy time of an accelerator includes only its kernels

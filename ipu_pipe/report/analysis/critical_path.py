@@ -37,8 +37,8 @@ from ipu_pipe.trace.events import (
 SHORTER = 0.1
 # the most events that are played again for that
 MOST_PLAYED = 100_000
-# the most events whose path is walked, at some microseconds a piece
-MOST_WALKED = 1_000_000
+# the most events whose path is walked, at 20 microseconds a piece
+MOST_WALKED = 200_000
 # the most pieces of the path that are listed
 MOST_LISTED = 2000
 # events that cover a moment, in this order
