@@ -183,6 +183,9 @@ def test_ranks_that_ran_one_after_the_other(tmp_path: Path) -> None:
 def test_one_rank_of_several_says_so(tmp_path: Path) -> None:
     found = figures(write(tmp_path / "rank1.json", BASE, 1, 4))
     assert any("1 of 4 ranks" in note for note in found["notes"])
+    assert "all 4 ranks" in found["bottleneck"]["do"]
+    far = figures(write(tmp_path / "a.json", [x("gemm", 0, 5), x("gemm", 100, 5)]))
+    assert "host" in far["bottleneck"]["do"]
 
 
 def test_faults_name_the_event_and_its_key(tmp_path: Path) -> None:

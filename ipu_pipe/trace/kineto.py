@@ -91,6 +91,8 @@ PLACE, KIND, START, END, TRACK, STAGE, MICROBATCH, BYTES, PEER, CARRIES, IS_BACK
     range(12)
 )
 BATCH = 1 << 14
+# how far away a time of 0 is taken for a missing one, as a multiple of the trace's span
+FAR = 100
 
 
 class Meaning(NamedTuple):
@@ -389,8 +391,8 @@ def _read_message(args: Any, meaning: Meaning) -> tuple[int, int, int]:
 
 
 def _find_zero_times(rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return a mask of records that begin at 0 where 0 is no time of the trace: they end further
-    from all other records than these are from one another.
+    """Return a mask of records that begin at 0 where 0 is no time of the trace: they end FAR times
+    as long before all other records as these last together.
     """
     is_zero = rows[:, START] == 0
     others = rows[~is_zero]
@@ -398,7 +400,7 @@ def _find_zero_times(rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.zeros(len(rows), bool)
     first = int(others[:, START].min())
     last = int(others[:, END].max())
-    return is_zero & (first - rows[:, END] > last - first)
+    return is_zero & (first - rows[:, END] > FAR * (last - first))
 
 
 def _keep_outermost(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:

@@ -323,7 +323,7 @@ def merge_profiler_files(files: Sequence[RankRecords]) -> Trace:
     first_path = files[0].path
     notes = [NOTE]
     ranks = _find_ranks(files, notes)
-    _compare_sizes(files, notes)
+    size = _compare_sizes(files, notes)
     files, shifted = _shift_to_one_clock(files)
     notes += shifted
     if not any(len(of_rank.events.start) for of_rank in files):
@@ -351,6 +351,7 @@ def merge_profiler_files(files: Sequence[RankRecords]) -> Trace:
         "backend": "PyTorch profiler",
         "modelled": False,
         "accumulate": pipeline.microbatches,
+        "ranks": size,
         "why_no_waits": why_no_waits,
         # a message of the host ends when it is waited for, not when it has arrived
         "messages_end_late": not any(of_rank.on_device for of_rank in files),
@@ -379,15 +380,15 @@ def _find_ranks(files: Sequence[RankRecords], notes: list[str]) -> list[int]:
     return ranks
 
 
-def _compare_sizes(files: Sequence[RankRecords], notes: list[str]) -> None:
-    """Raise `BadInput` for files whose runs have different numbers of ranks, and note that there
-    are fewer files than ranks.
+def _compare_sizes(files: Sequence[RankRecords], notes: list[str]) -> int | None:
+    """Return the number of ranks of the run, None if not known, and note that there are fewer
+    files. Raise `BadInput` for files whose runs have different numbers of ranks.
     """
     sizes: dict[int, Path] = {}
     for of_rank in files:
         info = of_rank.keys.get("distributedInfo")
         size = info.get("world_size") if isinstance(info, dict) else None
-        if isinstance(size, int):
+        if isinstance(size, int) and 0 < size < 1 << 30:
             sizes.setdefault(size, of_rank.path)
     if len(sizes) > 1:
         listed = ", ".join(f"{path.name} of {size} ranks" for size, path in sorted(sizes.items()))
@@ -401,6 +402,7 @@ def _compare_sizes(files: Sequence[RankRecords], notes: list[str]) -> None:
             f"the trace has {len(files)} of {max(sizes)} ranks: who waits for the others is not "
             f"known"
         )
+    return max(sizes, default=None)
 
 
 def _compare_spans(files: Sequence[RankRecords]) -> None:

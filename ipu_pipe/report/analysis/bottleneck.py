@@ -225,6 +225,11 @@ def _advise(analysis: Analysis, loads: dict[int, float], move: Row, run: RunMeta
             f"by a factor of {move['time_per_flop_ratio']:.2g}; "
             "train a few updates with the new boundary to confirm it)"
         )
+    host_ns = analysis["devices"][0]["idle_in"][HOST]
+    if run.ranks is not None and run.ranks > len(analysis["devices"]):
+        return f"give the traces of all {run.ranks} ranks: some do not tell who waits for whom"
+    if len(analysis["devices"]) == 1 and 2 * host_ns > analysis["span_ns"]:
+        return "let the host keep the device busy: larger or fewer operations, data loaded ahead"
     if len(analysis["devices"]) == 1:
         return "there is one device: use more devices, or a smaller model"
     if max(loads.values()) > (1 + EVEN) * sum(loads.values()) / len(loads):

@@ -50,6 +50,8 @@ class RunMetadata(BaseModel):
     # of other tools: why waits are not told from messages, and whether these end when waited for
     why_no_waits: Optional[str] = None
     messages_end_late: Optional[bool] = None
+    # of other tools: the ranks of the run, of which the trace may have fewer
+    ranks: Optional[Count] = None
     planned_bubble_fraction: Optional[Annotated[float, Field(ge=0, lt=1 << 31)]] = None
     units: Optional[List[UnitMetadata]] = None
     _resolved: Tuple[Optional[Method], str] = PrivateAttr((None, ""))
