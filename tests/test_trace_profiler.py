@@ -210,7 +210,7 @@ def test_faults_name_the_event_and_its_key(tmp_path: Path) -> None:
 # ---- passes
 
 
-def two_ranks(folder: Path, **keys: Any) -> Path:
+def write_two_ranks(folder: Path, **keys: Any) -> Path:
     """Two ranks of one host: rank 1 computes until 200, and rank 0 waits for it from 60 on.
 
     rank 0    F0 0-50   recv 60 ................. 230  B0 230-280
@@ -231,7 +231,7 @@ def two_ranks(folder: Path, **keys: Any) -> Path:
 
 def test_waiting_is_not_communication(tmp_path: Path) -> None:
     """Story: rank 0 waited for rank 1's compute, and was told to send less."""
-    found = figures(two_ranks(tmp_path / "run"))
+    found = figures(write_two_ranks(tmp_path / "run"))
     first, second = found["devices"]
     # ready to receive at 60, and rank 1 computes until 200; from then on the message is on its way
     # (its own message takes until 70)
@@ -253,7 +253,7 @@ def test_waiting_is_not_communication(tmp_path: Path) -> None:
 
 
 def test_hosts_whose_clocks_cannot_be_compared(tmp_path: Path) -> None:
-    found = figures(two_ranks(tmp_path / "run", other="two"))
+    found = figures(write_two_ranks(tmp_path / "run", other="two"))
     # messages go both ways, so the offset is estimated
     assert found["devices"][0]["waits_for"]
     run = tmp_path / "one way"
@@ -279,7 +279,7 @@ def test_hosts_whose_clocks_cannot_be_compared(tmp_path: Path) -> None:
 
 def test_clocks_of_hosts_are_compared_by_messages(tmp_path: Path) -> None:
     """Rank 1's clock is a second ahead: with the offset its waits are those of one clock."""
-    run = two_ranks(tmp_path / "run", other="two")
+    run = write_two_ranks(tmp_path / "run", other="two")
     content = json.loads((run / "rank1.json").read_text())
     for record in content["traceEvents"]:
         record["ts"] += 1_000_000

@@ -14,8 +14,14 @@ import pytest
 from ipu_pipe.report import page as page_module
 from ipu_pipe.report.analysis.analyze import read_and_analyze
 from ipu_pipe.report.page import write_page
-from tests.page_example import HOSTILE, MICROBATCHES, STAGES, example, split_example
-from tests.test_trace_profiler import two_ranks
+from tests.page_example import (
+    HOSTILE,
+    MICROBATCHES,
+    STAGES,
+    make_example_trace,
+    make_split_example_trace,
+)
+from tests.test_trace_profiler import write_two_ranks
 
 pytestmark = pytest.mark.browser
 FLAGS = (
@@ -174,7 +180,7 @@ def test_the_answer_comes_first_and_every_figure_says_what_it_is(
         "css selector", "main > section:not(#answer):not(#notes) h2"
     )
     assert len(sections) == 8 and all(heading.text.endswith("measured") for heading in sections)
-    assert page.one("html").get_attribute("lang") == "en"
+    assert page.find("html").get_attribute("lang") == "en"
     for labelled in page.driver.find_elements("css selector", "canvas, svg, .stacked"):
         assert labelled.get_attribute("aria-label")
 
@@ -424,29 +430,28 @@ def test_a_page_with_too_many_events_shows_an_overview_and_a_window(
     open_page: Callable[..., BrowserPage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_module, "MOST_EVENTS", 200)
-    page = opened(*example())
-    assert page.text("#window").startswith("Of 740 events the page holds 200, from ")
-    page.settled()
-    assert page.colours() >= 5  # the overview
-    page.one("#zoom-window").click()
-    begin, end = page.settled()
-    assert 0 < begin < end and page.colours() >= 5
-    page.keys(f"{MICROBATCHES - 1}\n", "#microbatch")
-    page.until(lambda: page.text("#status").endswith("in the window"))
+    page = open_page(*make_example_trace())
+    assert page.read_text("#window").startswith("Of 740 events the page holds 200, from ")
+    page.wait_until_drawn()
+    assert page.count_colours() >= 5  # the overview
+    page.find("#zoom-window").click()
+    begin, end = page.wait_until_drawn()
+    assert 0 < begin < end and page.count_colours() >= 5
+    page.send_keys(f"{MICROBATCHES - 1}\n", "#microbatch")
+    page.wait_until(lambda: page.read_text("#status").endswith("in the window"))
 
 
-def test_two_runs_of_pytorchs_pipelines(browser: Any, tmp_path: Path) -> None:
+def test_the_page_of_two_of_pytorchs_pipelines_shows_both(browser: Any, tmp_path: Path) -> None:
     """The page names one subject, draws both timelines, and shows the critical path."""
-    one, two = two_ranks(tmp_path / "one"), two_ranks(tmp_path / "two")
+    one, two = write_two_ranks(tmp_path / "one"), write_two_ranks(tmp_path / "two")
     (trace, analysis), other = (read_and_analyze(run) for run in (one, two))
     write_page(tmp_path / "page.html", trace, analysis, other)
-    page = Page(browser, tmp_path / "page.html")
-    assert page.script("return document.getElementById('bottleneck').textContent").startswith(
-        "Stage 1 on device 1: device 1 with"
-    )
-    label = page.script("return document.getElementById('canvas').getAttribute('aria-label')")
+    page = BrowserPage(browser, tmp_path / "page.html")
+    read = "return document.getElementById('%s').%s"
+    bottleneck = page.run_script(read % ("bottleneck", "textContent"))
+    assert bottleneck.startswith("Stage 1 on device 1: device 1 with")
+    label = page.run_script(read % ("canvas", "getAttribute('aria-label')"))
     assert label.startswith("Timeline of 4 devices")
-    assert page.script("return document.querySelectorAll('#path i').length") == len(
-        analysis["critical_path"]["pieces"]
-    )
-    assert "span" in page.script("return document.getElementById('comparison').textContent")
+    pieces = page.run_script("return document.querySelectorAll('#path i').length")
+    assert pieces == len(analysis["critical_path"]["pieces"])
+    assert "span" in page.run_script(read % ("comparison", "textContent"))
