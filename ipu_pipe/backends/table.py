@@ -42,11 +42,12 @@ def launch(config: Config, asked: Mapping[str, object] | None = None) -> None:
     if config.backend.facts.emulates and where.world > 1:
         how = "start it without torchrun, or set backend.name=distributed"
         raise BadInput(f"backend.name: {config.backend.name}: runs in one process: {how}")
-    # start the watch before joining, because the rendezvous disappears when the launcher exits
+    # a process ends with its launcher: this begins before joining, because the rendezvous disappears
+    # when the launcher exits
     if is_distributed():
         end_with_launcher()
     backend.launch(config, asked or {})
-    # poprun's rank is known only now
+    # under poprun a process knows its rank only after the launch
     if is_distributed():
         end_with_launcher()
 

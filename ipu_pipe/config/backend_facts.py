@@ -17,17 +17,18 @@ class BackendFacts(NamedTuple):
     """Hold the facts of a backend. A `why_...` is the cause in a message, '' if there is none.
 
     Where it computes
-    `emulates`: one process holds all weight versions; batches for a GPU are put in pinned memory,
-    since this process receives no messages. `uses_processes`: the launcher's processes, as many as it says, each with its stages,
+    `emulates`: one process holds all weight versions; batches for a GPU are copied from pinned
+    memory. `uses_processes`: the launcher's processes, as many as it says, each with its stages,
     its replica's samples and a copy of tied weights. `trains_on`: the device that trains, if it is
     not the config's; one process drives all of these. `host_sees_devices`: the host that records a
     trace sees each device; otherwise it sees the calls of all together.
 
     How it computes
-    `takes_any_size`: microbatches may differ in their number of samples. `compiles_updates`: a
-    program makes the updates, compiled for one such number. `compiles_modules`: it can compile the
-    modules of stages (`model.compile`). `has_precision_in_bits`: `precision` may be given in bits
-    of passes and weights. `clips_any_optimizer`: `clip` is supported with every optimizer.
+    `takes_any_size`: microbatches may differ in their number of samples. `compiles_updates`:
+    updates run in a program that is compiled for one such number. `compiles_modules`: it can
+    compile the modules of stages (`model.compile`). `has_precision_in_bits`: `precision` may be
+    given in bits of passes and weights. `clips_any_optimizer`: `clip` is supported with every
+    optimizer.
 
     What others may see and set
     `loads_poptorch_state`: the optimizer's state may be PopTorch's. `why_rates_are_fixed`: learning

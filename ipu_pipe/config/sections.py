@@ -607,8 +607,9 @@ class T1(Section):
 
 
 class T2(Section):
-    """Discrepancy correction (PipeMare). `decay`: gamma^D for a delay of D, or `optimal` for the
-    optimum on a quadratic; the default is exp(-2).
+    """Discrepancy correction (PipeMare): a backward estimates the weights that its forward read, by
+    subtracting its delay times a running mean of the updates. {} has the default decay. `decay`:
+    gamma^D for a delay of D, or `optimal` for the optimum on a quadratic; the default is exp(-2).
     """
 
     decay: Any = math.exp(-2)

@@ -192,8 +192,11 @@ def _is_same(expected: _Result, actual: _Result, weights: set[int]) -> bool:
 
 
 def _reads_outputs_alone(trial: LossTrial, numbers: Sequence[int]) -> bool:
-    """Tell whether all losses are the same where the whole model is changed after their outputs
-    were stored.
+    """Tell whether the losses read their outputs alone; `numbers`: the indices of the outputs.
+
+    Store the outputs and compute their losses; then overwrite the values that modules keep, and all
+    weights and buffers, and compute the losses of the same outputs again. They must be equal and
+    reach no weight.
     """
     weights = [*trial.model.parameters()]
     with trial.restore(), torch.enable_grad():

@@ -150,8 +150,8 @@ class LoaderData:
         return self._first_count
 
     def _read_batch(self, epoch: int, index: int, batch_size: int) -> Any:
-        """Read on to batch `index` of pass `epoch`, from the pass's beginning if that batch is
-        over; return it.
+        """Read on to batch `index` of pass `epoch`, from the pass's beginning if that batch has
+        been passed; return it.
         """
         if epoch != self._epoch or index < self._next_index - 1:
             self._epoch = epoch

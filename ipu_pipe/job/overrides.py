@@ -32,7 +32,7 @@ FREE = ("metrics", "callbacks")
 
 
 class Overrides(NamedTuple):
-    """The objects that Python passes to `ipu_pipe.train`, which describes each; None: the config's
+    """The objects that the caller passes to `ipu_pipe.train`, which describes each; None: the config's
     entry is used.
     """
 
@@ -70,7 +70,8 @@ class Overrides(NamedTuple):
         raise_faults(faults)
 
     def describe_in(self, config: Config) -> Config:
-        """Return the config with descriptions of the objects instead of their keys.
+        """Return the config in which the key of each passed object is GIVEN, and its description
+        stands in the section `given`.
 
         A value that a key can have itself (the name of a loss or an output) stays there. The
         optimizer is described when it is made.

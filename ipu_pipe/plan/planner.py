@@ -1,5 +1,5 @@
-"""Find the best configurations for a model's units, hardware and limits, and the bottleneck of
-each.
+"""Find the best configurations for a model, hardware and limits, and the bottleneck of each. A unit
+is the smallest part of the model that a stage may begin with.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ A pass is added in four steps (`Plan.add_with_fillers`):
 
     [1] a forward needs memory        weight gradients before it, until their activations are freed
     [2] it waits for its inputs       the delayed weight gradients that fit into the wait
-    [3] it still waits too long       one more weight gradient, which delays it: better busy than slowest
+    [3] it still waits too long       one more weight gradient, although this delays the pass
     [4] the pass
 
 For example device 0 has done F0 F1 I0 (unit times), the inputs of I1 arrive at 4.5, and W0 is

@@ -1,10 +1,10 @@
 """Make the schedule of a method: which stage runs which pass in which slot.
 
 A schedule consists of stretches, each from an empty pipeline to an empty one. Every pipeline here
-is a function that gives a stretch as runs (slots affine in the microbatch, `runs.py`), under a
-drawing of it; methods given by an order of each device are laid out by `_make_ordered`. P stages, M
-microbatches, N microbatches per update; s and m are a stage and a microbatch; slots count from 0.
-The size of a stretch is its number of microbatches.
+is a function that gives a stretch as runs, under a drawing of it (a run: consecutive microbatches
+whose slots are equally far apart, `runs.py`); methods given by an order of each device are laid out
+by `_make_ordered`. P stages, M microbatches, N microbatches per update; s and m are a stage and a
+microbatch; slots count from 0. The size of a stretch is its number of microbatches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SlotsAndRuns = Tuple[int, RunArray]
 # the most steps between two averages of local_sgd with fewer replicas than stages: each is a run,
 # checked one by one
 MOST_STEPS_OF_ROUND = 5_000
-# the updates of an open schedule, more than any run makes; a schedule's size is that of its runs
+# the updates of an open schedule, more than any training makes; its memory grows with the number of
+# runs, not of updates
 OPEN = 1 << 40
 
 
@@ -218,7 +219,8 @@ def compute_utilization(method: Method, stages: int, accumulate: int) -> float:
     period = accumulate + (stages > 1) if method.pipeline is Timeline.LOCAL_SHARED else 2
     start = 3 * stages
     microbatches = 4 * stages + 2 + period
-    # orders of passes on devices are steady after at most 9 P v slots; they repeat every 2 P slots, or
+    # orders of passes on devices are steady after at most 9 P v slots, v the
+    # stages per device; they repeat every 2 P slots, or
     # 3 P with split backwards, and 12 P microbatches last longer than one such period
     if method.order is not None:
         start = 9 * stages * method.order.stages_per_device

@@ -42,7 +42,7 @@ def convert_label(value: torch.Tensor) -> torch.Tensor:
 
 class Calls(Dataset):  # type: ignore[type-arg]
     """Inputs of PopTorch's calls in order: item i holds the samples of updates first + i*D to first
-    + (i+1)*D - 1, for these `replicas`.
+    + (i+1)*D - 1 (D device iterations), for these `replicas`.
 
     Picklable. In a worker, errors are written to `error_file`, because PopTorch only says that the
     worker exited.

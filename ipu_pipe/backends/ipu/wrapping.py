@@ -1,7 +1,7 @@
 """A job's model and loss in the form that PopTorch compiles.
 
     forward(x, y)   body(x) -> outputs -> losses, all in one graph
-                    -> final loss, loss of each block (P,), right and counted labels of each block (P, 2)
+                    -> final loss, loss of each block (P,), numbers of correct and of counted labels (P, 2)
     forward(x)      -> outputs, for evaluation
 
 Blocks with losses of their own (local-parallel training) form one graph. Their boundaries are

@@ -1,7 +1,8 @@
 """The interpreter of a rank's row of the schedule: one loop over its actions, one function for each
 kind.
 
-    F  Stage.forward     R  Stage.recompute     B, I  Stage.backward     W  Stage.add_weight_gradients     U  Interpreter._update
+    F  Stage.forward      R  Stage.recompute      B, I (input gradient)  Stage.backward
+    W (weight gradient)  Stage.add_weight_gradients      U (update)  Interpreter._update
 
 A rank's row joins the rows of its stages, slot by slot:
 
