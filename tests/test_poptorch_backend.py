@@ -1041,8 +1041,10 @@ def assert_one_device(folder: Path, busy_share: float) -> Dict[str, Any]:
     analysis: Dict[str, Any] = analyze_run(folder)
     (device,) = analysis["devices"]
     assert device["covers"] == "all IPUs" and device["busy_ns"] > 0
-    for key in ("utilization", "bubble_fraction", "imbalance", "bottleneck"):
+    for key in ("utilization", "bubble_fraction", "imbalance"):
         assert analysis[key] is None, key
+    # a slow disk may make a checkpoint the bottleneck, which names no stage
+    assert analysis["bottleneck"] is None or analysis["bottleneck"]["stage"] is None
     assert (
         device["utilization"]
         is analysis["overlap"]["share"]
