@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/%s.txt" % {(3, 8): "py38-torch2.0.1", (3, 9): "py39-torch2.8", (3, 10): "py310-torch2.13"}.get(sys.version_info[:2], "py311-torch2.13"))')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test test-slow test-all test-ipu-floor lint hostile simulate kills wheel site browser chromium bench equality sweep reproduce reproduce-full clean
+.PHONY: help install train test test-slow test-all test-ipu-floor lint hostile simulate kills oracle wheel site browser chromium bench equality sweep reproduce reproduce-full clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test test-slow test-all test-ipu-floor lint hostile simulate kills wheel site browser bench equality sweep reproduce reproduce-full clean"
+	@echo "targets: install train test test-slow test-all test-ipu-floor lint hostile simulate kills oracle wheel site browser bench equality sweep reproduce reproduce-full clean"
 
 install: $(VENV)/.installed
 
@@ -87,6 +87,18 @@ KILLS ?= 200
 
 kills: install
 	$(BIN)/python -m tests.kills --kills $(KILLS) --seed $(SEED)
+
+# Compare the analysis of profilers' traces with HolisticTraceAnalysis, which needs an environment of its own.
+# HTA_FILES=FOLDER of its public files (its tests/data) compares these, too.
+ORACLE_VENV := .venv-oracle
+
+oracle: $(ORACLE_VENV)/.installed
+	HTA_PYTHON=$(ORACLE_VENV)/bin/python $(BIN)/python -m pytest -m slow tests/test_trace_oracle.py
+
+$(ORACLE_VENV)/.installed: install
+	$(PYTHON) -m venv --clear $(ORACLE_VENV)
+	$(ORACLE_VENV)/bin/python -m pip --disable-pip-version-check --retries 5 --timeout 60 install --quiet 'HolisticTraceAnalysis>=0.5'
+	@touch $@
 
 # Time the emulator against plain training, and processes against PyTorch's own pipeline.
 bench: install

@@ -148,7 +148,7 @@ def test_versions_as_text() -> None:
     table = make_version_table("pipemare", 3, 40, 1)
     forward, backward = table.window(0, MOST_MICROBATCHES)
     _, header, *rows, note = repr(table).splitlines()
-    assert header.split() == ["microbatch", *map(str, range(MOST_MICROBATCHES)), "lag"]
+    assert header.split() == ["microbatch", *map(str, range(MOST_MICROBATCHES)), "delay"]
     for s, row in enumerate(rows):
         pairs = [f"{f}/{b}" for f, b in zip(forward[s].tolist(), backward[s].tolist())]
         assert row.split() == ["stage", str(s), *pairs, str(table.greatest_lag()[s])]

@@ -1,8 +1,6 @@
-"""HolisticTraceAnalysis and Perfetto's trace processor as judges. Each lives in an environment of its own.
+"""HolisticTraceAnalysis judges the figures of profilers' traces, in an environment of its own: `make oracle`.
 
-python -m venv hta && hta/bin/pip install HolisticTraceAnalysis
-HTA_PYTHON=hta/bin/python pytest -m slow tests/test_trace_oracle.py
-HTA_FILES=FOLDER of its public files, too: its tests/data, flat or as they are
+HTA_PYTHON is its interpreter, HTA_FILES a folder of its public files (its tests/data). Without them the tests are skipped.
 """
 
 from __future__ import annotations

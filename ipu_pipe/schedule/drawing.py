@@ -149,11 +149,11 @@ def _describe(schedule: Drawable) -> str:
     )
 
 
-def format_versions(schedule: Drawable, read_versions: ReadVersions, lags: IntArray) -> str:
+def format_versions(schedule: Drawable, read_versions: ReadVersions, delays: IntArray) -> str:
     """Return the versions that the forward and the backward of the first microbatches read, a line
     per stage.
 
-    `lags`: the greatest steady lag of each stage, (P,).
+    `delays`: the greatest steady lag of each stage, (P,).
     """
     count = min(schedule.microbatches, MOST_MICROBATCHES)
     rows = min(schedule.stages, MOST_ROWS)
@@ -165,8 +165,8 @@ def format_versions(schedule: Drawable, read_versions: ReadVersions, lags: IntAr
     header = [str(m) for m in range(count)]
     width = max(len(cell) for row in [header, *table] for cell in row)
     labels = ["microbatch", *(f"stage {s}" for s in range(rows))]
-    ends = ["  lag", *(f"  {lag:>3}" for lag in lags[:rows].tolist())]
-    lines = [f"{_describe(schedule)}; weight versions of forward/backward, lag in updates"]
+    ends = ["  delay", *(f"  {delay:>5}" for delay in delays[:rows].tolist())]
+    lines = [f"{_describe(schedule)}; weight versions of forward/backward, delay in updates"]
     for label, cells, end in zip(labels, [header, *table], ends):
         lines.append(f"{label:<10}  " + " ".join(f"{cell:>{width}}" for cell in cells) + end)
     if (count, rows) != (schedule.microbatches, schedule.stages):

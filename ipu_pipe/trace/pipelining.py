@@ -141,7 +141,7 @@ def _label_by_ranges(events: Events, ranges: Events, position: int, microbatches
     labelled = is_inside & (is_compute & ~is_message_range | is_message)
     kind = np.where(labelled & is_compute, ranges.kind[place], events.kind)
     carries = _guess_payload(events, ranges, place, labelled, is_message_range)
-    # an update says no microbatch to its messages
+    # the messages of an update have no microbatch
     labelled &= ~(is_message & (ranges.kind[place] == UPDATE))
     events = events._replace(
         kind=kind.astype(np.int8),
@@ -227,7 +227,7 @@ def _find_peers(parts: Sequence[Events]) -> Events:
     )
 
 
-# ---- passes that messages tell
+# ---- passes that are inferred from messages
 
 
 def _number_messages(events: Events) -> Events:
@@ -251,7 +251,7 @@ def _find_replicas(columns: dict[int, tuple[Events, NDArray[np.bool_]]]) -> list
         compute = np.flatnonzero(events.kind == UNSPECIFIED)
         sends = np.flatnonzero(events.kind == SEND)
         goes_on = np.broadcast_to(
-            _tell_payload(events, sends, compute, is_backward, 0) == ACTIVATIONS, len(sends)
+            _identify_payload(events, sends, compute, is_backward, 0) == ACTIVATIONS, len(sends)
         )
         peers = events.peer[sends[goes_on]]
         if len(peers):
@@ -284,8 +284,8 @@ def _agree(parts: Sequence[Events]) -> bool:
 def _label_by_messages(
     events: Events, is_backward: NDArray[np.bool_], position: int, ranks: Sequence[int]
 ) -> Events:
-    """Return the events of a rank, in the order of their starts, with the passes that its messages
-    tell.
+    """Return the events of a rank, in the order of their starts, with the passes that are
+    inferred from its messages.
     """
     is_first = position == 0
     is_last = position == len(ranks) - 1
@@ -293,20 +293,11 @@ def _label_by_messages(
     sends, recvs = (np.flatnonzero(events.kind == kind) for kind in (SEND, RECV))
     carries = np.zeros(len(events.kind), np.int64)
     peer = events.peer.copy()
-    carries[sends] = _tell_payload(
-        events,
-        sends,
-        compute,
-        is_backward,
-        ACTIVATIONS if is_first else GRADIENTS if is_last else 0,
-    )
-    carries[recvs] = _tell_payload(
-        events,
-        recvs,
-        compute,
-        is_backward,
-        GRADIENTS if is_first else ACTIVATIONS if is_last else 0,
-    )
+    # the first rank sends activations and receives gradients, the last one the reverse
+    payloads = (ACTIVATIONS, GRADIENTS) if is_first else (GRADIENTS, ACTIVATIONS)
+    for messages, payload in zip((sends, recvs), payloads):
+        only = payload if is_first or is_last else 0
+        carries[messages] = _identify_payload(events, messages, compute, is_backward, only)
     for places, goes_on in ((sends, ACTIVATIONS), (recvs, GRADIENTS)):
         neighbour = position + np.where(carries[places] == goes_on, 1, -1)
         is_known = (neighbour >= 0) & (neighbour < len(ranks))
@@ -357,7 +348,7 @@ def _label_by_messages(
     )
 
 
-def _tell_payload(
+def _identify_payload(
     events: Events,
     messages: NDArray[np.intp],
     compute: NDArray[np.intp],

@@ -65,7 +65,7 @@ def match_messages(events: Events) -> Matches:
     number = number.reshape(-1)
     of_send = number[: len(known_sends)]
     of_recv = number[len(known_sends) :]
-    # a key that occurs twice says no one message
+    # a key that occurs twice does not identify a message
     is_single = (np.bincount(of_send, minlength=number.max() + 1) == 1) & (
         np.bincount(of_recv, minlength=number.max() + 1) == 1
     )

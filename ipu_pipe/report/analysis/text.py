@@ -37,8 +37,8 @@ STAGE_HEAD = (
     "per microbatch",
     "of slowest",
     "GFLOP/s",
-    "forward lag",
-    "backward lag",
+    "forward delay",
+    "backward delay",
     "until update",
 )
 LINK_HEAD = ("link", "carries", "messages", "sent", "per microbatch", "min latency", "median")
