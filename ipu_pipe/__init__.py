@@ -50,6 +50,7 @@ _HOMES = {
     "Stop": "run.callbacks",
     "load_data": "data",
     "from_loader": "data",
+    "trace_stages": "cut.graphs",
     "train": "run.train",
     "Pipeline": "pipeline.pipeline",
     "Update": "pipeline.pipeline",
@@ -59,6 +60,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from ipu_pipe.config.load import configure, load_config, resolve_method
+    from ipu_pipe.cut.graphs import trace_stages
     from ipu_pipe.data import from_loader, load_data
     from ipu_pipe.errors import BadInput, RunFault
     from ipu_pipe.model.stages import begin_stage, partition
@@ -103,6 +105,7 @@ __all__ = [
     "plan_config",
     "predict",
     "resolve_method",
+    "trace_stages",
     "train",
 ]
 
