@@ -12,6 +12,7 @@ import pytest
 from ipu_pipe.run import machine_check
 from tests.command_line import run_here
 from tests.support.runs import needs_processes
+from tests.support.slow import mark_slow
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +24,7 @@ def run_check(monkeypatch: Any, capsys: Any) -> Any:
     return lambda *words: run_here(command, *words, monkeypatch=monkeypatch, capsys=capsys)
 
 
+@pytest.mark.slow
 @needs_processes
 def test_this_machine_equals_the_emulator(run_check: Any, tmp_path: Path) -> None:
     result = run_check("--json", "--to", tmp_path / "check.json")
@@ -60,7 +62,11 @@ def test_a_run_that_fails_is_a_difference_with_its_reason() -> None:
     assert row.verdict == "different" and "device lost" in row.detail
 
 
-@pytest.mark.parametrize("trial", machine_check.IPU_TRIALS, ids=lambda trial: str(trial.number))
+@pytest.mark.parametrize(
+    "trial",
+    mark_slow(machine_check.IPU_TRIALS, lambda trial: trial.number in (301, 302)),
+    ids=lambda trial: str(trial.number),
+)
 def test_the_double_agrees_with_every_assumption(
     poptorch: Any, monkeypatch: Any, trial: machine_check.Trial
 ) -> None:

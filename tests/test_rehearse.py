@@ -60,6 +60,7 @@ def test_a_config_that_ipus_refuse_is_one_line(
     assert all(key in lines[0] for key in keys)
 
 
+@pytest.mark.slow
 def test_a_stage_over_memory_is_one_line_with_a_change_that_fits() -> None:
     misfit = rehearse_pod("micro_batch_size=8192", "stages=2").misfit
     assert "does not fit pod4: device 0 needs" in misfit and "it would fit with" in misfit
@@ -86,6 +87,7 @@ def test_a_config_for_ipus_is_planned_from_shapes_with_the_same_figures(norm: st
         build_for_planning(broadcasts)
 
 
+@pytest.mark.slow
 def test_a_config_without_hardware_is_judged_on_the_smallest_pod_that_suffices() -> None:
     said: list[str] = []
     config = load_config(POD, [*SMALL, "hardware=null", "replicas=4"])

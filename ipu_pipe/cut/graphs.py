@@ -604,9 +604,9 @@ class _Passes:
         early = _add_elements(early)
         gradients = _list_nodes(self.weight_gradients)
         late = _list_ancestors(gradients, stop=early) - early
-        kept = {i for node in late for i in node.all_input_nodes if i in early}
-        kept |= {node for node in gradients if node in early}
-        self.kept = sorted(kept, key=self._order.__getitem__)
+        needed = {i for node in late for i in node.all_input_nodes if i in early}
+        needed |= {node for node in gradients if node in early}
+        self.kept = sorted(needed, key=self._order.__getitem__)
         of_input = self._extract(
             [*self._weights, *self.saved, *self._tangents], [*self.input_gradients, *self.kept]
         )

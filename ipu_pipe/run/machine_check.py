@@ -213,8 +213,8 @@ def _count_ipus() -> str:
 def configure_trial(trial: Trial, backend: dict[str, Any], precision: str = "float32") -> Config:
     """Return the config of a trial on a backend."""
     # another model has other arguments, and needs other data
-    kept = {k: v for k, v in BASE.items() if k not in ("model", "data") or k not in trial.keys}
-    keys = merge_keys(kept, trial.keys)
+    base = {k: v for k, v in BASE.items() if k not in ("model", "data") or k not in trial.keys}
+    keys = merge_keys(base, trial.keys)
     keys = merge_keys(keys, {"backend": backend, "precision": precision})
     return configure(**keys)
 
