@@ -64,9 +64,9 @@ def _start_branches_at_zero(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, BasicBlock):
-            nn.init.zeros_(module.bn2.weight)
+            nn.init.zeros_(module.get_parameter("bn2.weight"))
         if isinstance(module, Bottleneck):
-            nn.init.zeros_(module.bn3.weight)
+            nn.init.zeros_(module.get_parameter("bn3.weight"))
 
 
 def _check_classes(classes: int) -> None:
