@@ -65,4 +65,10 @@ BACKEND_FACTS: dict[str, BackendFacts] = {
         why_weights_are_hidden="PopTorch keeps the weights on the IPUs",
         why_gradients_are_hidden="PopTorch keeps the gradients on the IPUs",
     ),
+    "xla": BackendFacts(
+        compiles_updates=True,
+        clips_any_optimizer=False,
+        why_weights_are_hidden="xla keeps the weights on its devices",
+        why_gradients_are_hidden="xla keeps the gradients on its devices",
+    ),
 }
