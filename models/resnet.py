@@ -58,6 +58,17 @@ def _initialize(model: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
+def _start_branches_at_zero(model: nn.Module) -> None:
+    """Set the weight of the last norm before each residual addition to zero, so that every block
+    begins as its shortcut (Goyal et al. 2017, section 5.1).
+    """
+    for module in model.modules():
+        if isinstance(module, BasicBlock):
+            nn.init.zeros_(module.bn2.weight)
+        if isinstance(module, Bottleneck):
+            nn.init.zeros_(module.bn3.weight)
+
+
 def _check_classes(classes: int) -> None:
     """Raise `BadInput` if there is no class."""
     if classes < 1:
@@ -155,6 +166,7 @@ def _build_resnet(
     small_images: bool,
     norm: str,
     bytes: bool,
+    zero_init: bool,
 ) -> nn.Sequential:
     """Build a post-activation ResNet whose layer i has `depths[i]` blocks."""
     _check_classes(classes)
@@ -179,49 +191,71 @@ def _build_resnet(
     ]
     model = nn.Sequential(OrderedDict(children))
     _initialize(model)
+    if zero_init:
+        _start_branches_at_zero(model)
     return model
 
 
 def resnet18(
-    classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
+    classes: int = 1000,
+    small_images: bool = False,
+    norm: str = "batch",
+    bytes: bool = False,
+    zero_init: bool = False,
 ) -> nn.Sequential:
     """Build ResNet-18: 9 stages, 11,689,512 parameters with 1000 classes. Input (B, 3, H, W),
     output (B, classes).
 
     `small_images`: use a 3x3 stem without stride and pooling, for 32x32. `norm`: batch or group (32
     groups). `bytes`: take uint8 images (`data.bytes: true`) and normalize them on the model's
-    device.
+    device. `zero_init`: start the last norm before each residual addition at zero.
     """
-    return _build_resnet(BasicBlock, (2, 2, 2, 2), classes, small_images, norm, bytes)
+    return _build_resnet(BasicBlock, (2, 2, 2, 2), classes, small_images, norm, bytes, zero_init)
 
 
 def resnet34(
-    classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
+    classes: int = 1000,
+    small_images: bool = False,
+    norm: str = "batch",
+    bytes: bool = False,
+    zero_init: bool = False,
 ) -> nn.Sequential:
     """Build ResNet-34, with the arguments of `resnet18`. 21,797,672 parameters; 17 stages."""
-    return _build_resnet(BasicBlock, (3, 4, 6, 3), classes, small_images, norm, bytes)
+    return _build_resnet(BasicBlock, (3, 4, 6, 3), classes, small_images, norm, bytes, zero_init)
 
 
 def resnet50(
-    classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
+    classes: int = 1000,
+    small_images: bool = False,
+    norm: str = "batch",
+    bytes: bool = False,
+    zero_init: bool = False,
 ) -> nn.Sequential:
     """Build ResNet-50, with the arguments of `resnet18`. 25,557,032 parameters (23,520,842 for
     CIFAR-10); 17 stages, 107 with `stages: finest`."""
-    return _build_resnet(Bottleneck, (3, 4, 6, 3), classes, small_images, norm, bytes)
+    return _build_resnet(Bottleneck, (3, 4, 6, 3), classes, small_images, norm, bytes, zero_init)
 
 
 def resnet101(
-    classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
+    classes: int = 1000,
+    small_images: bool = False,
+    norm: str = "batch",
+    bytes: bool = False,
+    zero_init: bool = False,
 ) -> nn.Sequential:
     """Build ResNet-101, with the arguments of `resnet18`. 44,549,160 parameters; 34 stages."""
-    return _build_resnet(Bottleneck, (3, 4, 23, 3), classes, small_images, norm, bytes)
+    return _build_resnet(Bottleneck, (3, 4, 23, 3), classes, small_images, norm, bytes, zero_init)
 
 
 def resnet152(
-    classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
+    classes: int = 1000,
+    small_images: bool = False,
+    norm: str = "batch",
+    bytes: bool = False,
+    zero_init: bool = False,
 ) -> nn.Sequential:
     """Build ResNet-152, with the arguments of `resnet18`. 60,192,808 parameters; 51 stages."""
-    return _build_resnet(Bottleneck, (3, 8, 36, 3), classes, small_images, norm, bytes)
+    return _build_resnet(Bottleneck, (3, 8, 36, 3), classes, small_images, norm, bytes, zero_init)
 
 
 # ---- pre-activation

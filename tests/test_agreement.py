@@ -141,6 +141,7 @@ def make_model_by_rank() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_2_and_one_line(tmp_path: Path) -> None:
     sets = [
         "model.entry=tests.test_agreement:make_model_by_rank",

@@ -136,6 +136,7 @@ def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_processes_are_started_and_measured_beside_what_was_planned(tmp_path: Path) -> None:
     out = tmp_path / "out"

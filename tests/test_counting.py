@@ -212,6 +212,7 @@ def test_a_forward_that_reads_values_is_run_and_reported() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 @needs_flop_counter
 def test_billions_of_parameters_are_counted_without_memory() -> None:
     """A transformer of 48 blocks of width 1920 has 2.2 billion (Narayanan et al. 2021)."""

@@ -116,6 +116,7 @@ def analyze_or_refuse(path: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:invalid value", "error:overflow", "error:divide")
 def test_any_damage_is_read_or_refused(tmp_path: Path) -> None:
     """Story: 44 of a thousand damaged traces ended in a traceback, such as a counter with an unknown code of its name."""

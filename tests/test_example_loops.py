@@ -123,6 +123,7 @@ def test_with_gpipe_the_weights_equal_the_plain_loops(
 PAGE = EXAMPLES.parent / "docs" / "own_loop.md"
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

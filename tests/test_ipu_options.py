@@ -142,6 +142,14 @@ def test_popart_options_are_those_of_the_published_list() -> None:
     assert "3.4" in fault and "nearest is enableOutlining" in fault
 
 
+def test_an_unknown_popart_option_of_another_sdk_is_a_warning(monkeypatch: Any) -> None:
+    monkeypatch.setattr(popart_options.metadata, "version", lambda name: "3.3.0+1")
+    with pytest.warns(UserWarning, match="popart_options.enableOutlinning: PopART 3.4.0 has no"):
+        configure_ipus({"popart_options": {"enableOutlinning": False}})
+    monkeypatch.setattr(popart_options.metadata, "version", lambda name: "3.4.0+1")
+    assert len(list_ipu_faults({"popart_options": {"enableOutlinning": False}})) == 1
+
+
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.is_stale])
 def test_asynchronous_methods_are_refused_with_the_nearest_that_runs(method: str) -> None:
     fault = list_ipu_faults(method=method, optimizer={"momentum": 0.9})[0]
@@ -420,6 +428,8 @@ def test_graphcores_own_recipe_is_a_config() -> None:
         assert config.replicas == replicas
         assert config.micro_batch_size * config.gradient_accumulation * replicas == batch
     assert config.ipu.use_combined_accum and config.ipu.tensor_locations.optimizer.on_chip is None
+    assert len(config.ipu.popart_options) == 5 and config.ipu.output_mode == "sum"
+    assert config.model.args["zero_init"] is True
     assert (
         config.model.args["norm"] == "batch" and config.evaluate.every == 0
     )  # evaluated after training

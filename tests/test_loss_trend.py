@@ -79,6 +79,7 @@ def test_losses_that_are_not_finite_do_not_count_as_a_fall() -> None:
     assert describe_trend([2.3] * 60 + [math.nan] * 40) is not None
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_nothing_is_reported(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:

@@ -269,3 +269,14 @@ def test_impossible_arguments_are_refused(
     make: Callable[..., nn.Module], args: Dict[str, Any], message: str
 ) -> None:
     assert list_faults(make, **args) == [message]
+
+
+@pytest.mark.parametrize("make, last", [(resnets.resnet18, "bn2"), (resnets.resnet50, "bn3")])
+def test_branches_may_start_at_zero(make: Any, last: str) -> None:
+    model = make(classes=10, small_images=True, norm="group", zero_init=True)
+    zero = {name for name, p in model.named_parameters() if p.dim() == 1 and p.eq(0).all()}
+    weights = {name for name in zero if name.endswith("weight")}
+    blocks = [name for name, _ in model.named_modules() if name.count(".") == 1]
+    assert weights == {f"{block}.{last}.weight" for block in blocks}
+    plain = make(classes=10, small_images=True, norm="group")
+    assert not any(p.eq(0).all() for n, p in plain.named_parameters() if n.endswith("weight"))

@@ -129,6 +129,7 @@ def test_vggs_start_with_he_initialization_by_fan_out_and_without_bias() -> None
 # ---- pre-activation ResNet-50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_preact_resnet50_has_the_papers_stages_at_any_image_size(norm: str) -> None:
     model = build_on_meta(resnets.preact_resnet50, norm=norm)

@@ -328,6 +328,7 @@ def list_runs() -> Runs:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_processes
 def test_processes_train_frozen_modules_as_the_emulator_does(tmp_path: Path) -> None:
     check_two_processes(tmp_path, list_runs())

@@ -169,6 +169,7 @@ def test_a_run_resumes_bitwise_and_names_its_state_as_before(tmp_path: Path) -> 
         train_groups(tmp_path / "b", GROUPS[:1] + GROUPS[2:], resume_from=3, **keys)
 
 
+@pytest.mark.slow
 def test_processes_give_the_emulators_weights_and_state(tmp_path: Path) -> None:
     how = ["method=pipemare", "clip={norm: 0.5, scope: delayed_global}"]
     betas = "by_stage: {betas: {from: [0.9, 0.99], to: [0.99, 0.999]}}"

@@ -160,7 +160,9 @@ def fail_in_a_call(rank: int, folder: Path) -> None:
 @needs_processes
 @pytest.mark.parametrize(
     "work",
-    mark_slow([call_late, call_another_method, fail_in_a_call], lambda work: work is call_late),
+    mark_slow(
+        [call_late, call_another_method, fail_in_a_call], lambda work: work is fail_in_a_call
+    ),
 )
 def test_a_lost_rank_is_named_with_its_missing_call(work: Any, tmp_path: Path) -> None:
     run_until_both_ranks_end(work, tmp_path)

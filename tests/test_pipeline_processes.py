@@ -85,6 +85,7 @@ def write_expected(folder: Path, names: List[str]) -> None:
         )
 
 
+@pytest.mark.slow
 def test_ranks_may_pass_only_what_they_need_and_use_collectives(tmp_path: Path) -> None:
     names = ["gpipe", "pipedream", "pipemare_t1_t2", "local_greedy", "zbv"]
     write_expected(tmp_path, names)
@@ -227,6 +228,7 @@ def compare_calls(rank: int, folder: Path) -> None:
                 assert all(map(torch.equal, weights, weights_of_emulator))
 
 
+@pytest.mark.slow
 def test_functions_are_called_after_updates_as_on_the_emulator(tmp_path: Path) -> None:
     for name in CALLED:
         calls = record_updates(name)

@@ -161,6 +161,7 @@ def compare_shown_traces(rank: int, folder: Path) -> None:
         assert "iframe" in done._repr_html_()
 
 
+@pytest.mark.slow
 @needs_processes
 def test_the_trace_of_processes_is_measured(tmp_path: Path) -> None:
     run_in_group(2, compare_shown_traces, tmp_path)

@@ -58,6 +58,7 @@ def test_rates_are_those_of_torchs_scheduler_after_each_evaluation(
     assert len({*list_rates(tmp_path / "run")}) > 2
 
 
+@pytest.mark.slow
 def test_a_resume_continues_it_and_processes_have_its_rates(tmp_path: Path) -> None:
     plateau = f"lr_schedule={{name: plateau, warmup_steps: 3, args: {ARGS}}}"
     train_with_sets(tmp_path / "cut", "steps=6", plateau)

@@ -114,6 +114,7 @@ SAME: Dict[str, Dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_rate_that_changes_at_an_evaluation_reaches_the_device(
     tmp_path: Path, poptorch: Any
 ) -> None:
@@ -592,6 +593,7 @@ def interrupt_run(out: Path, settings: Any, at: int) -> None:
         train_small_run(settings, out, "mlp", data=Source(at * 16, KeyboardInterrupt()))
 
 
+@pytest.mark.slow
 def test_weights_change_the_backend_and_optimizer_state_does_not(
     poptorch: Any, tmp_path: Path
 ) -> None:
@@ -616,6 +618,7 @@ def test_weights_change_the_backend_and_optimizer_state_does_not(
 # ---- faults
 
 
+@pytest.mark.slow
 def test_a_recoverable_error_is_retried_once_from_the_last_checkpoint(
     poptorch: Any, tmp_path: Path, capsys: Any
 ) -> None:

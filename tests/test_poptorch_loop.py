@@ -280,6 +280,7 @@ def test_a_saved_state_goes_on_to_the_same_bits(poptorch: Any, name: str) -> Non
         assert_same(expected, resumed.close())
 
 
+@pytest.mark.slow
 def test_weights_change_the_backend_and_optimizer_state_does_not(poptorch: Any) -> None:
     plain = IpuCase(settings={"lr": 0.05})
     weights = []

@@ -219,6 +219,7 @@ def test_the_default_number_of_stages_is_that_which_the_method_places(tmp_path: 
     assert read_summary(tmp_path / "run")["model"]["stages"] == 4
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_layout(tmp_path: Path) -> None:
     """gpipe's numbers do not depend on the stages: four ranks, then two, then the emulator end in the numbers of one run."""
     how = ["method=gpipe", "stages=4", "optimizer.momentum=0.9"]
@@ -514,6 +515,7 @@ def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(
     assert code == 0 and json.loads(printed)["weights"] == weights, error
 
 
+@pytest.mark.slow
 def test_bad_input_is_reported_once(tmp_path: Path) -> None:
     code, _, error = train_digits_by_torchrun(
         2, tmp_path / "run", "method=pipedream_2bw", "gradient_accumulation=1", "stages=2"
@@ -521,6 +523,7 @@ def test_bad_input_is_reported_once(tmp_path: Path) -> None:
     assert code != 0 and error.count("error: ") == 1 and "two weight versions" in error
 
 
+@pytest.mark.slow
 def test_without_a_launcher_the_error_names_the_command(tmp_path: Path) -> None:
     arguments = [DIGITS, "--out", str(tmp_path / "run"), "--set", "backend.name=distributed"]
     done = subprocess.run(

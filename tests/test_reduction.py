@@ -161,6 +161,7 @@ def _check_nccl(rank: int, group: Any) -> None:
         posted.wait()
 
 
+@pytest.mark.slow
 def test_three_replicas_with_fast_reduction_are_close_to_the_emulator(tmp_path: Path) -> None:
     """Train three replicas, since a sum of two has only one order; the emulator trains the same
     config.

@@ -385,7 +385,7 @@ def test_spike_compensation_with_delay_one_is_nesterov() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("model", mark_slow(MODELS, lambda model: model != "convolution"))
+@pytest.mark.parametrize("model", mark_slow(MODELS, lambda model: model == "mlp"))
 @pytest.mark.parametrize("name", list(ROWS))
 def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumulate: int) -> None:
     row = ROWS[name]

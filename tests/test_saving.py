@@ -46,6 +46,7 @@ def assert_checkpoints_equal(ours: checkpoint.Checkpoint, theirs: checkpoint.Che
 # ---- in shards
 
 
+@pytest.mark.slow
 @needs_processes
 def test_a_sharded_run_resumes_on_any_layout(tmp_path: Path) -> None:
     """Resume on other layouts, with weights that no stage uses: two ranks in shards, then the

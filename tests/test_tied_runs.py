@@ -195,6 +195,7 @@ def train_tied_on_emulator(out: Path, method: str, **keys: Any) -> Dict[str, Any
         torch.set_num_threads(num_threads)
 
 
+@pytest.mark.slow
 @needs_processes
 def test_processes_with_replicas_send_and_hold_what_was_planned(tmp_path: Path) -> None:
     how: Dict[str, Any] = {

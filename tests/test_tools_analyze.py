@@ -210,6 +210,7 @@ def test_exit_codes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     command = [
         sys.executable,

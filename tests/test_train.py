@@ -175,6 +175,7 @@ def make_slow_timer(name: str) -> Any:
     return time_passes
 
 
+@pytest.mark.slow
 def test_stages_measured_by_time_are_measured_once(
     tmp_path: Path, monkeypatch: Any, run_train_tool: Any
 ) -> None:

@@ -247,6 +247,7 @@ def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: 
         assert line == pytest.approx(other, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_those_of_trainer(tmp_path: Path) -> None:
     theirs, ours = (
         make_trainer(tmp_path / "theirs"),
@@ -311,6 +312,7 @@ def test_groups_keep_their_own_rates(tmp_path: Path) -> None:
     assert_trainers_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_groups_have_schedules_of_their_own(tmp_path: Path) -> None:
     """Rates were once recorded ahead as one schedule, so such a scheduler was refused."""
     trainers = [
@@ -447,6 +449,7 @@ def test_the_best_model_of_an_early_stop_is_that_of_trainer(tmp_path: Path) -> N
     assert is_same_model(ours.model, theirs.model)
 
 
+@pytest.mark.slow
 def test_a_second_run_keeps_the_optimizer_as_trainer_does(tmp_path: Path) -> None:
     theirs, ours = (
         make_trainer(tmp_path, method=method, max_grad_norm=0.0, save_strategy="no")
@@ -628,6 +631,7 @@ class EventRecorder(transformers.TrainerCallback):  # type: ignore[misc]
         control.should_training_stop = state.global_step == self.last
 
 
+@pytest.mark.slow
 def test_callbacks_are_called_as_trainer_calls_them(tmp_path: Path) -> None:
     events = []
     for method in ("", "gpipe"):

@@ -7,9 +7,11 @@ before the command's own, so that Ctrl-C is handled first and --help does not wa
     arguments                    declares and parses arguments, and prints: `command`, `option`
     train, collect               train by a config, or by several methods
     plan, schedule, stability    what a run will be like
+    rehearse                     tries a run without its devices and data
     analyze, export              what a run left: its trace, its weights
     fetch_data                   gets a data set
     measure_hardware             measures this machine, for plans
+    check                        checks this machine against the emulator
     completion                   completes commands in a shell
 """
 
@@ -26,12 +28,14 @@ COMMANDS = {
     "train": "train by a config",
     "schedule": "print a method's schedule, its delays and versions",
     "plan": "rank configurations for given hardware by predicted throughput",
+    "rehearse": "try a run without its devices and data, and judge whether it fits",
     "collect": "compare methods on the same work",
     "analyze": "analyze a trace: who waits for whom, and the bottleneck",
     "export": "write the weights of a run for use elsewhere",
     "stability": "find the learning rates that a run's delays allow",
     "fetch_data": "get a data set",
     "measure_hardware": "measure this machine, for plans",
+    "check": "check this machine: small runs that must equal the emulator",
     "completion": "print a script that completes these commands in a shell",
 }
 

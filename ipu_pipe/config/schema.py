@@ -25,7 +25,7 @@ from ipu_pipe.config.values import (
     Threads,
     Updates,
 )
-from ipu_pipe.schedule.methods import METHODS, Reads
+from ipu_pipe.schedule.methods import METHODS, Reads, Timeline
 from ipu_pipe.text import suggest
 
 # Sections and checks of folders above this one, as "module:name", imported when a config needs
@@ -285,6 +285,20 @@ class Config(Section):
         """The section `backend.ipu`, which a config for poptorch always has."""
         assert self.backend.ipu is not None
         return self.backend.ipu
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backwards recompute their activations: as `recompute` says, or as PopTorch does.
+
+        PopTorch's pipelines recompute unless `backend.ipu.recomputation` says otherwise.
+        """
+        ipu = self.backend.ipu
+        if ipu is None or self.recompute or self.method not in METHODS:
+            return self.recompute
+        if ipu.recomputation == "auto":
+            is_split = ipu.local == "decoupled" or self.stages == 1
+            return METHODS[self.method].pipeline is not Timeline.SEQUENTIAL and not is_split
+        return bool(ipu.recomputation not in ("none", "norm_only"))
 
     @property
     def leaves_stages_to_planner(self) -> bool:

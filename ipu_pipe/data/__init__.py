@@ -7,6 +7,7 @@ earlier draws, so that a resumed run needs no state of its data.
     sources   batches, and sources in memory: `DataSource`, `TensorData`
     loaders   the user's own loaders as a source: `from_loader`
     sets      the named data sets: `load_data`, `SETS`
+    stand_in  random data with the shape of a set whose files are missing: `make_stand_in`
     images    folders of images
     text      text as integers
     fetch     gets a data set: `fetch`

@@ -12,7 +12,7 @@ from ipu_pipe.config.load import configure, parse_yaml
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import MethodArgs
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.description import read_hardware
+from ipu_pipe.hardware.description import Hardware, read_hardware
 from ipu_pipe.job.record import Job
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.config_cut import predict_config_cut
@@ -104,6 +104,17 @@ def format_answer(answer: Answer) -> str:
             *(f"  {line}" for line in unconfirmed),
         ]
     return "\n".join(lines)
+
+
+def format_rate_confidence(hardware: Hardware) -> str:
+    """Return a line on how far a predicted throughput can be trusted."""
+    figures = hardware.list_figures()
+    unconfirmed = [key for key, figure in figures if not figure.confirmed]
+    return (
+        f"confidence: {len(unconfirmed)} of {len(figures)} figures of {hardware.name} are "
+        f"estimates or from secondary sources, so samples/s may be off by a factor of 2 or more; "
+        f"memory may be too, by tile"
+    )
 
 
 def _format_table(answer: Answer) -> list[str]:

@@ -77,7 +77,7 @@ def make_candidate(config: Config, depth: int) -> Candidate:
         config.replicas,
         config.micro_batch_size,
         config.gradient_accumulation,
-        config.recompute,
+        config.recomputes,
         config.stages_per_device or default,
         None if schedule in (None, row.pipeline.value) else Timeline(schedule),
     )

@@ -67,7 +67,7 @@ def _build_device_memory(
     order = job.method.order
     activation_bytes = [row["activation_bytes"] for row in table]
     if (
-        not job.config.recompute
+        not job.config.recomputes
         and job.method.segments is None
         and len(set(job.placement)) < len(table)
     ):
@@ -96,9 +96,9 @@ def _count_kept(job: Job) -> tuple[IntArray, KeptCounts]:
     backend_in_flight = get_backend(job.config).count_in_flight(job)
     in_flight = job.schedule.max_in_flight() if backend_in_flight is None else backend_in_flight
     microbatches = count_kept_microbatches(
-        in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn
+        in_flight.tolist(), job.config.recomputes, job.method.segments, job.method.turn
     )
-    if job.config.recompute and backend_in_flight is not None:
+    if job.config.recomputes and backend_in_flight is not None:
         # such a pipeline does not recompute its last stage
         microbatches.inputs[in_flight == 1] = 0
     return in_flight, KeptCounts(count_weight_copies(job.table), *microbatches)

@@ -7,6 +7,8 @@ loggers     loggers as callbacks: `CSVLogger`, `WandbLogger`, `MLflowLogger`
 progress    the progress on the terminal, in metrics.jsonl and in TensorBoard
 resume      chooses and checks a checkpoint, and loads it
 planning    builds a job for its figures alone: `plan_config`
+rehearsal   tries a run without its devices and data: `rehearse`
+machine_check  small runs on this machine that must equal the emulator: `check_machine`
 stability   the stability of a run by theory: `analyze_config`
 predict     predictions of a model or of a run's weights: `predict`
 export      a run's weights for use elsewhere: `export`

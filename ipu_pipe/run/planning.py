@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import OWN
+from ipu_pipe.config.sections import OWN, DataConfig
 from ipu_pipe.data.loaders import LoaderData
 from ipu_pipe.data.sources import split_batch
+from ipu_pipe.data.stand_in import ENTRY, describe_stand_in, find_missing_folder
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
@@ -60,10 +61,25 @@ def build_for_planning(config: Config) -> Job:
     """Build the job that `config` describes for its figures only. Raise `BadInput` as
     `pipeline.build.build` does.
     """
+    config, replaced = replace_missing_data(config)
     called = make_callbacks(config, None, empty=True)
     job = _build_by_shape(config) or build(config)
     require_supported_callbacks(job, called)
+    job.note = "\n".join(filter(None, [replaced, job.note]))
     return job
+
+
+def replace_missing_data(config: Config) -> tuple[Config, str]:
+    """Return the config with random data of the set's shape if the set's files are missing, and a
+    line that says so, '' if they are there.
+    """
+    options = config.data.options()
+    folder = find_missing_folder(config.data.name, options.pop("root", None))
+    if folder is None:
+        return config, ""
+    data = DataConfig(name=ENTRY, of=config.data.name, **options)
+    line = describe_stand_in(config.data.name, folder)
+    return config.model_copy(update={"data": data}), line
 
 
 def _build_by_shape(config: Config) -> Job | None:
@@ -72,7 +88,7 @@ def _build_by_shape(config: Config) -> Job | None:
     """
     times = isinstance(config.stages, dict) and config.stages.get("by") == "time"
     if (
-        config.backend.facts.emulates
+        (config.backend.facts.emulates or config.backend.facts.trains_on)
         and config.backend.device == "cpu"
         and not config.init_from
         and not times
@@ -111,6 +127,7 @@ def count_config_units(config: Config, measured: bool = False, blocks: bool = Fa
     machine with microbatches of the config's size and of twice that (for a loader: its own size and
     half of that). `blocks`: add the costs of local losses.
     """
+    config, _ = replace_missing_data(config)
     model, costed, x, samples = _measure_units(config) if measured else _count_units(config)
     entering = count_bytes(x) / count_samples(x)
     if not blocks:

@@ -122,6 +122,7 @@ def _run_observed(job: Job, observer: _Observer) -> tuple[torch.Tensor, list[str
     model = job.model
     x, y = job.example
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
+    versions = {name: t._version for name, t in model.named_buffers()}
     with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         hooks.enter_context(restore_buffers(model))
         # a tensor with a graph, which a module has kept as an attribute, could not be copied with
@@ -143,9 +144,23 @@ def _run_observed(job: Job, observer: _Observer) -> tuple[torch.Tensor, list[str
         written = [
             name
             for name, (t, old) in before.items()
-            if now[name] is not t or not torch.equal(t, old)
+            if now[name] is not t
+            or (t._version > versions[name] if t.is_meta else not torch.equal(t, old))
         ]
+    if x.is_meta:
+        # the kernel of a normalization writes them without a new version
+        written = list(dict.fromkeys([*written, *_list_running_statistics(model)]))
     return loss, written
+
+
+def _list_running_statistics(model: nn.Module) -> list[str]:
+    """Return the names of the running statistics that a training forward writes."""
+    return [
+        f"{owner}.{name}".lstrip(".")
+        for owner, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.training
+        for name, _ in module.named_buffers(recurse=False)
+    ]
 
 
 def observe_model(job: Job) -> ModelFacts:

@@ -7,6 +7,8 @@ Source: PopTorch and PopART, branch sdk-release-3.4.
 
 from __future__ import annotations
 
+import warnings
+from importlib import metadata
 from typing import Any, Iterator
 
 from ipu_pipe.config.values import Case
@@ -89,13 +91,27 @@ def list_popart_cases(options: dict[str, Any]) -> Iterator[Case]:
     for name, value in options.items():
         key = f"ipu.popart_options.{name}"
         expected = TYPES.get(name)
-        if expected is None:
+        if expected is None and _has_other_sdk():
+            warnings.warn(
+                f"backend.{key}: PopART {VERSION} has no such session option; the installed SDK "
+                f"may, and says so when it compiles",
+                stacklevel=2,
+            )
+        elif expected is None:
             near = find_nearest(name, TYPES)
             hint = f": nearest is {near}" if near else ""
             why = f"PopART {VERSION} has no such session option ({len(TYPES)} are known){hint}"
             yield Case(True, key, why, value)
         elif _find_type(value) != expected:
             yield Case(True, key, f"PopART {VERSION} takes {_WORDS[expected]}", value)
+
+
+def _has_other_sdk() -> bool:
+    """Return whether another PopTorch than the one of the published names is installed."""
+    try:
+        return not metadata.version("poptorch").startswith(VERSION[:3])
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _find_type(value: Any) -> str:

@@ -1,0 +1,92 @@
+"""Random data with the shapes and sizes of a named set, where the set's files are missing.
+
+A plan, a dry run and a rehearsal need the shape of a sample and the number of samples, not the
+samples. Sizes: Krizhevsky 2009, LeCun et al. 1998, Russakovsky et al. 2015 (ILSVRC 2012, which
+`image_folder` is taken to hold), and the text that `fetch_data shakespeare` makes.
+"""
+
+from __future__ import annotations
+
+import os
+import string
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ipu_pipe.data.sets import FOLDERS, get_default_root
+from ipu_pipe.data.sources import DataSource, SyntheticData
+from ipu_pipe.data.text import TextData
+
+ENTRY = f"{__name__}:make_stand_in"
+
+
+class ImageSet(NamedTuple):
+    """The shape and size of a set of images: (channels, side, side)."""
+
+    channels: int
+    side: int
+    classes: int
+    samples: int
+    test_samples: int
+
+
+IMAGES = {
+    "cifar10": ImageSet(3, 32, 10, 50_000, 10_000),
+    "mnist": ImageSet(1, 28, 10, 60_000, 10_000),
+    "fashion_mnist": ImageSet(1, 28, 10, 60_000, 10_000),
+    "image_folder": ImageSet(3, 224, 1000, 1_281_167, 50_000),
+}
+# text set -> (characters, different characters)
+TEXTS = {"shakespeare": (5_057_239, 84), "verses": (4_000_000, 80)}
+
+
+def find_missing_folder(name: str, root: str | None) -> Path | None:
+    """Return the folder of a set whose files are missing and which has a stand-in, None for any
+    other set."""
+    if name == "image_folder":
+        folder = Path(root or os.environ.get("IPU_PIPE_DATA") or "") / "train"
+        return None if folder.is_dir() else folder
+    if name not in IMAGES and name not in TEXTS:
+        return None
+    folder = Path(root or get_default_root()) / FOLDERS.get(name, "translation")
+    return None if folder.is_dir() else folder
+
+
+def describe_stand_in(name: str, folder: Path) -> str:
+    """Return a line about the data that replaces the set `name`."""
+    what = f"random text of {name}'s size"
+    if name in IMAGES:
+        images = IMAGES[name]
+        what = f"random images, {images.samples:,} of {images.classes} classes"
+    return f"data: {name}: {folder}: does not exist: planned with {what}"
+
+
+def make_stand_in(of: str, **options: Any) -> DataSource:
+    """Make random data of the set `of` with the options of this set. Raise `BadInput` if they do
+    not fit.
+    """
+    validation = options.pop("validation", None)
+    subset = options.get("subset")
+    test_subset = options.get("test_subset")
+    source: Any
+    if of in IMAGES:
+        images = IMAGES[of]
+        side = options.get("size", images.side)
+        source = SyntheticData(
+            (images.channels, side, side),
+            images.classes,
+            subset or images.samples,
+            test_subset or images.test_samples,
+            seed=0,
+            bytes=options.get("bytes", False),
+        )
+    else:
+        length, different = TEXTS[of]
+        characters = string.printable.encode()[:different]
+        drawn = np.random.default_rng(0).integers(0, different, length)
+        text = np.frombuffer(characters, np.uint8)[drawn].tobytes()
+        source = TextData(text, 0, **{k: v for k, v in options.items() if k != "root"})
+    if validation is not None:
+        source.split_off_validation(validation, 0)
+    return source

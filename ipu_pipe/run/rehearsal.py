@@ -1,0 +1,269 @@
+"""Rehearse a config on a machine that has neither its devices nor its data.
+
+    [1] judge the config as it stands: its faults, its stages, and memory and times in its own
+        precision, all predicted
+    [2] run two updates of a small batch on the emulator in float32, save, resume and export them
+    [3] say whether it fits, and what to change if it does not
+
+Not run on hardware: the figures of [1] come from the descriptions in configs/hardware.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable, Iterator, NamedTuple
+
+from ipu_pipe.config.compare import dump_config
+from ipu_pipe.config.load import configure, parse_yaml
+from ipu_pipe.config.schema import Config
+from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.description import read_hardware
+from ipu_pipe.job.record import Job
+from ipu_pipe.plan.answer import format_rate_confidence
+from ipu_pipe.plan.candidates import Candidate
+from ipu_pipe.plan.config_cut import ConfigCut, predict_config_cut
+from ipu_pipe.plan.planner import search
+from ipu_pipe.report.analysis.text import format_table
+from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.report.run_text import format_opening
+from ipu_pipe.run.export import export
+from ipu_pipe.run.planning import build_for_planning, replace_missing_data
+from ipu_pipe.run.train import train
+from ipu_pipe.text import format_bytes
+
+# the batch of the run on the emulator: samples of a microbatch, replicas, updates
+SAMPLES = 2
+REPLICAS = 2
+UPDATES = 2
+# pods of IPUs by size, for a config that names no hardware
+PODS = ("pod4", "pod16", "pod64")
+
+
+class Rehearsal(NamedTuple):
+    """The result of a rehearsal: `text` for people, and why the config does not fit its hardware,
+    None if it fits or if there is no prediction."""
+
+    text: str
+    misfit: str | None
+
+
+def rehearse(config: Config, say: Callable[[str], None] = lambda text: None) -> Rehearsal:
+    """Rehearse a config. Raise `BadInput` with all faults that would refuse it on its hardware."""
+    config = _choose_hardware(config, say)
+    job = build_for_planning(_shorten(config))
+    cut, unpredicted = None, f"no prediction: {_describe_no_hardware(config)}"
+    if config.hardware is not None:
+        try:
+            cut = predict_config_cut(job)
+        except BadInput as error:
+            unpredicted = f"no prediction for {config.hardware}: {error.faults[0]}"
+    stages = config.stages
+    if config.leaves_stages_to_planner:
+        stages = job.partition.begin_names() or 1
+    small = _make_small(config.model_copy(update={"stages": stages}))
+    say(
+        f"rehearsing {UPDATES} updates on the emulator: arithmetic in float32 on the CPU, "
+        f"micro_batch_size {small.micro_batch_size}, gradient_accumulation "
+        f"{small.gradient_accumulation}, replicas {small.replicas}, random data"
+    )
+    tried = _try_out(small)
+    if cut is None:
+        return Rehearsal("\n".join([format_opening(job), "", tried, unpredicted]), None)
+    misfit = _explain_misfit(cut)
+    verdict = misfit or f"fits {cut.problem.hardware.name} (predicted)"
+    lines = [format_opening(job), "", *_format_stages(job, cut), "", tried, verdict]
+    return Rehearsal("\n".join(lines), misfit)
+
+
+def _describe_no_hardware(config: Config) -> str:
+    return "the config names no hardware: --set hardware=NAME, of configs/hardware or a file"
+
+
+def _choose_hardware(config: Config, say: Callable[[str], None]) -> Config:
+    """Return a config for IPUs with the smallest pod that has enough of them, if it names none."""
+    if config.hardware is not None or config.backend.facts.trains_on is None:
+        return config
+    stages = config.stages
+    count = len(stages) + 1 if isinstance(stages, list) else stages
+    needed = (count if isinstance(count, int) else 1) * config.replicas
+    pod = next((name for name in PODS if read_hardware(name).devices >= needed), PODS[-1])
+    say(f"hardware: null: judged on {pod}, the smallest that has {needed} IPUs")
+    return config.model_copy(update={"hardware": pod})
+
+
+def _shorten(config: Config) -> Config:
+    """Return the config with few updates, on a backend that this process can plan."""
+    changes: dict[str, Any] = {"steps": UPDATES * config.updates_per_call}
+    if config.backend.facts.uses_processes:
+        changes["backend"] = config.backend.model_copy(update={"name": "emulator"})
+    if config.checkpoint is not None:
+        changes["checkpoint"] = config.checkpoint.model_copy(update={"every": None})
+    shortened = config.model_copy(update=changes)
+    # else the plan would say that the user's epochs are overridden
+    shortened.model_fields_set.discard("epochs")
+    return shortened
+
+
+def _make_small(config: Config) -> Config:
+    """Return the config of the run on the emulator: small batches, float32, random data."""
+    config, _ = replace_missing_data(config)
+    keys = parse_yaml(dump_config(config), "rehearse")
+    stages = config.stages
+    count = len(stages) + 1 if isinstance(stages, list) else stages
+    least = 2 * count - 1 if isinstance(count, int) else 2 * SAMPLES
+    samples = min(config.micro_batch_size, SAMPLES)
+    replicas = min(config.replicas, REPLICAS)
+    accumulate = min(config.gradient_accumulation, max(least, 2))
+    enough = 2 * UPDATES * samples * accumulate * replicas
+    keys["data"].update(subset=enough, test_subset=SAMPLES, validation=None)
+    keys.update(
+        backend={"name": "emulator", "threads": config.backend.threads},
+        precision="float32",
+        hardware=None,
+        micro_batch_size=samples,
+        gradient_accumulation=accumulate,
+        replicas=replicas,
+        steps=UPDATES,
+        evaluate={"every": 0},
+        checkpoint={"every": 1},
+        callbacks=[],
+        loggers=[],
+    )
+    known = {name: value for name, value in keys.items() if name in Config.model_fields}
+    return configure(**known)
+
+
+def _try_out(config: Config) -> str:
+    """Train, save, resume and export by a small config; return a line on what was tried."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        first = train(config, run, quiet=True)
+        resumed = train(config, run, resume_from=1, quiet=True)
+        export(run, Path(folder) / "model.safetensors")
+    loss = first["final"]["train_loss"]
+    same = "with the same loss" if resumed["final"] == first["final"] else "WITH ANOTHER LOSS"
+    return (
+        f"rehearsed on the emulator (float32, CPU): {UPDATES} updates of "
+        f"{first['batch']['global_batch_size']} samples, training loss {loss:.4g}; "
+        f"saved, resumed after the first {same}, exported"
+    )
+
+
+HEAD = (
+    "stage",
+    "begins with",
+    "parameters",
+    "GFLOPs",
+    "in flight",
+    "activations",
+    "weights",
+    "optimizer",
+    "total",
+    "of memory",
+    "forward (ms)",
+    "backward (ms)",
+)
+
+
+def _format_stages(job: Job, cut: ConfigCut) -> list[str]:
+    """Format the predicted figures of each stage, then those of the whole pipeline."""
+    problem, prediction, bottleneck = cut
+    table = build_memory_table(job)
+    forward = job.footprint.forward_flops
+    backward = job.footprint.backward_flops or [0.0] * len(forward)
+    names = job.partition.begin_names()
+    rows = []
+    for s, device in enumerate(prediction.candidate.placement):
+        memory = prediction.memory[device]
+        optimizer = "streamed" if problem.streamed else format_bytes(memory.optimizer)
+        gflops = (forward[s] + backward[s]) / (1e9 * job.config.micro_batch_size)
+        rows.append(
+            [
+                str(s),
+                names[s - 1] if s else "(start)",
+                f"{table[s]['parameters']:,}",
+                f"{gflops:.3g}",
+                str(table[s]["in_flight"]),
+                format_bytes(memory.activations),
+                format_bytes(memory.weights + memory.versions),
+                optimizer,
+                format_bytes(memory.total),
+                f"{memory.total / problem.memory_bytes:.1%}",
+                f"{1e3 * prediction.costs.forward[s]:.3g}",
+                f"{1e3 * prediction.costs.backward[s]:.3g}",
+            ]
+        )
+    name = problem.hardware.name
+    usable = format_bytes(int(problem.memory_bytes))
+    lines = [
+        f"predicted on {name} in precision {problem.precision}, not measured; {usable} on each "
+        f"device, GFLOPs by sample, times by microbatch"
+    ]
+    if prediction.candidate.recompute:
+        lines.append("backwards recompute: a stage keeps its inputs and one microbatch's rest")
+    lines += [
+        *format_table(HEAD, rows, left=2, most=len(rows)),
+        "total: with gradients and 20 % for code where the hardware file says so",
+        f"an update takes {1e3 * prediction.seconds:.4g} ms: {prediction.samples_per_second:.4g} "
+        f"samples/s, devices busy {prediction.utilization:.0%}, bubble and waiting "
+        f"{1 - prediction.utilization:.0%}",
+        format_rate_confidence(problem.hardware),
+        f"bottleneck: {bottleneck}",
+    ]
+    return lines
+
+
+# ---- what to change
+
+
+def _explain_misfit(cut: ConfigCut) -> str | None:
+    """Return which stage does not fit and the smallest change with which all do; None if all fit."""
+    problem, prediction, _ = cut
+    fullest = max(range(len(prediction.memory)), key=lambda d: prediction.memory[d].total)
+    needed = prediction.memory[fullest]
+    if needed.total <= problem.memory_bytes and problem.fits_streaming(0):
+        return None
+    kinds = needed._asdict()
+    largest = max(kinds, key=lambda kind: kinds[kind])
+    fault = (
+        f"does not fit {problem.hardware.name}: device {fullest} needs "
+        f"{format_bytes(needed.total)} of {format_bytes(int(problem.memory_bytes))}, most of it "
+        f"{largest} ({format_bytes(kinds[largest])}), predicted"
+    )
+    for candidate, streamed, change in _list_changes(cut):
+        best = search(replace(problem, streamed=streamed), [candidate], 1).best
+        if best:
+            return f"{fault}: it would fit with {change}"
+    return f"{fault}: take more stages, or a smaller model"
+
+
+def _list_changes(cut: ConfigCut) -> Iterator[tuple[Candidate, bool, str]]:
+    """Yield changed candidates, the least change first, whether optimizer state is streamed, and
+    the change in words."""
+    problem = cut.problem
+    candidate = cut.prediction.candidate
+    yield candidate, problem.streamed, "another cut (stages: {count: N, by: hardware})"
+    can_stream = problem.hardware.device.streaming_bytes is not None
+    if can_stream and not problem.streamed:
+        yield (
+            candidate,
+            True,
+            "backend.ipu.tensor_locations.optimizer.on_chip=false and the planner's cut",
+        )
+    if not candidate.recompute:
+        change = "recompute=true"
+        yield replace(candidate, recompute=True), problem.streamed, change
+    samples = candidate.micro_batch_size
+    while samples > 1:
+        samples //= 2
+        accumulate = candidate.global_batch_size // (samples * candidate.width)
+        changed = replace(
+            candidate,
+            recompute=True,
+            micro_batch_size=samples,
+            gradient_accumulation=accumulate,
+        )
+        change = f"micro_batch_size={samples} gradient_accumulation={accumulate} recompute=true"
+        yield changed, can_stream or problem.streamed, change

@@ -1,0 +1,11 @@
+"""Rehearse a run without its devices: python tools/rehearse.py configs/pod/pod16_resnet50_pipelined.yaml"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from ipu_pipe import cli  # noqa: E402
+
+if __name__ == "__main__":
+    cli.run("rehearse")
