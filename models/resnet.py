@@ -63,10 +63,9 @@ def _start_branches_at_zero(model: nn.Module) -> None:
     begins as its shortcut (Goyal et al. 2017, section 5.1).
     """
     for module in model.modules():
-        if isinstance(module, BasicBlock):
-            nn.init.zeros_(module.bn2.weight)
-        if isinstance(module, Bottleneck):
-            nn.init.zeros_(module.bn3.weight)
+        if isinstance(module, (BasicBlock, Bottleneck)):
+            last: Any = module.bn2 if isinstance(module, BasicBlock) else module.bn3
+            nn.init.zeros_(last.weight)
 
 
 def _check_classes(classes: int) -> None:

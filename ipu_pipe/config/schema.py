@@ -90,8 +90,9 @@ class BackendConfig(Section):
         why = f"belongs to backend.name poptorch, not {self.name}: set backend.ipu=null"
         yield Case(self.ipu is not None and self.name != "poptorch", "ipu", why, "given")
         why = f"belongs to backend.name xla, not {self.name}: leave it out"
-        yield Case(self.platform is not None and self.name != "xla", "platform", why)
-        yield Case(self.devices is not None and self.name != "xla", "devices", why)
+        is_other = not self.facts.counts_devices
+        yield Case(self.platform is not None and is_other, "platform", why)
+        yield Case(self.devices is not None and is_other, "devices", why)
         why = f"belongs to backend.device cuda, not {self.device}: leave it out"
         yield Case(self.device != "cuda" and not self.deterministic, "deterministic", why)
         yield Case(self.device != "cuda" and self.tf32, "tf32", why)

@@ -77,7 +77,7 @@ def replace_missing_data(config: Config) -> tuple[Config, str]:
     folder = find_missing_folder(config.data.name, options.pop("root", None))
     if folder is None:
         return config, ""
-    data = DataConfig(name=ENTRY, of=config.data.name, **options)
+    data = DataConfig(**{"name": ENTRY, "of": config.data.name, **options})
     line = describe_stand_in(config.data.name, folder)
     return config.model_copy(update={"data": data}), line
 

@@ -6,4 +6,5 @@ lower     the table of ATen operations, and graphs as functions of jax arrays: `
 update    optimizers and update rules as pure functions of arrays
 player    the rows of all stages, played on their devices: `Player`
 engine    the backend's engine: results, evaluation, checkpoints and measurements
+backend   the row of the table of backends: `BACKEND`
 """
