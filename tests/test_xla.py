@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any, Dict
 
 import pytest
 
@@ -13,7 +14,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.pipeline.build import build
 from tests.support.runs import DIGITS
 
-pytest.importorskip("jax")
+jax = pytest.importorskip("jax", reason="xla needs jax: pip install 'ipu_pipe[xla]'")
 
 CASES = [
     "gpipe",
@@ -26,15 +27,38 @@ CASES = [
 ]
 
 
-def test_four_devices_train_to_the_emulators_weights_and_one_to_the_same_bits() -> None:
-    command = [sys.executable, "-m", "tests.xla_runs", *CASES]
+def run_cases(work: str, *cases: str) -> Dict[str, Any]:
+    """Return the results of tests/xla_runs.py, whose process begins jax with its own devices."""
+    command = [sys.executable, "-m", "tests.xla_runs", work, *cases]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(results) == sorted(CASES)
-    for name, result in results.items():
-        assert result["weights"] < 1e-12 and result["losses"] < 1e-12, (name, result)
-        assert result["optimizer"] < 1e-12 and result["names"] and result["one_device"], name
+    results: Dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(results) == sorted(cases)
+    return results
+
+
+def test_two_devices_train_to_the_emulators_weights() -> None:
+    for case, result in run_cases("compare_short", "gpipe", "pipedream").items():
+        assert max(result.values()) < 1e-12, (case, result)
+
+
+@pytest.mark.slow
+def test_four_devices_train_to_the_emulators_weights_and_one_to_the_same_bits() -> None:
+    for case, result in run_cases("compare", *CASES).items():
+        assert result.pop("one_device") is True, case
+        assert max(result.values()) < 1e-12, (case, result)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_for_bit() -> None:
+    for case, result in run_cases("resume", "gpipe", "pipedream", "pipemare").items():
+        assert result["state"] == 0 and result["losses"] and result["moved"] > 1e-6, (case, result)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_another_backend_with_the_same_numbers() -> None:
+    for case, result in run_cases("move", "gpipe", "pipedream", "pipemare").items():
+        assert max(result.values()) < 1e-12, (case, result)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +73,7 @@ def test_four_devices_train_to_the_emulators_weights_and_one_to_the_same_bits() 
     ],
 )
 def test_what_xla_does_not_support_is_refused(settings: list, key: str) -> None:
+    jax.devices("cpu")  # jax has begun, so it makes no more devices
     with pytest.raises(BadInput) as caught:
         build(load_config(DIGITS, ["backend.name=xla", *settings]))
     assert any(fault.startswith(key) for fault in caught.value.faults), caught.value.faults
