@@ -64,6 +64,9 @@ def test_a_run_goes_on_another_backend_with_the_same_numbers() -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
+        (["method=local_greedy"], "method: local_greedy: blocks"),
+        (["method=local_sgd"], "method: local_sgd: replicas"),
+        (["method=randomized_pipedream"], "method: randomized_pipedream: delays"),
         (["clip={norm: 1.0, scope: stage}"], "clip"),
         (["replicas=2"], "replicas"),
         (["optimizer={name: torch.optim.RMSprop}"], "optimizer.name"),

@@ -81,6 +81,11 @@ def place(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
     """Cut the model into its stages, and place neighboring stages on the same device if there are
     fewer devices than stages. Raise `BadInput` if the model cannot be cut so.
     """
+    if method.structure:
+        raise BadInput(
+            f"method: {method.name}: blocks with losses of their own do not run on xla: use "
+            f"backend.name: emulator"
+        )
     devices = list_devices(config.backend)
     requested = partition(model, x, config.stages, one_stage=method.one_stage_reason)
     if not can_cut(method, model, requested, x):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.replay.work import list_exactness_faults
 from ipu_pipe.text import list_some
 from ipu_pipe.update.optimizer import get_kind
@@ -27,7 +26,7 @@ def list_faults(job: Job) -> list[str]:
     return [
         *(f"{fault}: {REMEDY}" for fault, applies in _list_settings(job).items() if applies),
         *(f"{fault}: {REMEDY}" for fault in _list_optimizer_faults(job)),
-        *(list_exactness_faults(job) if get_blocks(job.model) is None else []),
+        *list_exactness_faults(job),
     ]
 
 
@@ -45,7 +44,6 @@ def _list_settings(job: Job) -> dict[str, Any]:
     precision = {p.dtype for p in job.model.parameters()} - {torch.float32, torch.float64}
     is_double = any(p.dtype == torch.float64 for p in job.model.parameters())
     return {
-        f"method: {name}: blocks with losses of their own do not run on xla": method.structure,
         f"method: {name}: replicas with weights of their own do not run on xla": method.rounds,
         f"method: {name}: delays without a pipeline do not run on xla": method.history,
         "method_args.hogwild, constant_delay: delays that are not the pipeline's own do not run on "

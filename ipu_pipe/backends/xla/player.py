@@ -100,9 +100,7 @@ class StagePlayer:
         self.job = job
         self.stage = stage
         self.passes = passes
-        self.sizes: list[int] = []
         self.peak_bytes = 0
-        self.compiled_bytes = 0
         parameters = dict(job.model.named_parameters())
         self._parameters = [parameters[name] for name in passes.graphs.weights]
         trained = [self._parameters[i] for i in passes.trained]
