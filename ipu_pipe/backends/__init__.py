@@ -6,4 +6,5 @@ emulator    one process runs all stages, exactly
 ranks       one process among several: rank 0 works for all, one rank reports a fault
 processes   one or several stages on each process, over torch.distributed
 ipu         Graphcore IPUs through PopTorch
+xla         XLA devices through jax
 """

@@ -12,6 +12,7 @@ from ipu_pipe.backends.ipu import backend as ipu
 from ipu_pipe.backends.processes import engine as processes
 from ipu_pipe.backends.processes.launch import leave as leave_group
 from ipu_pipe.backends.ranks import is_distributed
+from ipu_pipe.backends.xla import backend as xla
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.record import Job
@@ -21,6 +22,7 @@ BACKENDS: dict[str, Backend] = {
     "emulator": emulator.BACKEND,
     "distributed": processes.BACKEND,
     "poptorch": ipu.BACKEND,
+    "xla": xla.BACKEND,
 }
 
 

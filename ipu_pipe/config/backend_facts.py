@@ -21,7 +21,8 @@ class BackendFacts(NamedTuple):
     memory. `uses_processes`: the launcher's processes, as many as it says, each with its stages,
     its replica's samples and a copy of tied weights. `trains_on`: the device that trains, if it is
     not the config's; one process drives all of these. `host_sees_devices`: the host that records a
-    trace sees each device; otherwise it sees the calls of all together.
+    trace sees each device; otherwise it sees the calls of all together. `counts_devices`: the
+    config may name a platform and how many of its devices.
 
     How it computes
     `takes_any_size`: microbatches may differ in their number of samples. `compiles_updates`:
@@ -40,6 +41,7 @@ class BackendFacts(NamedTuple):
     uses_processes: bool = False
     trains_on: str | None = None
     host_sees_devices: bool = True
+    counts_devices: bool = False
     takes_any_size: bool = False
     compiles_updates: bool = False
     compiles_modules: bool = False
@@ -64,5 +66,12 @@ BACKEND_FACTS: dict[str, BackendFacts] = {
         why_rates_are_fixed="PopTorch's runs have rates that are known before",
         why_weights_are_hidden="PopTorch keeps the weights on the IPUs",
         why_gradients_are_hidden="PopTorch keeps the gradients on the IPUs",
+    ),
+    "xla": BackendFacts(
+        counts_devices=True,
+        compiles_updates=True,
+        clips_any_optimizer=False,
+        why_weights_are_hidden="xla keeps the weights on its devices",
+        why_gradients_are_hidden="xla keeps the gradients on its devices",
     ),
 }

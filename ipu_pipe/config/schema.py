@@ -47,19 +47,22 @@ def import_outer(key: str) -> Any:
 
 
 class BackendConfig(Section):
-    """Where a run computes. `name`: on the emulator, on processes, or on IPUs. `device`: the kind
+    """Where a run computes. `name`: on the emulator, on processes, on IPUs, or on XLA devices. `device`: the kind
     of device (poptorch has its own). `threads`: of PyTorch on the CPU; null: PyTorch's default.
     `deadline`: seconds that one of several processes waits for another before it gives up.
-    `deterministic`, `tf32`: for GPUs alone, see ipu_pipe.job.numerics. `ipu`: for poptorch
-    alone.
+    `deterministic`, `tf32`: for GPUs alone, see ipu_pipe.job.numerics. `platform`, `devices`: for
+    xla alone: XLA's platform, cpu by default, and how many of its devices, see
+    docs/accelerators.md; null: all. `ipu`: for poptorch alone.
     """
 
-    name: Literal["emulator", "distributed", "poptorch"] = "emulator"
+    name: Literal["emulator", "distributed", "poptorch", "xla"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
     threads: Optional[Threads] = None
     deadline: Seconds = 300.0
     deterministic: StrictBool = True
     tf32: StrictBool = False
+    platform: Optional[Literal["cpu", "tpu"]] = None
+    devices: Optional[Count] = None
     ipu: Any = None
 
     @model_validator(mode="before")
@@ -86,6 +89,10 @@ class BackendConfig(Section):
     def list_cases(self) -> Iterator[Case]:
         why = f"belongs to backend.name poptorch, not {self.name}: set backend.ipu=null"
         yield Case(self.ipu is not None and self.name != "poptorch", "ipu", why, "given")
+        why = f"belongs to backend.name xla, not {self.name}: leave it out"
+        is_other = not self.facts.counts_devices
+        yield Case(self.platform is not None and is_other, "platform", why)
+        yield Case(self.devices is not None and is_other, "devices", why)
         why = f"belongs to backend.device cuda, not {self.device}: leave it out"
         yield Case(self.device != "cuda" and not self.deterministic, "deterministic", why)
         yield Case(self.device != "cuda" and self.tf32, "tf32", why)

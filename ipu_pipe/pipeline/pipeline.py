@@ -876,7 +876,7 @@ class Pipeline:
         if wrong:
             raise ValueError(
                 f"step: a microbatch of {wrong[0]} samples: must have {compiled}, for which "
-                f"PopTorch compiles"
+                f"it compiles"
             )
 
     def _require_parts(self, batch: list[Microbatch]) -> None:

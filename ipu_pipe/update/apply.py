@@ -196,12 +196,12 @@ class UpdateRules:
         """
         return [
             name
-            for rule, setting in self._list_acting(stage)
+            for rule, setting in self.list_acting(stage)
             if rule.state is not None
             for name in rule.state(setting)
         ]
 
-    def _list_acting(self, stage: int) -> list[tuple[Rule, Setting]]:
+    def list_acting(self, stage: int) -> list[tuple[Rule, Setting]]:
         """List the rules that act on a stage, with their settings."""
         return [
             (rule, settings[stage])
@@ -227,7 +227,7 @@ class UpdateRules:
         """
         return [
             pair
-            for rule, setting in self._list_acting(stage)
+            for rule, setting in self.list_acting(stage)
             if rule.read is not None and rule.reads_lag == bool(reading.lag)
             for pair in rule.read(setting, reading)
         ]
@@ -250,6 +250,44 @@ class UpdateRules:
         codes = self._codes[code]
         return codes if like.ndim == 1 else codes[:, None]
 
+    def _list_reads(
+        self, stage: int, code: int, version: int
+    ) -> tuple[list[tuple[str, float]], list[float]]:
+        """List (entry, c) pairs of a pass that reads a stage's version, and the share of each
+        group's learning rate in corrections by it.
+        """
+        state = self.stages[stage]
+        rates = [float(self._settings(version, group)["lr"]) for group in state.groups]
+        # the rules are asked for one rate, of which each group's is a multiple
+        reference = next(filter(None, rates), 0.0)
+        shares = [
+            share * (rate / reference if reference else 1.0)
+            for rate, share in zip(rates, state.shares)
+        ]
+        rate = self._stage_rate(stage, version, reference)
+        return self._read(stage, Reading(code == FORWARD, max(-code, 0), rate)), shares
+
+    def list_corrections(
+        self, stage: int, code: int, version: int
+    ) -> list[tuple[str, dict[int, float]]]:
+        """List (entry, factors) pairs that correct the weights w of a stage's version to w + the
+        sum of factor times entry; `factors`: of each parameter, by its id.
+        """
+        pairs, shares = self._list_reads(stage, code, version)
+        groups = list(zip(self.stages[stage].groups, shares))
+        return [
+            (
+                entry,
+                {
+                    id(p): c * share if entry in BY_RATE else c
+                    for group, share in groups
+                    for p in group["params"]
+                },
+            )
+            for entry, c in pairs
+            if c
+        ]
+
     def compute_corrections(
         self, stage: int, code: int, version: int
     ) -> list[tuple[Tensors, float]]:
@@ -257,19 +295,12 @@ class UpdateRules:
         sum of c x; may be empty.
         """
         state = self.stages[stage]
-        rates = [float(self._settings(version, group)["lr"]) for group in state.groups]
-        # the rules are asked for one rate, of which each group's is a multiple
-        reference = next(filter(None, rates), 0.0)
-        factors = [
-            share * (rate / reference if reference else 1.0)
-            for rate, share in zip(rates, state.shares)
-        ]
-        rate = self._stage_rate(stage, version, reference)
+        pairs, shares = self._list_reads(stage, code, version)
         corrections: list[tuple[Tensors, float]] = []
-        for entry, c in self._read(stage, Reading(code == FORWARD, max(-code, 0), rate)):
+        for entry, c in pairs:
             x = state.get_entry(entry) if c else None
             if x is not None:
-                corrections.append((state.scale_by_group(x, factors) if entry in BY_RATE else x, c))
+                corrections.append((state.scale_by_group(x, shares) if entry in BY_RATE else x, c))
         return corrections
 
     # ---- gradients of a microbatch
@@ -378,7 +409,7 @@ class UpdateRules:
         # [2] the settings of this update; stages that step later may have others
         for stage in self.stages.values():
             if stage not in others:
-                self._apply_settings(stage, k)
+                self.apply_settings(stage, k)
         tracking = [entry for entry in self._tracked if k >= self.switch and entry[0] not in others]
         before = {
             stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in tracking
@@ -427,7 +458,7 @@ class UpdateRules:
         for p, gradient in other_gradients:
             p.grad = gradient
 
-    def _apply_settings(self, stage: StageState, k: int) -> None:
+    def apply_settings(self, stage: StageState, k: int) -> None:
         """Write the settings of update k, and the learning rate that the rules make of it, into a
         stage's groups.
         """

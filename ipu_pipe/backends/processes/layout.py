@@ -131,7 +131,7 @@ def _place_stages(
     begins = requested.begin_names()
     group_begins = list(groups.values())
     placement = tuple(itertools.accumulate(int(stage in groups) for stage in range(len(requested))))
-    if not _can_cut(method, model, requested, x):
+    if not can_cut(method, model, requested, x):
         begins = group_begins
         placement = tuple(range(devices))
         names = list_some(begins, 8) or "the model"
@@ -144,7 +144,7 @@ def _place_stages(
             f"{len(requested)} stages on {devices} processes, which begin at "
             f"{list_some(group_begins, 8) or 'the model'}"
         )
-    return _cut(method, model, begins, placement, device, x, note)
+    return cut_at(method, model, begins, placement, device, x, note)
 
 
 def _place_by_order(
@@ -183,15 +183,15 @@ def _place_by_order(
         may_differ = len(requested) % devices == 0 and not (order.fixed or order.file)
         more = f", or stages_per_device {len(requested) // devices}" if may_differ else ""
         raise BadInput(f"stages: {len(requested)}: {expected} has {count}: must be {count}{more}")
-    if not _can_cut(method, model, requested, x):
+    if not can_cut(method, model, requested, x):
         raise BadInput(
             f"stages: {len(requested)}: they divide the weights of modules, which processes "
             f"cannot: use fewer stages"
         )
-    return _cut(method, model, begins, placement, device, x)
+    return cut_at(method, model, begins, placement, device, x)
 
 
-def _can_cut(method: Method, model: nn.Module, requested: Partition, x: torch.Tensor) -> bool:
+def can_cut(method: Method, model: nn.Module, requested: Partition, x: torch.Tensor) -> bool:
     """Return whether the model can be cut into these stages; stages that divide the weights of one
     module cannot.
     """
@@ -203,7 +203,7 @@ def _can_cut(method: Method, model: nn.Module, requested: Partition, x: torch.Te
     ]
 
 
-def _cut(
+def cut_at(
     method: Method,
     model: nn.Module,
     begins: Sequence[str],

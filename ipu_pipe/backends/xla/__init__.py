@@ -1,0 +1,10 @@
+"""Run stages on XLA devices, through jax. jax is imported when a run names the backend.
+
+devices   the devices of a platform, and the stages on them: `place`, `list_devices`
+faults    what the backend refuses, by name: `list_faults`
+lower     the table of ATen operations, and graphs as functions of jax arrays: `lower`
+update    optimizers and update rules as pure functions of arrays
+player    the rows of all stages, played on their devices: `Player`
+engine    the backend's engine: results, evaluation, checkpoints and measurements
+backend   the row of the table of backends: `BACKEND`
+"""

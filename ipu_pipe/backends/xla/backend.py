@@ -1,0 +1,25 @@
+"""The row of the XLA backend in the table of backends, which imports jax when it is first used."""
+
+from __future__ import annotations
+
+from ipu_pipe.backends.interface import Backend, Engine
+from ipu_pipe.backends.xla.devices import launch, place
+from ipu_pipe.backends.xla.faults import list_faults
+from ipu_pipe.job.record import Job
+
+
+def make_engine(job: Job, first_update: int) -> Engine:
+    """Return the engine, which continues with update `first_update`."""
+    from ipu_pipe.backends.xla.engine import XlaEngine
+
+    return XlaEngine(job, first_update)
+
+
+def describe(job: Job) -> str:
+    """Return a line on the devices of the stages."""
+    from ipu_pipe.backends.xla import engine
+
+    return engine.describe(job)
+
+
+BACKEND = Backend(place, list_faults, make_engine, launch, describe)

@@ -1,0 +1,90 @@
+"""The jobs that the XLA backend refuses, each by name, before anything is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ipu_pipe.job.record import Job
+from ipu_pipe.replay.work import list_exactness_faults
+from ipu_pipe.text import list_some
+from ipu_pipe.update.optimizer import get_kind
+from ipu_pipe.update.rules import select_rules
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+REMEDY = "use backend.name: emulator"
+
+
+def list_faults(job: Job) -> list[str]:
+    """Return the reasons why XLA devices cannot train a job, one line each."""
+    return [
+        *(f"{fault}: {REMEDY}" for fault, applies in _list_settings(job).items() if applies),
+        *(f"{fault}: {REMEDY}" for fault in _list_optimizer_faults(job)),
+        *list_exactness_faults(job),
+    ]
+
+
+def _list_settings(job: Job) -> dict[str, Any]:
+    """Return the settings that the backend does not support: fault -> whether it applies."""
+    config = job.config
+    method = job.method
+    name = method.name
+    hooked = [
+        module_name or "the model itself"
+        for module_name, module in job.model.named_modules()
+        if any(getattr(module, hooks) for hooks in _HOOKS)
+    ]
+    tied = job.partition.list_tied(job.model)
+    precision = {p.dtype for p in job.model.parameters()} - {torch.float32, torch.float64}
+    is_double = any(p.dtype == torch.float64 for p in job.model.parameters())
+    return {
+        f"method: {name}: replicas with weights of their own do not run on xla": method.rounds,
+        f"method: {name}: delays without a pipeline do not run on xla": method.history,
+        "method_args.hogwild, constant_delay: delays that are not the pipeline's own do not run on "
+        "xla": method.delay is not None,
+        f"replicas: {config.replicas}: xla has one": config.replicas > 1,
+        "recompute: true: xla stores activations": config.recompute,
+        "method_args.recompute: xla stores activations": method.segments is not None,
+        "clip: xla does not clip": config.clip is not None,
+        "loss_weight: all microbatches count the same on xla": job.loss_weight is not None,
+        f"precision: {config.precision}: must be float32 or float64 on xla": precision
+        or config.precision not in ("float32", "float64"),
+        "precision: float64: TPUs have none": is_double and config.backend.platform == "tpu",
+        f"backend.device: {config.backend.device}: belongs to the host, must be cpu with "
+        "xla": config.backend.device != "cpu",
+        f"model: {list_some(list(tied))}: several stages use this weight": tied,
+        f"model: {list_some(hooked)}: has hooks, which a compiled pass would not call": hooked,
+        "model: complex buffers do not run on xla": any(
+            b.is_complex() for b in job.model.buffers()
+        ),
+    }
+
+
+def _list_optimizer_faults(job: Job) -> list[str]:
+    """Return why the optimizer, or a rule, has no function of arrays."""
+    from ipu_pipe.backends.xla.update import KINDS, RULES, UNSUPPORTED_SETTINGS
+
+    faults = []
+    optimizer = job.full_optimizer
+    for group in optimizer.param_groups:
+        kind = get_kind(optimizer, group)
+        if kind not in KINDS:
+            faults.append(f"optimizer.name: {kind}: xla has {', '.join(KINDS)}")
+        faults += [
+            f"optimizer.{key}: xla does not support it"
+            for key in UNSUPPORTED_SETTINGS
+            if group.get(key)
+        ]
+    acting = select_rules(job.config.method_settings(), job.method)
+    faults += [
+        f"method_args.{rule.key}: xla does not have this rule"
+        for rule, _ in acting
+        if rule.key not in RULES
+    ]
+    return list(dict.fromkeys(faults))

@@ -1,0 +1,395 @@
+"""Play the rows of all stages on their devices, in the order of the slots.
+
+Weights are immutable arrays on their stage's device, so a stashed version is a reference to its
+arrays, and a pass takes the version that the table names as an argument. An update makes new
+arrays and leaves the old ones alone:
+
+    F5 reads version 2 -> versions[2]   U2 -> versions[3]   B2 reads version 2 -> versions[2]   the last reader: dropped
+
+With a version its optimizer state is kept, if rules correct what passes read, so that a correction
+is computed when it is read. The host queues passes and goes on. In updates that are traced it waits
+for each pass, so that events have the pass's own time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any, Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+import torch
+
+from ipu_pipe.backends.processes.interpreter import (
+    ORDER,
+    RowAction,
+    list_action_kinds,
+    list_actions,
+)
+from ipu_pipe.backends.processes.trace import TraceRecorder
+from ipu_pipe.backends.xla.lower import lower
+from ipu_pipe.backends.xla.update import StageOptimizer, add_arrays
+from ipu_pipe.cut.graphs import StageGraphs, draw_masks
+from ipu_pipe.job.record import Job
+from ipu_pipe.model.batch import check_same_shapes, count_samples, list_tensors
+from ipu_pipe.replay.replays import Replay, ReplayPlan
+from ipu_pipe.replay.work import MicrobatchResult, Work, average, tabulate
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.update.apply import PLAIN
+
+Arrays = Sequence[Any]
+
+
+class StagePasses:
+    """The compiled passes of a stage on its device. `trained`: the weights that have a
+    gradient.
+    """
+
+    def __init__(self, graphs: StageGraphs, device: Any, is_split: bool) -> None:
+        self.graphs = graphs
+        self.device = device
+        output: Any = graphs.backward.graph.output_node().args[0]
+        gradients = list(output)
+        self.trained = [i for i in range(len(graphs.weights)) if gradients[i] is not None]
+        states = len(graphs.state)
+        outputs = graphs.outputs
+        run_forward = lower(graphs.forward)
+
+        def forward(weights: Arrays, state: Arrays, others: Arrays) -> Any:
+            results = run_forward(*weights, *state, *others)
+            return (
+                results[:outputs],
+                results[outputs : outputs + states],
+                results[outputs + states :],
+            )
+
+        self.forward = jax.jit(forward)
+        self.backward = self._compile_backward(graphs.backward, len(graphs.weights), 0)
+        if is_split:
+            inputs = len(graphs.differentiable)
+            self.input_gradient = self._compile_backward(graphs.input_gradient, 0, inputs)
+            run_weights = lower(graphs.weight_gradient)
+            self.weight_gradient = jax.jit(
+                lambda kept: [g for g in run_weights(*kept) if g is not None]
+            )
+
+    def _compile_backward(self, graph: Any, leading: int, inputs: int) -> Callable[..., Any]:
+        """Compile a backward to (weight gradients or tensors kept, input gradients).
+
+        `leading`: the weight gradients that come first; else `inputs` input gradients do.
+        """
+        run = lower(graph)
+        first = leading or inputs
+
+        def backward(weights: Arrays, saved: Arrays, gradients: Arrays) -> Any:
+            results = run(*weights, *saved, *gradients)
+            rest = (results[:first], results[first:])
+            others, of_inputs = rest if leading else rest[::-1]
+            kept = others if not leading else [others[i] for i in self.trained]
+            return kept, of_inputs
+
+        if not leading and not inputs:
+            return jax.jit(lambda *args: (run(*args[0], *args[1], *args[2]), []))
+        return jax.jit(backward)
+
+
+class StagePlayer:
+    """One stage: its passes, weights by version, and the microbatches in flight."""
+
+    def __init__(self, job: Job, work: Work, stage: int, passes: StagePasses) -> None:
+        self.job = job
+        self.stage = stage
+        self.passes = passes
+        self.peak_bytes = 0
+        parameters = dict(job.model.named_parameters())
+        self._parameters = [parameters[name] for name in passes.graphs.weights]
+        trained = [self._parameters[i] for i in passes.trained]
+        self.optimizer = StageOptimizer(job.rules, stage, trained, self.put)
+        self.load()
+        self.begin(work)
+
+    def put(self, value: Any) -> Any:
+        """Return a copy on the stage's device."""
+        return jax.device_put(np.array(value), self.passes.device)
+
+    def load(self) -> None:
+        """Take weights, state and the optimizer's state from the model on the host."""
+        state = {**dict(self.job.model.named_parameters()), **dict(self.job.model.named_buffers())}
+        graphs = self.passes.graphs
+        self.weights = [self.put(p.detach().numpy()) for p in self._parameters]
+        self.state = [self.put(state[name].detach().numpy()) for name in graphs.state]
+        self.optimizer.load()
+
+    def begin(self, work: Work) -> None:
+        """Begin from an empty pipeline with the work's first update."""
+        self.work = work
+        self.version = work.update
+        self.newest_forward = work.microbatch - 1
+        self._plan = ReplayPlan(work.make_replays([0]), work.rules, work.microbatch)
+        self._here = slice(self.stage, self.stage + 1)
+        # version -> weights, and the optimizer's state if reads are corrected by it
+        self._versions: dict[int, tuple[Arrays, Any]] = {}
+        self.replays: dict[int, Replay] = {}
+        self.saved: dict[int, Arrays] = {}
+        self.kept: dict[int, Arrays] = {}
+        self.total: Arrays | None = None
+        self._corrected: dict[tuple[int, int], Arrays] = {}
+        self._keep_newest()
+
+    def _keep_newest(self) -> None:
+        state = list(self.optimizer.states) if self.optimizer.corrects_reads else None
+        self._versions[self.version] = (self.weights, state)
+        self.optimizer.count_version(self.version)
+
+    def read_replay(self, m: int) -> Replay:
+        """Return the replay of a microbatch whose forward begins."""
+        self.newest_forward = max(m, self.newest_forward)
+        self.replays[m] = self._plan.replay(m, self._here)
+        return self.replays[m]
+
+    def read(self, versions: Any, codes: Any) -> Arrays:
+        """Return the weights that a pass reads."""
+        version = int(versions[0])
+        code = int(codes[0])
+        weights, state = self._versions[version]
+        if code == PLAIN:
+            return weights
+        if (version, code) not in self._corrected:
+            trained = self.passes.trained
+            corrected = self.optimizer.correct(version, code, [weights[i] for i in trained], state)
+            by_index = dict(zip(trained, corrected))
+            self._corrected[version, code] = [by_index.get(i, w) for i, w in enumerate(weights)]
+        return self._corrected[version, code]
+
+    def add(self, gradients: Arrays) -> None:
+        """Add the weight gradients of a microbatch to those of its update."""
+        self.total = gradients if self.total is None else add_arrays(self.total, gradients)
+
+    def update(self, k: int) -> None:
+        """Make update k."""
+        trained = self.passes.trained
+        if self.total is not None and trained:
+            gradients = [self.total[i] for i in self.optimizer.stepped]
+            old = [self.weights[i] for i in trained]
+            new = dict(zip(trained, self.optimizer.step(k, old, gradients)))
+            self.weights = [new.get(i, w) for i, w in enumerate(self.weights)]
+        self.total = None
+        self.version += 1
+        self._keep_newest()
+        self.release()
+
+    def release(self) -> None:
+        """Drop the versions that no later pass reads."""
+        needed = [int(r.backward.versions[0]) for r in self.replays.values()]
+        if self.newest_forward + 1 < self.work.schedule.microbatches:
+            following = self._plan.replay(self.newest_forward + 1, self._here)
+            needed.append(int(following.forward.versions[0]))
+        oldest = min(needed, default=self.version)
+        for version in [v for v in self._versions if v < oldest and v != self.version]:
+            del self._versions[version]
+        for view in [view for view in self._corrected if view[0] not in self._versions]:
+            del self._corrected[view]
+        size = sum(w.nbytes for w in self.weights)
+        views = len(self._versions) - 1 + len(self._corrected)
+        self.peak_bytes = max(self.peak_bytes, views * size)
+
+    def export(self) -> None:
+        """Put the newest weights, state and optimizer state into the model on the host."""
+        model = self.job.model
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        graphs = self.passes.graphs
+        names = [*graphs.weights, *graphs.state]
+        with torch.no_grad():
+            for name, array in zip(names, [*self.weights, *self.state]):
+                tensors[name].copy_(torch.from_numpy(np.array(array)))
+        self.optimizer.export(self.version > 0)
+
+
+class Player:
+    """Play the actions of all stages in the order of their slots.
+
+    `recorders`: of each device. `results`: update -> (its microbatches' results, samples). `links`:
+    (source, target) -> (bytes, messages). `update`: the next update that not all stages have made.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        work: Work,
+        stages: Sequence[StagePlayer],
+        recorders: Sequence[TraceRecorder],
+    ) -> None:
+        self._job = job
+        self.stages = stages
+        self.recorders = recorders
+        self.results: dict[int, tuple[list[Any], int]] = {}
+        self.links: dict[tuple[int, int], tuple[int, int]] = {}
+        self.doing = "start"
+        self._carry_out: dict[Kind, Callable[[StagePlayer, int], Any]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRADIENT: self._input_gradient,
+            Kind.WEIGHT_GRADIENT: self._weight_gradient,
+            Kind.UPDATE: self._update,
+        }
+        self.begin(work)
+
+    def begin(self, work: Work) -> None:
+        """Begin from an empty pipeline with the work's first update."""
+        self.work = work
+        self.update = work.update
+        for stage in self.stages:
+            stage.begin(work)
+        # microbatch -> its batch, until its last forward; results of its forward
+        self._batches: dict[int, Any] = {}
+        self._microbatch_results: dict[int, Any] = {}
+        self._samples: dict[int, int] = {}
+        # (stage, microbatch) -> inputs, gradients of outputs by index
+        self._inputs: dict[tuple[int, int], Arrays] = {}
+        self._gradients: dict[tuple[int, int], dict[int, Any]] = {}
+        self._next_action: RowAction | None = None
+        kinds = list_action_kinds(work)
+        rows = [self._read_row(s, kind) for s in range(len(self.stages)) for kind in kinds]
+        self._row = heapq.merge(*rows)
+
+    def _read_row(self, stage: int, kind: Kind) -> Iterator[RowAction]:
+        for actions in list_actions(self.work, kind, stage, [stage]):
+            yield from actions
+
+    def advance(self, cut: float, batches: int) -> None:
+        """Carry out the actions of slots before `cut` that belong to this many batches."""
+        accumulate = self.work.schedule.accumulate
+        while self.update < batches:
+            action = next(self._row) if self._next_action is None else self._next_action
+            self._next_action = action
+            if action.slot >= cut:
+                return
+            self._next_action = None
+            kind = ORDER[action.order]
+            batch = action.number if kind is Kind.UPDATE else action.number // accumulate
+            if batch < batches:
+                self._run(kind, self.stages[action.stage], action.number)
+
+    def _run(self, kind: Kind, stage: StagePlayer, number: int) -> None:
+        self.doing = f"stage {stage.stage}, action {kind.value}{number}"
+        recorder = self.recorders[self._job.placement[stage.stage] % len(self.recorders)]
+        recorder.stage = stage.stage
+        start = recorder.mark()
+        computed = self._carry_out[kind](stage, number)
+        if recorder.is_recording:
+            jax.block_until_ready(computed)
+            version = stage.version - 1 if kind is Kind.UPDATE else stage.version
+            if number in stage.replays and kind is Kind.FORWARD:
+                version = int(stage.replays[number].forward.versions[0])
+            recorder.add(kind.word, number, start, version=version)
+        if kind is Kind.UPDATE:
+            recorder.begin_update(self.update)
+
+    def _send(self, source: int, target: int, arrays: Arrays) -> Arrays:
+        """Put arrays onto another stage's device, and count the message."""
+        size, messages = self.links.get((source, target), (0, 0))
+        sent = sum(x.nbytes for x in arrays)
+        self.links[source, target] = (size + sent, messages + 1)
+        return jax.device_put(list(arrays), self.stages[target].passes.device)
+
+    # ---- one function for each kind of action
+
+    def _forward(self, stage: StagePlayer, m: int) -> Any:
+        s = stage.stage
+        graphs = stage.passes.graphs
+        is_last = s == len(self.stages) - 1
+        if m not in self._batches:
+            x, y = self._job.load_microbatch(m)
+            check_same_shapes(x, self._job.example[0], m)
+            self._batches[m] = x, y
+            self._samples[m] = count_samples(x)
+        x, y = self._batches[m]
+        inputs = self._inputs.pop((s, m), None)
+        if inputs is None:
+            inputs = [stage.put(t.detach().numpy()) for t in list_tensors(x)]
+        labels = [stage.put(t.numpy()) for t in list_tensors(y)] if is_last else []
+        masks = draw_masks(self._job.model, graphs.masks, self._job.config.seed, m)
+        replay = stage.read_replay(m)
+        weights = stage.read(*replay.forward)
+        arguments = [*map(stage.put, masks), *inputs, *labels]
+        outputs, stage.state, saved = stage.passes.forward(weights, stage.state, arguments)
+        stage.saved[m] = saved
+        if is_last:
+            del self._batches[m]
+            self._microbatch_results[m] = outputs
+        else:
+            self._inputs[s + 1, m] = self._send(s, s + 1, outputs)
+        return outputs
+
+    def _list_gradients(self, stage: StagePlayer, m: int) -> Arrays:
+        """Return the gradients of the outputs that a backward takes."""
+        graphs = stage.passes.graphs
+        results: Any = graphs.forward.graph.output_node().args[0]
+        if graphs.labels or stage.stage == len(self.stages) - 1:
+            value = torch.ones((), dtype=results[0].meta["val"].dtype) / self.work.accumulate
+            return [stage.put(value.numpy())] * len(graphs.gradients)
+        by_output = self._gradients.pop((stage.stage, m), {})
+        shapes = [results[i].meta["val"] for i in graphs.gradients]
+        return [
+            by_output[i]
+            if by_output.get(i) is not None
+            else stage.put(np.zeros(tuple(v.shape), torch.empty((), dtype=v.dtype).numpy().dtype))
+            for i, v in zip(graphs.gradients, shapes)
+        ]
+
+    def _backward(self, stage: StagePlayer, m: int) -> Any:
+        gradients, of_inputs = self._run_backward(stage, m, stage.passes.backward)
+        if gradients:
+            stage.add(gradients)
+        del stage.replays[m]
+        stage.release()
+        return gradients, of_inputs
+
+    def _input_gradient(self, stage: StagePlayer, m: int) -> Any:
+        stage.kept[m], of_inputs = self._run_backward(stage, m, stage.passes.input_gradient)
+        del stage.replays[m]
+        stage.release()
+        return stage.kept[m], of_inputs
+
+    def _run_backward(self, stage: StagePlayer, m: int, run: Callable[..., Any]) -> Any:
+        """Run a backward, and send the input gradients to the previous stage."""
+        s = stage.stage
+        weights = stage.read(*stage.replays[m].backward)
+        gradients = self._list_gradients(stage, m)
+        computed, of_inputs = run(weights, stage.saved.pop(m), gradients)
+        if s:
+            present = [g for g in of_inputs if g is not None]
+            indices = [
+                i for i, g in zip(stage.passes.graphs.differentiable, of_inputs) if g is not None
+            ]
+            self._gradients[s - 1, m] = dict(zip(indices, self._send(s, s - 1, present)))
+        return computed, of_inputs
+
+    def _weight_gradient(self, stage: StagePlayer, m: int) -> Any:
+        kept = stage.kept.pop(m)
+        gradients = stage.passes.weight_gradient(kept)
+        if gradients:
+            stage.add(gradients)
+        return gradients
+
+    def _update(self, stage: StagePlayer, k: int) -> Any:
+        stage.update(k)
+        if stage.stage == len(self.stages) - 1:
+            count = self.work.schedule.accumulate
+            numbers = range(k * count, (k + 1) * count)
+            outputs = [self._microbatch_results.pop(m) for m in numbers]
+            samples = sum(self._samples.pop(m) for m in numbers)
+            self.results[k] = (outputs, samples)
+        self.update = min(one.version for one in self.stages)
+        return stage.weights
+
+    def take(self, k: int) -> tuple[float | None, float | None, int]:
+        """Return mean loss, accuracy and samples of an update; the host waits for them here."""
+        outputs, samples = self.results.pop(k)
+        results = []
+        for row in outputs:
+            value, *counts = (torch.from_numpy(np.array(x)) for x in row)
+            results.append(MicrobatchResult(value, counts[0] if counts else None))
+        loss, accuracy = average(tabulate(results))
+        self.work.require_finite(k, [loss])
+        return loss, accuracy, samples

@@ -1,0 +1,307 @@
+"""One stage's optimizer and update rules as pure functions of arrays.
+
+torch's optimizer on the host stays the owner of all settings: its groups get the settings of an
+update, and its state gets the arrays' values for a checkpoint, under torch's names. The step itself
+is one compiled function of weights, gradients, state and numbers. It follows the operations of
+torch's optimizers one by one, so that in float64 both agree to the last digits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from ipu_pipe.update.apply import StageState, UpdateRules
+from ipu_pipe.update.rules import (
+    DELTA,
+    LAST_STEP,
+    STEP,
+    VELOCITY,
+    Rule,
+    Setting,
+    compute_discrepancy_decay,
+    compute_spike_coefficients,
+)
+
+Arrays = Sequence[Any]
+# the rules whose functions are here, and those that change only rates or corrections of reads
+RULES = (
+    "gradient_shrinking",
+    "t1",
+    "spike_compensation",
+    "t2",
+    "weight_prediction",
+    "spectrain",
+)
+KINDS = ("sgd", "adam", "adamw")
+# settings of an optimizer that its functions here do not know
+UNSUPPORTED_SETTINGS = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
+
+
+class Options(NamedTuple):
+    """What a compiled step depends on, for one parameter. `is_first`: it has no momentum yet."""
+
+    kind: str
+    has_momentum: bool
+    nesterov: bool
+    decays: bool
+    is_first: bool
+
+
+class Numbers(NamedTuple):
+    """The numbers of one parameter's step; those of Adam after its bias correction."""
+
+    lr: float
+    weight_decay: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    beta1: float = 0.0
+    beta2: float = 0.0
+    eps: float = 0.0
+    step_size: float = 0.0
+    root: float = 1.0
+    # factors of the rules: of the gradient, of velocity and gradient in the step, of delta
+    shrinkage: float = 1.0
+    of_velocity: float = 0.0
+    of_gradient: float = 0.0
+    gamma: float = 0.0
+
+
+def _step_sgd(options: Options, n: Numbers, w: Any, g: Any, state: dict[str, Any]) -> Any:
+    """Step as torch.optim.SGD; v <- m v + (1 - dampening) g, w <- w - lr v."""
+    d = g + n.weight_decay * w if options.decays else g
+    gradient = d
+    velocity = d
+    if options.has_momentum:
+        old: Any = state.get(VELOCITY)
+        velocity = d if options.is_first else n.momentum * old + (1 - n.dampening) * d
+        state[VELOCITY] = velocity
+        d = d + n.momentum * velocity if options.nesterov else velocity
+    return w - n.lr * d, velocity, gradient
+
+
+def _step_adam(options: Options, n: Numbers, w: Any, g: Any, state: dict[str, Any]) -> Any:
+    """Step as torch.optim.Adam and AdamW, whose weight decay does not pass through the moments."""
+    if options.decays and options.kind == "adamw":
+        w = w * (1 - n.lr * n.weight_decay)
+    elif options.decays:
+        g = g + n.weight_decay * w
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    mean = mean + (1 - n.beta1) * (g - mean)
+    square = n.beta2 * square + (1 - n.beta2) * g * g
+    state.update(exp_avg=mean, exp_avg_sq=square)
+    return w - n.step_size * (mean / (jnp.sqrt(square) / n.root + n.eps)), mean, g
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _step_stage(
+    options: tuple[Options, ...],
+    rules: tuple[str, ...],
+    numbers: Arrays,
+    weights: Arrays,
+    gradients: Arrays,
+    states: Sequence[Mapping[str, Any]],
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Step all parameters of a stage; return their new weights and states."""
+    new_weights = []
+    new_states = []
+    for option, row, w, g, old in zip(options, numbers, weights, gradients, states):
+        n = Numbers(*(row[i] for i in range(len(Numbers._fields))))
+        state = dict(old)
+        g = g * n.shrinkage if "gradient_shrinking" in rules else g
+        step = _step_sgd if option.kind == "sgd" else _step_adam
+        new, velocity, gradient = step(option, n, w, g, state)
+        if "spike_compensation" in rules:
+            new = new + n.of_velocity * velocity + n.of_gradient * gradient
+        if "t2" in rules:
+            state[DELTA] = n.gamma * state[DELTA] + (1 - n.gamma) * (new - w)
+        if LAST_STEP in rules:
+            state[LAST_STEP] = new - w
+        new_weights.append(new)
+        new_states.append(state)
+    return new_weights, new_states
+
+
+@jax.jit
+def add_arrays(total: Arrays, terms: Arrays) -> list[Any]:
+    """Return the sums of two lists of arrays."""
+    return [a + b for a, b in zip(total, terms)]
+
+
+@jax.jit
+def _correct(weights: Arrays, entries: Arrays, factors: Arrays) -> list[Any]:
+    return [w + c * x for w, x, c in zip(weights, entries, factors)]
+
+
+class StageOptimizer:
+    """The optimizer of one stage's weights, in the order of `names`, with the state on `device`.
+
+    `host`: the stage's groups in torch's optimizer; `parameters`: its parameters. `counts`: steps
+    so far by weight, for Adam.
+    """
+
+    def __init__(
+        self,
+        rules: UpdateRules,
+        stage: int,
+        parameters: Sequence[torch.nn.Parameter],
+        put: Callable[[Any], Any],
+    ) -> None:
+        self._rules = rules
+        self._stage = stage
+        self._put = put
+        self._parameters = list(parameters)
+        self._host: StageState | None = rules.stages.get(stage)
+        self._acting: list[tuple[Rule, Setting]] = rules.list_acting(stage)
+        groups = [] if self._host is None else zip(self._host.groups, self._host.kinds)
+        group_of = {id(p): pair for pair in groups for p in pair[0]["params"]}
+        # a parameter in no group is never changed
+        self.stepped = [i for i, p in enumerate(parameters) if id(p) in group_of]
+        self._groups = [group_of[id(parameters[i])] for i in self.stepped]
+        self.counts = [0] * len(self.stepped)
+        self._newest = 0
+        self.states: list[dict[str, Any]] = []
+        self.load()
+
+    @property
+    def corrects_reads(self) -> bool:
+        """Whether a rule may correct the weights that a pass reads."""
+        return any(rule.read is not None for rule, _ in self._acting)
+
+    def load(self) -> None:
+        """Take the state that torch's optimizer has, or begin without one."""
+        self.states = []
+        for i, (number, (_, kind)) in enumerate(zip(self.stepped, self._groups)):
+            p = self._parameters[number]
+            host = dict(self._rules.optimizer.state.get(p, {}))
+            self.counts[i] = int(host.pop("step", 0))
+            names = list(self._rules.list_entries(self._stage))
+            names += [] if kind == "sgd" else ["exp_avg", "exp_avg_sq"]
+            zeros = {name: torch.zeros_like(p) for name in names}
+            tensors = {**zeros, **{k: v for k, v in host.items() if v is not None}}
+            self.states.append({k: self._put(v.detach().numpy()) for k, v in tensors.items()})
+
+    def export(self, is_started: bool) -> None:
+        """Give torch's optimizer the state, under its own names. `is_started`: an update was
+        made.
+        """
+        if not is_started:
+            return
+        state = self._rules.optimizer.state
+        for number, count, arrays, (_, kind) in zip(
+            self.stepped, self.counts, self.states, self._groups
+        ):
+            tensors = {k: torch.from_numpy(np.array(v)) for k, v in arrays.items()}
+            if kind != "sgd":
+                tensors = {"step": torch.tensor(float(count)), **tensors}
+            state[self._parameters[number]] = tensors
+
+    def step(self, k: int, weights: Arrays, gradients: Arrays) -> list[Any]:
+        """Return the weights after update k; `gradients`: of the stepped weights."""
+        if self._host is None or not self.stepped:
+            return list(weights)
+        self._rules.apply_settings(self._host, k)
+        acts = k >= self._rules.switch
+        rules = [rule.key for rule, _ in self._acting] if acts else []
+        if any(LAST_STEP in rule.state(s) for rule, s in self._acting if rule.state) and acts:
+            rules.append(LAST_STEP)
+        options = []
+        rows = []
+        for i, (group, kind) in enumerate(self._groups):
+            self.counts[i] += 1
+            option, numbers = self._describe_step(i, group, kind, rules)
+            options.append(option)
+            dtype = self._parameters[self.stepped[i]].detach().numpy().dtype
+            rows.append(np.array(numbers, dtype))
+        new, self.states = _step_stage(
+            tuple(options),
+            tuple(rules),
+            rows,
+            [weights[i] for i in self.stepped],
+            gradients,
+            self.states,
+        )
+        by_number = dict(zip(self.stepped, new))
+        return [by_number.get(i, w) for i, w in enumerate(weights)]
+
+    def _describe_step(
+        self, i: int, group: Mapping[str, Any], kind: str, rules: Sequence[str]
+    ) -> tuple[Options, Numbers]:
+        """Return the options and the numbers of the step of a weight."""
+        lr = float(group["lr"])
+        decay = float(group.get("weight_decay", 0))
+        momentum = float(group.get("momentum", 0))
+        is_first = VELOCITY not in self.states[i]
+        options = Options(kind, bool(momentum), bool(group.get("nesterov")), bool(decay), is_first)
+        numbers = Numbers(lr, decay, momentum, float(group.get("dampening", 0)))
+        if kind != "sgd":
+            options = Options(kind, False, False, bool(decay), False)
+            beta1, beta2 = group["betas"]
+            count = self.counts[i]
+            numbers = numbers._replace(
+                beta1=float(beta1),
+                beta2=float(beta2),
+                eps=float(group["eps"]),
+                step_size=lr / (1 - beta1**count),
+                root=(1 - beta2**count) ** 0.5,
+            )
+        for rule, setting in self._acting if rules else ():
+            if rule.key == "gradient_shrinking":
+                numbers = numbers._replace(shrinkage=setting.values["factor"] ** setting.lag)
+            elif rule.key == "spike_compensation":
+                a, b = compute_spike_coefficients(setting, momentum)
+                numbers = numbers._replace(of_velocity=lr * (1 - a), of_gradient=-lr * b)
+            elif rule.key == "t2":
+                numbers = numbers._replace(gamma=compute_discrepancy_decay(setting))
+        return options, numbers
+
+    def correct(
+        self, version: int, code: int, weights: Arrays, states: Sequence[Mapping[str, Any]]
+    ) -> list[Any]:
+        """Return the weights of a version as a rule corrects them for a pass; `states`: the state
+        of that version.
+        """
+        by_number = {number: weights[number] for number in self.stepped}
+        for entry, factors in self._rules.list_corrections(self._stage, code, version):
+            entries = {
+                number: self._get_entry(entry, i, state, version)
+                for i, (number, state) in enumerate(zip(self.stepped, states))
+            }
+            entries = {number: x for number, x in entries.items() if x is not None}
+            values = [by_number[number] for number in entries]
+            scales = [
+                np.asarray(factors[id(self._parameters[number])], by_number[number].dtype)
+                for number in entries
+            ]
+            by_number.update(zip(entries, _correct(values, list(entries.values()), scales)))
+        return [by_number.get(i, w) for i, w in enumerate(weights)]
+
+    def _get_entry(self, entry: str, i: int, state: Mapping[str, Any], version: int) -> Any:
+        """Return an entry of a weight's state at a version; `STEP` is computed; None if there is
+        none.
+        """
+        group, kind = self._groups[i]
+        if entry != STEP or kind == "sgd":
+            return state.get(VELOCITY if entry == STEP else entry)
+        # the steps of this weight when the version was the newest
+        count = self.counts[i] - (self._newest - version)
+        if count < 1:
+            return None
+        beta1, beta2 = group["betas"]
+        root = jnp.sqrt(state["exp_avg_sq"] / (1 - beta2**count))
+        return (state["exp_avg"] / (1 - beta1**count)) / (root + group["eps"])
+
+    def count_version(self, version: int) -> None:
+        """Note the newest version of the weights."""
+        self._newest = version
+
+    def count_bytes(self) -> int:
+        """Count the bytes of the state, with the step counts that a checkpoint has."""
+        arrays = sum(a.nbytes for state in self.states for a in state.values())
+        counts = 4 * sum(kind != "sgd" for _, kind in self._groups)
+        return arrays + counts
