@@ -56,9 +56,9 @@ VALUES: Dict[str, Dict[str, Sequence[str]]] = {
         "cuda": ["backend.device=cuda"], "gpu": ["backend.device=cuda"], "cuda:0": ["backend.device=cuda"],
         "cpu": ["backend.device=cpu"], "CPU": ["backend.device=cpu"],
         "nccl": ["distributed"], "gloo": ["distributed"], "ipu": ["poptorch"], "Emulator": ["emulator"],
-        "emulater": ["emulator"], "tpu": [], "mps": [],
+        "emulater": ["emulator"], "tpu": ["xla"], "mps": [],
     },
-    "backend.device": {"gpu": ["cuda"], "CUDA": ["cuda"], "cuda:1": ["cuda"], "ipu": ["backend.name=poptorch"], "tpu": []},
+    "backend.device": {"gpu": ["cuda"], "CUDA": ["cuda"], "cuda:1": ["cuda"], "ipu": ["backend.name=poptorch"], "tpu": ["backend.name=xla"]},
     "precision": {
         "fp16": ["bfloat16_mixed"], "half": ["bfloat16_mixed"], "16": ["bfloat16_mixed"], "bf16": ["bfloat16"],
         "BF16": ["bfloat16"], "bf16-mixed": ["bfloat16_mixed"], "fp32": ["float32"], "float": ["float32"],
