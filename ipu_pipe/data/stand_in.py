@@ -2,7 +2,7 @@
 
 A plan, a dry run and a rehearsal need the shape of a sample and the number of samples, not the
 samples. Sizes: Krizhevsky 2009, LeCun et al. 1998, Russakovsky et al. 2015 (ILSVRC 2012, which
-`image_folder` is taken to hold), and the text that `fetch_data shakespeare` makes.
+`image_folder` is taken to hold), and the texts that `fetch_data` makes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from ipu_pipe.data.sets import FOLDERS, get_default_root
 from ipu_pipe.data.sources import DataSource, SyntheticData
-from ipu_pipe.data.text import TextData
+from ipu_pipe.data.text import TextData, TranslationData
 
 ENTRY = f"{__name__}:make_stand_in"
 
@@ -39,6 +39,11 @@ IMAGES = {
 }
 # text set -> (characters, different characters)
 TEXTS = {"shakespeare": (5_057_239, 84), "verses": (4_000_000, 80)}
+# of `translation`: pairs, and the different words of each language
+PAIRS = 31_077
+WORDS = (13_000, 28_000)
+# tokens of the longest line, with which as many pairs as in the set have at most 32
+LONGEST = 50
 
 
 def find_missing_folder(name: str, root: str | None) -> Path | None:
@@ -47,7 +52,7 @@ def find_missing_folder(name: str, root: str | None) -> Path | None:
     if name == "image_folder":
         folder = Path(root or os.environ.get("IPU_PIPE_DATA") or "") / "train"
         return None if folder.is_dir() else folder
-    if name not in IMAGES and name not in TEXTS:
+    if name not in IMAGES and name not in TEXTS and name != "translation":
         return None
     folder = Path(root or get_default_root()) / FOLDERS.get(name, "translation")
     return None if folder.is_dir() else folder
@@ -59,6 +64,8 @@ def describe_stand_in(name: str, folder: Path) -> str:
     if name in IMAGES:
         images = IMAGES[name]
         what = f"random images, {images.samples:,} of {images.classes} classes"
+    if name == "translation":
+        what = f"{PAIRS:,} pairs of random lines"
     return f"data: {name}: {folder}: does not exist: planned with {what}"
 
 
@@ -81,12 +88,23 @@ def make_stand_in(of: str, **options: Any) -> DataSource:
             seed=0,
             bytes=options.get("bytes", False),
         )
-    else:
+    elif of in TEXTS:
         length, different = TEXTS[of]
         characters = string.printable.encode()[:different]
         drawn = np.random.default_rng(0).integers(0, different, length)
         text = np.frombuffer(characters, np.uint8)[drawn].tobytes()
         source = TextData(text, 0, **{k: v for k, v in options.items() if k != "root"})
+    else:
+        lines = (_draw_lines(words) for words in WORDS)
+        source = TranslationData(*lines, 0, **{k: v for k, v in options.items() if k != "root"})
     if validation is not None:
         source.split_off_validation(validation, 0)
     return source
+
+
+def _draw_lines(words: int) -> list[str]:
+    """Draw PAIRS lines of 2 to LONGEST tokens, the same lengths for each language."""
+    lengths = np.random.default_rng(0).integers(2, LONGEST + 1, PAIRS)
+    drawn = np.random.default_rng(words).integers(0, words, lengths.sum()).astype(str).tolist()
+    ends = np.cumsum(lengths)
+    return [" ".join(drawn[end - length : end]) for end, length in zip(ends, lengths)]
