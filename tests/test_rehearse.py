@@ -43,7 +43,7 @@ def test_a_config_for_ipus_is_rehearsed_as_it_stands(run_command: Any) -> None:
     assert "with the same loss" in result.stdout
     assert result.stdout.rstrip().endswith("fits pod4 (predicted)")
     # the run on the emulator is small, and says so
-    assert "float32 on the CPU, micro_batch_size 2, gradient_accumulation 7" in result.stderr
+    assert "float32 on the CPU, micro_batch_size 2, gradient_accumulation 4" in result.stderr
 
 
 @pytest.mark.parametrize("changes, keys", [
