@@ -42,8 +42,8 @@ TEXTS = {"shakespeare": (5_057_239, 84), "verses": (4_000_000, 80)}
 # of `translation`: pairs, and the different words of each language
 PAIRS = 31_077
 WORDS = (13_000, 28_000)
-# tokens of the longest line, with which as many pairs as in the set have at most 32
-LONGEST = 50
+# tokens of the longest line, with which about as many pairs as in the set have at most 32
+LONGEST = 49
 
 
 def find_missing_folder(name: str, root: str | None) -> Path | None:
@@ -74,6 +74,7 @@ def make_stand_in(of: str, **options: Any) -> DataSource:
     not fit.
     """
     validation = options.pop("validation", None)
+    options.pop("root", None)
     subset = options.get("subset")
     test_subset = options.get("test_subset")
     source: Any
@@ -93,10 +94,10 @@ def make_stand_in(of: str, **options: Any) -> DataSource:
         characters = string.printable.encode()[:different]
         drawn = np.random.default_rng(0).integers(0, different, length)
         text = np.frombuffer(characters, np.uint8)[drawn].tobytes()
-        source = TextData(text, 0, **{k: v for k, v in options.items() if k != "root"})
+        source = TextData(text, 0, **options)
     else:
-        lines = (_draw_lines(words) for words in WORDS)
-        source = TranslationData(*lines, 0, **{k: v for k, v in options.items() if k != "root"})
+        english, spanish = map(_draw_lines, WORDS)
+        source = TranslationData(english, spanish, 0, **options)
     if validation is not None:
         source.split_off_validation(validation, 0)
     return source
