@@ -136,6 +136,22 @@ def test_data_that_is_missing_has_a_stand_in_of_its_shape(keys: Any) -> None:
     assert "does not exist" in line
 
 
+@pytest.mark.parametrize("keys, fault", [
+    ({"name": "image_folder", "sise": 64}, "data.sise: 64: unknown key for image_folder"),
+    ({"name": "image_folder", "size": "a"}, "data: data.size: a: must be a whole number >= 1"),
+    ({"name": "cifar10", "size": 7}, "data: data.size: 7: must be 32, or 16 or 8"),
+    ({"name": "mnist", "subset": 60_001}, "data: data.subset: 60001: must be from 1 to 60000"),
+    ({"name": "shakespeare", "foo": 3}, "data.foo: 3: unknown key for shakespeare"),
+])  # fmt: skip
+def test_a_stand_in_has_the_options_of_its_set(keys: Any, fault: str) -> None:
+    def make_stand_in() -> None:
+        config, _ = replace_missing_data(configure(data={**keys, "root": "/nowhere"}))
+        make_data(config)
+
+    (line,) = list_faults(make_stand_in)
+    assert line.startswith(fault)
+
+
 def test_a_set_without_a_stand_in_keeps_its_config() -> None:
     config = configure(data={"name": "digits", "root": "/nowhere"})
     assert replace_missing_data(config) == (config, "")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ipu_pipe.data.sets import FOLDERS, get_default_root
-from ipu_pipe.data.sources import DataSource, SyntheticData
+from ipu_pipe.data.sets import FOLDERS, get_default_root, require_cifar_size
+from ipu_pipe.data.sources import DataSource, SyntheticData, require_int
 from ipu_pipe.data.text import TextData, TranslationData
 
 ENTRY = f"{__name__}:make_stand_in"
@@ -37,13 +37,14 @@ IMAGES = {
     "fashion_mnist": ImageSet(1, 28, 10, 60_000, 10_000),
     "image_folder": ImageSet(3, 224, 1000, 1_281_167, 50_000),
 }
-# text set -> (characters, different characters)
-TEXTS = {"shakespeare": (5_057_239, 84), "verses": (4_000_000, 80)}
+# text set -> (characters, different characters); sizes are not below the set's, so that no subset
+# is refused that the set has
+TEXTS = {"shakespeare": (5_057_239, 84), "verses": (4_025_051, 80)}
 # of `translation`: pairs, and the different words of each language
 PAIRS = 31_077
 WORDS = (13_000, 28_000)
 # tokens of the longest line, with which about as many pairs as in the set have at most 32
-LONGEST = 49
+LONGEST = 48
 
 
 def find_missing_folder(name: str, root: str | None) -> Path | None:
@@ -81,6 +82,14 @@ def make_stand_in(of: str, **options: Any) -> DataSource:
     if of in IMAGES:
         images = IMAGES[of]
         side = options.get("size", images.side)
+        if of == "cifar10":
+            require_cifar_size(side)
+        for key, count in (("size", side), ("threads", options.get("threads", 1))):
+            require_int(key, count)
+        # a folder may have more images than ImageNet
+        if of != "image_folder":
+            require_int("subset", subset, 1, images.samples, optional=True)
+            require_int("test_subset", test_subset, 1, images.test_samples, optional=True)
         source = SyntheticData(
             (images.channels, side, side),
             images.classes,

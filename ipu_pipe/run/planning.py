@@ -19,6 +19,7 @@ from torch import nn
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN, DataConfig
 from ipu_pipe.data.loaders import LoaderData
+from ipu_pipe.data.sets import require_known_options
 from ipu_pipe.data.sources import split_batch
 from ipu_pipe.data.stand_in import ENTRY, describe_stand_in, find_missing_folder
 from ipu_pipe.errors import BadInput, raise_faults
@@ -79,6 +80,8 @@ def replace_missing_data(config: Config) -> tuple[Config, str]:
     folder = find_missing_folder(config.data.name, options.pop("root", None))
     if folder is None:
         return config, ""
+    known = {key: value for key, value in options.items() if key != "validation"}
+    require_known_options(config.data.name, known)
     keys = {"name": ENTRY, "of": config.data.name, **options}
     data = DataConfig.model_validate(keys)
     line = describe_stand_in(config.data.name, folder)
