@@ -19,9 +19,10 @@ from torch import nn
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN, DataConfig
 from ipu_pipe.data.loaders import LoaderData
+from ipu_pipe.data.sets import require_known_options
 from ipu_pipe.data.sources import split_batch
 from ipu_pipe.data.stand_in import ENTRY, describe_stand_in, find_missing_folder
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
 from ipu_pipe.hardware.precision import PRECISIONS
@@ -46,7 +47,7 @@ from ipu_pipe.pipeline.build import build, choose_batch_size, set_up
 from ipu_pipe.plan.answer import convert_to_json
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import choose_methods
-from ipu_pipe.plan.config_cut import make_problem
+from ipu_pipe.plan.config_cut import list_counted_shortages, make_problem
 from ipu_pipe.plan.planner import SHOWN, make_plan
 from ipu_pipe.plan.prediction import Problem
 from ipu_pipe.run.callbacks import make_callbacks, require_supported_callbacks
@@ -61,6 +62,8 @@ def build_for_planning(config: Config) -> Job:
     """Build the job that `config` describes for its figures only. Raise `BadInput` as
     `pipeline.build.build` does.
     """
+    # building a model by its values, which reports all other faults, may take half a minute
+    raise_faults(list_counted_shortages(config))
     config, replaced = replace_missing_data(config)
     called = make_callbacks(config, None, empty=True)
     job = _build_by_shape(config) or build(config)
@@ -77,6 +80,8 @@ def replace_missing_data(config: Config) -> tuple[Config, str]:
     folder = find_missing_folder(config.data.name, options.pop("root", None))
     if folder is None:
         return config, ""
+    known = {key: value for key, value in options.items() if key != "validation"}
+    require_known_options(config.data.name, known)
     keys = {"name": ENTRY, "of": config.data.name, **options}
     data = DataConfig.model_validate(keys)
     line = describe_stand_in(config.data.name, folder)
