@@ -194,6 +194,18 @@ def _measure_units(config: Config) -> tuple[nn.Module, CountedUnits, Any, int]:
 # ---- plans
 
 
+class PlanningRequest(NamedTuple):
+    """What to plan for; None: as in the config. The fields are the arguments of `plan_config`."""
+
+    hardware: str | None = None
+    devices: int | None = None
+    memory: float | None = None
+    methods: Sequence[str] | None = None
+    batch: int | None = None
+    precision: str | None = None
+    measure: bool | None = None
+
+
 class PlanningProblem(NamedTuple):
     """The planning problem of a config: the problem, the methods to rank, the most samples of an
     update, and a description of how the model's costs were determined."""
@@ -205,23 +217,12 @@ class PlanningProblem(NamedTuple):
 
 
 def make_planning_problem(
-    config: Config,
-    hardware: str | None = None,
-    *,
-    devices: int | None = None,
-    memory: float | None = None,
-    methods: Sequence[str] | None = None,
-    batch: int | None = None,
-    precision: str | None = None,
-    measure: bool | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    config: Config, request: PlanningRequest, say: Callable[[str], None] = lambda text: None
 ) -> PlanningProblem:
-    """Return the planning problem of a config; the arguments are as in `plan_config`. Raise
-    `BadInput`.
-    """
-    wanted_hardware, key = (
-        (config.hardware, "hardware") if hardware is None else (hardware, "--hardware")
-    )
+    """Return the planning problem of a config. Raise `BadInput`."""
+    wanted_hardware = config.hardware if request.hardware is None else request.hardware
+    key = "hardware" if request.hardware is None else "--hardware"
+    devices = request.devices
     if wanted_hardware is None:
         raise BadInput(
             "--hardware: missing, and the config names none: must be a name of configs/hardware/ "
@@ -235,14 +236,16 @@ def make_planning_problem(
                 f"its links join the others"
             )
         described = described.with_devices(devices)
-    chosen = choose_methods(config.method, methods, described.lockstep, say)
-    precision = precision or config.precision
+    chosen = choose_methods(config.method, request.methods, described.lockstep, say)
+    precision = request.precision or config.precision
     if precision not in PRECISIONS:
         raise BadInput(
             f"--precision: {precision}: must be one of "
             f"{', '.join(PRECISIONS)}{suggest(precision, PRECISIONS)}"
         )
-    usable = None if memory is None else memory * described.device.usable_share.value
+    usable = None
+    if request.memory is not None:
+        usable = request.memory * described.device.usable_share.value
     machine = described.measured_on
     is_this = machine is not None and (machine.name, machine.device) == (
         platform.node(),
@@ -254,12 +257,12 @@ def make_planning_problem(
         )
     of_blocks = any(METHODS[name].structure is not None for name in chosen)
     costed, entering, samples, blocks = count_config_units(
-        config, is_this if measure is None else measure, of_blocks
+        config, is_this if request.measure is None else request.measure, of_blocks
     )
     problem = make_problem(
         config, costed.units, entering, described, memory=usable, precision=precision
     )
-    greatest = batch or samples * config.gradient_accumulation * config.replicas
+    greatest = request.batch or samples * config.gradient_accumulation * config.replicas
     return PlanningProblem(replace(problem, blocks=blocks), chosen, greatest, costed.how)
 
 
@@ -284,14 +287,6 @@ def plan_config(
     default if the hardware is this machine. The record has no plan if none fits. Raise `BadInput`
     as the command does.
     """
-    problem, chosen, greatest, _ = make_planning_problem(
-        config,
-        hardware,
-        devices=devices,
-        memory=memory,
-        methods=methods,
-        batch=batch,
-        precision=precision,
-        measure=measure,
-    )
+    request = PlanningRequest(hardware, devices, memory, methods, batch, precision, measure)
+    problem, chosen, greatest, _ = make_planning_problem(config, request)
     return convert_to_json(make_plan(problem, chosen, problem.hardware.devices, greatest, top))
