@@ -31,7 +31,7 @@ from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups, replace_parameters, select_stage
 from tests.nccl_double import NcclDouble
 from tests.staged_models import (
@@ -132,10 +132,7 @@ class Setup:
         case = self.case
         rate = case.optimizer.keywords["lr"]
         rules = UpdateRules(
-            case.args,
-            self.method,
-            self.table.rule_lag(),
-            case.microbatches,
+            choose_rules(case.args, self.method, self.table.rule_lag(), case.microbatches),
             optimizer,
             lambda k: rate,
             case.warmup,

@@ -22,7 +22,7 @@ from ipu_pipe.schedule.global_history import count_history_delays
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups
 from tests.staged_models import MODELS, draw_microbatches, join_stages
 from tests.support.runs import assert_same, list_faults
@@ -182,7 +182,9 @@ def train_stages_on_emulator(
     schedule = make_schedule(method, len(part), steps * R, R, drains)
     table = VersionTable(schedule, method)
     optimizer = make_momentum_sgd(make_groups(model, part))
-    rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: LR / (k + 1))
+    rules = UpdateRules(
+        choose_rules({}, method, table.rule_lag(), 1), optimizer, lambda k: LR / (k + 1)
+    )
     source = None if method.history is None else RandomizedReplays(table, method.history, 10, 4)
     block_updates = len(part) if method.history is not None else 1
     work = Work(cross_entropy, table, rules, replays=source, block_updates=block_updates)

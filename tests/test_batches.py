@@ -33,7 +33,7 @@ from ipu_pipe.model.batch import (
 from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.run_text import describe_left_out
-from ipu_pipe.run.planning import make_planning_problem
+from ipu_pipe.run.planning import PlanningRequest, make_planning_problem
 from tests.support.flows import train_updates
 from tests.support.models import Composed
 from tests.support.processes import run_in_group, train_on_processes
@@ -545,7 +545,7 @@ def test_a_microbatch_is_a_batch_of_the_loader_by_default(
         steps=2,
     )
     for measure in (False, True):
-        problem = make_planning_problem(config, "v100x8", measure=measure)
+        problem = make_planning_problem(config, PlanningRequest("v100x8", measure=measure))
         assert (
             problem.batch == 8
             and [pass_.samples for pass_ in problem.problem.units[0].measured]

@@ -21,7 +21,7 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups
 from tests.support import vectors
 from tools.experiments import reproduce, vector_grids, vector_runs
@@ -138,7 +138,7 @@ def emulate_vector(
     schedule = make_schedule(method, P, M, R)
     table = VersionTable(schedule, method)
     optimizer = torch.optim.SGD(make_groups(model, part), lr=rate)
-    rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: rate)
+    rules = UpdateRules(choose_rules({}, method, table.rule_lag(), 1), optimizer, lambda k: rate)
     work = Work(loss, table, rules, replays=source, block_updates=1 if source is None else P)
     emulator = Emulator(work, model, part, (rows[:2], targets[:2]), 0, R)
 

@@ -77,6 +77,21 @@ def test_the_double_agrees_with_every_assumption(
     assert row.verdict == "equal", row
 
 
+def test_a_report_without_a_folder_is_refused_before_the_runs(
+    run_check: Any, tmp_path: Path
+) -> None:
+    for to, why in ((tmp_path / "gone" / "x.json", "no such folder"), (tmp_path, "is a folder")):
+        result = run_check("--to", to)
+        assert result.returncode == 2 and result.stderr.count("error: ") == 1
+        assert f"error: --to: {to}: {why}" in result.stderr
+
+
+def test_a_row_that_needs_more_ipus_than_the_machine_has_is_not_run() -> None:
+    rows = list(machine_check.run_ipu_trials("PopTorch double, 0 IPUs"))
+    assert {row.verdict for row in rows} == {"not run"}
+    assert rows[0].detail == "needs 1 IPUs of 0"
+
+
 def test_the_docs_number_every_assumption() -> None:
     text = (ROOT / "docs" / "ipu.md").read_text()
     for trial in machine_check.IPU_TRIALS:

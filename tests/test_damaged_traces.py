@@ -9,6 +9,7 @@ import json
 import random
 import struct
 import sys
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Tuple
@@ -18,10 +19,11 @@ import pytest
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report.analysis.analyze import analyze
+from ipu_pipe.report.analysis.stages import measure_update_noise
 from ipu_pipe.report.page import write_page
 from ipu_pipe.trace import store
 from ipu_pipe.trace.chrome import write_chrome
-from ipu_pipe.trace.events import EVENT_TYPES, Counter, Counters, Event, Events, Trace
+from ipu_pipe.trace.events import EVENT_TYPES, KIND_CODE, Counter, Counters, Event, Events, Trace
 from ipu_pipe.trace.reading import read_trace
 from tests.support.runs import list_faults
 from tests.test_tools_analyze import write_run_folder
@@ -143,6 +145,19 @@ def test_any_damage_is_read_or_refused(tmp_path: Path) -> None:
         (tmp_path / "x.json").write_text(text)
         assert analyze_or_refuse(tmp_path / "x.json")
     assert min(counts) > 50
+
+
+def test_a_damaged_number_of_a_microbatch_takes_no_memory() -> None:
+    """Story: one event of microbatch 2,000,000,000 took 16 GB and 38 seconds."""
+    numbers = [0, 1, 2, 5_000_000]
+    times = [0, 10, 20, 30]
+    columns = {"microbatch": numbers, "start": times, "end": times, "kind": KIND_CODE["forward"]}
+    events = Events.from_columns(4, **columns, stage=0, device=0)
+    tracemalloc.start()
+    noise = measure_update_noise(events, 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert noise == 0 and peak < 1 << 20
 
 
 NAMELESS = struct.pack("<I", 5) + b'["a"]' + bytes(4) + b"\x05\0" + bytes(16)

@@ -18,7 +18,7 @@ from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.slot_simulation import PLAYED
@@ -46,7 +46,10 @@ def make_emulator(
     table = VersionTable(schedule, method)
     rate = optimizer.param_groups[0]["lr"]
     rules = UpdateRules(
-        args, method, table.rule_lag(), schedule.accumulate, optimizer, lambda k: rate, switch
+        choose_rules(args, method, table.rule_lag(), schedule.accumulate),
+        optimizer,
+        lambda k: rate,
+        switch,
     )
     return Emulator(Work(cross_entropy, table, rules), model, part, example)
 

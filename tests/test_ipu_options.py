@@ -100,6 +100,8 @@ REFUSED: List[Tuple[str, Dict[str, Any], Dict[str, Any]]] = [
     ("recompute: true", {"recomputation": "none"}, {"recompute": True}),
     ("backend.ipu.device_iterations: 4", {"device_iterations": 4}, {"steps": 6}),
     ("backend.ipu.device_iterations: 4", {"device_iterations": 4}, {"checkpoint": {"every": 6}}),
+    ("checkpoint.format: sharded", APART, {**LOCAL, "checkpoint": {"format": "sharded"}}),
+    ("optimizer.groups: 1 with optimizers of their own", {}, {"optimizer": {"groups": [{"name": "sgd"}]}}),
     ("backend.ipu.local: decoupled", APART, {}),
     ("backend.ipu.local: decoupled", APART, {"method": "last_layers"}),
     ("replicas: 2", APART, {**LOCAL, "replicas": 2}),

@@ -32,7 +32,7 @@ from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Structure, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups
 from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
@@ -103,7 +103,9 @@ def emulate_blocks(
     make = OPTIMIZERS[optimizer]
     rate = make.keywords["lr"]
     rules = UpdateRules(
-        args, method, table.rule_lag(), accumulate, make(make_groups(model, part)), lambda k: rate
+        choose_rules(args, method, table.rule_lag(), accumulate),
+        make(make_groups(model, part)),
+        lambda k: rate,
     )
     emulator = Emulator(Work(SumOfLosses(cross_entropy), table, rules), model, part, data[0])
     for k in range(UPDATES):

@@ -13,7 +13,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware import measuring
 from ipu_pipe.hardware.description import compute_message_seconds, read_hardware
-from ipu_pipe.run.planning import make_planning_problem
+from ipu_pipe.run.planning import PlanningRequest, make_planning_problem
 from tests.support.runs import ROOT, list_faults
 
 
@@ -81,7 +81,7 @@ def test_plans_for_this_machine_time_the_models_parts() -> None:
             "measured_on": {**machine["measured_on"], **others.pop("measured_on", {})},
         }
         problem = make_planning_problem(
-            config.model_copy(update={"hardware": hardware}), **others
+            config.model_copy(update={"hardware": hardware}), PlanningRequest(**others)
         ).problem
         return all(unit.measured for unit in problem.units)
 

@@ -20,7 +20,7 @@ from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Outer, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups
 from tests.staged_models import draw_microbatches, join_stages
 from tests.support.models import Composed
@@ -96,7 +96,7 @@ def test_weights_are_those_that_torchft_recorded(delay: int, mix: float) -> None
     schedule = make_schedule(method, 2, 2 * steps, 2)
     table = VersionTable(schedule, method)
     optimizer = torch.optim.SGD(make_groups(model, part), lr=1.0)
-    rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: 1.0)
+    rules = UpdateRules(choose_rules({}, method, table.rule_lag(), 1), optimizer, lambda k: 1.0)
     emulator = Emulator(
         Work(lambda output, y: output.mean(), table, rules), model, part, batch, 0, 2
     )

@@ -15,11 +15,12 @@ from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.unit_costs import Unit
-from ipu_pipe.plan.answer import convert_to_json, format_answer
+from ipu_pipe.plan.answer import convert_to_json, format_answer, make_planned_config
 from ipu_pipe.plan.candidates import Candidate, list_layouts
-from ipu_pipe.plan.config_cut import make_problem
+from ipu_pipe.plan.config_cut import make_problem, predict_config_cut
 from ipu_pipe.plan.planner import make_plan
 from ipu_pipe.plan.prediction import Costing, Problem, UnitSums, predict_cut
+from ipu_pipe.run.planning import build_for_planning
 
 KEY = "backend.ipu.tensor_locations.optimizer.on_chip: false"
 UNITS = tuple(Unit(f"unit{i}", 5.0, 10.0, 1000, 4.0, 40.0) for i in range(4))
@@ -110,3 +111,21 @@ def test_the_key_is_read_and_written(tmp_path: Path, capsys: Any) -> None:
     assert make_problem(load_config(planned), UNITS, 8.0, hardware).streamed
     command.main([*options, "--overwrite"])
     assert load_config(planned).ipu.tensor_locations.optimizer.on_chip is None
+
+
+def test_a_written_pipeline_recomputes_only_if_the_plan_does(tmp_path: Path) -> None:
+    """Story: PopTorch's pipelines recompute by default, so a plan without recomputation was written
+    as a config with it."""
+    keys: Dict[str, Any] = {
+        "model": {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 32, "layers": 4}},
+        "data": {"name": "digits"}, "steps": 2, "gradient_accumulation": 8, "stages": 2,
+        "method": "gpipe", "precision": "32.32", "hardware": "pod4",
+    }  # fmt: skip
+    file = tmp_path / "planned.yaml"
+    for recomputation, recomputes in (("none", False), ("auto", True)):
+        ipu = {"recomputation": recomputation}
+        job = build_for_planning(configure(**keys, backend={"name": "poptorch", "ipu": ipu}))
+        cut = predict_config_cut(job)
+        config = configure(**keys, backend={"name": "poptorch"})
+        file.write_text(make_planned_config(config, cut.problem, cut.prediction, "pod4"))
+        assert config.recomputes and load_config(file).recomputes is recomputes

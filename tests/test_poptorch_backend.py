@@ -239,7 +239,24 @@ def test_output_modes_report_the_same_losses_but_for_final(poptorch: Any, tmp_pa
         losses[mode] = read_column(tmp_path / mode, "train_loss")
     assert losses["sum"] == pytest.approx(losses["all"], rel=1e-6)
     assert losses["final"] != pytest.approx(losses["all"], rel=1e-3)
+    # difference 0.0: the mode chooses what comes back, not what is computed
     assert_same_weights(tmp_path / "all", tmp_path / "final")
+    assert_same_weights(tmp_path / "all", tmp_path / "sum")
+
+
+def test_averages_are_refused_and_one_process_shards_nothing(poptorch: Any, tmp_path: Path) -> None:
+    (fault,) = list_build_faults(make_ipu_config(on="poptorch", ema={"decay": 0.9}))
+    assert fault.startswith("ema: PopTorch keeps the weights on the IPUs")
+    sharded = {"every": 2, "keep": 9, "format": "sharded"}
+    for on in ("poptorch", "emulator"):
+        config = make_ipu_config(on=on, steps=4, checkpoint=sharded)
+        train_small_run(config, tmp_path / on, "mlp")
+        names = {path.name for path in find_checkpoint(tmp_path / on).iterdir()}
+        assert "model.safetensors" in names and not any("-of-" in name for name in names)
+    assert_same_weights(tmp_path / "poptorch", tmp_path / "emulator")
+    config = make_ipu_config(on="poptorch", steps=4, checkpoint=sharded)
+    train_small_run(config, tmp_path / "poptorch", "mlp", resume_from=2, overwrite=False)
+    assert_same_weights(tmp_path / "poptorch", tmp_path / "emulator")
 
 
 @pytest.mark.parametrize("precision", ["16.16", "16.32"])

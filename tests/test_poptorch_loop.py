@@ -204,6 +204,8 @@ def test_groups_have_rates_of_their_own(poptorch: Any) -> None:
         loop.optimizer.param_groups[0]["lr"] = 0.001
         loop.run(3, 4)
     assert_states_close(loops[0].close(), loops[1].close(), 1e-6)
+    with pytest.raises(BadInput, match="^process_group: backend poptorch has no processes"):
+        IpuLoop(case, process_group="gloo")
 
 
 def test_a_rate_that_stays_is_not_sent_again(poptorch: Any) -> None:

@@ -38,7 +38,7 @@ from ipu_pipe.run.train import evaluate_checkpoint, train
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups, replace_parameters
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.staged_models import MODELS, draw_microbatches, join_stages
@@ -79,10 +79,7 @@ def emulate_in_bfloat16_mixed(
     optimizer = make(replace_parameters(make_groups(model, part), numbers.get_trained))
     rate = make.keywords["lr"]
     rules = UpdateRules(
-        args,
-        method,
-        table.rule_lag(),
-        accumulate,
+        choose_rules(args, method, table.rule_lag(), accumulate),
         optimizer,
         lambda k: rate,
         masters=numbers.masters,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from ipu_pipe.report.run_text import format_plan
 from ipu_pipe.run.planning import build_for_planning, replace_missing_data
 from ipu_pipe.run.rehearsal import rehearse
 from tests.command_line import CommandResult, run_here
-from tests.support.runs import list_faults
+from tests.support.runs import DIGITS, ROOT, list_faults
 
 POD = "configs/pod/pod4_resnet18_pipelined.yaml"
 # images of 32x32, so that two updates take a second
@@ -42,11 +43,13 @@ def test_a_config_for_ipus_is_rehearsed_as_it_stands(run_command: Any) -> None:
     assert "with the same loss" in result.stdout
     assert result.stdout.rstrip().endswith("fits pod4 (predicted)")
     # the run on the emulator is small, and says so
-    assert "float32 on the CPU, micro_batch_size 2, gradient_accumulation 7" in result.stderr
+    assert "float32 on the CPU, micro_batch_size 2, gradient_accumulation 4" in result.stderr
 
 
 @pytest.mark.parametrize("changes, keys", [
     (["stages=8"], ["hardware: pod4", "8 of 4 devices"]),
+    (["stages=3"], ["stages: 3 IPUs: IPUs are reserved by powers of 2"]),
+    (["data.subset=100"], ["3 microbatches an epoch do not fill one batch"]),
     (["gradient_accumulation=6"], ["gradient_accumulation: 6", "7"]),
     (["backend.ipu.device_iterations=3", "steps=4"], ["device_iterations: 3"]),
     (["method=pipedream"], ["method: pipedream"]),
@@ -58,6 +61,18 @@ def test_a_config_that_ipus_refuse_is_one_line(
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.returncode == 2 and len(lines) == 1
     assert all(key in lines[0] for key in keys)
+
+
+def test_a_stage_over_memory_is_one_line_and_exit_code_2(run_command: Any, tmp_path: Path) -> None:
+    tiny = tmp_path / "tiny.yaml"
+    pod = ROOT / "configs" / "hardware" / "pod4.yaml"
+    tiny.write_text(f"extends: {pod}\ndevice: {{memory_bytes: 20000}}\n")
+    keys = [f"hardware={tiny}", "method=gpipe", "data.subset=64", "data.test_subset=8"]
+    result = run_command("rehearse", DIGITS, "--set", *keys)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 2 and len(lines) == 1
+    assert "hardware: does not fit tiny: device 0 needs 86.7 kB of 20 kB" in lines[0]
+    assert "433.4%" in result.stdout
 
 
 @pytest.mark.slow
@@ -74,12 +89,12 @@ def test_a_stage_over_memory_is_one_line_with_a_change_that_fits() -> None:
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_a_config_for_ipus_is_planned_from_shapes_with_the_same_figures(norm: str) -> None:
     keys = [*SMALL, "steps=2", "data.bytes=false", f"model.args.norm={norm}"]
-    keys += ["model.args.bytes=false", "hardware=null"]
+    keys += ["model.args.bytes=false"]
     config, _ = replace_missing_data(load_config(POD, keys))
     shapes = build_for_planning(config)
     assert shapes.example[0].is_meta
     assert format_plan(shapes) == format_plan(build(config))
-    broadcasts = load_config(POD, [*keys, "replicas=2"])
+    broadcasts = load_config(POD, [*keys, "replicas=2", "hardware=pod16"])
     if norm == "batch":
         (fault,) = list_faults(lambda: build_for_planning(broadcasts))
         assert fault.startswith("backend.ipu.broadcast_buffers: true: training writes bn1.running")
@@ -106,15 +121,37 @@ def test_a_plan_and_a_dry_run_need_neither_data_nor_the_sdk(run_command: Any) ->
     {"name": "mnist", "root": "/nowhere", "validation": 100},
     {"name": "shakespeare", "root": "/nowhere", "context": 8},
     {"name": "image_folder", "root": "/nowhere", "bytes": True},
+    {"name": "translation", "root": "/nowhere"},
 ])  # fmt: skip
 def test_data_that_is_missing_has_a_stand_in_of_its_shape(keys: Any) -> None:
     config, line = replace_missing_data(configure(data=keys))
     x, _ = make_data(config).train_batch(0, 0, 2)
-    shapes = {"cifar10": (2, 3, 16, 16), "mnist": (2, 1, 28, 28), "shakespeare": (2, 8)}
+    shapes = {
+        "cifar10": (2, 3, 16, 16),
+        "mnist": (2, 1, 28, 28),
+        "shakespeare": (2, 8),
+        "translation": (2, 2, 32),
+    }
     assert tuple(x.shape) == shapes.get(keys["name"], (2, 3, 224, 224))
     assert "does not exist" in line
 
 
+@pytest.mark.parametrize("keys, fault", [
+    ({"name": "image_folder", "sise": 64}, "data.sise: 64: unknown key for image_folder"),
+    ({"name": "image_folder", "size": "a"}, "data: data.size: a: must be a whole number >= 1"),
+    ({"name": "cifar10", "size": 7}, "data: data.size: 7: must be 32, or 16 or 8"),
+    ({"name": "mnist", "subset": 60_001}, "data: data.subset: 60001: must be from 1 to 60000"),
+    ({"name": "shakespeare", "foo": 3}, "data.foo: 3: unknown key for shakespeare"),
+])  # fmt: skip
+def test_a_stand_in_has_the_options_of_its_set(keys: Any, fault: str) -> None:
+    def make_stand_in() -> None:
+        config, _ = replace_missing_data(configure(data={**keys, "root": "/nowhere"}))
+        make_data(config)
+
+    (line,) = list_faults(make_stand_in)
+    assert line.startswith(fault)
+
+
 def test_a_set_without_a_stand_in_keeps_its_config() -> None:
-    config = configure(data={"name": "translation", "root": "/nowhere"})
+    config = configure(data={"name": "digits", "root": "/nowhere"})
     assert replace_missing_data(config) == (config, "")

@@ -21,7 +21,7 @@ from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups
 from tests.literal_replay import LiteralStage
 from tests.staged_models import MODELS, draw_microbatches, join_stages
@@ -118,7 +118,7 @@ def emulate_replays(modules: List[nn.Module], source: ListedReplays, data: list)
     method = resolve_method("pipelined_backprop", {"stash": source.stashes})
     table = VersionTable(make_schedule(method, len(part), source.count, 1), method)
     optimizer = SGD(make_groups(model, part))
-    rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: 0.2)
+    rules = UpdateRules(choose_rules({}, method, table.rule_lag(), 1), optimizer, lambda k: 0.2)
     emulator = Emulator(Work(cross_entropy, table, rules, replays=source), model, part, data[0])
     for _ in range(sum(1 for replay in source.replays if replay.updates)):
         emulator.step(data[microbatch] for microbatch, _ in iterate_to_next_update(emulator))
@@ -161,7 +161,9 @@ def make_replay_plan(replays: List[StatedReplay], reach: int = 3) -> ReplayPlan:
     weights = [nn.Parameter(torch.zeros(1)) for _ in replays[0].forward]
     optimizer = SGD([{"params": [weight], "stage": s} for s, weight in enumerate(weights)])
     method = resolve_method("pipelined_backprop")
-    rules = UpdateRules({}, method, np.zeros(len(weights)), 1, optimizer, lambda k: 0.1)
+    rules = UpdateRules(
+        choose_rules({}, method, np.zeros(len(weights)), 1), optimizer, lambda k: 0.1
+    )
     return ReplayPlan(ListedReplays(replays, reach), rules)
 
 
@@ -196,7 +198,8 @@ def test_a_planned_order_reads_within_its_reach() -> None:
     table = VersionTable(make_schedule(method, 4, 64, 1), method)
     optimizer = SGD([{"params": [nn.Parameter(torch.zeros(1))], "stage": s} for s in range(4)])
     reads = ReplayPlan(
-        TableReplays(table), UpdateRules({}, method, np.zeros(4), 1, optimizer, lambda k: 0.1)
+        TableReplays(table),
+        UpdateRules(choose_rules({}, method, np.zeros(4), 1), optimizer, lambda k: 0.1),
     )
     assert max(m - int(reads.replay(m).forward.versions.min()) for m in range(64)) > 2 * (4 + 1 + 1)
 

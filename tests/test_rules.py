@@ -23,7 +23,7 @@ from ipu_pipe.schedule.delays import DelaySampler
 from ipu_pipe.schedule.methods import Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
-from ipu_pipe.update.apply import FORWARD, UpdateRules
+from ipu_pipe.update.apply import FORWARD, UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import OptimizersByGroup
 from ipu_pipe.update.rates import choose_anneal_updates, scale_for_update_size
 from ipu_pipe.update.rules import RULES, Setting, compute_spectrain_horizon, list_conflicts
@@ -246,7 +246,7 @@ def make_one_weight_rules(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
     weight = nn.Parameter(torch.tensor([float(START)], dtype=torch.float64))
     optimizer = torch.optim.SGD([{"params": [weight], "stage": 1}], lr=float(LR), momentum=float(M))
     return weight, UpdateRules(
-        row.args, method, np.array([4.0, 2.0, 0.0]), 1, optimizer, lambda k: float(LR)
+        choose_rules(row.args, method, np.array([4.0, 2.0, 0.0]), 1), optimizer, lambda k: float(LR)
     )
 
 
@@ -282,7 +282,7 @@ def test_each_group_has_its_own_settings_and_prediction() -> None:
     ]
     args = {"weight_prediction": {"form": "velocity", "scale": 1.0}}
     rules = UpdateRules(
-        args, resolve_method("pipelined_backprop", args), np.array([2.0]), 1, optimizer, lambda k: 0.0,
+        choose_rules(args, resolve_method("pipelined_backprop", args), np.array([2.0]), 1), optimizer, lambda k: 0.0,
         settings=lambda k, group: settings[group["number"]][k],
     )  # fmt: skip
     for k in range(2):
@@ -307,7 +307,9 @@ def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
     weight = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
     optimizer = torch.optim.Adam([{"params": [weight], "stage": 0}], lr=0.25)
     rules = UpdateRules(
-        args, resolve_method("pipedream"), np.array([1.0]), 2, optimizer, lambda k: 0.25
+        choose_rules(args, resolve_method("pipedream"), np.array([1.0]), 2),
+        optimizer,
+        lambda k: 0.25,
     )
     for g, age in ((3.0, [torch.tensor([0.5], dtype=torch.float64)]), (-1.0, None)):
         with rules.compensate(0, [0], lambda stage: age):
@@ -329,7 +331,9 @@ def test_delay_compensation_keeps_its_mean_square_beside_an_optimizer_without_st
     weight, unused = (nn.Parameter(torch.tensor([2.0], dtype=torch.float64)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [weight, unused], "stage": 0}], lr=0.25)
     rules = UpdateRules(
-        args, resolve_method("pipedream"), np.array([1.0]), 1, optimizer, lambda k: 0.25
+        choose_rules(args, resolve_method("pipedream"), np.array([1.0]), 1),
+        optimizer,
+        lambda k: 0.25,
     )
     with rules.compensate(0, [0], lambda stage: None):
         (weight * 3.0).sum().backward()
@@ -347,10 +351,7 @@ def test_a_prediction_by_the_steps_of_adam_by_hand() -> None:
     )
     args = {"weight_prediction": {"form": "optimizer", "scale": 1.0}}
     rules = UpdateRules(
-        args,
-        resolve_method("pipedream", {"stash": False}),
-        np.array([3.0]),
-        1,
+        choose_rules(args, resolve_method("pipedream", {"stash": False}), np.array([3.0]), 1),
         optimizer,
         lambda k: 0.1,
     )

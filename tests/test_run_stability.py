@@ -45,12 +45,12 @@ def test_the_curvature_of_linear_regression_is_known() -> None:
     x, y = torch.randn(50, 7, dtype=torch.float64), torch.randn(50, dtype=torch.float64)
     model = nn.Linear(7, 1, bias=False).double()
     curvature = measure_curvature(
-        model, compute_last_column_loss, x, y, [[model.weight]], 500, 1e-8
+        model, compute_last_column_loss, (x, y), [[model.weight]], 500, 1e-8
     )
     values = np.linalg.eigvalsh((x.T @ x / 50).numpy())
     assert curvature.value == pytest.approx(values[-1], rel=1e-9) and curvature.residual <= 1e-8
     assert 1 < curvature.iterations < 500 and curvature.shares == (pytest.approx(1),)
-    few = measure_curvature(model, compute_last_column_loss, x, y, [[model.weight]], 3, 1e-8)
+    few = measure_curvature(model, compute_last_column_loss, (x, y), [[model.weight]], 3, 1e-8)
     assert few.iterations == 3 and few.residual > 1e-8 and few.value < curvature.value
 
 
@@ -67,17 +67,17 @@ def test_the_curvature_is_the_greatest_positive_one() -> None:
         return output.mean()
 
     x, model = torch.ones(4, 1), make_saddle()
-    curvature = measure_curvature(model, average_output, x, x, [[model.a], [model.b]], 500, 1e-5)
+    curvature = measure_curvature(model, average_output, (x, x), [[model.a], [model.b]], 500, 1e-5)
     assert curvature.value == pytest.approx(2, rel=1e-3) and curvature.shares == (
         pytest.approx(1),
         pytest.approx(0, abs=1e-6),
     )
     hill = make_saddle(-1.0)
     assert measure_curvature(
-        hill, average_output, x, x, [[hill.a], [hill.b]], 500, 1e-5
+        hill, average_output, (x, x), [[hill.a], [hill.b]], 500, 1e-5
     ).value == pytest.approx(10, rel=1e-3)
     with pytest.raises(BadInput, match="^model: "):
-        measure_curvature(model, average_output, x, x, [[model.b]], 50)
+        measure_curvature(model, average_output, (x, x), [[model.b]], 50)
 
 
 def test_a_model_is_left_unchanged_and_measured_without_its_dropout() -> None:
@@ -91,7 +91,7 @@ def test_a_model_is_left_unchanged_and_measured_without_its_dropout() -> None:
     stages = [[*model[0].parameters(), *model[1].parameters()], list(model[4].parameters())]
     result = [
         measure_curvature(
-            model, nn.functional.cross_entropy, x, y, stages, 200, 1e-3, discrepancy=True
+            model, nn.functional.cross_entropy, (x, y), stages, 200, 1e-3, discrepancy=True
         )
         for _ in range(2)
     ]
@@ -103,7 +103,7 @@ def test_a_model_is_left_unchanged_and_measured_without_its_dropout() -> None:
     assert all(p.grad is None for p in model.parameters())
     plain = nn.Sequential(*(layer for layer in model if not isinstance(layer, nn.Dropout))).train()
     assert measure_curvature(
-        plain, nn.functional.cross_entropy, x, y, stages, 200, 1e-3
+        plain, nn.functional.cross_entropy, (x, y), stages, 200, 1e-3
     ).value == pytest.approx(result[0].value, rel=1e-4)
 
 
@@ -114,7 +114,7 @@ def test_attention_can_be_differentiated_twice() -> None:
     weights = [list(model.parameters())]
     assert (
         measure_curvature(
-            model, lambda out, y: ((out - y) ** 2).mean(), x, x.flip(0), weights, 40, 0.1
+            model, lambda out, y: ((out - y) ** 2).mean(), (x, x.flip(0)), weights, 40, 0.1
         ).value
         > 0
     )
@@ -134,7 +134,7 @@ def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
     data = torch.tensor([[x]], dtype=torch.float64), torch.tensor([y], dtype=torch.float64)
     stages = [[model[0].weight], [model[1].weight]]
     curvature = measure_curvature(
-        model, compute_last_column_loss, *data, stages, 500, 1e-9, discrepancy=True
+        model, compute_last_column_loss, data, stages, 500, 1e-9, discrepancy=True
     )
     r = a * b * x - y
     hessian = np.array(

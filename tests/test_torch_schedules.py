@@ -28,7 +28,7 @@ from ipu_pipe.schedule.rows import format_csv
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups, select_stage
 from tests import forked
 from tests.support.flows import run_batches
@@ -249,7 +249,9 @@ class OurSide:
             [group for s in trained_stages for group in select_stage(groups, s)]
         )
         rules = UpdateRules(
-            {}, method, table.rule_lag(), len(self.data), self.optimizer, lambda k: 0.1
+            choose_rules({}, method, table.rule_lag(), len(self.data)),
+            self.optimizer,
+            lambda k: 0.1,
         )
         self.work = Work(F.cross_entropy, table, rules)
 

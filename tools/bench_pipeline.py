@@ -582,7 +582,7 @@ def _make_engine(rank: int, case: Case, name: str, data: List[Any], group: Any) 
     from ipu_pipe.schedule.actions import Kind
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
-    from ipu_pipe.update.apply import UpdateRules
+    from ipu_pipe.update.apply import UpdateRules, choose_rules
     from ipu_pipe.update.optimizer import make_groups, select_stage
 
     count = case.microbatches * (case.rounds + DEFAULT_WARM_UP)
@@ -595,7 +595,9 @@ def _make_engine(rank: int, case: Case, name: str, data: List[Any], group: Any) 
     optimizer = torch.optim.SGD(
         [g for s in layout.stages_of_rank for g in select_stage(groups, s)], lr=RATE, momentum=0.9
     )
-    rules = UpdateRules({}, method, table.rule_lag(), case.accumulate, optimizer, lambda k: RATE)
+    rules = UpdateRules(
+        choose_rules({}, method, table.rule_lag(), case.accumulate), optimizer, lambda k: RATE
+    )
     work, cpu = Work(torch.nn.functional.cross_entropy, table, rules), torch.device("cpu")
     crossings = list_crossings(cut)
     recorder = TraceRecorder(rank, layout.stages_of_rank[0], range(count))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from ipu_pipe.cli.arguments import COMMON, JSON, command, option
-from ipu_pipe.errors import RunFault
+from ipu_pipe.errors import RunFault, raise_faults
 
 EPILOG = """
 Rows 1xx run in this process, 2xx on two processes, 3xx on IPUs: there each row is an assumption about PopTorch, numbered as in
@@ -29,6 +29,14 @@ examples:
 )
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
+    # refuse it now, not after minutes
+    folder = None if args.to is None else args.to.absolute().parent
+    raise_faults(
+        {
+            f"--to: {args.to}: no such folder {folder}": folder and not folder.is_dir(),
+            f"--to: {args.to}: is a folder: must be a file": args.to and args.to.is_dir(),
+        }
+    )
     # import after parsing, because --help must not wait for torch
     from ipu_pipe.files import write_text
     from ipu_pipe.run.machine_check import check_machine, format_report

@@ -145,20 +145,19 @@ def main(args: argparse.Namespace) -> None:
     # import after parsing, because --help must not wait for torch
     from ipu_pipe.config.load import load_config
     from ipu_pipe.plan.planner import make_plan
-    from ipu_pipe.run.planning import make_planning_problem
+    from ipu_pipe.run.planning import PlanningRequest, make_planning_problem
 
     config = load_config(args.config, args.set)
-    problem, methods, batch, how = make_planning_problem(
-        config,
+    request = PlanningRequest(
         args.hardware,
-        devices=args.devices,
-        memory=args.memory,
-        methods=args.methods,
-        batch=args.batch,
-        precision=args.precision,
-        measure=args.measure,
-        say=args.print_progress,
+        args.devices,
+        args.memory,
+        args.methods,
+        args.batch,
+        args.precision,
+        args.measure,
     )
+    problem, methods, batch, how = make_planning_problem(config, request, args.print_progress)
     _check_tensor_parallel(args.tensor_parallel, problem.hardware.devices, batch)
     plan = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
     _print_plan(args, plan, problem, batch, how)

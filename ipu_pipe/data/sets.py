@@ -25,7 +25,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib import util
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from ipu_pipe.data.sources import (
     take_subset,
 )
 from ipu_pipe.data.text import TextData, TranslationData
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import hash_file, parse_path
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import find_nearest, show
@@ -168,10 +168,7 @@ def read_idx(images: Path, labels: Path) -> Pair:
 def _load_cifar10(
     root: str | None, seed: int, augment: bool = True, size: int = 32, **limits: Any
 ) -> DataSource:
-    if type(size) is not int or size not in (8, 16, 32):
-        raise BadInput(
-            f"data.size: {show(size)}: must be 32, or 16 or 8, to which images are averaged"
-        )
+    require_cifar_size(size)
     folder = _resolve_folder("cifar10", root)
     parts = [read_cifar(folder / file) for file in FILES["cifar10"]]
     images = torch.cat([x for x, _ in parts[:-1]])
@@ -180,6 +177,14 @@ def _load_cifar10(
     train, test = ((_average_pixels(x, 32 // size), y) for x, y in (train, parts[-1]))
     normalization = Normalization((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     return _limit_samples(train, test, seed, augment, normalization, **limits)
+
+
+def require_cifar_size(size: Any) -> None:
+    """Raise `BadInput` unless CIFAR-10's images can be averaged to `size` pixels a side."""
+    if type(size) is not int or size not in (8, 16, 32):
+        raise BadInput(
+            f"data.size: {show(size)}: must be 32, or 16 or 8, to which images are averaged"
+        )
 
 
 def _average_pixels(x: torch.Tensor, factor: int) -> torch.Tensor:
@@ -331,6 +336,25 @@ _OPTIONS: dict[str, list[str]] = {
 }
 
 
+def require_known_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise `BadInput` for options that the set `name` does not have, and for switches that are
+    not true or false.
+    """
+    allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
+    faults = []
+    for key, value in options.items():
+        if key not in allowed:
+            near = find_nearest(key, allowed)
+            faults.append(
+                f"data.{show(key)}: {show(value)}: unknown key for {name}, allowed are "
+                f"{', '.join(['root', *allowed, 'validation'])}"
+                + (f", nearest is {near}" if near else "")
+            )
+        elif key in ("augment", "random_labels", "bytes", "ascii") and not isinstance(value, bool):
+            faults.append(f"data.{show(key)}: {show(value)}: must be true or false")
+    raise_faults(faults)
+
+
 def load_data(
     name: str, root: str | Path | None = None, seed: int = 0, **options: Any
 ) -> DataSource:
@@ -349,21 +373,8 @@ def load_data(
             f"module:name" + (f", nearest is {near}" if near else "")
         )
     root = None if root is None else parse_path(root, "data.root")
-    allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
-    faults = []
     validation = options.pop("validation", None)
-    for key, value in options.items():
-        if key not in allowed:
-            near = find_nearest(key, allowed)
-            faults.append(
-                f"data.{show(key)}: {show(value)}: unknown key for {name}, allowed are "
-                f"{', '.join(['root', *allowed, 'validation'])}"
-                + (f", nearest is {near}" if near else "")
-            )
-        elif key in ("augment", "random_labels", "bytes", "ascii") and not isinstance(value, bool):
-            faults.append(f"data.{show(key)}: {show(value)}: must be true or false")
-    if faults:
-        raise BadInput(faults)
+    require_known_options(name, options)
     try:
         source = SETS[name](str(root) if root is not None else None, seed, **options)
     # a name that is too long, a folder that nobody may read

@@ -26,7 +26,7 @@ from ipu_pipe.model.batch import (
 )
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.loss import Loss
-from ipu_pipe.model.meta import can_run_on_meta, move_to_meta, to_meta
+from ipu_pipe.model.meta import can_run_on_meta, make_shapes, move_to_meta
 from ipu_pipe.model.observation import (
     Observation,
     find_weight_uses,
@@ -131,7 +131,7 @@ def _observe(
     if can_run_on_meta(model, x):
         try:
             with move_to_meta(model):
-                shapes, labels = to_meta((x, y))
+                shapes, labels = make_shapes((x, y))
                 return observe_costs(
                     model, shapes, lambda: run_pass(shapes, labels)
                 ), count_samples(x)

@@ -442,9 +442,12 @@ def place_blocks(
         method.structure,
         config.stages,
         config.seed,
-        count,
         resolve_head(config),
         method.one_stage_reason or "",
         take,
     )
+    if count is not None and len(part) != count:
+        raise BadInput(
+            f"stages: {len(part)} blocks, which need as many processes per replica, got {count}"
+        )
     return Placed(model, part, None if local_block is None else [local_block])

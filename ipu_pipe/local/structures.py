@@ -105,7 +105,6 @@ def make_blocks(
     structure: Structure,
     stages: Any,
     seed: int = 0,
-    count: int | None = None,
     head: Heads | None = None,
     one_stage: str = "",
     take: Take | None = None,
@@ -113,16 +112,10 @@ def make_blocks(
     """Return a model in blocks by a method's structure, and the partition in which each block is a
     stage.
 
-    `stages` are those of the config, `count` is the required number of blocks (processes),
-    `one_stage` as for `model.stages.partition`; `take` extracts from the model's output what its
-    loss needs. Raise `BadInput`.
+    `stages` are those of the config, `one_stage` as for `model.stages.partition`; `take` extracts
+    from the model's output what its loss needs. Raise `BadInput`.
     """
     begins = _list_boundaries(StagedModel(model, x, structure, stages, one_stage))
-    if count is not None and len(begins) + 1 != count:
-        raise BadInput(
-            f"stages: {len(begins) + 1} blocks, which need as many processes per replica, got "
-            f"{count}"
-        )
     blocks = Blocks(model, begins, x, seed, structure.layers is not None, head, take)
     blocked = BlockedModel(blocks)
     part = partition(blocked, x, begins if begins else 1, one_stage=one_stage)

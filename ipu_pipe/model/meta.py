@@ -40,6 +40,18 @@ def to_meta(value: Any) -> Any:
     return tree_map(move, value)
 
 
+def make_shapes(value: Any) -> Any:
+    """Return the nest with a new meta tensor in place of each tensor.
+
+    A few samples of a meta tensor are a view, which would keep the bytes of the whole microbatch.
+    """
+
+    def make_shape(t: Any) -> Any:
+        return torch.empty_like(t, device="meta") if isinstance(t, torch.Tensor) else t
+
+    return tree_map(make_shape, value)
+
+
 @contextlib.contextmanager
 def compute_on_meta() -> Iterator[None]:
     """Run computations with meta tensors on the meta device, with the operations that the CPU would

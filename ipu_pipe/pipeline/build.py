@@ -58,7 +58,7 @@ from ipu_pipe.schedule.timelines import OPEN, make_schedule, open_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
 from ipu_pipe.store.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.text import describe_kind
-from ipu_pipe.update.apply import GroupSettings, UpdateRules
+from ipu_pipe.update.apply import GroupSettings, UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import (
     ChooseMember,
     Groups,
@@ -458,11 +458,14 @@ def assemble(
         first_group = full_optimizer.param_groups[0]
         settings = open_run.settings
         rates = _Rates(0.0, lambda k: float(settings(k, first_group)["lr"]), None, settings)
-    rules = UpdateRules(
+    chosen = choose_rules(
         _complete_rule_settings(resolved, is_open=open_run is not None),
         method,
         resolved.table.rule_lag(),
         config.gradient_accumulation,
+    )
+    rules = UpdateRules(
+        chosen,
         resolved.optimizer,
         rates.rate,
         resolved.switch,

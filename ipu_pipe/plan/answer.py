@@ -216,10 +216,13 @@ def _move_off_chip(backend: Any) -> Any:
     """Return the backend with the optimizer's state in streaming memory."""
     locations = backend.ipu.tensor_locations
     optimizer = locations.optimizer.model_copy(update={"on_chip": False})
-    ipu = backend.ipu.model_copy(
-        update={"tensor_locations": locations.model_copy(update={"optimizer": optimizer})}
-    )
-    return backend.model_copy(update={"ipu": ipu})
+    changed = locations.model_copy(update={"optimizer": optimizer})
+    return _change_ipu(backend, tensor_locations=changed)
+
+
+def _change_ipu(backend: Any, **changes: Any) -> Any:
+    """Return the backend with changed keys of `backend.ipu`."""
+    return backend.model_copy(update={"ipu": backend.ipu.model_copy(update=changes)})
 
 
 def make_planned_config(
@@ -262,7 +265,12 @@ def make_planned_config(
     changes["method_args"] = method_args.model_copy(update={"schedule": _name_schedule(candidate)})
     if problem.streamed and config.backend.ipu is not None:
         changes["backend"] = _move_off_chip(config.backend)
-    text = dump_config(config.model_copy(update=changes))
+    planned = config.model_copy(update=changes)
+    # PopTorch's pipelines recompute unless they are set not to
+    if planned.recomputes and not candidate.recompute:
+        backend = _change_ipu(planned.backend, recomputation="none")
+        planned = planned.model_copy(update={"backend": backend})
+    text = dump_config(planned)
     try:
         # check the config before anything is written
         configure(**parse_yaml(text, "--write"))

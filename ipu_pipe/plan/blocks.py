@@ -24,7 +24,7 @@ from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.local.heads import AugLocal, Heads, make_head
 from ipu_pipe.model.batch import call_model, count_samples, list_tensors
 from ipu_pipe.model.loss import Take
-from ipu_pipe.model.meta import move_to_meta, to_meta
+from ipu_pipe.model.meta import make_shapes, move_to_meta
 from ipu_pipe.model.observation import ModuleCall, observe_costs
 
 
@@ -63,12 +63,12 @@ def count_blocks(
         with move_to_meta(model):
             whole = _BlockAtEveryUnit(model, [unit.name for unit in units[1:]])
             with torch.no_grad():
-                call_model(whole, to_meta(x))
+                call_model(whole, make_shapes(x))
             _refuse_skip_connections(units, whole, count_samples(x))
             output = whole.output if take is None else take(whole.output)
             for value in whole.ends:
                 whole.heads.append(make(value, output).to("meta"))
-            shapes = to_meta(x)
+            shapes = make_shapes(x)
             observed = observe_costs(whole, shapes, lambda: call_model(whole, shapes))
     except BadInput:
         raise

@@ -31,7 +31,7 @@ from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_schedules
 from ipu_pipe.plan.planner import Bottleneck, find_bottleneck, find_least_memory, search
 from ipu_pipe.plan.prediction import Prediction, Problem, predict_fastest
-from ipu_pipe.schedule.methods import METHODS, Method, Timeline
+from ipu_pipe.schedule.methods import METHODS, Method, Timeline, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.text import format_bytes
 from ipu_pipe.update.optimizer import count_moments
@@ -324,6 +324,24 @@ def list_shortages(job: Job) -> list[str]:
     shortage = _explain_shortage(
         job.config, hardware, len(job.partition), _count_stages_per_device(job.method)
     )
+    return [] if shortage is None else [shortage]
+
+
+def list_counted_shortages(config: Config) -> list[str]:
+    """Return the fault of `list_shortages` before a model is made, for a config that counts its
+    stages; [] if the stages must be made first.
+    """
+    ipu = config.backend.ipu
+    shares_devices = ipu is not None and ipu.ipus is not None
+    if config.hardware is None or config.backend.facts.uses_processes or shares_devices:
+        return []
+    stages = len(config.stages) + 1 if isinstance(config.stages, list) else config.stages
+    method = resolve_method(config.method, config.method_settings())
+    if not isinstance(stages, int) or _explain_unplanned(method, config.hardware) is not None:
+        return []
+    hardware = read_hardware(config.hardware, "hardware")
+    stages_per_device = _count_stages_per_device(method)
+    shortage = _explain_shortage(config, hardware, stages, stages_per_device)
     return [] if shortage is None else [shortage]
 
 

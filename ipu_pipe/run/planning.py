@@ -19,9 +19,10 @@ from torch import nn
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN, DataConfig
 from ipu_pipe.data.loaders import LoaderData
+from ipu_pipe.data.sets import require_known_options
 from ipu_pipe.data.sources import split_batch
 from ipu_pipe.data.stand_in import ENTRY, describe_stand_in, find_missing_folder
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
 from ipu_pipe.hardware.precision import PRECISIONS
@@ -46,7 +47,7 @@ from ipu_pipe.pipeline.build import build, choose_batch_size, set_up
 from ipu_pipe.plan.answer import convert_to_json
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import choose_methods
-from ipu_pipe.plan.config_cut import make_problem
+from ipu_pipe.plan.config_cut import list_counted_shortages, make_problem
 from ipu_pipe.plan.planner import SHOWN, make_plan
 from ipu_pipe.plan.prediction import Problem
 from ipu_pipe.run.callbacks import make_callbacks, require_supported_callbacks
@@ -61,6 +62,8 @@ def build_for_planning(config: Config) -> Job:
     """Build the job that `config` describes for its figures only. Raise `BadInput` as
     `pipeline.build.build` does.
     """
+    # building a model by its values, which reports all other faults, may take half a minute
+    raise_faults(list_counted_shortages(config))
     config, replaced = replace_missing_data(config)
     called = make_callbacks(config, None, empty=True)
     job = _build_by_shape(config) or build(config)
@@ -77,6 +80,8 @@ def replace_missing_data(config: Config) -> tuple[Config, str]:
     folder = find_missing_folder(config.data.name, options.pop("root", None))
     if folder is None:
         return config, ""
+    known = {key: value for key, value in options.items() if key != "validation"}
+    require_known_options(config.data.name, known)
     keys = {"name": ENTRY, "of": config.data.name, **options}
     data = DataConfig.model_validate(keys)
     line = describe_stand_in(config.data.name, folder)
@@ -189,6 +194,18 @@ def _measure_units(config: Config) -> tuple[nn.Module, CountedUnits, Any, int]:
 # ---- plans
 
 
+class PlanningRequest(NamedTuple):
+    """What to plan for; None: as in the config. The fields are the arguments of `plan_config`."""
+
+    hardware: str | None = None
+    devices: int | None = None
+    memory: float | None = None
+    methods: Sequence[str] | None = None
+    batch: int | None = None
+    precision: str | None = None
+    measure: bool | None = None
+
+
 class PlanningProblem(NamedTuple):
     """The planning problem of a config: the problem, the methods to rank, the most samples of an
     update, and a description of how the model's costs were determined."""
@@ -200,23 +217,12 @@ class PlanningProblem(NamedTuple):
 
 
 def make_planning_problem(
-    config: Config,
-    hardware: str | None = None,
-    *,
-    devices: int | None = None,
-    memory: float | None = None,
-    methods: Sequence[str] | None = None,
-    batch: int | None = None,
-    precision: str | None = None,
-    measure: bool | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    config: Config, request: PlanningRequest, say: Callable[[str], None] = lambda text: None
 ) -> PlanningProblem:
-    """Return the planning problem of a config; the arguments are as in `plan_config`. Raise
-    `BadInput`.
-    """
-    wanted_hardware, key = (
-        (config.hardware, "hardware") if hardware is None else (hardware, "--hardware")
-    )
+    """Return the planning problem of a config. Raise `BadInput`."""
+    wanted_hardware = config.hardware if request.hardware is None else request.hardware
+    key = "hardware" if request.hardware is None else "--hardware"
+    devices = request.devices
     if wanted_hardware is None:
         raise BadInput(
             "--hardware: missing, and the config names none: must be a name of configs/hardware/ "
@@ -230,14 +236,16 @@ def make_planning_problem(
                 f"its links join the others"
             )
         described = described.with_devices(devices)
-    chosen = choose_methods(config.method, methods, described.lockstep, say)
-    precision = precision or config.precision
+    chosen = choose_methods(config.method, request.methods, described.lockstep, say)
+    precision = request.precision or config.precision
     if precision not in PRECISIONS:
         raise BadInput(
             f"--precision: {precision}: must be one of "
             f"{', '.join(PRECISIONS)}{suggest(precision, PRECISIONS)}"
         )
-    usable = None if memory is None else memory * described.device.usable_share.value
+    usable = None
+    if request.memory is not None:
+        usable = request.memory * described.device.usable_share.value
     machine = described.measured_on
     is_this = machine is not None and (machine.name, machine.device) == (
         platform.node(),
@@ -249,12 +257,12 @@ def make_planning_problem(
         )
     of_blocks = any(METHODS[name].structure is not None for name in chosen)
     costed, entering, samples, blocks = count_config_units(
-        config, is_this if measure is None else measure, of_blocks
+        config, is_this if request.measure is None else request.measure, of_blocks
     )
     problem = make_problem(
         config, costed.units, entering, described, memory=usable, precision=precision
     )
-    greatest = batch or samples * config.gradient_accumulation * config.replicas
+    greatest = request.batch or samples * config.gradient_accumulation * config.replicas
     return PlanningProblem(replace(problem, blocks=blocks), chosen, greatest, costed.how)
 
 
@@ -279,14 +287,6 @@ def plan_config(
     default if the hardware is this machine. The record has no plan if none fits. Raise `BadInput`
     as the command does.
     """
-    problem, chosen, greatest, _ = make_planning_problem(
-        config,
-        hardware,
-        devices=devices,
-        memory=memory,
-        methods=methods,
-        batch=batch,
-        precision=precision,
-        measure=measure,
-    )
+    request = PlanningRequest(hardware, devices, memory, methods, batch, precision, measure)
+    problem, chosen, greatest, _ = make_planning_problem(config, request)
     return convert_to_json(make_plan(problem, chosen, problem.hardware.devices, greatest, top))

@@ -112,7 +112,8 @@ def _make_small(config: Config) -> Config:
     keys = parse_yaml(dump_config(config), "rehearse")
     stages = config.stages
     count = len(stages) + 1 if isinstance(stages, list) else stages
-    least = 2 * count - 1 if isinstance(count, int) else 2 * SAMPLES
+    # enough to fill the pipeline; the emulator needs no more
+    least = count if isinstance(count, int) else 2 * SAMPLES
     samples = min(config.micro_batch_size, SAMPLES)
     replicas = min(config.replicas, REPLICAS)
     accumulate = min(config.gradient_accumulation, max(least, 2))
@@ -265,5 +266,7 @@ def _list_changes(cut: ConfigCut) -> Iterator[tuple[Candidate, bool, str]]:
             micro_batch_size=samples,
             gradient_accumulation=accumulate,
         )
-        change = f"micro_batch_size={samples} gradient_accumulation={accumulate} recompute=true"
+        change = f"micro_batch_size={samples} gradient_accumulation={accumulate}"
+        if not candidate.recompute:
+            change += " recompute=true"
         yield changed, can_stream or problem.streamed, change

@@ -64,15 +64,15 @@ class Curvature:
 def measure_curvature(
     model: nn.Module,
     loss: Loss,
-    x: Any,
-    y: Any,
+    batch: tuple[Any, Any],
     stages: Sequence[Sequence[nn.Parameter]],
     iterations: int = 100,
     tolerance: float = 0.01,
     seed: int = 0,
     discrepancy: bool = False,
 ) -> Curvature:
-    """Measure the curvature by power iteration from a vector drawn by `seed`.
+    """Measure the curvature of the loss of a `batch` (x, y) by power iteration from a vector drawn
+    by `seed`.
 
     It ends when the residual is at most `tolerance`, or after `iterations`. If the eigenvalue of
     the greatest magnitude is negative, it is subtracted and the iteration goes on. A Hessian-vector
@@ -81,6 +81,7 @@ def measure_curvature(
     parameters that move, by stage. Raise `BadInput` if the model cannot be differentiated twice or
     has no positive curvature.
     """
+    x, y = batch
     parameters = [p for stage in stages for p in stage]
     generator = torch.Generator().manual_seed(seed)
     start = [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) for p in parameters]
@@ -329,8 +330,7 @@ def _measure(
         measure_curvature(
             job.model,
             job.loss,
-            x,
-            y,
+            (x, y),
             parameters,
             iterations,
             seed=seed,
@@ -340,7 +340,7 @@ def _measure(
     if by_stage:
         without_parameters = Curvature(0.0, (), 0, 0.0)
         curvatures += [
-            measure_curvature(job.model, job.loss, x, y, [p], iterations, seed=seed)
+            measure_curvature(job.model, job.loss, (x, y), [p], iterations, seed=seed)
             if p
             else without_parameters
             for p in parameters

@@ -119,6 +119,32 @@ class _SteppedGroup(NamedTuple):
     gradients: Tensors
 
 
+class ChosenRules(NamedTuple):
+    """The rules of a run: each rule with its setting for each stage, in order.
+
+    `batches_per_step`: the batches that each stage accumulates before its optimizer steps.
+    """
+
+    rules: list[tuple[Rule, list[Setting]]]
+    batches_per_step: list[int]
+
+
+def choose_rules(
+    args: Mapping[str, Any], method: Method, lag: Floats, accumulate: int
+) -> ChosenRules:
+    """Return the rules that act with these method_args (resolved).
+
+    `lag` (P,): the mean delay of each stage's gradients in updates; `accumulate`: the microbatches
+    of an update.
+    """
+    lags = lag.tolist()
+    rules = [
+        (rule, [Setting(values, s, x, method, accumulate) for s, x in enumerate(lags)])
+        for rule, values in select_rules(args, method)
+    ]
+    return ChosenRules(rules, args.get("block_accumulation") or [1] * len(lags))
+
+
 class UpdateRules:
     """All rules of a run over one optimizer.
 
@@ -133,10 +159,7 @@ class UpdateRules:
 
     def __init__(
         self,
-        args: Mapping[str, Any],
-        method: Method,
-        lag: Floats,
-        accumulate: int,
+        chosen: ChosenRules,
         optimizer: torch.optim.Optimizer,
         rate: Callable[[int], float],
         switch: int = 0,
@@ -153,17 +176,7 @@ class UpdateRules:
         self.stages = _group_by_stage(optimizer, base)
         trained = [p for stage in self.stages.values() for p in stage.parameters]
         self.weight_master_pairs = masters.list_pairs(trained) if masters is not None else []
-        # each rule with its setting for each stage of the run, in order
-        self._rules: list[tuple[Rule, Sequence[Setting]]] = [
-            (
-                rule,
-                [
-                    Setting(values, s, stage_lag, method, accumulate)
-                    for s, stage_lag in enumerate(lag.tolist())
-                ],
-            )
-            for rule, values in select_rules(args, method)
-        ]
+        self._rules = chosen.rules
         # the rules that act on the stages of this process
         self._active = [
             (stage, rule, settings[stage.index])
@@ -183,10 +196,10 @@ class UpdateRules:
         self.observe: Callable[[int, Sequence[int]], None] | None = None
         # entries that `compensate` changes with each microbatch
         self._compensated: dict[tuple[torch.nn.Parameter, str], torch.Tensor] = {}
-        self._batches_per_step: list[int] = args.get("block_accumulation") or [1] * len(lag)
+        self._batches_per_step = chosen.batches_per_step
         # whether `compensate` does more than `collect`
         self.compensates = any(rule.compensate is not None for rule, _ in self._rules)
-        self._stage_count = len(lag)
+        self._stage_count = len(chosen.batches_per_step)
         self._reads_lag = any(rule.read is not None and rule.reads_lag for rule, _ in self._rules)
         self._codes = {code: self._encode_stages(code) for code in (FORWARD, BACKWARD)}
 

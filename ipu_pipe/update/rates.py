@@ -178,9 +178,10 @@ def simulate_scheduler(
         try:
             scheduler = make(dummy)
             _require_scheduler(scheduler, dummy)
+            # a scheduler asks whether the optimizer has stepped: once, since a step takes longer
+            dummy.step()
             for k in range(updates):
                 if k and k % every == 0:
-                    dummy.step()
                     scheduler.step()
                 if (
                     dummy.param_groups is not groups

@@ -1,4 +1,5 @@
-"""Make cases of the other commands: plan, stability, collect, reproduce, predict, with damaged files and odd words."""
+"""Make cases of the other commands: plan, rehearse, check, stability, collect, reproduce, predict, with damaged files and odd
+words."""
 
 from __future__ import annotations
 
@@ -215,9 +216,24 @@ def _make_name_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     )
 
 
+def _make_rehearsal_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    mutation = [_write_config(rng, folder), _change_hardware(rng, folder / "hardware.yaml")]
+    hardware = rng.choice(["hardware.yaml", "hardware.yaml", "pod4", draw_word(rng)])
+    argv = ["config.yaml", *SMALL, f"hardware={hardware}".replace("\0", "")]
+    return Case("rehearse", [*argv, *rng.choice([[], ["--quiet"]])], ", ".join(mutation))
+
+
+def _make_check_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Make a case of `check` that must be refused: an accepted one would start processes."""
+    (folder / "file").touch()
+    to = rng.choice(["gone/x.json", "file/x.json", "."])
+    return Case("check", ["--to", to, *rng.choice([[], ["--json"]])], "an odd command line")
+
+
 OTHERS: List[Callable[[random.Random, Path, Bases], Case]] = [
     _make_stability_case, _make_stability_case, _make_collect_case, _make_reproduce_case, _make_reproduce_case,
     _make_pareto_case, _make_measurement_case, _make_prediction_case, _make_prediction_case, _make_name_case,
+    _make_rehearsal_case, _make_check_case,
 ]  # fmt: skip
 
 

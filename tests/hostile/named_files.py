@@ -32,6 +32,8 @@ READERS: List[Tuple[str, List[str], str]] = [
     ("train", ["config.yaml", "--evaluate", "FILE"], ".safetensors"),
     ("train", ["config.yaml", "--evaluate", "FILE"], ".pt"),
     ("plan", ["config.yaml", "--hardware", "FILE"], ".yaml"),
+    ("rehearse", ["FILE"], ".yaml"),
+    ("rehearse", ["config.yaml", "--set", "hardware=FILE"], ".yaml"),
     ("collect", ["config.yaml", "--steps", "0", "--out", "out", "--set", "hardware=FILE"], ".yaml"),
     ("stability", ["FILE", "--samples", "8", "--iterations", "9"], ".yaml"),
     ("reproduce", ["FILE", "--rows", "nothing"], ".yaml"),

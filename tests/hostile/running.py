@@ -58,7 +58,7 @@ TURN = (
 )
 TOOLS = (
     *("train", "schedule", "analyze", "plan", "collect", "measure_hardware"),
-    *("fetch_data", "completion", "export"),
+    *("fetch_data", "completion", "export", "rehearse", "check"),
 )
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 30  # of a case

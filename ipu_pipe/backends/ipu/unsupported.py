@@ -117,7 +117,8 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
         config.backend.device != "cpu", "backend.device", "poptorch's host is the CPU: must be cpu"
     )
     why = "PopTorch gets one optimizer with the same settings on all stages: must be null"
-    yield Case(config.optimizer.groups, "optimizer.groups", why)
+    groups = config.optimizer.groups
+    yield Case(groups, "optimizer.groups", why, f"{len(groups)} with optimizers of their own")
     yield Case(config.optimizer.by_stage, "optimizer.by_stage", why)
     why = "PopTorch clips by the global norm (max_grad_norm): must be global"
     yield Case(clip and clip.scope != "global", "clip.scope", why)
@@ -144,6 +145,10 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
         yield Case(every and every % ipu.device_iterations, "ipu.device_iterations", why)
     why = "must be one number with automatic_loss_scaling"
     yield Case(ipu.automatic_loss_scaling and ipu.changes_loss_scaling, "ipu.loss_scaling", why)
+    is_sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
+    why = "the first process writes the whole checkpoint: must be single"
+    has_several_processes = ipu.local == "decoupled" or is_under_poprun()
+    yield Case(is_sharded and has_several_processes, "checkpoint.format", why)
     yield from list_popart_cases(ipu.popart_options)
     yield from _list_device_cases(ipu)
 

@@ -144,9 +144,12 @@ def measure_update_noise(events: Events, accumulate: int | None) -> float | None
     if not accumulate or not len(known.start):
         return None
     update = find_updates(known, accumulate)
-    ends = np.full(int(update.max()) + 1, -1)
-    np.maximum.at(ends, update[update >= 0], known.end[update >= 0])
-    return measure_noise(np.diff(ends[ends >= 0]).astype(np.float64))
+    is_known = update >= 0
+    # a damaged trace may name any number: what is made here grows with the events alone
+    _, place = np.unique(update[is_known], return_inverse=True)
+    ends = np.full(int(place.max(initial=-1)) + 1, np.iinfo(np.int64).min)
+    np.maximum.at(ends, place, known.end[is_known])
+    return measure_noise(np.diff(ends).astype(np.float64))
 
 
 def _sum_backward(medians: Mapping[str, float], counts: Mapping[str, int]) -> float | None:
