@@ -18,7 +18,7 @@ from tests.interrupted import interrupt_at
 from tests.support.runs import ROOT, list_faults, read_metrics
 from tools.experiments import reproduce
 from tools.experiments.experiment import Request
-from tools.experiments.measures import compute_normalized_time
+from tools.experiments.measures import collect_gaps, compute_normalized_time, draw_gaps
 from tools.experiments.training_grids import (
     TrainingGrid,
     compare,
@@ -61,6 +61,30 @@ def grid_file(tmp_path: Path) -> Path:
 
 def read_grid(grid_file: Path) -> TrainingGrid:
     return TrainingGrid.model_validate(yaml.safe_load(grid_file.read_text()))
+
+
+def test_gaps_are_the_differences_of_rows_by_seed(tmp_path: Path) -> None:
+    """Seed 1 has one row alone, and is left out."""
+    finals = {("one", 0): [4.0, 3.0], ("other", 0): [4.0, 1.0], ("one", 1): [4.0, 9.0]}
+    runs = [
+        {
+            "label": label,
+            "seed": seed,
+            "diverged": None,
+            "curve": [[float(i), float(i), value] for i, value in enumerate(values)],
+        }
+        for (label, seed), values in finals.items()
+    ]
+    results = {
+        "title": "Gaps",
+        "setting": "none",
+        "seeds": [0, 1],
+        "rows": [{"label": label, "step": 10} for label in ("one", "other")],
+    }
+    [gap] = collect_gaps(results["rows"], runs, {"a": ("one", "other")})
+    assert gap == ("a", [0.0, 10.0], [[0.0], [2.0]])
+    draw_gaps(results, runs, tmp_path / "gaps.png", {"a": ("one", "other")}, "test loss")
+    assert (tmp_path / "gaps.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -280,6 +304,7 @@ def test_time_by_fill_and_drain_is_that_of_equation_1(
         (("title: Digits", "titel: Digits"), "titel: "),
         (("better: sync", "better: synk"), "expect.0.better: synk: "),
         (("than: bad", "to: bad"), "expect.0: "),
+        (("expect:", "gaps: {one: [sync, synk]}\nexpect:"), "gaps.one: synk: "),
         (("method: gpipe", "method: gpip"), "rows.sync on base: method: gpip"),
         (("sync: {", "sync: {after: warm, "), "rows.sync.after: warm: "),
         (("sync: {", "sync: {after: [bad], "), "rows.sync.after: ['bad']: "),

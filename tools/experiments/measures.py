@@ -449,6 +449,59 @@ def measure_fit(config: Config, out: Path, options: MeasureOptions, overwrite: b
 # ---- pictures
 
 
+class Gap(NamedTuple):
+    """The difference between two rows: `groups` has its values by seed at each of `updates`."""
+
+    name: str
+    updates: List[float]
+    groups: List[List[float]]
+
+
+def collect_gaps(
+    rows: Sequence[Mapping[str, Any]], runs: Runs, gaps: Mapping[str, Tuple[str, str]]
+) -> List[Gap]:
+    """Return the gaps (name -> row, row from which it is subtracted) with a seed that has both."""
+    curves = {(run["label"], run["seed"]): run["curve"] for run in runs}
+    steps = {row["label"]: row["step"] for row in rows}
+    collected = []
+    for name, (row, other) in gaps.items():
+        pairs = [
+            (curve, curves[other, seed])
+            for (label, seed), curve in curves.items()
+            if label == row and curve and curves.get((other, seed))
+        ]
+        if pairs:
+            points = range(min(len(curve) for pair in pairs for curve in pair))
+            by_epoch = pairs[0][0]
+            updates_of_epoch = steps[row] / by_epoch[-1][0]
+            updates = [by_epoch[i][0] * updates_of_epoch for i in points]
+            groups = [[a[i][-1] - b[i][-1] for a, b in pairs] for i in points]
+            collected.append(Gap(name, updates, groups))
+    return collected
+
+
+def draw_gaps(
+    results: Mapping[str, Any],
+    runs: Runs,
+    file: Path,
+    gaps: Mapping[str, Tuple[str, str]],
+    quantity: str,
+) -> None:
+    """Draw gaps (as for `collect_gaps`) against the updates and, beside them, their ends."""
+    note = f"{results['setting']}; {describe_seeds(results['seeds'])}; bars: standard deviations"
+    collected = collect_gaps(results["rows"], runs, gaps)
+    with open_figure(file, (6, 4.5), 2, title=results["title"], note=note) as (by_update, at_end):
+        for place, gap in enumerate(collected):
+            plot_mean_with_range(by_update, gap.updates, gap.groups, markersize=3, label=gap.name)
+            last = gap.groups[-1]
+            spread = statistics.stdev(last) if len(last) > 1 else 0.0
+            at_end.errorbar([place], [statistics.mean(last)], [spread], fmt="o", capsize=4)
+        by_update.set(xlabel="updates", ylabel=f"difference of {quantity}")
+        by_update.legend(fontsize="small")
+        at_end.set_xticks(range(len(collected)), [gap.name for gap in collected])
+        at_end.set(xlabel="at the end", ylabel=f"difference of {quantity}")
+
+
 def draw_means(
     results: Mapping[str, Any], runs: Runs, file: Path, x: int, x_label: str, y_label: str
 ) -> None:

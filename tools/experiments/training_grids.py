@@ -16,6 +16,8 @@ configs/experiments/.
                       better than row `than` by more than `by`; {equal, to, margin}: they differ by
                       less than `margin`; with `at: time` not when both end, but at the planned time
                       at which the first row of all ends
+    gaps              name -> [row, other row]: gaps.png draws how far the first is from the other
+                      against the updates, and at the end
 
 Finished runs are not run again, so an interrupted experiment continues where it was.
 """
@@ -44,7 +46,15 @@ from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import write_json
 from ipu_pipe.pipeline.build import build
 from tools.experiments.experiment import Experiment, Findings, Key, Request, run_all
-from tools.experiments.measures import MEASURES, Measure, MeasureOptions, Result, Runs
+from tools.experiments.measures import (
+    MEASURES,
+    Draw,
+    Measure,
+    MeasureOptions,
+    Result,
+    Runs,
+    draw_gaps,
+)
 from tools.experiments.plots import describe_sizes
 from tools.experiments.verdicts import Claim, Verdict, judge
 
@@ -116,6 +126,8 @@ class TrainingGrid(Section):
     hours: Optional[Annotated[float, Field(ge=0)]] = None
     measure: MeasureOptions = MeasureOptions()
     expect: List[Expectation] = []
+    # name of a gap -> (row, row): their difference is drawn against the updates in gaps.png
+    gaps: Dict[str, Tuple[str, str]] = {}
 
     def make_config(
         self, label: str, seed: int, full: bool = False, rate: float = 1.0, tunes: bool = False
@@ -184,6 +196,12 @@ def load_experiment(path: Path) -> Experiment:
             label = getattr(entry, key)
             if label is not None and label not in grid.rows:
                 faults.append(f"expect.{number}.{key}: {label}: must be one of the rows")
+    for name, pair in grid.gaps.items():
+        faults += [
+            f"gaps.{name}: {label}: must be one of the rows"
+            for label in pair
+            if label not in grid.rows
+        ]
     raise_faults([f"{path}: {fault}" for fault in faults])
     return make_experiment(path.stem, grid)
 
@@ -491,9 +509,17 @@ def compare(
         curves=[{key: run[key] for key in ("label", "seed", "diverged", "curve")} for run in runs],
         pictures={
             file: functools.partial(draw, {"title": grid.title, **results}, runs)
-            for file, draw in measure.pictures.items()
+            for file, draw in _list_pictures(grid, measure).items()
         },
     )
+
+
+def _list_pictures(grid: TrainingGrid, measure: Measure) -> Dict[str, Draw]:
+    """Return the pictures of the measure, and that of the gaps if the grid names some."""
+    if not grid.gaps:
+        return dict(measure.pictures)
+    draw = functools.partial(draw_gaps, gaps=grid.gaps, quantity=measure.quantity)
+    return {**measure.pictures, "gaps.png": draw}
 
 
 def _judge(
