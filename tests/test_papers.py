@@ -15,11 +15,22 @@ import yaml
 
 from tools.experiments.catalogue import find_experiments
 from tools.experiments.theory_figures import FIGURES
-from tools.experiments.verdicts import CONTRADICTED, NOT_RUN, SHOWN, UNDECIDED
+from tools.experiments.verdicts import (
+    CONTRADICTED,
+    LIKELY,
+    NOT_COUNTED,
+    NOT_RUN,
+    OTHERWISE,
+    PREDICTED,
+    SHOWN,
+    UNDECIDED,
+    UNLIKELY,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-WORDS = (SHOWN, CONTRADICTED, UNDECIDED, NOT_RUN)
+WORDS = (SHOWN, LIKELY, UNLIKELY, CONTRADICTED, UNDECIDED, NOT_COUNTED, NOT_RUN)
+OFF = re.compile(r"predicted, off by ([\d.e+]+) (%|points)")
 Row = Tuple[str, str, str, str, str]
 # of later methods, in none of the five papers
 OF_NO_PAPER = {"async_frontier"}
@@ -71,9 +82,40 @@ def compute_status(name: str, claims: str) -> str:
         if claims
         else Counter(verdicts)
     )
+    if set(counts) - set(WORDS):
+        return describe_predictions(counts)
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{word} {counts[word]}" for word in WORDS if counts[word])
+
+
+def describe_predictions(counts: "Counter[str]") -> str:
+    """Return the status of predictions: how many are as printed, how many are off and by how
+    much, and how many are in another order."""
+    matches = [OFF.fullmatch(word) for word in counts.elements()]
+    offs = sorted(float(match[1]) for match in matches if match)
+    span = ""
+    if offs:
+        unit = next(match[2] for match in matches if match)
+        low, high = f"{offs[0]:g}", f"{offs[-1]:g}"
+        span = f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
+    if len(offs) == len(matches):
+        return f"{PREDICTED}, off by {span}"
+    if counts[PREDICTED] == len(matches):
+        return PREDICTED
+    parts = [f"{PREDICTED} {counts[PREDICTED]}"] if counts[PREDICTED] else []
+    parts += [f"off {len(offs)} (by {span})"] if offs else []
+    parts += [f"{OTHERWISE} {counts[OTHERWISE]}"] if counts[OTHERWISE] else []
+    return OTHERWISE if counts[OTHERWISE] == len(matches) else ", ".join(parts)
+
+
+def find_test(name: str) -> bool:
+    """Return whether a test such as tests/test_x.py::test_y exists."""
+    file, _, test = name.partition("::")
+    path = ROOT / file
+    if not test or not path.is_file():
+        return False
+    return re.search(rf"^def {test}\(", path.read_text(encoding="utf-8"), re.M) is not None
 
 
 def assert_row_is_right(command: str, status: str) -> None:
@@ -84,7 +126,7 @@ def assert_row_is_right(command: str, status: str) -> None:
         assert status in (NOT_RUN, UNDECIDED)
     for name, claims in names:
         if name.startswith("tests/"):
-            assert (ROOT / name).is_file() and status == SHOWN, name
+            assert find_test(name) and status == SHOWN, name
         elif name in FIGURES:
             assert (RESULTS / "stability" / f"{name}.json").is_file() and status == SHOWN, name
         else:
@@ -110,7 +152,8 @@ def test_every_experiment_and_file_is_on_the_page_and_exists() -> None:
 
 @pytest.mark.parametrize(
     ("command", "status"),
-    [("`rpd_quadratic` 2", CONTRADICTED), ("`no_such`", SHOWN), ("`pb_one_sample`", SHOWN), ("`tests/test_no.py`", SHOWN),
+    [("`rpd_quadratic` 2", CONTRADICTED), ("`no_such`", SHOWN), ("`pb_one_sample`", SHOWN),
+     ("`tests/test_no.py::test_no`", SHOWN), ("`tests/test_versions.py`", SHOWN), ("`tests/test_versions.py::test_no`", SHOWN),
      ("`pb_3`", NOT_RUN), ("", SHOWN)],
 )  # fmt: skip
 def test_a_wrong_row_fails(command: str, status: str) -> None:

@@ -10,15 +10,21 @@ import pytest
 
 from tools.experiments.verdicts import (
     CONTRADICTED,
+    LIKELY,
+    NOT_COUNTED,
     NOT_RUN,
+    OTHERWISE,
+    PREDICTED,
     SHOWN,
     UNDECIDED,
+    UNLIKELY,
     Claim,
+    compute_critical_t,
     judge,
     judge_exactly,
-    judge_gap,
-    judge_printed,
     make_results,
+    predict_claim,
+    predict_number,
 )
 
 INF = math.inf
@@ -39,6 +45,9 @@ def judge_gaps(gaps: List[float], margin: Optional[float] = None) -> str:
     ([0.0, 0.0, 0.0], UNDECIDED, SHOWN),
     ([5.0, -5.0, 0.0], UNDECIDED, UNDECIDED),
     ([1.2, 0.8, 1.0], SHOWN, UNDECIDED),  # 1 +- 0.115: above 0, but too close to the margin
+    ([0.5, 0.1, 0.3], LIKELY, SHOWN),  # t is 2.6, below 4.30
+    ([-0.5, -0.1, -0.3], UNLIKELY, SHOWN),
+    ([0.5, 0.1, 0.3, 0.3, 0.3], SHOWN, SHOWN),  # t is 4.7, with five seeds above 2.78
     ([9.0, 9.1], UNDECIDED, UNDECIDED),  # two seeds
     ([INF, INF, 2.0], UNDECIDED, UNDECIDED),
     ([], NOT_RUN, NOT_RUN),
@@ -55,31 +64,71 @@ def test_the_gap_is_taken_seed_by_seed() -> None:
         "b": {0: 0.9, 1: 4.8, 2: 8.9},
     }
     verdict = judge(Claim("a", ("a", "b"), lambda row: row["a"] - row["b"]), finals)
-    assert verdict[1:] == (SHOWN, pytest.approx(0.4 / 3), pytest.approx(1 / 30), 3)
+    numbers = (pytest.approx(0.4 / 3), pytest.approx(1 / 30), 3, pytest.approx(4.0))
+    assert verdict[1:] == (LIKELY, *numbers)
     assert judge(Claim("c", ("a", "c"), lambda row: row["c"]), finals).verdict == NOT_RUN
 
 
 def test_an_experiment_agrees_only_if_all_is_shown() -> None:
     shown_claim, wrong_claim = judge_exactly("x", True, 0.0), judge_exactly("y", False, 2.0)
-    assert [judge_gap("x", gap).verdict for gap in (0.1, 0.0, -0.1)] == [
-        SHOWN,
-        CONTRADICTED,
-        CONTRADICTED,
-    ]
     assert make_results([shown_claim])["agrees"] and not make_results([shown_claim])["differences"]
     assert not make_results([])["agrees"]  # nothing was claimed
     results = make_results([shown_claim, wrong_claim])
     assert not results["agrees"] and len(results["differences"]) == 1
-    numbers = {"difference": 2.0, "standard_error": 0.0, "seeds": None}
+    numbers = {"difference": 2.0, "standard_error": 0.0, "seeds": None, "t": None}
     assert results["verdicts"][1] == {"claim": "y", "verdict": CONTRADICTED, **numbers}
+
+    added = wrong_claim._replace(verdict=NOT_COUNTED)
+    assert make_results([shown_claim, added])["agrees"]
+
+
+def test_the_critical_t_is_that_of_students_table() -> None:
+    assert [round(compute_critical_t(seeds), 2) for seeds in (3, 4, 5, 10)] == [
+        4.30,
+        3.18,
+        2.78,
+        2.26,
+    ]
+
+
+def test_rows_that_are_hardly_trained_are_not_equal() -> None:
+    """The floor is that of accuracies, sign 1, or of losses, sign -1. Rows that differ are told apart
+    below it too."""
+    finals = {"a": dict.fromkeys(range(3), 0.2), "b": dict.fromkeys(range(3), 0.2)}
+
+    def judge_equality(sign: int, floor: float, margin: float = 0.1) -> str:
+        claim = Claim("a", ("a", "b"), lambda row: row["a"] - row["b"], margin, floor, sign)
+        return judge(claim, finals).verdict
+
+    assert [judge_equality(1, 0.1), judge_equality(1, 0.25)] == [SHOWN, UNDECIDED]
+    assert [judge_equality(-1, 0.1), judge_equality(-1, 0.25)] == [UNDECIDED, SHOWN]
+    finals["b"] = dict.fromkeys(range(3), 0.9)
+    assert judge_equality(1, 0.25) == CONTRADICTED
+
+
+def test_a_claim_that_the_runs_cannot_decide_keeps_its_verdict() -> None:
+    claim = Claim("a", ("a",), lambda row: row["a"], verdict=NOT_COUNTED)
+    verdict = judge(claim, {"a": {0: 1.0, 1: 1.1, 2: 0.9}})
+    assert (verdict.verdict, verdict.difference) == (NOT_COUNTED, pytest.approx(1.0))
 
 
 @pytest.mark.parametrize(
     ("printed", "value", "verdict"),
-    [("14.3", 14.25, SHOWN), ("2.70", 2.69, CONTRADICTED), ("2.70", 2.7049, SHOWN), ("270 MB", 269.4, CONTRADICTED),
-     ("7", 7.49, SHOWN)],
+    [("14.3", 14.25, PREDICTED), ("2.70", 2.69, "predicted, off by 0.37 %"), ("2.70", 2.7049, PREDICTED),
+     ("270 MB", 269.4, "predicted, off by 0.22 %"), ("7", 7.49, PREDICTED)],
 )  # fmt: skip
-def test_a_printed_number_is_shown_by_values_that_round_to_it(
+def test_a_prediction_is_off_unless_it_rounds_to_the_printed_number(
     printed: str, value: float, verdict: str
 ) -> None:
-    assert judge_printed("x", printed, value).verdict == verdict
+    assert predict_number("x", printed, value).verdict == verdict
+
+
+def test_a_prediction_contradicts_nothing() -> None:
+    assert [predict_claim("x", holds, 0.0).verdict for holds in (True, False)] == [
+        PREDICTED,
+        OTHERWISE,
+    ]
+    points = predict_number("x", "8", 17.1, "points").verdict
+    assert points == "predicted, off by 9.1 points"
+    bounds = [predict_number("x", "3.0", value, at_most=True).verdict for value in (1.0, 3.3)]
+    assert bounds == [PREDICTED, "predicted, off by 10 %"]

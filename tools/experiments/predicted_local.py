@@ -26,7 +26,7 @@ from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, UnitSums, predict_cut
 from tools.experiments.experiment import PredictedRows, make_prediction
-from tools.experiments.verdicts import judge_exactly, judge_gap, judge_printed
+from tools.experiments.verdicts import predict_claim, predict_number
 
 SOURCE = "Laskin et al. 2020 (local updates)"
 IMAGE = (3, 224, 224)
@@ -228,11 +228,12 @@ def predict_speedups() -> PredictedRows:
     notes += [f"without {name}: {error:.1f}" for name, error in errors_without.items()]
     notes.append(f"FLOPs {HOW}")
     verdicts = [
-        judge_printed(
+        predict_number(
             f"{row.network}, {row.devices} devices, {row.accumulate} microbatches of "
             f"{row.samples}: {row.printed} %",
             str(row.printed),
             value,
+            "points",
         )
         for row, value in zip(TABLE_1, predicted)
     ]
@@ -242,12 +243,14 @@ def predict_speedups() -> PredictedRows:
         if row[:3] == ("resnet50", 8, 16)
     }
     verdicts += [
-        judge_gap(
+        predict_claim(
             "local training is faster in all seven rows (difference: the least speedup)",
+            min(predicted) > 0,
             min(predicted),
         ),
-        judge_gap(
+        predict_claim(
             "resnet50, 8 devices: 32 microbatches gain less than 16",
+            by_microbatches[16] > by_microbatches[32],
             by_microbatches[16] - by_microbatches[32],
         ),
     ]
@@ -289,7 +292,7 @@ def predict_memory() -> PredictedRows:
         claim = (
             f"all {pairs} pairs of {what} are in the printed order (difference: pairs that are not)"
         )
-        verdicts.append(judge_exactly(claim, not swapped, swapped))
+        verdicts.append(predict_claim(claim, not swapped, swapped))
     notes = [
         "predictions count weights, gradients, momentum, stashed activations and a stated share of "
         "code and exchange (20 %), not"

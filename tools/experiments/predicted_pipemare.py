@@ -27,7 +27,7 @@ from ipu_pipe.report.plots import open_figure
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import amortize_utilization, compute_utilization, make_schedule
 from tools.experiments.experiment import PredictedRows, make_prediction
-from tools.experiments.verdicts import Verdict, judge_printed
+from tools.experiments.verdicts import Verdict, predict_number
 
 SOURCE = "Yang et al. 2021 (PipeMare)"
 MIB, GIB, FP32 = 2**20, 2**30, 4
@@ -136,7 +136,7 @@ def predict_pipemare() -> PredictedRows:
             }
         )
         if not fitted:
-            verdicts.append(judge_printed(f"{item}: {what} is {printed}", printed, predicted))
+            verdicts.append(predict_number(f"{item}: {what} is {printed}", printed, predicted))
 
     for task in TASKS:
         weights = count_weights(task.name)

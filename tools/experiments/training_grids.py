@@ -15,7 +15,10 @@ configs/experiments/.
     expect            what the paper says of the rows (tools.experiments.verdicts), a list: {better, than, by}: row `better` is
                       better than row `than` by more than `by`; {equal, to, margin}: they differ by
                       less than `margin`; with `at: time` not when both end, but at the planned time
-                      at which the first row of all ends
+                      at which the first row of all ends. `floor`: what both rows of an equality must
+                      be better than to be trained at all; `confounded`: what else differs between
+                      the rows, so that the claim cannot be told
+    added             rows that were added after the results were seen: claims on them are not counted
     gaps              name -> [row, other row]: gaps.png draws how far the first is from the other
                       against the updates, and at the end
 
@@ -32,7 +35,7 @@ import math
 import statistics
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
@@ -56,7 +59,7 @@ from tools.experiments.measures import (
     draw_gaps,
 )
 from tools.experiments.plots import describe_sizes
-from tools.experiments.verdicts import Claim, Verdict, judge
+from tools.experiments.verdicts import NOT_COUNTED, UNDECIDED, Claim, Verdict, judge
 
 Keys = Dict[str, Any]
 
@@ -73,24 +76,40 @@ class Expectation(Section):
     to: Optional[str] = None
     margin: Annotated[float, Field(gt=0)] = 0.01
     at: Literal["samples", "time"] = "samples"
+    floor: Optional[float] = None
+    confounded: Optional[str] = None
 
     @model_validator(mode="after")
     def _has_two_rows(self) -> "Expectation":
         named = [key for key in ("better", "than", "equal", "to") if getattr(self, key) is not None]
         if named not in (["better", "than"], ["equal", "to"]):
-            raise ValueError("must be {better, than, by} or {equal, to, margin}")
+            raise ValueError("must be {better, than, by} or {equal, to, margin, floor}")
         return self
 
-    def make_claim(self, measure: Measure) -> Claim:
-        """Return the claim on the values of a measure."""
+    @property
+    def rows(self) -> Tuple[str, ...]:
+        """The two rows."""
+        named = (self.better, self.than, self.equal, self.to)
+        return tuple(label for label in named if label is not None)
+
+    def make_claim(self, measure: Measure, added: Collection[str] = ()) -> Claim:
+        """Return the claim on the values of a measure; `added`: the rows that do not count."""
+        claim = self._make_claim_alone(measure)
+        if not set(added).isdisjoint(self.rows):
+            return claim._replace(verdict=NOT_COUNTED)
+        if self.confounded is not None:
+            return claim._replace(text=f"{claim.text} ({self.confounded})", verdict=UNDECIDED)
+        return claim
+
+    def _make_claim_alone(self, measure: Measure) -> Claim:
         sign, at = measure.sign, " at equal time" if self.at == "time" else ""
         if self.equal is not None and self.to is not None:
-            text = (
-                f"{self.equal} equals {self.to} (margin "
-                f"{format(self.margin, measure.format_spec)}){at}"
-            )
+            terms = f"margin {format(self.margin, measure.format_spec)}"
+            if self.floor is not None:
+                terms += f", floor {format(self.floor, measure.format_spec)}"
+            text = f"{self.equal} equals {self.to} ({terms}){at}"
             gap = functools.partial(_compute_gap, self.equal, self.to, sign, 0.0)
-            return Claim(text, (self.equal, self.to), gap, self.margin)
+            return Claim(text, (self.equal, self.to), gap, self.margin, self.floor, sign)
         assert self.better is not None and self.than is not None
         by = f" by more than {format(self.by, measure.format_spec)}" if self.by else ""
         gap = functools.partial(_compute_gap, self.better, self.than, sign, self.by)
@@ -126,6 +145,7 @@ class TrainingGrid(Section):
     hours: Optional[Annotated[float, Field(ge=0)]] = None
     measure: MeasureOptions = MeasureOptions()
     expect: List[Expectation] = []
+    added: List[str] = []
     # name of a gap -> (row, row): their difference is drawn against the updates in gaps.png
     gaps: Dict[str, Tuple[str, str]] = {}
 
@@ -196,6 +216,9 @@ def load_experiment(path: Path) -> Experiment:
             label = getattr(entry, key)
             if label is not None and label not in grid.rows:
                 faults.append(f"expect.{number}.{key}: {label}: must be one of the rows")
+    for label in grid.added:
+        if label not in grid.rows:
+            faults.append(f"added: {label}: must be one of the rows")
     for name, pair in grid.gaps.items():
         faults += [
             f"gaps.{name}: {label}: must be one of the rows"
@@ -486,7 +509,10 @@ def compare(
     utilization = of_paper if grid.measure.fill_and_drain else "the pipeline's utilization"
     return Findings(
         results,
-        [_judge(entry.make_claim(measure), values_at[entry.at], runs) for entry in grid.expect]
+        [
+            _judge(entry.make_claim(measure, grid.added), values_at[entry.at], runs)
+            for entry in grid.expect
+        ]
         + measure.judge(runs),
         f": {setting}; seeds {', '.join(map(str, seeds))}. Final {measure.quantity}, mean and "
         f"standard deviation. Time: epochs"
@@ -506,12 +532,20 @@ def compare(
             + [row["values"].get(key) for key in values]
             for row in rows.values()
         ],
+        notes=list_notes(grid),
         curves=[{key: run[key] for key in ("label", "seed", "diverged", "curve")} for run in runs],
         pictures={
             file: functools.partial(draw, {"title": grid.title, **results}, runs)
             for file, draw in _list_pictures(grid, measure).items()
         },
     )
+
+
+def list_notes(grid: TrainingGrid) -> List[str]:
+    """Return the notes below the table."""
+    if not grid.added:
+        return []
+    return [f"added after the results were seen, and not counted: {', '.join(grid.added)}"]
 
 
 def _list_pictures(grid: TrainingGrid, measure: Measure) -> Dict[str, Draw]:

@@ -2,24 +2,38 @@
 
 A claim has a *gap* for each seed: above 0 if the paper is right, or, for an equality, the
 difference of two rows. Rows of one seed share data, order and initial weights, so the gap is
-computed seed by seed. With mean d and standard error SE over the seeds
+computed seed by seed. With mean d and standard error SE over n seeds, t says by how many standard
+errors the claim holds (below 0: fails):
 
-    a is better than b     shown: d - 2 SE > 0         contradicted: d + 2 SE < 0
-    a equals b             shown: |d| + 2 SE < margin  contradicted: |d| - 2 SE > margin
+    a is better than b     t = d / SE
+    a equals b             t = (margin - |d|) / SE
 
-and all other cases, such as fewer than three seeds or a gap that is not finite, cannot be told. The
-claim states the margin of an equality.
+    t >= c    shown       c: the two-sided 95 % point of Student's t with n - 1 degrees of freedom, 4.30 for three seeds
+    t >= 2    likely
+    t <= -2   unlikely
+    t <= -c   contradicted
+
+All other cases, such as fewer than three seeds or a gap that is not finite, cannot be told. Nor can
+an equality of rows below the claim's floor, which are hardly trained, or a comparison of rows that
+differ in something else than it says. A claim on a row that was added after the results were seen
+is not counted.
+
+A prediction measures nothing. It is *predicted*, with how far it is off the printed number, or
+*predicted otherwise*.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
 
-SHOWN, CONTRADICTED, UNDECIDED, NOT_RUN = "shown", "contradicted", "cannot be told", "not run"
+SHOWN, LIKELY, UNLIKELY, CONTRADICTED = "shown", "likely", "unlikely", "contradicted"
+UNDECIDED, NOT_COUNTED, NOT_RUN = "cannot be told", "not counted", "not run"
+PREDICTED, OTHERWISE = "predicted", "predicted otherwise"
 LEAST_SEEDS = 3
-COLUMNS = ("the paper says", "verdict", "difference", "standard error", "seeds")
+COLUMNS = ("the paper says", "verdict", "difference", "standard error", "seeds", "t")
 
 
 class Claim(NamedTuple):
@@ -27,22 +41,30 @@ class Claim(NamedTuple):
 
     `gap` returns the gap from the final values of one seed by label. With a `margin` the claim is
     an equality (the gap is smaller than the margin), without one it is that the gap is above 0.
+    `floor`: both rows of an equality must be better than this, by `sign` (-1: less is better).
+    `verdict`: the verdict whatever the runs say, for a claim that they cannot decide.
     """
 
     text: str
     rows: Sequence[str]
     gap: Callable[[Mapping[str, float]], float]
     margin: Optional[float] = None
+    floor: Optional[float] = None
+    sign: int = 1
+    verdict: Optional[str] = None
 
 
 class Verdict(NamedTuple):
-    """The verdict of the runs on a claim. `seeds` is None if nothing is random."""
+    """The verdict of the runs on a claim. `seeds` is None if nothing is random; `t`: by how many
+    standard errors the claim holds.
+    """
 
     claim: str
     verdict: str
     difference: Optional[float] = None
     standard_error: Optional[float] = None
     seeds: Optional[int] = 0
+    t: Optional[float] = None
 
 
 def judge(claim: Claim, finals: Mapping[str, Mapping[int, float]]) -> Verdict:
@@ -55,15 +77,47 @@ def judge(claim: Claim, finals: Mapping[str, Mapping[int, float]]) -> Verdict:
     ]
     if not all(map(math.isfinite, gaps)):
         return Verdict(claim.text, UNDECIDED, seeds=len(seeds))
-    difference = statistics.mean(gaps)
     error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
-    low, high = difference - 2 * (error or 0.0), difference + 2 * (error or 0.0)
-    margin = claim.margin
-    shown = low > 0 if margin is None else max(abs(low), abs(high)) < margin
-    contradicted = high < 0 if margin is None else low > margin or high < -margin
-    if len(seeds) < LEAST_SEEDS or not (shown or contradicted):
-        return Verdict(claim.text, UNDECIDED, difference, error, len(seeds))
-    return Verdict(claim.text, SHOWN if shown else CONTRADICTED, difference, error, len(seeds))
+    means = [statistics.mean(finals[label][seed] for seed in seeds) for label in claim.rows]
+    return weigh(claim, statistics.mean(gaps), error, len(seeds), means)
+
+
+def weigh(
+    claim: Claim,
+    difference: float,
+    error: Optional[float],
+    seeds: int,
+    means: Sequence[Optional[float]],
+) -> Verdict:
+    """Return the verdict by the mean of the gaps over the seeds and its standard error; `means` of
+    the claim's rows, None for one that diverged.
+    """
+    t = None
+    if error is not None and seeds >= LEAST_SEEDS:
+        ahead = difference if claim.margin is None else claim.margin - abs(difference)
+        t = ahead / error if error else math.copysign(math.inf, ahead) if ahead else 0.0
+    word = UNDECIDED if t is None else _find_word(t, seeds)
+    is_trained = claim.floor is None or all(
+        mean is not None and claim.sign * (mean - claim.floor) > 0 for mean in means
+    )
+    if claim.margin is not None and word in (SHOWN, LIKELY) and not is_trained:
+        word = UNDECIDED
+    finite = t if t is not None and math.isfinite(t) else None
+    return Verdict(claim.text, claim.verdict or word, difference, error, seeds, finite)
+
+
+def _find_word(t: float, seeds: int) -> str:
+    critical = compute_critical_t(seeds)
+    words = ((critical, SHOWN), (2.0, LIKELY)), ((critical, CONTRADICTED), (2.0, UNLIKELY))
+    return next((word for least, word in words[t < 0] if abs(t) >= least), UNDECIDED)
+
+
+@functools.lru_cache(maxsize=None)
+def compute_critical_t(seeds: int) -> float:
+    """Return the two-sided 95 % point of Student's t for a mean over `seeds`."""
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, seeds - 1))
 
 
 def judge_exactly(claim: str, holds: bool, difference: float) -> Verdict:
@@ -71,29 +125,34 @@ def judge_exactly(claim: str, holds: bool, difference: float) -> Verdict:
     return Verdict(claim, SHOWN if holds else CONTRADICTED, difference, 0.0, None)
 
 
-def judge_gap(claim: str, gap: float) -> Verdict:
-    """Return the verdict on a claim without randomness by its gap, which is above 0 if the paper is
-    right.
-    """
-    return judge_exactly(claim, gap > 0, gap)
+def predict_claim(claim: str, holds: bool, difference: float) -> Verdict:
+    """Return the verdict of a prediction on a claim that it agrees with or not."""
+    return Verdict(claim, PREDICTED if holds else OTHERWISE, difference, 0.0, None)
 
 
-def judge_printed(claim: str, printed: str, value: float) -> Verdict:
-    """Return the verdict on a value without randomness: it must round to the `printed` number
-    (which may have a unit).
+def predict_number(
+    claim: str, printed: str, value: float, unit: str = "%", at_most: bool = False
+) -> Verdict:
+    """Return the verdict of a predicted value: it rounds to the `printed` number (which may have a
+    unit), or is off by a share of it in percent or, if the numbers are percentages, in `points`.
+    With `at_most` any smaller value agrees.
     """
-    number = printed.split()[0]
-    half_digit = 0.5 * 10.0 ** -len(number.partition(".")[2])
-    difference = value - float(number)
-    return judge_exactly(claim, abs(difference) <= half_digit * (1 + 1e-9), difference)
+    number = float(printed.split()[0])
+    half_digit = 0.5 * 10.0 ** -len(printed.split()[0].partition(".")[2])
+    difference = value - number
+    if abs(difference) <= half_digit * (1 + 1e-9) or (at_most and difference < 0):
+        return Verdict(claim, PREDICTED, difference, 0.0, None)
+    off = abs(difference) if unit == "points" else 100 * abs(difference / number)
+    return Verdict(claim, f"{PREDICTED}, off by {off:.2g} {unit}", difference, 0.0, None)
 
 
 def make_results(verdicts: Sequence[Verdict]) -> Dict[str, Any]:
     """Return the keys "verdicts", "agrees" and "differences" of an experiment's results."""
-    not_shown = [verdict for verdict in verdicts if verdict.verdict != SHOWN]
+    counted = [verdict for verdict in verdicts if verdict.verdict != NOT_COUNTED]
+    not_shown = [verdict for verdict in counted if verdict.verdict not in (SHOWN, PREDICTED)]
     return {
         "verdicts": [verdict._asdict() for verdict in verdicts],
-        "agrees": bool(verdicts) and not not_shown,
+        "agrees": bool(counted) and not not_shown,
         "differences": [describe(verdict) for verdict in not_shown],
     }
 
