@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, List, Tuple
+from typing import Any, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from ipu_pipe.stability.recurrences import (
     compute_spike_coefficients,
     make_delayed_sgd,
     make_pipemare,
+    read_newest_delta,
     simulate,
 )
 from ipu_pipe.stability.roots import (
@@ -342,6 +343,39 @@ def test_the_decay_of_t2() -> None:
     assert compute_discrepancy_decay(None, 400) ** 400 == pytest.approx(math.exp(-2), rel=0.01)
 
 
+def find_limit(forward: int, backward: int, discrepancy: float, decay: Optional[float]) -> float:
+    recurrence = make_pipemare(forward, backward, discrepancy, decay)
+    return find_largest_stable_step(derive_loop_gain(recurrence))
+
+
+def test_t2_as_printed_shrinks_the_stable_range_that_t2_as_trained_enlarges() -> None:
+    """Delays 40 and 39, Delta 100. The simulated weights grow above each limit alone."""
+    decay = compute_discrepancy_decay(None, 1)
+    trained = make_pipemare(40, 39, 100.0, decay)
+    recurrences = (make_pipemare(40, 39, 100.0), read_newest_delta(trained), trained)
+    limits = [find_largest_stable_step(derive_loop_gain(one)) for one in recurrences]
+    assert limits == pytest.approx([0.008257, 0.004988, 0.038783], rel=1e-3)
+    for recurrence, limit in zip(recurrences, limits):
+        path = np.abs(simulate(recurrence, steps=[0.98 * limit, 1.02 * limit], updates=6000))
+        early = path[1000:2000].max(axis=0)
+        late = path[5000:].max(axis=0)
+        assert late[0] < early[0] and late[1] > early[1]
+
+
+def test_t2_enlarges_the_stable_range_in_all_sampled_settings() -> None:
+    """PipeMare's B.4 claims it for all Delta > 0 and all forward delays up to 40; the least gain of
+    these 78 is 1.3 %."""
+    gains = [
+        find_limit(forward, backward, discrepancy, decay)
+        / find_limit(forward, backward, discrepancy, None)
+        for forward in (1, 2, 3, 5, 8, 13, 20, 40)
+        for backward in {0, 1, forward // 2, forward - 1} - {forward}
+        for decay in [compute_discrepancy_decay(None, forward - backward)]
+        for discrepancy in (0.5, 5.0, 100.0)
+    ]
+    assert len(gains) == 78 and min(gains) == pytest.approx(1.0129, abs=1e-4)
+
+
 # ---- half-lives
 
 
@@ -392,38 +426,70 @@ def make_quadratic(seed: int) -> Tuple[Any, Any, float]:
     return matrices, rng.normal(size=(5, 6)), float(np.linalg.eigvalsh(matrices.mean(axis=0)).max())
 
 
-def test_rpd_stays_below_its_bound() -> None:
-    """Run Algorithm 1 on a quadratic, and take the bound with the block gradients of the run."""
-    A, centres, L = make_quadratic(0)
+class BlockRuns(NamedTuple):
+    """Runs of Algorithm 1 on a quadratic: f and the squared norm of its gradient before each update,
+    (seeds, updates), and the largest gradient of a block."""
+
+    losses: Any
+    squares: Any
+    largest: float
+    gap: float
+
+
+def run_algorithm_1(lr: float, blocks: int, updates: int, seeds: int = 6) -> BlockRuns:
+    """Run RPD by its definition on the quadratic of seed 0; losses are above the least one."""
+    A, centres, _ = make_quadratic(0)
     mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
     least = np.linalg.solve(mean, offset)
-    blocks, delay, updates = 3, compute_greatest_delay(3), 400
-    size = 6 // blocks
-    assert delay == 7
+    delay, size = compute_greatest_delay(blocks), 6 // blocks
+    losses = np.zeros((seeds, updates))
+    squares = np.zeros((seeds, updates))
+    largest = 0.0
+    for seed in range(seeds):
+        rng, path = np.random.default_rng(seed), [np.zeros(6)]
+        for k in range(updates):
+            away = path[k] - least
+            losses[seed, k] = away @ mean @ away / 2
+            squares[seed, k] = np.sum((mean @ path[k] - offset) ** 2)
+            age = rng.integers(0, min(delay, k) + 1, blocks)
+            stale = np.concatenate(
+                [path[k - d][j * size : (j + 1) * size] for j, d in enumerate(age)]
+            )
+            s, b = rng.integers(blocks), rng.integers(len(A))
+            block = slice(s * size, (s + 1) * size)
+            gradient = (A[b] @ (stale - centres[b]))[block]
+            largest = max(largest, float(np.linalg.norm(gradient)))
+            path.append(path[k].copy())
+            path[-1][block] -= lr * gradient
+    return BlockRuns(losses, squares, largest, float(least @ mean @ least / 2))
 
-    def compute_loss(x: Any) -> float:
-        return float(x @ mean @ x / 2 - offset @ x)
 
+def test_rpd_stays_below_its_bound() -> None:
+    """Run Algorithm 1 on a quadratic, and take the bound with the block gradients of the run."""
+    L, blocks, updates = make_quadratic(0)[2], 3, 400
+    assert compute_greatest_delay(blocks) == 7
     for lr in (0.3 / L, 0.03 / L):
-        norms, largest = [], 0.0
-        for seed in range(6):
-            rng, path = np.random.default_rng(seed), [np.zeros(6)]
-            for k in range(updates):
-                norms.append(float(np.sum((mean @ path[k] - offset) ** 2)))
-                age = rng.integers(0, min(delay, k) + 1, blocks)
-                stale = np.concatenate(
-                    [path[k - d][j * size : (j + 1) * size] for j, d in enumerate(age)]
-                )
-                s, b = rng.integers(blocks), rng.integers(len(A))
-                block = slice(s * size, (s + 1) * size)
-                gradient = (A[b] @ (stale - centres[b]))[block]
-                largest = max(largest, float(np.linalg.norm(gradient)))
-                path.append(path[k].copy())
-                path[-1][block] -= lr * gradient
-        gap = compute_loss(np.zeros(6)) - compute_loss(least)
-        bound = bound_rpd(lr, updates, blocks, delay, gap, L, largest)
-        assert np.mean(norms) < bound.total
+        runs = run_algorithm_1(lr, blocks, updates)
+        bound = bound_rpd(lr, updates, blocks, 7, runs.gap, L, runs.largest)
+        assert runs.squares.mean() < bound.total
         assert bound.total == pytest.approx(sum(bound[:3]))
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 6])
+def test_rpd_stays_below_theorem_h1(blocks: int) -> None:
+    """On a quadratic mu is the least eigenvalue. In 12 settings, with the block gradients of the
+    runs; without noise the bound is the loss at the start, and shrinks by 1 - lr mu / P."""
+    matrices, _, L = make_quadratic(0)
+    mu = float(np.linalg.eigvalsh(matrices.mean(axis=0)).min())
+    assert 0 < mu < L
+    delay = compute_greatest_delay(blocks)
+    for lr in (0.3 / L, 0.1 / L, 0.03 / L, 0.01 / L):
+        runs = run_algorithm_1(lr, blocks, 300)
+        for k in (1, 100, 299):
+            bound = bound_rpd_pl(lr, k, blocks, delay, runs.gap, L, runs.largest, mu)
+            assert runs.losses[:, k].mean() < bound
+        after_one = bound_rpd_pl(lr, 1, blocks, delay, runs.gap, L, 0.0, mu)
+        assert after_one == pytest.approx(runs.losses[0, 0] * (1 - lr * mu / blocks))
 
 
 def test_local_sgd_stays_below_its_bound() -> None:

@@ -34,7 +34,8 @@ class DelayedRead(NamedTuple):
     """One read of the weight, `delay` updates old, that enters the gradient `sensitivity` times.
 
     The weight is predicted over `horizon` updates (from the velocity if `by_velocity`, else from
-    the last update), or corrected by `correction` times delta.
+    the last update), or corrected by `correction` times delta. `delta_age`: how many updates old
+    delta is, None for `delay`.
     """
 
     sensitivity: float
@@ -42,6 +43,7 @@ class DelayedRead(NamedTuple):
     horizon: float = 0.0
     by_velocity: bool = False
     correction: float = 0.0
+    delta_age: int | None = None
 
 
 class Recurrence(NamedTuple):
@@ -105,7 +107,9 @@ def make_pipemare(
     The read with the `forward` delay has the sensitivity curvature + Delta (`discrepancy`), the one
     with the `backward` delay
     -Delta. With `recompute` = (delay, Phi) the backward has -(Delta - Phi) and the recomputation -Phi (appendix D.1). With
-    `decay` (gamma) T2 corrects the last two; None leaves T2 out.
+    `decay` (gamma) T2 corrects the last two; None leaves T2 out. Its delta is as old as the weights
+    that are read, as in the polynomials of B.4 and D.1 and in training; `read_newest_delta` has the
+    rule as it is printed.
     """
     recompute_delay, phi = recompute if recompute is not None else (backward, 0.0)
 
@@ -120,6 +124,12 @@ def make_pipemare(
     return Recurrence(
         tuple(read for read in reads if read.sensitivity), momentum, decay=decay or 0.0
     )
+
+
+def read_newest_delta(recurrence: Recurrence) -> Recurrence:
+    """Return the recurrence with T2's rule as section 3.2 prints it: with the newest delta."""
+    reads = tuple(read._replace(delta_age=0) for read in recurrence.reads)
+    return recurrence._replace(reads=reads)
 
 
 # ---- the same updates carried out one by one: the characteristic equation is checked against this
@@ -150,7 +160,8 @@ def simulate(
             return w[at] - step * stages[stage].rate * read.horizon * velocities[stage][at]
         if read.horizon:
             return w[at] + read.horizon * (w[at] - w[max(at - 1, 0)])
-        return w[at] - read.correction * deltas[stage][at]
+        age = read.delay if read.delta_age is None else read.delta_age
+        return w[at] - read.correction * deltas[stage][max(t - age, 0)]
 
     with np.errstate(over="ignore", invalid="ignore"):
         for t in range(updates):

@@ -140,7 +140,8 @@ def _derive_terms(stage: Recurrence, read: DelayedRead) -> Iterator[tuple[float,
     if horizon and read.by_velocity:
         yield horizon, Term((1.0,), read.delay, (m,))
     if n:
-        yield -n * (1 - stage.decay), Term(step, read.delay, (m, stage.decay))
+        age = read.delay if read.delta_age is None else read.delta_age
+        yield -n * (1 - stage.decay), Term(step, age, (m, stage.decay))
 
 
 # ---- stable steps
