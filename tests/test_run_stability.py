@@ -19,8 +19,7 @@ from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.pipeline.build import build
-from ipu_pipe.run import stability
-from ipu_pipe.run.stability import Curvature, analyze_job, measure_curvature
+from ipu_pipe.run.stability import analyze_job, measure_curvature
 from ipu_pipe.stability.advice import StageDynamics, compute_margins, describe_margins
 from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
 from tests import forked
@@ -254,21 +253,6 @@ def test_each_stage_is_distinguished_by_its_delay_and_curvature() -> None:
         assert (s["largest_stable_rate"], s["margin"]) == pytest.approx(
             (alone.largest_rate, alone.margin)
         )
-
-
-def test_t2_is_analyzed_as_trained_or_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: Dict[str, Any] = {"method": "pipemare", "method_args": {"t2": {"decay": 0.5}}}
-    curvature = Curvature(3.0, tuple(SHARES), 1, 0.0, 50.0)
-    monkeypatch.setattr(stability, "_measure", lambda *arguments: [curvature])
-    job = make_one_direction_job(0.1, **keys)
-    trained, printed = (
-        [s["largest_stable_rate"] for s in analyze_job(job, t2=t2)["stages"]]
-        for t2 in (stability.TRAINED, stability.PRINTED)
-    )
-    assert trained[-1] == printed[-1] and all(a > b for a, b in zip(trained[:-1], printed[:-1]))
-    plain = make_one_direction_job(0.1, method="pipemare")
-    with pytest.raises(BadInput, match="^--t2: printed: the run has no method_args.t2"):
-        analyze_job(plain, t2=stability.PRINTED)
 
 
 def test_rates_are_the_greatest_of_the_run_after_its_rules() -> None:

@@ -51,12 +51,6 @@ CURVATURE = (
         action="store_true",
         help="measure the curvature of each stage instead of the model's",
     ),
-    option(
-        "--t2",
-        choices=("trained", "printed"),
-        default="trained",
-        help="T2 as it trains, or as PipeMare's section 3.2 prints it, with the newest delta",
-    ),
 )
 
 
@@ -79,7 +73,7 @@ def examine_config(name: str, args: argparse.Namespace) -> None:
     config = load_config(find_config(name), args.set)
     options = {
         key: getattr(args, key)
-        for key in ("samples", "iterations", "seed", "curvature", "by_stage", "t2")
+        for key in ("samples", "iterations", "seed", "curvature", "by_stage")
     }
     result = {"config": name, **analyze_config(config, **options)}
     if args.json:

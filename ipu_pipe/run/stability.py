@@ -36,14 +36,11 @@ from ipu_pipe.stability.advice import (
     describe_margins,
     find_largest_joint_rate,
 )
-from ipu_pipe.stability.recurrences import Floats, read_newest_delta
+from ipu_pipe.stability.recurrences import Floats
 
 # ---- the largest eigenvalue of the Hessian of a loss on a batch, by power iteration
 
 Vector = List[torch.Tensor]
-
-# T2's rule as it trains, and as PipeMare's section 3.2 prints it
-TRAINED, PRINTED = "trained", "printed"
 
 
 @dataclass(frozen=True)
@@ -246,18 +243,14 @@ def analyze_job(
     seed: int = 0,
     curvature: float | None = None,
     by_stage: bool = False,
-    t2: str = TRAINED,
 ) -> dict[str, Any]:
     """Return the stability of a job's stages as plain data.
 
     The curvature is measured on the first `samples` of the first epoch, or is `curvature`. With
-    `by_stage` each stage has its own, with the weights of the others fixed. `t2`: `PRINTED` takes
-    T2's rule as PipeMare's section 3.2 prints it (`make_pipemare`). Raise `BadInput` for a job that
-    the theory does not cover.
+    `by_stage` each stage has its own, with the weights of the others fixed. Raise `BadInput` for a
+    job that the theory does not cover.
     """
     raise_faults(list_inapplicable(job))
-    if t2 == PRINTED and "t2" not in job.config.method_settings():
-        raise BadInput(f"--t2: {t2}: the run has no method_args.t2")
     forward_lags = job.table.greatest_lag().tolist()
     backward_lags = job.table.greatest_backward_lag().tolist()
     has_discrepancy = forward_lags != backward_lags
@@ -276,8 +269,6 @@ def analyze_job(
     stages = []
     for s, value in enumerate(values):
         recurrence = derive_recurrence(job, s, forward_lags[s], backward_lags[s], discrepancy)
-        if t2 == PRINTED:
-            recurrence = read_newest_delta(recurrence)
         stages.append(StageDynamics(s, recurrence, float(rates[s]), value))
     margins = compute_margins(stages)
     base = float(max(job.rate(k) for k in _choose_updates(job)))

@@ -246,6 +246,37 @@ def compute_pipemare_6() -> TheoryFigure:
     )
 
 
+def compute_pipemare_t2() -> TheoryFigure:
+    """Compute T2's two readings: delta as old as the weights that are read, and the newest delta."""
+    forward, discrepancy = 40, 100.0
+    backwards = list(range(forward))
+
+    def find_limits(make: Callable[[int], Recurrence]) -> Floats:
+        return np.array([find_limit(make(backward)) for backward in backwards])
+
+    def make_trained(backward: int) -> Recurrence:
+        gamma = recurrences.compute_discrepancy_decay(None, forward - backward)
+        return recurrences.make_pipemare(forward, backward, discrepancy, gamma)
+
+    limits = {
+        "without T2": find_limits(lambda b: recurrences.make_pipemare(forward, b, discrepancy)),
+        "T2 as trained (B.4, D.1)": find_limits(make_trained),
+        "T2 as printed (section 3.2)": find_limits(
+            lambda b: recurrences.read_newest_delta(make_trained(b))
+        ),
+    }
+    panel = make_panel(
+        "delay of the backward", "largest stable step", backwards, limits, y_scale="log"
+    )
+    seen = "; ".join(f"{name} {values[-1]:.4f}" for name, values in limits.items())
+    return TheoryFigure(
+        f"{YANG}, section 3.2, B.4 and D.1",
+        f"T2's two readings, forward delay {forward}, Delta {discrepancy:g}",
+        [panel],
+        f"largest stable step with delays {forward} and {backwards[-1]}: {seen}",
+    )
+
+
 def compute_pipemare_10() -> TheoryFigure:
     """Compute the largest stable step by discrepancy."""
     forward, backward = 40, 10
@@ -586,6 +617,7 @@ FIGURES: Dict[str, Callable[[], TheoryFigure]] = {
         compute_pipemare_5a,
         compute_pipemare_5b,
         compute_pipemare_6,
+        compute_pipemare_t2,
         compute_pipemare_10,
         compute_pipemare_16,
         compute_pb_3,
