@@ -60,7 +60,7 @@ def list_hardware_faults(keys: Dict[str, Any], folder: Path) -> List[str]:
 def test_every_named_description_is_complete_and_names_its_sources() -> None:
     devices = {
         "gc2": 2, "gc200": 1, "bow": 1, "m2000": 4, "pod4": 4, "pod16": 16, "pod64": 64,
-        "v100x8": 8, "h100x8": 8, "h200x8": 8, "a100": 1, "t4": 1,
+        "v100x8": 8, "h100x8": 8, "h200x8": 8, "a100": 1, "t4": 1, "v5e": 4,
     }  # fmt: skip
     assert {*devices, "this"} == set(list_hardware())
     for name, count in devices.items():

@@ -136,12 +136,21 @@ def _parse_size(text: str) -> float:
         help="write the best configuration as a config for tools/train.py",
     ),
     option("--overwrite", action="store_true", help="replace FILE if it exists"),
+    option(
+        "--compile-for",
+        metavar="TOPOLOGY",
+        help="instead: compile the config's own stages for TPUs that are not here, such as "
+        "v5e:2x2, and print what memory they take there (docs/accelerators.md)",
+    ),
     *COMMON,
 )
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     if args.write is not None and args.write.is_file() and not args.overwrite:
         raise BadInput(f"--write: {args.write}: exists already: use another name, or --overwrite")
+    if args.compile_for is not None:
+        _compile_for(args)
+        return
     # import after parsing, because --help must not wait for torch
     from ipu_pipe.config.load import load_config
     from ipu_pipe.plan.planner import make_plan
@@ -167,6 +176,27 @@ def main(args: argparse.Namespace) -> None:
     if args.write is not None:
         written_plan = _choose_written_plan(args, config, plan, problem, methods, batch)
         _write_best(args, config, written_plan)
+
+
+def _compile_for(args: argparse.Namespace) -> None:
+    """Compile the config's stages for a topology and print what the compiler says of them."""
+    others = ("hardware", "devices", "memory", "methods", "batch", "precision", "measure")
+    for key in (*others, "tensor_parallel", "write"):
+        if getattr(args, key) is not None:
+            name = key.replace("_", "-")
+            raise BadInput(f"--{name}: goes with a plan, not with --compile-for: leave it out")
+    from ipu_pipe.config.load import load_config
+    from ipu_pipe.run import compiling
+
+    config = load_config(args.config, args.set)
+    where = compiling.find_topology(args.compile_for)
+    job, stages = compiling.compile_config(config, where, args.print_progress)
+    if args.json:
+        print(json.dumps(compiling.convert_to_record(job, where, stages), indent=1))
+    args.print_result(compiling.format_stages(job, where, stages))
+    file = compiling.write_hardware(where, args.config, stages)
+    if file is not None:
+        args.print_progress(f"written: {file}: plan with --hardware {file}")
 
 
 def _check_tensor_parallel(ways: int | None, devices: int, batch: int) -> None:

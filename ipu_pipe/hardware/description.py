@@ -94,7 +94,8 @@ class Device(Section):
     """One device. A run may use `usable_share` of `memory_bytes`, of which `code_share` (of the
     whole memory) goes to code and exchange on devices that hold their program in it.
     `bandwidth_share` of `memory_bandwidth` is reached (null: all). `streaming_bytes`: more memory,
-    at `streaming_bandwidth`.
+    at `streaming_bandwidth`. `activation_padding`: bytes that a stored activation takes, of one
+    byte by its shape (null: 1).
     """
 
     memory_bytes: SizeFigure
@@ -105,6 +106,7 @@ class Device(Section):
     rates: Dict[Literal["float64", "float32", "bfloat16", "float16"], Rate]
     streaming_bytes: Optional[SizeFigure] = None
     streaming_bandwidth: Optional[SizeFigure] = None
+    activation_padding: Optional[SizeFigure] = None
 
     @property
     def usable_bytes(self) -> float:

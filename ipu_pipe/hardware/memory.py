@@ -185,11 +185,13 @@ def compute_stage_memory(
     state of update rules.
 
     `entering`: bytes that come in with a microbatch. `moments`: of the optimizer. `device`: whose
-    share of code is charged. `streamed`: the optimizer's state is in streaming memory.
+    share of code is charged, and padding. `streamed`: the optimizer's state is in streaming memory.
     """
     bytes_per_number = PRECISIONS[precision]
     parameters = unit.parameters
     saved = samples * unit.activation_bytes * bytes_per_number.activation / unit.number_bytes
+    if device is not None and device.activation_padding is not None:
+        saved = saved * device.activation_padding.value
     sizes = StageSizes(
         weights=parameters * bytes_per_number.weight,
         gradients=parameters * bytes_per_number.gradient,

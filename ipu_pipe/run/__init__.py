@@ -7,6 +7,7 @@ loggers     loggers as callbacks: `CSVLogger`, `WandbLogger`, `MLflowLogger`
 progress    the progress on the terminal, in metrics.jsonl and in TensorBoard
 resume      chooses and checks a checkpoint, and loads it
 planning    builds a job for its figures alone: `plan_config`
+compiling   compiles a config's stages for TPUs that are not here: `compile_config`
 rehearsal   tries a run without its devices and data: `rehearse`
 machine_check  small runs on this machine that must equal the emulator: `check_machine`
 stability   the stability of a run by theory: `analyze_config`
