@@ -129,8 +129,8 @@ def _find_memory(device: Any) -> int | None:
     try:
         jax.jit(lambda x: x + 1).lower(shape).compile()
     except Exception as error:
-        found = re.search(r"available HBM \(([0-9.]+)([KMGT])", str(error))
-        return int(float(found[1]) * _UNITS[found[2]]) if found else None
+        match = re.search(r"available HBM \(([0-9.]+)([KMGT])", str(error))
+        return int(float(match[1]) * _UNITS[match[2]]) if match else None
     return None
 
 

@@ -163,7 +163,10 @@ def _convolve(
 def _convolution(x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
     stride, padding, dilation, _, _, groups = settings
     y = _convolve(x, weight, stride, padding, dilation, groups)
-    return y if bias is None else y + bias.reshape((1, -1) + (1,) * (weight.ndim - 2))
+    if bias is None:
+        return y
+    spatial = (1,) * (weight.ndim - 2)
+    return y + bias.reshape(1, -1, *spatial)
 
 
 @_enter("aten.convolution_backward.default")
@@ -261,9 +264,11 @@ def _list_windows(x: Any, size: Any, stride: Any, padding: Any) -> tuple[Any, An
 @_enter("aten.max_pool2d_with_indices_backward.default")
 def _differentiate_max_pool(gradient: Any, x: Any, *settings: Any) -> Any:
     places = settings[-1]
-    flat = jnp.zeros((*x.shape[:-2], x.shape[-2] * x.shape[-1]), gradient.dtype)
+    positions = x.shape[-2] * x.shape[-1]
+    flat = jnp.zeros((*x.shape[:-2], positions), gradient.dtype)
     batch, channel = np.ogrid[: x.shape[0], : x.shape[1]]
-    at = flat.at[batch[..., None], channel[..., None], places.reshape(*x.shape[:2], -1)]
+    place = places.reshape(*x.shape[:2], -1)
+    at = flat.at[batch[..., None], channel[..., None], place]
     return at.add(gradient.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 
@@ -296,7 +301,8 @@ def _unsqueeze(x: Any, dim: int) -> Any:
 
 @_enter("aten.squeeze.dim", "aten.squeeze.dims")
 def _squeeze(x: Any, dims: Any) -> Any:
-    return jnp.squeeze(x, tuple(axis for axis in _list_axes(x, dims) or () if x.shape[axis] == 1))
+    axes = _list_axes(x, dims) or ()
+    return jnp.squeeze(x, tuple(axis for axis in axes if x.shape[axis] == 1))
 
 
 @_enter("aten.expand.default")
@@ -347,7 +353,8 @@ def _split(x: Any, size: int, dim: int = 0) -> list[Any]:
 
 @_enter("aten.split_with_sizes.default")
 def _split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
-    return list(jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis=dim))
+    ends = np.cumsum(sizes).tolist()
+    return list(jnp.split(x, ends[:-1], axis=dim))
 
 
 @_enter("aten.cat.default")
@@ -359,7 +366,8 @@ def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
 def _pad(x: Any, pads: Sequence[int], value: float = 0) -> Any:
     widths = [(0, 0)] * (x.ndim - len(pads) // 2)
     widths += [(pads[i], pads[i + 1]) for i in range(len(pads) - 2, -1, -2)]
-    return lax.pad(x, jnp.asarray(value, x.dtype), [(low, high, 0) for low, high in widths])
+    fill = jnp.asarray(value, x.dtype)
+    return lax.pad(x, fill, [(low, high, 0) for low, high in widths])
 
 
 # ---- constants and types

@@ -70,7 +70,7 @@ class StagePasses:
             self.input_gradient = self._compile_backward(graphs.input_gradient, 0, inputs)
             run_weights = lower(graphs.weight_gradient)
             self.weight_gradient = jax.jit(
-                lambda kept: [g for g in run_weights(*kept) if g is not None]
+                lambda tensors: [g for g in run_weights(*tensors) if g is not None]
             )
 
     def _compile_backward(self, graph: Any, leading: int, inputs: int) -> Callable[..., Any]:
@@ -85,8 +85,9 @@ class StagePasses:
             results = run(*weights, *saved, *gradients)
             rest = (results[:first], results[first:])
             others, of_inputs = rest if leading else rest[::-1]
-            kept = others if not leading else [others[i] for i in self.trained]
-            return kept, of_inputs
+            if leading:
+                others = [others[i] for i in self.trained]
+            return others, of_inputs
 
         if not leading and not inputs:
             return jax.jit(lambda *args: (run(*args[0], *args[1], *args[2]), []))
@@ -114,7 +115,8 @@ class StagePlayer:
 
     def load(self) -> None:
         """Take weights, state and the optimizer's state from the model on the host."""
-        state = {**dict(self.job.model.named_parameters()), **dict(self.job.model.named_buffers())}
+        state = dict(self.job.model.named_buffers())
+        state.update(self.job.model.named_parameters())
         graphs = self.passes.graphs
         self.weights = [self.put(p.detach().numpy()) for p in self._parameters]
         self.state = [self.put(state[name].detach().numpy()) for name in graphs.state]
@@ -366,8 +368,7 @@ class Player:
         return computed, of_inputs
 
     def _weight_gradient(self, stage: StagePlayer, m: int) -> Any:
-        kept = stage.kept.pop(m)
-        gradients = stage.passes.weight_gradient(kept)
+        gradients = stage.passes.weight_gradient(stage.kept.pop(m))
         if gradients:
             stage.add(gradients)
         return gradients
