@@ -178,9 +178,10 @@ def simulate_scheduler(
         try:
             scheduler = make(dummy)
             _require_scheduler(scheduler, dummy)
-            # a scheduler asks whether the optimizer has stepped: once, since a step takes longer
-            dummy.step()
             for k in range(updates):
+                if k == every:
+                    # a scheduler asks whether the optimizer has stepped: once, since steps take time
+                    dummy.step()
                 if k and k % every == 0:
                     scheduler.step()
                 if (
