@@ -236,7 +236,7 @@ def _compare(
         if weight.is_floating_point():
             scale = max(float(weight.abs().max()), 1e-6)
             greatest = (actual[name].cpu() - weight.cpu()).abs().max()
-        worst = max(worst, float(greatest) / scale)
+            worst = max(worst, float(greatest) / scale)
     verdict = EQUAL if worst <= trial.tolerance else DIFFERENT
     detail = f"{worst:.2g} apart, at most {trial.tolerance:g}"
     return Row(trial.number, where, trial.what, verdict, detail)
