@@ -54,6 +54,7 @@ from tests.support.runs import (
     assert_states_close,
     find_checkpoint,
     list_faults,
+    needs_processes,
     read_column,
     read_json,
     read_metrics,
@@ -244,9 +245,13 @@ def test_output_modes_report_the_same_losses_but_for_final(poptorch: Any, tmp_pa
     assert_same_weights(tmp_path / "all", tmp_path / "sum")
 
 
-def test_averages_are_refused_and_one_process_shards_nothing(poptorch: Any, tmp_path: Path) -> None:
+def test_averages_are_refused(poptorch: Any) -> None:
     (fault,) = list_build_faults(make_ipu_config(on="poptorch", ema={"decay": 0.9}))
     assert fault.startswith("ema: PopTorch keeps the weights on the IPUs")
+
+
+@needs_processes
+def test_one_process_shards_nothing(poptorch: Any, tmp_path: Path) -> None:
     sharded = {"every": 2, "keep": 9, "format": "sharded"}
     for on in ("poptorch", "emulator"):
         config = make_ipu_config(on=on, steps=4, checkpoint=sharded)
