@@ -28,7 +28,7 @@ from ipu_pipe.backends.processes.interpreter import (
 )
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.lower import lower
-from ipu_pipe.backends.xla.update import StageOptimizer, add_arrays
+from ipu_pipe.backends.xla.update import StageOptimizer
 from ipu_pipe.cut.graphs import StageGraphs, draw_masks
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import check_same_shapes, count_samples, list_tensors
@@ -69,29 +69,37 @@ class StagePasses:
             inputs = len(graphs.differentiable)
             self.input_gradient = self._compile_backward(graphs.input_gradient, 0, inputs)
             run_weights = lower(graphs.weight_gradient)
-            self.weight_gradient = jax.jit(
-                lambda tensors: [g for g in run_weights(*tensors) if g is not None]
-            )
+
+            def weight_gradient(tensors: Arrays, total: Arrays | None) -> list[Any]:
+                return _add([g for g in run_weights(*tensors) if g is not None], total)
+
+            self.weight_gradient = jax.jit(weight_gradient)
 
     def _compile_backward(self, graph: Any, leading: int, inputs: int) -> Callable[..., Any]:
         """Compile a backward to (weight gradients or tensors kept, input gradients).
 
-        `leading`: the weight gradients that come first; else `inputs` input gradients do.
+        `leading`: the weight gradients that come first, to which those of earlier microbatches are
+        added; else `inputs` input gradients do.
         """
         run = lower(graph)
         first = leading or inputs
 
-        def backward(weights: Arrays, saved: Arrays, gradients: Arrays) -> Any:
+        def backward(
+            weights: Arrays, saved: Arrays, gradients: Arrays, total: Arrays | None = None
+        ) -> Any:
             results = run(*weights, *saved, *gradients)
-            rest = (results[:first], results[first:])
-            others, of_inputs = rest if leading else rest[::-1]
-            if leading:
-                others = [others[i] for i in self.trained]
-            return others, of_inputs
+            if not first:
+                return results, []
+            if not leading:
+                return results[first:], results[:first]
+            return _add([results[i] for i in self.trained], total), results[first:]
 
-        if not leading and not inputs:
-            return jax.jit(lambda *args: (run(*args[0], *args[1], *args[2]), []))
         return jax.jit(backward)
+
+
+def _add(terms: Arrays, total: Arrays | None) -> list[Any]:
+    """Return the sums of two lists of arrays; of one if there is no other."""
+    return list(terms) if total is None else [a + b for a, b in zip(total, terms)]
 
 
 class StagePlayer:
@@ -104,14 +112,32 @@ class StagePlayer:
         self.peak_bytes = 0
         parameters = dict(job.model.named_parameters())
         self._parameters = [parameters[name] for name in passes.graphs.weights]
+        self._weight_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
         trained = [self._parameters[i] for i in passes.trained]
+        # what an update adds its first gradients to, and the gradients of outputs that are known
+        zeros = [np.zeros(p.shape, p.detach().numpy().dtype) for p in trained]
+        self._zeros = self.put(zeros) if work.accumulate > 1 else None
+        self.known_gradients = self._list_known_gradients(work.accumulate)
         self.optimizer = StageOptimizer(job.rules, stage, trained, self.put)
         self.load()
         self.begin(work)
 
     def put(self, value: Any) -> Any:
-        """Return a copy on the stage's device."""
-        return jax.device_put(np.array(value), self.passes.device)
+        """Return a copy of an array, or of a list of arrays, on the stage's device."""
+        values = [np.array(x) for x in value] if isinstance(value, list) else np.array(value)
+        return jax.device_put(values, self.passes.device)
+
+    def _list_known_gradients(self, accumulate: int) -> dict[int, Any]:
+        """Return by output the gradient that a backward takes: of the loss its share in the
+        update, of other outputs zeros, for one that the next stage does not differentiate.
+        """
+        graphs = self.passes.graphs
+        results: Any = graphs.forward.graph.output_node().args[0]
+        is_last = self.stage == len(self.job.partition) - 1
+        make = torch.ones if graphs.labels or is_last else torch.zeros
+        values = [results[i].meta["val"] for i in graphs.gradients]
+        tensors = [make(tuple(v.shape), dtype=v.dtype) / accumulate for v in values]
+        return dict(zip(graphs.gradients, self.put([t.numpy() for t in tensors])))
 
     def load(self) -> None:
         """Take weights, state and the optimizer's state from the model on the host."""
@@ -129,12 +155,13 @@ class StagePlayer:
         self.newest_forward = work.microbatch - 1
         self._plan = ReplayPlan(work.make_replays([0]), work.rules, work.microbatch)
         self._here = slice(self.stage, self.stage + 1)
+        self._following: Replay | None = None
         # version -> weights, and the optimizer's state if reads are corrected by it
         self._versions: dict[int, tuple[Arrays, Any]] = {}
         self.replays: dict[int, Replay] = {}
         self.saved: dict[int, Arrays] = {}
         self.kept: dict[int, Arrays] = {}
-        self.total: Arrays | None = None
+        self.total = self._zeros
         self._corrected: dict[tuple[int, int], Arrays] = {}
         self._keep_newest()
 
@@ -145,9 +172,13 @@ class StagePlayer:
 
     def read_replay(self, m: int) -> Replay:
         """Return the replay of a microbatch whose forward begins."""
+        following = self._following
+        if following is None or following.microbatch != m:
+            following = self._plan.replay(m, self._here)
+        self._following = None
         self.newest_forward = max(m, self.newest_forward)
-        self.replays[m] = self._plan.replay(m, self._here)
-        return self.replays[m]
+        self.replays[m] = following
+        return following
 
     def read(self, versions: Any, codes: Any) -> Arrays:
         """Return the weights that a pass reads."""
@@ -163,10 +194,6 @@ class StagePlayer:
             self._corrected[version, code] = [by_index.get(i, w) for i, w in enumerate(weights)]
         return self._corrected[version, code]
 
-    def add(self, gradients: Arrays) -> None:
-        """Add the weight gradients of a microbatch to those of its update."""
-        self.total = gradients if self.total is None else add_arrays(self.total, gradients)
-
     def update(self, k: int) -> None:
         """Make update k."""
         trained = self.passes.trained
@@ -175,25 +202,33 @@ class StagePlayer:
             old = [self.weights[i] for i in trained]
             new = dict(zip(trained, self.optimizer.step(k, old, gradients)))
             self.weights = [new.get(i, w) for i, w in enumerate(self.weights)]
-        self.total = None
+        self.total = self._zeros
         self.version += 1
         self._keep_newest()
         self.release()
 
     def release(self) -> None:
         """Drop the versions that no later pass reads."""
+        if len(self._versions) > 1 or self._corrected:
+            self._drop(self._find_oldest())
+        views = len(self._versions) - 1 + len(self._corrected)
+        self.peak_bytes = max(self.peak_bytes, views * self._weight_bytes)
+
+    def _find_oldest(self) -> int:
+        """Return the oldest version that a later pass reads."""
         needed = [int(r.backward.versions[0]) for r in self.replays.values()]
-        if self.newest_forward + 1 < self.work.schedule.microbatches:
-            following = self._plan.replay(self.newest_forward + 1, self._here)
-            needed.append(int(following.forward.versions[0]))
-        oldest = min(needed, default=self.version)
+        if self._following is None and self.newest_forward + 1 < self.work.schedule.microbatches:
+            self._following = self._plan.replay(self.newest_forward + 1, self._here)
+        if self._following is not None:
+            needed.append(int(self._following.forward.versions[0]))
+        return min(needed, default=self.version)
+
+    def _drop(self, oldest: int) -> None:
+        """Drop the versions before `oldest`, except the newest."""
         for version in [v for v in self._versions if v < oldest and v != self.version]:
             del self._versions[version]
         for view in [view for view in self._corrected if view[0] not in self._versions]:
             del self._corrected[view]
-        size = sum(w.nbytes for w in self.weights)
-        views = len(self._versions) - 1 + len(self._corrected)
-        self.peak_bytes = max(self.peak_bytes, views * size)
 
     def export(self) -> None:
         """Put the newest weights, state and optimizer state into the model on the host."""
@@ -292,7 +327,10 @@ class Player:
         size, messages = self.links.get((source, target), (0, 0))
         sent = sum(x.nbytes for x in arrays)
         self.links[source, target] = (size + sent, messages + 1)
-        return jax.device_put(list(arrays), self.stages[target].passes.device)
+        device = self.stages[target].passes.device
+        if device == self.stages[source].passes.device:
+            return arrays
+        return jax.device_put(list(arrays), device)
 
     # ---- one function for each kind of action
 
@@ -308,12 +346,12 @@ class Player:
         x, y = self._batches[m]
         inputs = self._inputs.pop((s, m), None)
         if inputs is None:
-            inputs = [stage.put(t.detach().numpy()) for t in list_tensors(x)]
-        labels = [stage.put(t.numpy()) for t in list_tensors(y)] if is_last else []
+            inputs = stage.put([t.detach().numpy() for t in list_tensors(x)])
+        labels = stage.put([t.numpy() for t in list_tensors(y)]) if is_last else []
         masks = draw_masks(self._job.model, graphs.masks, self._job.config.seed, m)
         replay = stage.read_replay(m)
         weights = stage.read(*replay.forward)
-        arguments = [*map(stage.put, masks), *inputs, *labels]
+        arguments = [*(stage.put(masks) if masks else []), *inputs, *labels]
         outputs, stage.state, saved = stage.passes.forward(weights, stage.state, arguments)
         stage.saved[m] = saved
         if is_last:
@@ -325,27 +363,15 @@ class Player:
 
     def _list_gradients(self, stage: StagePlayer, m: int) -> Arrays:
         """Return the gradients of the outputs that a backward takes."""
-        graphs = stage.passes.graphs
-        results: Any = graphs.forward.graph.output_node().args[0]
-        if graphs.labels or stage.stage == len(self.stages) - 1:
-            value = torch.ones((), dtype=results[0].meta["val"].dtype) / self.work.accumulate
-            return [stage.put(value.numpy())] * len(graphs.gradients)
-        by_output = self._gradients.pop((stage.stage, m), {})
-        shapes = [results[i].meta["val"] for i in graphs.gradients]
-        return [
-            by_output[i]
-            if by_output.get(i) is not None
-            else stage.put(np.zeros(tuple(v.shape), torch.empty((), dtype=v.dtype).numpy().dtype))
-            for i, v in zip(graphs.gradients, shapes)
-        ]
+        known = stage.known_gradients
+        by_output = self._gradients.pop((stage.stage, m), known)
+        return [by_output.get(i, known[i]) for i in stage.passes.graphs.gradients]
 
     def _backward(self, stage: StagePlayer, m: int) -> Any:
-        gradients, of_inputs = self._run_backward(stage, m, stage.passes.backward)
-        if gradients:
-            stage.add(gradients)
+        stage.total, of_inputs = self._run_backward(stage, m, stage.passes.backward, stage.total)
         del stage.replays[m]
         stage.release()
-        return gradients, of_inputs
+        return stage.total, of_inputs
 
     def _input_gradient(self, stage: StagePlayer, m: int) -> Any:
         stage.kept[m], of_inputs = self._run_backward(stage, m, stage.passes.input_gradient)
@@ -353,12 +379,14 @@ class Player:
         stage.release()
         return stage.kept[m], of_inputs
 
-    def _run_backward(self, stage: StagePlayer, m: int, run: Callable[..., Any]) -> Any:
+    def _run_backward(
+        self, stage: StagePlayer, m: int, run: Callable[..., Any], *total: Arrays | None
+    ) -> Any:
         """Run a backward, and send the input gradients to the previous stage."""
         s = stage.stage
         weights = stage.read(*stage.replays[m].backward)
         gradients = self._list_gradients(stage, m)
-        computed, of_inputs = run(weights, stage.saved.pop(m), gradients)
+        computed, of_inputs = run(weights, stage.saved.pop(m), gradients, *total)
         if s:
             present = [g for g in of_inputs if g is not None]
             indices = [
@@ -368,10 +396,8 @@ class Player:
         return computed, of_inputs
 
     def _weight_gradient(self, stage: StagePlayer, m: int) -> Any:
-        gradients = stage.passes.weight_gradient(stage.kept.pop(m))
-        if gradients:
-            stage.add(gradients)
-        return gradients
+        stage.total = stage.passes.weight_gradient(stage.kept.pop(m), stage.total)
+        return stage.total
 
     def _update(self, stage: StagePlayer, k: int) -> Any:
         stage.update(k)

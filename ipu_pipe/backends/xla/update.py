@@ -102,16 +102,16 @@ def _step_adam(options: Options, n: Numbers, w: Any, g: Any, state: dict[str, An
 def _step_stage(
     options: tuple[Options, ...],
     rules: tuple[str, ...],
-    numbers: Arrays,
+    numbers: Any,
     weights: Arrays,
     gradients: Arrays,
     states: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Step all parameters of a stage; return their new weights and states."""
+    """Step all parameters of a stage; return their new weights and states. `numbers`: a row each."""
     new_weights = []
     new_states = []
     for option, row, w, g, old in zip(options, numbers, weights, gradients, states):
-        n = Numbers(*(row[i] for i in range(len(Numbers._fields))))
+        n = Numbers(*row.astype(w.dtype))
         state = dict(old)
         g = g * n.shrinkage if "gradient_shrinking" in rules else g
         step = _step_sgd if option.kind == "sgd" else _step_adam
@@ -125,12 +125,6 @@ def _step_stage(
         new_weights.append(new)
         new_states.append(state)
     return new_weights, new_states
-
-
-@jax.jit
-def add_arrays(total: Arrays, terms: Arrays) -> list[Any]:
-    """Return the sums of two lists of arrays."""
-    return [a + b for a, b in zip(total, terms)]
 
 
 @jax.jit
@@ -165,6 +159,9 @@ class StageOptimizer:
         self._groups = [group_of[id(parameters[i])] for i in self.stepped]
         self.counts = [0] * len(self.stepped)
         self._newest = 0
+        # the numbers of the newest step, as rows and as an array on the device
+        self._rows: list[Numbers] = []
+        self._numbers: Any = None
         self.states: list[dict[str, Any]] = []
         self.load()
 
@@ -216,15 +213,13 @@ class StageOptimizer:
             self.counts[i] += 1
             option, numbers = self._describe_step(i, group, kind, rules)
             options.append(option)
-            dtype = self._parameters[self.stepped[i]].detach().numpy().dtype
-            rows.append(np.array(numbers, dtype))
+            rows.append(numbers)
+        stepped = [weights[i] for i in self.stepped]
+        if rows != self._rows:
+            self._rows = rows
+            self._numbers = self._put(np.array(rows, np.result_type(*(w.dtype for w in stepped))))
         new, self.states = _step_stage(
-            tuple(options),
-            tuple(rules),
-            rows,
-            [weights[i] for i in self.stepped],
-            gradients,
-            self.states,
+            tuple(options), tuple(rules), self._numbers, stepped, gradients, self.states
         )
         by_number = dict(zip(self.stepped, new))
         return [by_number.get(i, w) for i, w in enumerate(weights)]
