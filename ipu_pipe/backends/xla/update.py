@@ -44,21 +44,24 @@ UNSUPPORTED_SETTINGS = ("amsgrad", "maximize", "fused", "capturable", "different
 
 
 class Options(NamedTuple):
-    """What a compiled step depends on, for one parameter. `is_first`: it has no momentum yet."""
+    """What a compiled step depends on, for one parameter."""
 
     kind: str
     has_momentum: bool
     nesterov: bool
     decays: bool
-    is_first: bool
 
 
 class Numbers(NamedTuple):
-    """The numbers of one parameter's step; those of Adam after its bias correction."""
+    """The numbers of one parameter's step; those of Adam after its bias correction.
+
+    `kept`: what is kept of the velocity, 0 in the first step, which has no dampening either.
+    """
 
     lr: float
     weight_decay: float
     momentum: float = 0.0
+    kept: float = 0.0
     dampening: float = 0.0
     beta1: float = 0.0
     beta2: float = 0.0
@@ -78,8 +81,9 @@ def _step_sgd(options: Options, n: Numbers, w: Any, g: Any, state: dict[str, Any
     gradient = d
     velocity = d
     if options.has_momentum:
-        old: Any = state.get(VELOCITY)
-        velocity = d if options.is_first else n.momentum * old + (1 - n.dampening) * d
+        # a schedule may give a momentum to an optimizer that began without
+        old = state.get(VELOCITY, jnp.zeros_like(w))
+        velocity = n.kept * old + (1 - n.dampening) * d
         state[VELOCITY] = velocity
         d = d + n.momentum * velocity if options.nesterov else velocity
     return w - n.lr * d, velocity, gradient
@@ -99,7 +103,7 @@ def _step_adam(options: Options, n: Numbers, w: Any, g: Any, state: dict[str, An
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _step_stage(
+def step_stage(
     options: tuple[Options, ...],
     rules: tuple[str, ...],
     numbers: Any,
@@ -158,6 +162,7 @@ class StageOptimizer:
         self.stepped = [i for i, p in enumerate(parameters) if id(p) in group_of]
         self._groups = [group_of[id(parameters[i])] for i in self.stepped]
         self.counts = [0] * len(self.stepped)
+        self._is_first = [True] * len(self.stepped)
         self._newest = 0
         # the numbers of the newest step, as rows and as an array on the device
         self._rows: list[Numbers] = []
@@ -173,12 +178,16 @@ class StageOptimizer:
     def load(self) -> None:
         """Take the state that torch's optimizer has, or begin without one."""
         self.states = []
-        for i, (number, (_, kind)) in enumerate(zip(self.stepped, self._groups)):
+        for i, (number, (group, kind)) in enumerate(zip(self.stepped, self._groups)):
             p = self._parameters[number]
             host = dict(self._rules.optimizer.state.get(p, {}))
             self.counts[i] = int(host.pop("step", 0))
             names = list(self._rules.list_entries(self._stage))
-            names += [] if kind == "sgd" else ["exp_avg", "exp_avg_sq"]
+            if kind != "sgd":
+                names += ["exp_avg", "exp_avg_sq"]
+            elif group.get("momentum"):
+                names.append(VELOCITY)
+            self._is_first[i] = VELOCITY not in host
             zeros = {name: torch.zeros_like(p) for name in names}
             tensors = {**zeros, **{k: v for k, v in host.items() if v is not None}}
             self.states.append({k: self._put(v.detach().numpy()) for k, v in tensors.items()})
@@ -202,42 +211,66 @@ class StageOptimizer:
         """Return the weights after update k; `gradients`: of the stepped weights."""
         if self._host is None or not self.stepped:
             return list(weights)
-        self._rules.apply_settings(self._host, k)
-        acts = k >= self._rules.switch
-        rules = [rule.key for rule, _ in self._acting] if acts else []
-        if any(LAST_STEP in rule.state(s) for rule, s in self._acting if rule.state) and acts:
-            rules.append(LAST_STEP)
-        options = []
-        rows = []
-        for i, (group, kind) in enumerate(self._groups):
-            self.counts[i] += 1
-            option, numbers = self._describe_step(i, group, kind, rules)
-            options.append(option)
-            rows.append(numbers)
+        rows = self.list_numbers(k)
         stepped = [weights[i] for i in self.stepped]
         if rows != self._rows:
             self._rows = rows
             self._numbers = self._put(np.array(rows, np.result_type(*(w.dtype for w in stepped))))
-        new, self.states = _step_stage(
-            tuple(options), tuple(rules), self._numbers, stepped, gradients, self.states
+        new, self.states = step_stage(
+            self.options, self.list_rules(k), self._numbers, stepped, gradients, self.states
         )
+        self.count_step()
         by_number = dict(zip(self.stepped, new))
         return [by_number.get(i, w) for i, w in enumerate(weights)]
 
-    def _describe_step(
-        self, i: int, group: Mapping[str, Any], kind: str, rules: Sequence[str]
-    ) -> tuple[Options, Numbers]:
-        """Return the options and the numbers of the step of a weight."""
+    def count_step(self) -> None:
+        """Note that all weights have made a step."""
+        self.counts = [count + 1 for count in self.counts]
+        self._is_first = [False] * len(self.stepped)
+
+    @property
+    def options(self) -> tuple[Options, ...]:
+        """The options of each stepped weight."""
+        return tuple(
+            Options(
+                kind,
+                bool(group.get("momentum")),
+                bool(group.get("nesterov")),
+                bool(group.get("weight_decay")),
+            )
+            for group, kind in self._groups
+        )
+
+    def list_rules(self, k: int) -> tuple[str, ...]:
+        """List the rules that act on update k, with the state that they follow."""
+        if k < self._rules.switch:
+            return ()
+        followed = any(LAST_STEP in rule.state(s) for rule, s in self._acting if rule.state)
+        return (*(rule.key for rule, _ in self._acting), *([LAST_STEP] if followed else []))
+
+    def list_numbers(self, k: int) -> list[Numbers]:
+        """List the numbers of update k of each stepped weight."""
+        assert self._host is not None
+        self._rules.apply_settings(self._host, k)
+        acting = self._acting if k >= self._rules.switch else []
+        return [
+            self._compute_numbers(i, group, kind, acting)
+            for i, (group, kind) in enumerate(self._groups)
+        ]
+
+    def _compute_numbers(
+        self,
+        i: int,
+        group: Mapping[str, Any],
+        kind: str,
+        acting: Sequence[tuple[Rule, Setting]],
+    ) -> Numbers:
         lr = float(group["lr"])
-        decay = float(group.get("weight_decay", 0))
         momentum = float(group.get("momentum", 0))
-        is_first = VELOCITY not in self.states[i]
-        options = Options(kind, bool(momentum), bool(group.get("nesterov")), bool(decay), is_first)
-        numbers = Numbers(lr, decay, momentum, float(group.get("dampening", 0)))
+        numbers = Numbers(lr, float(group.get("weight_decay", 0)), momentum)
         if kind != "sgd":
-            options = Options(kind, False, False, bool(decay), False)
             beta1, beta2 = group["betas"]
-            count = self.counts[i]
+            count = self.counts[i] + 1
             numbers = numbers._replace(
                 beta1=float(beta1),
                 beta2=float(beta2),
@@ -245,7 +278,9 @@ class StageOptimizer:
                 step_size=lr / (1 - beta1**count),
                 root=(1 - beta2**count) ** 0.5,
             )
-        for rule, setting in self._acting if rules else ():
+        elif not self._is_first[i]:
+            numbers = numbers._replace(kept=momentum, dampening=float(group.get("dampening", 0)))
+        for rule, setting in acting:
             if rule.key == "gradient_shrinking":
                 numbers = numbers._replace(shrinkage=setting.values["factor"] ** setting.lag)
             elif rule.key == "spike_compensation":
@@ -253,7 +288,7 @@ class StageOptimizer:
                 numbers = numbers._replace(of_velocity=lr * (1 - a), of_gradient=-lr * b)
             elif rule.key == "t2":
                 numbers = numbers._replace(gamma=compute_discrepancy_decay(setting))
-        return options, numbers
+        return numbers
 
     def correct(
         self, version: int, code: int, weights: Arrays, states: Sequence[Mapping[str, Any]]
