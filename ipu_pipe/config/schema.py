@@ -52,7 +52,9 @@ class BackendConfig(Section):
     `deadline`: seconds that one of several processes waits for another before it gives up.
     `deterministic`, `tf32`: for GPUs alone, see ipu_pipe.job.numerics. `platform`, `devices`: for
     xla alone: XLA's platform, cpu by default, and how many of its devices, see
-    docs/accelerators.md; null: all. `ipu`: for poptorch alone.
+    docs/accelerators.md; null: all. `program`: for xla alone, what one compiled program holds: an
+    `action`, that is one pass or update of a stage, or a `slot`, that is what all stages do in a slot
+    of a dataflow pipeline; null: a slot where that is faster. `ipu`: for poptorch alone.
     """
 
     name: Literal["emulator", "distributed", "poptorch", "xla"] = "emulator"
@@ -63,6 +65,7 @@ class BackendConfig(Section):
     tf32: StrictBool = False
     platform: Optional[Literal["cpu", "tpu"]] = None
     devices: Optional[Count] = None
+    program: Optional[Literal["action", "slot"]] = None
     ipu: Any = None
 
     @model_validator(mode="before")
@@ -93,6 +96,7 @@ class BackendConfig(Section):
         is_other = not self.facts.counts_devices
         yield Case(self.platform is not None and is_other, "platform", why)
         yield Case(self.devices is not None and is_other, "devices", why)
+        yield Case(self.program is not None and is_other, "program", why)
         why = f"belongs to backend.device cuda, not {self.device}: leave it out"
         yield Case(self.device != "cuda" and not self.deterministic, "deterministic", why)
         yield Case(self.device != "cuda" and self.tf32, "tf32", why)

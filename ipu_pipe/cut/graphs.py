@@ -143,7 +143,7 @@ class StageGraphs:
         lines = [
             f"weights: {', '.join(self.weights) or 'none'}",
             f"state: {', '.join(self.state) or 'none'}",
-            f"saved: {len(self.saved)} tensors, {_count_bytes(self.saved)} bytes",
+            f"saved: {len(self.saved)} tensors, {count_bytes(self.saved)} bytes",
         ]
         for name in ("forward", "backward", "input_gradient", "weight_gradient"):
             code = getattr(self, name).code.strip()
@@ -153,10 +153,11 @@ class StageGraphs:
     @property
     def saved_bytes(self) -> int:
         """The bytes that a microbatch in flight stores on the stage, by the tensors' shapes."""
-        return _count_bytes(self.saved)
+        return count_bytes(self.saved)
 
 
-def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors by their shapes."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

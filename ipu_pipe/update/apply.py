@@ -389,6 +389,17 @@ class UpdateRules:
         settings["lr"] = float(self._stage_rate(group["stage"], k, float(settings["lr"])))
         return settings
 
+    def list_settings(self, k: int) -> list[Any]:
+        """List what the steps of update k take from its settings: those of each group of the
+        caller's, and the stages' rates if rules make them.
+        """
+        groups = {
+            group.get("member"): group for stage in self.stages.values() for group in stage.groups
+        }
+        settings = [dict(self._settings(k, group)) for group in groups.values()]
+        makes_rates = any(rule.rate is not None for rule, _ in self._rules)
+        return [settings, self.rates(k).tolist() if makes_rates else []]
+
     def _stage_rate(self, stage: int, k: int, rate: float) -> float:
         """Return the learning rate of one stage; `rate`: the schedule's."""
         for rule, settings in self._rules if k >= self.switch else ():

@@ -17,6 +17,7 @@ from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.devices import list_devices
 from ipu_pipe.backends.xla.lower import list_missing
 from ipu_pipe.backends.xla.player import Player, StagePasses, StagePlayer
+from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots
 from ipu_pipe.cut.graphs import trace_pieces
 from ipu_pipe.errors import raise_faults
 from ipu_pipe.job.evaluation import EvaluationResult, compute_outputs, enter_evaluation, evaluate
@@ -63,7 +64,8 @@ class XlaEngine(Engine):
         ]
         for recorder in recorders:
             recorder.begin_update(first_update)
-        self._player = Player(job, work, stages, recorders)
+        player = SlotPlayer if chooses_slots(job, stages) else Player
+        self._player: Player = player(job, work, stages, recorders)
         self._is_exported = True
 
     # ---- updates
@@ -86,6 +88,8 @@ class XlaEngine(Engine):
         if is_loaded:
             for stage in self._player.stages:
                 stage.load()
+        else:
+            self._player.gather()
         self._player.begin(Work.from_job(self.job, update))
 
     # ---- the host's model
@@ -93,6 +97,7 @@ class XlaEngine(Engine):
     def _export(self) -> None:
         """Put the newest weights and the optimizer's state into the objects on the host."""
         if not self._is_exported:
+            self._player.gather()
             for stage in self._player.stages:
                 stage.export()
         self._is_exported = True
@@ -130,6 +135,7 @@ class XlaEngine(Engine):
 
     def report(self) -> Report | None:
         player = self._player
+        player.gather()
         stages = player.stages
         events = None
         if self.job.traced_updates:

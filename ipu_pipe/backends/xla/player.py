@@ -19,6 +19,7 @@ from typing import Any, Callable, Iterator, Sequence
 import jax
 import numpy as np
 import torch
+from torch import fx
 
 from ipu_pipe.backends.processes.interpreter import (
     ORDER,
@@ -29,7 +30,7 @@ from ipu_pipe.backends.processes.interpreter import (
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.lower import lower
 from ipu_pipe.backends.xla.update import StageOptimizer
-from ipu_pipe.cut.graphs import StageGraphs, draw_masks
+from ipu_pipe.cut.graphs import StageGraphs, count_bytes, draw_masks
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import check_same_shapes, count_samples, list_tensors
 from ipu_pipe.replay.replays import Replay, ReplayPlan
@@ -102,12 +103,19 @@ def _add(terms: Arrays, total: Arrays | None) -> list[Any]:
     return list(terms) if total is None else [a + b for a, b in zip(total, terms)]
 
 
+def list_outputs(graph: fx.GraphModule) -> list[Any]:
+    """Return tensors like those that a graph returns; None for those that it does not."""
+    results: Any = graph.graph.output_node().args[0]
+    return [None if node is None else node.meta["val"] for node in results]
+
+
 class StagePlayer:
     """One stage: its passes, weights by version, and the microbatches in flight."""
 
     def __init__(self, job: Job, work: Work, stage: int, passes: StagePasses) -> None:
         self.job = job
         self.stage = stage
+        self.is_last = stage == len(job.partition) - 1
         self.passes = passes
         self.peak_bytes = 0
         parameters = dict(job.model.named_parameters())
@@ -132,10 +140,9 @@ class StagePlayer:
         update, of other outputs zeros, for one that the next stage does not differentiate.
         """
         graphs = self.passes.graphs
-        results: Any = graphs.forward.graph.output_node().args[0]
-        is_last = self.stage == len(self.job.partition) - 1
-        make = torch.ones if graphs.labels or is_last else torch.zeros
-        values = [results[i].meta["val"] for i in graphs.gradients]
+        outputs = list_outputs(self.passes.graphs.forward)
+        make = torch.ones if graphs.labels or self.is_last else torch.zeros
+        values = [outputs[i] for i in graphs.gradients]
         tensors = [make(tuple(v.shape), dtype=v.dtype) / accumulate for v in values]
         return dict(zip(graphs.gradients, self.put([t.numpy() for t in tensors])))
 
@@ -169,6 +176,20 @@ class StagePlayer:
         state = list(self.optimizer.states) if self.optimizer.corrects_reads else None
         self._versions[self.version] = (self.weights, state)
         self.optimizer.count_version(self.version)
+
+    def drop_arrays(self) -> None:
+        """Leave the arrays to somebody else, until they are gathered again."""
+        self.weights = self.state = []
+        self.optimizer.states = []
+        self._versions.clear()
+
+    def count_message_bytes(self, target: int) -> int:
+        """Return the bytes of a message to a neighboring stage."""
+        graphs = self.passes.graphs
+        if target > self.stage:
+            return count_bytes(list_outputs(graphs.forward)[: graphs.outputs])
+        of_inputs = list_outputs(graphs.backward)[len(graphs.weights) :]
+        return count_bytes([t for t in of_inputs if t is not None])
 
     def read_replay(self, m: int) -> Replay:
         """Return the replay of a microbatch whose forward begins."""
@@ -211,7 +232,10 @@ class StagePlayer:
         """Drop the versions that no later pass reads."""
         if len(self._versions) > 1 or self._corrected:
             self._drop(self._find_oldest())
-        views = len(self._versions) - 1 + len(self._corrected)
+        self.count_views(len(self._versions) - 1 + len(self._corrected))
+
+    def count_views(self, views: int) -> None:
+        """Count the bytes of versions and corrected copies beside the newest weights."""
         self.peak_bytes = max(self.peak_bytes, views * self._weight_bytes)
 
     def _find_oldest(self) -> int:
@@ -402,13 +426,20 @@ class Player:
     def _update(self, stage: StagePlayer, k: int) -> Any:
         stage.update(k)
         if stage.stage == len(self.stages) - 1:
-            count = self.work.schedule.accumulate
-            numbers = range(k * count, (k + 1) * count)
-            outputs = [self._microbatch_results.pop(m) for m in numbers]
-            samples = sum(self._samples.pop(m) for m in numbers)
-            self.results[k] = (outputs, samples)
+            self.collect_results(k)
         self.update = min(one.version for one in self.stages)
         return stage.weights
+
+    def collect_results(self, k: int) -> None:
+        """Keep the results of an update that the last stage has made."""
+        count = self.work.schedule.accumulate
+        numbers = range(k * count, (k + 1) * count)
+        outputs = [self._microbatch_results.pop(m) for m in numbers]
+        samples = sum(self._samples.pop(m) for m in numbers)
+        self.results[k] = (outputs, samples)
+
+    def gather(self) -> None:
+        """Give the stages their newest arrays, if they have others."""
 
     def take(self, k: int) -> tuple[float | None, float | None, int]:
         """Return mean loss, accuracy and samples of an update; the host waits for them here."""

@@ -215,13 +215,27 @@ class StageOptimizer:
         stepped = [weights[i] for i in self.stepped]
         if rows != self._rows:
             self._rows = rows
-            self._numbers = self._put(np.array(rows, np.result_type(*(w.dtype for w in stepped))))
+            self._numbers = self._put(np.array(rows, self.dtype))
         new, self.states = step_stage(
             self.options, self.list_rules(k), self._numbers, stepped, gradients, self.states
         )
         self.count_step()
         by_number = dict(zip(self.stepped, new))
         return [by_number.get(i, w) for i, w in enumerate(weights)]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of an update's numbers, the widest of the stepped weights'."""
+        dtypes = [self._parameters[i].detach().numpy().dtype for i in self.stepped]
+        return np.result_type(*dtypes) if dtypes else np.dtype(np.float64)
+
+    def list_corrections(self, code: int, version: int) -> dict[str, list[float]]:
+        """Return what a correction adds to the weights of a version: entry of the state -> factor
+        of each stepped weight.
+        """
+        corrections = self._rules.list_corrections(self._stage, code, version)
+        parameters = [self._parameters[i] for i in self.stepped]
+        return {entry: [factors[id(p)] for p in parameters] for entry, factors in corrections}
 
     def count_step(self) -> None:
         """Note that all weights have made a step."""
