@@ -16,7 +16,7 @@ from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepRes
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.devices import list_devices
 from ipu_pipe.backends.xla.lower import list_missing
-from ipu_pipe.backends.xla.player import Player, StagePasses, StagePlayer
+from ipu_pipe.backends.xla.player import Player, StagePlayer, make_passes
 from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots
 from ipu_pipe.cut.graphs import trace_pieces
 from ipu_pipe.errors import raise_faults
@@ -50,15 +50,9 @@ class XlaEngine(Engine):
             if names
         ]
         raise_faults(missing)
-        stages = [
-            StagePlayer(
-                job,
-                work,
-                s,
-                StagePasses(graphs, devices[job.placement[s] % len(devices)], is_split),
-            )
-            for s, graphs in enumerate(all_graphs)
-        ]
+        placed = [devices[device % len(devices)] for device in job.placement]
+        all_passes = make_passes(all_graphs, placed, is_split)
+        stages = [StagePlayer(job, work, s, passes) for s, passes in enumerate(all_passes)]
         recorders = [
             TraceRecorder(device, 0, job.traced_updates) for device in range(max(job.placement) + 1)
         ]

@@ -13,6 +13,7 @@ for each pass, so that events have the pass's own time.
 
 from __future__ import annotations
 
+import copy
 import heapq
 from typing import Any, Callable, Iterator, Sequence
 
@@ -41,14 +42,61 @@ from ipu_pipe.update.apply import PLAIN
 Arrays = Sequence[Any]
 
 
+def _describe_graph(graph: fx.GraphModule) -> tuple[Any, ...]:
+    """Return what makes two graphs the same function: operations, settings and shapes, without
+    the names of their nodes.
+    """
+    index = {node: i for i, node in enumerate(graph.graph.nodes)}
+
+    def describe(value: Any) -> Any:
+        return f"%{index[value]}" if isinstance(value, fx.Node) else value
+
+    lines = []
+    for node in graph.graph.nodes:
+        args = fx.node.map_aggregate((node.args, node.kwargs), describe)
+        value = node.meta.get("val")
+        kind = (tuple(value.shape), value.dtype) if hasattr(value, "shape") else None
+        constant = None
+        if node.op == "get_attr":
+            constant = np.asarray(getattr(graph, str(node.target)).detach()).tobytes()
+        target = "" if node.op in ("placeholder", "get_attr") else str(node.target)
+        lines.append((node.op, target, repr(args), kind, constant))
+    return tuple(lines)
+
+
+def make_passes(
+    all_graphs: Sequence[StageGraphs], devices: Sequence[Any], is_split: bool
+) -> list[StagePasses]:
+    """Return the passes of all stages, each on its device. Stages of the same graphs share them, so
+    that they are compiled once for each device.
+    """
+    made: dict[Any, StagePasses] = {}
+    all_passes = []
+    for graphs, device in zip(all_graphs, devices):
+        description = (
+            _describe_graph(graphs.forward),
+            _describe_graph(graphs.backward),
+            (graphs.outputs, graphs.inputs, graphs.labels, len(graphs.masks)),
+            (len(graphs.weights), graphs.gradients, graphs.differentiable),
+        )
+        if description not in made:
+            made[description] = StagePasses(graphs, is_split)
+        passes = copy.copy(made[description])
+        passes.graphs, passes.device, passes.description = graphs, device, description
+        all_passes.append(passes)
+    return all_passes
+
+
 class StagePasses:
-    """The compiled passes of a stage on its device. `trained`: the weights that have a
-    gradient.
+    """The compiled passes of a stage. `trained`: the weights that have a gradient. `device`: where
+    they run. `description`: equal for stages that compute the same functions.
     """
 
-    def __init__(self, graphs: StageGraphs, device: Any, is_split: bool) -> None:
+    device: Any
+    description: tuple[Any, ...]
+
+    def __init__(self, graphs: StageGraphs, is_split: bool) -> None:
         self.graphs = graphs
-        self.device = device
         output: Any = graphs.backward.graph.output_node().args[0]
         gradients = list(output)
         self.trained = [i for i in range(len(graphs.weights)) if gradients[i] is not None]

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch import fx
 
 from ipu_pipe.backends.xla.player import Arrays, Player, StagePlayer, list_outputs
 from ipu_pipe.backends.xla.update import Numbers, step_stage
@@ -80,39 +79,12 @@ class Feed(NamedTuple):
     masks: Arrays
 
 
-def describe_graph(graph: fx.GraphModule) -> tuple[Any, ...]:
-    """Return what makes two graphs the same function: operations, settings and shapes, without
-    the names of their nodes.
-    """
-    index = {node: i for i, node in enumerate(graph.graph.nodes)}
-
-    def describe(value: Any) -> Any:
-        return f"%{index[value]}" if isinstance(value, fx.Node) else value
-
-    lines = []
-    for node in graph.graph.nodes:
-        args = fx.node.map_aggregate((node.args, node.kwargs), describe)
-        value = node.meta.get("val")
-        kind = (tuple(value.shape), value.dtype) if hasattr(value, "shape") else None
-        constant = None
-        if node.op == "get_attr":
-            constant = np.asarray(getattr(graph, str(node.target)).detach()).tobytes()
-        target = "" if node.op in ("placeholder", "get_attr") else str(node.target)
-        lines.append((node.op, target, repr(args), kind, constant))
-    return tuple(lines)
-
-
 def _describe_stage(stage: StagePlayer) -> tuple[Any, ...]:
     """Return what makes two stages compute the same function of their arrays."""
-    graphs = stage.passes.graphs
     optimizer = stage.optimizer
     return (
-        describe_graph(graphs.forward),
-        describe_graph(graphs.backward),
-        (graphs.outputs, graphs.inputs, graphs.labels, len(graphs.masks)),
-        (graphs.gradients, graphs.differentiable),
-        (tuple(stage.passes.trained), tuple(optimizer.stepped)),
-        (optimizer.options, optimizer.list_rules(0)),
+        stage.passes.description,
+        (tuple(optimizer.stepped), optimizer.options, optimizer.list_rules(0)),
         stage.is_last,
     )
 
@@ -168,7 +140,7 @@ def chooses_slots(job: Job, stages: Sequence[StagePlayer]) -> bool:
     if faults:
         return False
     greatest = max(group_stages(stages), key=len)
-    convolves = "convolution" in str(describe_graph(greatest[0].passes.graphs.forward))
+    convolves = "convolution" in greatest[0].passes.graphs.forward.code
     return asked == "slot" or (len(greatest) >= FEWEST_EQUAL and not convolves)
 
 
