@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import lax
 
 from ipu_pipe.backends.xla.player import Arrays, Player, StagePlayer, list_outputs
 from ipu_pipe.backends.xla.update import Numbers, step_stage
@@ -65,14 +66,13 @@ class Feed(NamedTuple):
     """What the host gives a group of n stages in a slot.
 
     `does` (3, n): which stages run a forward, a backward, an update. `row`: the ring's row of this
-    slot. `rows` (n,): the rows that the backwards read. `numbers` (n, weights, numbers).
+    slot. `numbers` (n, weights, numbers).
     `forward_factors`, `backward_factors`: entry of the state -> (n, weights), what a correction
     adds. `masks`: of dropout.
     """
 
     does: Any
     row: Any
-    rows: Any
     numbers: Any
     forward_factors: dict[str, Any]
     backward_factors: dict[str, Any]
@@ -176,7 +176,8 @@ class Group:
         self.graphs: StageGraphs = self.passes.graphs
         self.optimizer = stages[0].optimizer
         self.is_last = stages[0].is_last
-        self.rows = depth + 1
+        # a row is read before it is written; a backward in the slot of its forward needs none
+        self.rows = depth
         self._accumulates = accumulate > 1
         # a schedule may begin to decay weights at any update
         self._options = tuple(o._replace(decays=True) for o in self.optimizer.options)
@@ -208,15 +209,17 @@ class Group:
             state,
             optimizer,
             [np.zeros_like(x) for x in trained] if self._accumulates else None,
-            make_empty(graphs.saved, self.rows, n),
+            make_empty(graphs.saved, self.rows, n) if self.rows else [],
             make_empty(inputs, n),
             [np.stack([np.asarray(known[i])] * n) for i in graphs.gradients],
         )
 
     # ---- the parts of the program
 
-    def run_forwards(self, old: GroupState, feed: Feed, labels: Arrays) -> tuple[Any, GroupState]:
-        """Run a slot's forwards; return their outputs and the state with what they leave."""
+    def run_forwards(
+        self, old: GroupState, feed: Feed, labels: Arrays
+    ) -> tuple[Any, Arrays, GroupState]:
+        """Run a slot's forwards; return their outputs, what they leave and the state."""
 
         def forward(
             weights: Arrays,
@@ -238,12 +241,16 @@ class Group:
             old.state,
             others,
         )
-        rings = [ring.at[feed.row].set(x) for ring, x in zip(old.saved, saved)]
         state = _select(feed.does[0], list(state), list(old.state))
-        return outputs, old._replace(state=state, saved=rings)
+        return outputs, saved, old._replace(state=state)
 
-    def run_backwards(self, old: GroupState, feed: Feed) -> tuple[Any, GroupState]:
-        """Run a slot's backwards and updates; return the gradients of the inputs and the state."""
+    def run_backwards(
+        self, old: GroupState, feed: Feed, left: Arrays, saved: Arrays
+    ) -> tuple[Any, GroupState]:
+        """Run a slot's backwards and updates; return the gradients of the inputs and the state.
+        `left`: what the slot's forwards have left; `saved`: what the backwards read, empty if it is
+        what the same slot's forwards have left.
+        """
 
         def backward(
             weights: Arrays,
@@ -256,20 +263,21 @@ class Group:
             return self.passes.backward(read, saved, gradients, None)
 
         n = len(self.stages)
-        saved = [ring[feed.rows, np.arange(n)] for ring in old.saved]
+        writes = zip(old.saved, left)
+        rings = [lax.dynamic_update_index_in_dim(ring, x, feed.row, 0) for ring, x in writes]
         gradients, of_inputs = _map(
             backward,
             n,
             old.weights,
             old.optimizer,
             feed.backward_factors,
-            saved,
+            saved or left,
             old.gradients,
         )
         if old.total is not None:
             sums = [a + b for a, b in zip(old.total, gradients)]
             gradients = _select(feed.does[1], sums, list(old.total))
-        new = self._update(old, feed, gradients)
+        new = self._update(old._replace(saved=rings), feed, gradients)
         if old.total is not None:
             zeros = [jnp.zeros_like(x) for x in gradients]
             new = new._replace(total=_select(feed.does[2], zeros, gradients))
@@ -349,18 +357,31 @@ class Group:
         return read
 
 
-def _play(groups: Sequence[Group], states: Any, feeds: Any, x: Arrays, labels: Arrays) -> Any:
+@jax.jit
+def _read_rings(rings: Sequence[Arrays], rows: Sequence[Any]) -> list[list[Any]]:
+    """Read the rows of all groups' rings that the backwards of a slot need.
+
+    It is a program of its own: in one that also writes the rings, XLA would copy them.
+    """
+    return [[ring[row, np.arange(len(row))] for ring in group] for group, row in zip(rings, rows)]
+
+
+def _play(
+    groups: Sequence[Group], states: Any, feeds: Any, saved: Any, x: Arrays, labels: Arrays
+) -> Any:
     """Run one slot of all groups; return their states and the last stage's outputs."""
     states = list(states)
     states[0] = states[0]._replace(inputs=[a.at[0].set(b) for a, b in zip(states[0].inputs, x)])
     outputs = []
+    all_left = []
     for i, group in enumerate(groups):
         mine = [jnp.expand_dims(t, 0) for t in labels] if group.is_last else []
-        sent, states[i] = group.run_forwards(states[i], feeds[i], mine)
+        sent, left, states[i] = group.run_forwards(states[i], feeds[i], mine)
         outputs.append(sent)
+        all_left.append(left)
     of_inputs = []
     for i, group in enumerate(groups):
-        returned, states[i] = group.run_backwards(states[i], feeds[i])
+        returned, states[i] = group.run_backwards(states[i], feeds[i], all_left[i], saved[i])
         of_inputs.append(dict(zip(group.graphs.differentiable, returned)))
     for i, group in enumerate(groups):
         entering = outputs[i - 1] if i else states[i].inputs
@@ -456,13 +477,19 @@ class SlotPlayer(Player):
         runs = [(self._first <= m) & (m < end) for m in (forward, backward)]
         updates = runs[1] & ((backward + 1) % self.work.accumulate == 0)
         does = np.stack([*runs, updates])
+        # the forward of a backward of this slot was as many slots ago as it is deep
+        rows = [
+            ((entering - self._depths[group.here]) % max(group.rows, 1)).astype(np.int32)
+            for group in self._groups
+        ]
         self._read_batch(forward, runs[0])
         self._make_settings(backward)
         feeds = [
             self._feed(group, entering, does, forward, *settings)
             for group, settings in zip(self._groups, self._feeds)
         ]
-        self._states, outputs = self._program(self._states, feeds, self._x, self._y)
+        saved = _read_rings([s.saved for s in self._states], rows)
+        self._states, outputs = self._program(self._states, feeds, saved, self._x, self._y)
         if runs[0][last]:
             self._microbatch_results[int(forward[last])] = outputs
         self._sent += np.stack(runs)
@@ -526,8 +553,7 @@ class SlotPlayer(Player):
         masks = self._draw_masks(group, forward, does[0]) if group.graphs.masks else []
         return Feed(
             does[:, here],
-            np.int32(entering % group.rows),
-            ((entering - self._depths[here]) % group.rows).astype(np.int32),
+            np.int32(entering % max(group.rows, 1)),
             group.count_steps(numbers),
             forward_factors,
             backward_factors,
