@@ -83,10 +83,12 @@ simulate: install
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --start $(START) --jobs $(JOBS)
 
 # Kill a rank of runs on processes again and again, as torchrun restarts them: the numbers must be those of a run never killed.
+# BACKEND=xla kills runs on XLA devices.
 KILLS ?= 200
+BACKEND ?= distributed
 
 kills: install
-	$(BIN)/python -m tests.kills --kills $(KILLS) --seed $(SEED)
+	$(BIN)/python -m tests.kills --kills $(KILLS) --seed $(SEED) --backend $(BACKEND)
 
 # Compare the analysis of profilers' traces with HolisticTraceAnalysis, which needs an environment of its own.
 # HTA_FILES=FOLDER of its public files (its tests/data) compares these, too.

@@ -4,13 +4,14 @@
     attempt 1   rank 0 dies at its moment 12     the others get SIGTERM, and all are restarted, as torchrun does
     attempt 2   ends                             weights, optimizer state and metrics are, bit for bit, the emulator's
 
+A run on XLA devices (`--backend xla`) is one process, and must end with the numbers of such a run that was never killed.
+
 `python -m tests.kills --kills 200 --seed 0` prints each run; repeat a failed one with `--kills 1 --seed SEED`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -23,12 +24,19 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 from torch.distributed import TCPStore
 
 from tests import forked
-from tests.support.runs import read_numbers
+from tests.support.runs import read_numbers, read_summary
 
 KILLS = 3  # of a run, at most
 PATIENCE = 60.0  # seconds of an attempt
 DIGITS = forked.ROOT / "configs" / "mlp_digits.yaml"
 METHODS = ("pipedream", "pipedream_flush", "pipedream_2bw", "gpipe", "pipemare", "local_greedy")
+XLA_METHODS = (*METHODS[:-1], "pipelined_backprop")
+# backend -> the number of its processes, and the settings that it needs
+RANKS = {"distributed": 2, "xla": 1}
+BACKEND_SETTINGS = {
+    "distributed": ["backend.name=distributed", "backend.threads=1", "backend.deadline=30"],
+    "xla": ["backend.name=xla", "backend.threads=1", "backend.devices=2"],
+}
 
 
 class Kill(NamedTuple):
@@ -38,85 +46,106 @@ class Kill(NamedTuple):
     moment: int
 
 
-def draw_settings(draw: random.Random) -> Dict[str, Any]:
+class Start(NamedTuple):
+    """One start of a run: which in a row, whom to kill, the command line and the job's name."""
+
+    attempt: int
+    kill: Optional[Kill]
+    arguments: Sequence[str]
+    job: str
+
+
+def draw_settings(draw: random.Random, backend: str) -> Dict[str, Any]:
     """Draw the keys of a short run."""
     optimizer = draw.choice(({"name": "sgd"}, {"name": "adamw", "momentum": "null"}))
+    methods = XLA_METHODS if backend == "xla" else METHODS
     return {
         **{f"optimizer.{key}": value for key, value in optimizer.items()},
-        "method": draw.choice(METHODS), "stages": 2, "steps": draw.randint(10, 14), "gradient_accumulation": 2,
+        "method": draw.choice(methods), "stages": 2, "steps": draw.randint(10, 14), "gradient_accumulation": 2,
         "micro_batch_size": 4, "optimizer.lr": 0.01,
         "model.args": "{inputs: 64, width: 8, layers: 2, classes: 10}", "evaluate": "{steps: 3, subset: 20}",
         "checkpoint.every": draw.randint(1, 3), "checkpoint.keep": 2, "log": "{every: 1, tensorboard: false}",
     }  # fmt: skip
 
 
-def run_seed(seed: int, out: Path) -> int:
+def run_seed(seed: int, out: Path, backend: str = "distributed") -> int:
     """Train a run that is killed up to `KILLS` times; return the number of kills. Raise `AssertionError` unless it ends as a run
     that was never killed."""
-    from ipu_pipe.config.load import load_config
-    from ipu_pipe.run.train import train
-
     draw = random.Random(seed)
-    settings = [f"{key}={value}" for key, value in draw_settings(draw).items()]
-    summary = train(
-        load_config(str(DIGITS), [*settings, "backend.threads=1"]), out / "whole", quiet=True
-    )
-    sets = [*settings, "backend.name=distributed", "backend.threads=1", "backend.deadline=30"]
-    arguments = [str(DIGITS), "--out", str(out / "killed"), "--set", *sets]
+    settings = [f"{key}={value}" for key, value in draw_settings(draw, backend).items()]
+    sets = [*settings, *BACKEND_SETTINGS[backend]]
+    if backend == "xla" and "method=pipelined_backprop" in settings and draw.random() < 0.5:
+        sets += ["backend.devices=1", "backend.program=slot", "log.trace=null"]
+    ranks = RANKS[backend]
     store = TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False
     )  # it outlives its ranks, as torchrun's store does
+    whole, killed = out / "whole", out / "killed"
+    if backend == "xla":
+        start = Start(0, None, [str(DIGITS), "--out", str(whole), "--set", *sets], f"whole-{seed}")
+        codes, output = run_attempt(start, ranks, store.port, out / "attempt-whole")
+        assert codes == [0], output
+    else:
+        train_whole(settings, whole)
+    arguments = [str(DIGITS), "--out", str(killed), "--set", *sets]
     kills = 0
     for attempt in range(100):
-        kill = Kill(draw.randrange(2), draw.randint(1, 30)) if kills < KILLS else None
-        codes, output = run_attempt(
-            attempt, kill, arguments, f"kills-{seed}", store.port, out / f"attempt-{attempt}"
-        )
+        kill = Kill(draw.randrange(ranks), draw.randint(1, 30)) if kills < KILLS else None
+        start = Start(attempt, kill, arguments, f"kills-{seed}")
+        codes, output = run_attempt(start, ranks, store.port, out / f"attempt-{attempt}")
         kills += -signal.SIGKILL in codes
         if not any(codes):
             break
         assert -signal.SIGKILL in codes, (
             f"attempt {attempt}, {kill}: no rank was killed, the exit codes are {codes}:\n{output}"
         )
-    last = f"checkpoints/step-{summary['steps']}"
-    for name in ("model", "optimizer"):
-        file = f"{last}/{name}.safetensors"
-        assert (out / "killed" / file).read_bytes() == (out / "whole" / file).read_bytes(), file
-    lines, expected = read_numbers(out / "killed"), read_numbers(out / "whole")
-    assert lines == expected, f"metrics.jsonl: {lines}, of the run never killed {expected}"
-    final = json.loads((out / "killed" / "summary.json").read_text())
-    assert (final["initial"], final["final"]) == (summary["initial"], summary["final"])
-    left = [
-        path.name
-        for path in (out / "killed").rglob("*")
-        if path.name.startswith(".") or path.suffix == ".part"
-    ]
-    assert not left, left
+    compare_runs(whole, killed)
     return kills
 
 
-def run_attempt(
-    attempt: int,
-    kill: Optional[Kill],
-    arguments: Sequence[str],
-    job: str,
-    port: int,
-    output_folder: Path,
-) -> Any:
-    """Start two ranks; when one dies, end the other. Return their exit codes and output."""
-    output_folder.mkdir()
-    variables = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": job}
+def train_whole(settings: Sequence[str], out: Path) -> None:
+    """Train a run in this process."""
+    from ipu_pipe.config.load import load_config
+    from ipu_pipe.run.train import train
+
+    train(load_config(str(DIGITS), [*settings, "backend.threads=1"]), out, quiet=True)
+
+
+def compare_runs(whole: Path, killed: Path) -> None:
+    """Raise `AssertionError` unless both runs ended with the same numbers, and none left a file."""
+    summary, final = (read_summary(run) for run in (whole, killed))
+    for name in ("model", "optimizer"):
+        file = f"checkpoints/step-{summary['steps']}/{name}.safetensors"
+        assert (killed / file).read_bytes() == (whole / file).read_bytes(), file
+    lines, expected = read_numbers(killed), read_numbers(whole)
+    assert lines == expected, f"metrics.jsonl: {lines}, of the run never killed {expected}"
+    assert (final["initial"], final["final"]) == (summary["initial"], summary["final"])
+    left = [
+        path.name
+        for path in killed.rglob("*")
+        if path.name.startswith(".") or path.suffix == ".part"
+    ]
+    assert not left, left
+
+
+def run_attempt(start: Start, world: int, port: int, output_folder: Path) -> Any:
+    """Start `world` ranks; when one dies, end the others. Return their exit codes and output."""
+    output_folder.mkdir(parents=True)
+    variables = {
+        "TORCHELASTIC_RESTART_COUNT": str(start.attempt),
+        "TORCHELASTIC_RUN_ID": start.job,
+    }
     ranks = [
         forked.get_fork_server().Process(
             target=_run_rank,
             args=(
-                kill,
-                list(arguments),
+                start.kill,
+                list(start.arguments),
                 str(output_folder / str(rank)),
-                {**forked.make_rank_environment(rank, 2, port), **variables},
+                {**forked.make_rank_environment(rank, world, port), **variables},
             ),
         )
-        for rank in range(2)
+        for rank in range(world)
     ]
     for process in ranks:
         process.start()
@@ -138,7 +167,7 @@ def run_attempt(
     output = "".join(path.read_text() for path in sorted(output_folder.iterdir()))
     # a hung rank that is killed here has the exit code of a rank that was to die
     assert not hung, (
-        f"attempt {attempt}, {kill}: ranks {hung} did not end within {PATIENCE:g} s:\n{output}"
+        f"attempt {start.attempt}, {start.kill}: ranks {hung} did not end within {PATIENCE:g} s:\n{output}"
     )
     return [process.exitcode for process in ranks], output
 
@@ -147,11 +176,11 @@ def _run_rank(
     kill: Optional[Kill], arguments: List[str], output: str, variables: Dict[str, str]
 ) -> None:
     if kill is not None and kill.rank == int(variables["RANK"]):
-        _die_at(kill.moment)
+        _die_at(kill.moment, "backend.name=xla" in arguments)
     forked.run_forked_command("train", arguments, output, variables)
 
 
-def _die_at(moment: int) -> None:
+def _die_at(moment: int, on_xla: bool) -> None:
     """Arrange that this process kills itself at moment number `moment`."""
     from ipu_pipe.backends.processes.memory import MemoryCounters
     from ipu_pipe.store.folder import RunFolder
@@ -171,6 +200,12 @@ def _die_at(moment: int) -> None:
     os.replace = count(os.replace)
     RunFolder.write_metrics = count(RunFolder.write_metrics)  # type: ignore[method-assign]
     MemoryCounters.sample = count(MemoryCounters.sample)  # type: ignore[method-assign]  # after each action
+    if on_xla:
+        from ipu_pipe.backends.xla.player import Player
+        from ipu_pipe.backends.xla.slots import SlotPlayer
+
+        Player._run = count(Player._run)  # type: ignore[method-assign]
+        SlotPlayer._play_slot = count(SlotPlayer._play_slot)  # type: ignore[method-assign]
 
 
 def main() -> int:
@@ -180,22 +215,21 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first run; each later run has the next one"
     )
+    parser.add_argument("--backend", choices=sorted(RANKS), default="distributed")
     arguments = parser.parse_args()
     begin, kills, failed, seed = time.monotonic(), 0, 0, arguments.seed
     while kills < arguments.kills:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                kills += run_seed(seed, Path(folder))
+                kills += run_seed(seed, Path(folder), arguments.backend)
                 print(
                     f"seed {seed}: {kills} of {arguments.kills} kills, {time.monotonic() - begin:.0f} s",
                     flush=True,
                 )
             except Exception as error:
                 failed, kills = failed + 1, kills + KILLS
-                print(
-                    f"seed {seed} failed: make kills KILLS=1 SEED={seed}\n{type(error).__name__}: {error}",
-                    flush=True,
-                )
+                again = f"make kills KILLS=1 SEED={seed} BACKEND={arguments.backend}"
+                print(f"seed {seed} failed: {again}\n{type(error).__name__}: {error}", flush=True)
         seed += 1
     print(
         f"{seed - arguments.seed - failed} of {seed - arguments.seed} runs ended as if never killed"

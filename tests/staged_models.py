@@ -225,6 +225,12 @@ def make_gate() -> nn.Module:
     return nn.Sequential(gated, begin_stage(nn.Linear(10, 10)))
 
 
+def make_sorting() -> nn.Module:
+    """Return a model for digits whose second stage sorts, which XLA's table of operations lacks."""
+    sorting = Composed(lambda m, x: m.linear(x.sort().values), linear=nn.Linear(10, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), begin_stage(sorting))
+
+
 def draw_microbatches(
     count: int, size: int = 3, dtype: Any = torch.float64
 ) -> List[Tuple[torch.Tensor, torch.Tensor]]:

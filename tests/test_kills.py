@@ -31,6 +31,14 @@ def test_killed_runs_end_as_if_never_killed(kills_in_all: int, tmp_path: Path) -
         assert seed < 12, "ranks outlive their kills: are their moments counted?"
 
 
+@needs_processes
+@pytest.mark.slow
+def test_killed_runs_on_xla_end_as_if_never_killed(tmp_path: Path) -> None:
+    pytest.importorskip("jax", reason="xla needs jax: pip install 'ipu_pipe[xla]'")
+    counts = [kills.run_seed(seed, tmp_path / str(seed), "xla") for seed in range(3)]
+    assert sum(counts) >= 3, "runs outlive their kills: are their moments counted?"
+
+
 def sleep_a_minute(*arguments: Any) -> None:
     time.sleep(60)
 
@@ -41,7 +49,7 @@ def test_a_hanging_rank_is_not_mistaken_for_a_killed_one(
     monkeypatch.setattr(kills, "_run_rank", sleep_a_minute)
     monkeypatch.setattr(kills, "PATIENCE", 0.2)
     with pytest.raises(AssertionError, match=r"ranks \[0, 1\] did not end"):
-        kills.run_attempt(0, None, [], "job", 0, tmp_path / "hanging")
+        kills.run_attempt(kills.Start(0, None, [], "job"), 2, 0, tmp_path / "hanging")
 
 
 def set_restart(monkeypatch: pytest.MonkeyPatch, attempt: int, job: str) -> None:

@@ -1,6 +1,7 @@
 """Train on XLA devices of the CPU, beside the emulator, in a process of its own.
 
-python -m tests.xla_runs compare_short|compare|resume|move CASE...
+python -m tests.xla_runs WORK CASE..., where WORK is a function of this file and CASE one of the table
+it takes.
 """
 
 from __future__ import annotations
@@ -9,15 +10,21 @@ import json
 import shutil
 import sys
 import tempfile
+import weakref
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
 
 import torch
+from torch.nn import functional as F
 
+import ipu_pipe
 from ipu_pipe.config.load import load_config
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.run import train as run
+from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
+from models.resnet import preact_resnet20
+from models.transformer import transformer_lm
 from tests.support.runs import DIGITS, find_checkpoint, read_column, read_state
 
 ADAMW = "optimizer={name: adamw, lr: 0.001, weight_decay: 0.1}"
@@ -40,9 +47,24 @@ CASES: Dict[str, List[str]] = {
     ],
     "spectrain": ["method=spectrain"],
 }
+# of methods whose slots can be programs: name -> settings
+_PB = "method=pipelined_backprop"
+SLOT_CASES: Dict[str, List[str]] = {
+    "plain": [_PB],
+    "accumulated": [_PB, "gradient_accumulation=4", SGD],
+    "rules": [*CASES["pipelined_backprop"], "gradient_accumulation=1"],
+    "predicted": [_PB, "method_args={weight_prediction: {form: velocity}}", SGD],
+    "by_difference": [_PB, "method_args={weight_prediction: {form: difference}}", SGD],
+    "spectrain": CASES["spectrain"],
+    "cosine": [_PB, "lr_schedule={name: cosine}", SGD],
+    "pipemare": CASES["pipemare"],
+    "no_decay": [_PB, "optimizer={name: sgd, lr: 0.05, weight_decay: 0.1, no_decay: ['*bias']}"],
+}
 STEPS = 6
 COMMON = [f"steps={STEPS}", "epochs=null", "evaluate=null", "stages=4", "precision=float64"]
 XLA = ["backend.name=xla", "backend.devices=4"]
+ONE = ["backend.name=xla", "backend.devices=1"]
+SLOT = [*ONE, "backend.program=slot", "log.trace=null"]
 
 
 def train(settings: List[str], *others: str) -> Tuple[Any, Any, List[float]]:
@@ -74,7 +96,7 @@ def compare_short(settings: List[str]) -> Dict[str, Any]:
 def compare(settings: List[str]) -> Dict[str, Any]:
     """Compare four devices with the emulator, and with one device."""
     distances, state = _compare(settings, *XLA)
-    _, alone, _ = train(settings, "backend.name=xla", "backend.devices=1")
+    _, alone, _ = train(settings, *ONE)
     same = all(torch.equal(t, alone.model[name]) for name, t in state.model.items())
     return {**distances, "one_device": same}
 
@@ -93,6 +115,61 @@ def _compare(settings: List[str], *others: str) -> Tuple[Dict[str, Any], Any]:
     return distances, state
 
 
+def compare_slots(settings: List[str]) -> Dict[str, Any]:
+    """Compare programs of whole slots with the emulator."""
+    return _compare(settings, *SLOT)[0]
+
+
+def compare_float32(settings: List[str]) -> Dict[str, Any]:
+    """Compare four devices with the emulator in single precision."""
+    return _compare([*settings, "precision=float32"], *XLA)[0]
+
+
+def count_versions(settings: List[str]) -> Dict[str, Any]:
+    """Return by stage the greatest bytes of old versions: those that the report says, those of the
+    arrays that were alive after an action, and the versions beside the newest by the table.
+    """
+    job = build(load_config(DIGITS, [*COMMON, *settings, *XLA]))
+    flow = Flow(job)
+    player = flow.engine._player  # type: ignore[attr-defined]
+    # id -> an array that was made; it may be that of a later one by now
+    made: List[Dict[int, Any]] = [{} for _ in player.stages]
+    alive = [0] * len(player.stages)
+
+    def note(s: int, arrays: List[Any]) -> List[Any]:
+        made[s].update({id(x): weakref.ref(x) for x in arrays})
+        return arrays
+
+    def run(kind: Any, stage: Any, number: int) -> None:
+        play(kind, stage, number)
+        s = stage.stage
+        newest = _list_arrays(stage)
+        note(s, newest)
+        held = [x for x in (one() for one in made[s].values()) if x is not None]
+        alive[s] = max(alive[s], sum(x.nbytes for x in held) - sum(x.nbytes for x in newest))
+
+    for stage in player.stages:
+        note(stage.stage, _list_arrays(stage))
+        correct = stage.optimizer.correct
+        stage.optimizer.correct = lambda *a, s=stage.stage, correct=correct: note(s, correct(*a))
+    play, player._run = player._run, run
+    for _ in range(STEPS):
+        flow.give()
+    flow.drain()
+    copies = count_weight_copies(VersionTable(job.schedule, job.method))
+    return {
+        "report": flow.engine.report().version_bytes,
+        "alive": alive,
+        "table": [(int(n) - 1) * s.stepped_bytes for n, s in zip(copies, player.stages)],
+    }
+
+
+def _list_arrays(stage: Any) -> List[Any]:
+    """List the arrays of a stage's newest weights, and of its state if versions keep it."""
+    states = stage.optimizer.states if stage.optimizer.corrects_reads else []
+    return [*stage.weights, *(x for one in states for x in one.values())]
+
+
 def train_cut_run(settings: List[str], folder: Path, first: List[str], then: List[str]) -> Path:
     """Train a run on the backend `first`, cut it off after half of its updates, and resume it on
     the backend `then`. Return its folder; the whole run is `folder`/whole.
@@ -109,10 +186,10 @@ def train_cut_run(settings: List[str], folder: Path, first: List[str], then: Lis
     return cut
 
 
-def resume(settings: List[str]) -> Dict[str, Any]:
-    """Return whether a run that is resumed on xla has the bits of one that was not cut off."""
+def _resume(settings: List[str], first: List[str], then: List[str]) -> Dict[str, Any]:
+    """Return whether a run that is resumed has the bits of one that was not cut off."""
     with tempfile.TemporaryDirectory() as name:
-        cut = train_cut_run(settings, Path(name), XLA, XLA)
+        cut = train_cut_run(settings, Path(name), first, then)
         a = read_state(Path(name) / "whole")
         b = read_state(cut)
         losses = [read_column(path, "train_loss") for path in (Path(name) / "whole", cut)]
@@ -120,21 +197,142 @@ def resume(settings: List[str]) -> Dict[str, Any]:
     return {"state": measure_distance(a, b), "losses": losses[0] == losses[1], "moved": middle}
 
 
+def resume(settings: List[str]) -> Dict[str, Any]:
+    """Resume on four devices."""
+    return _resume(settings, XLA, XLA)
+
+
+def resume_on_one(settings: List[str]) -> Dict[str, Any]:
+    """Resume on one device what four devices began."""
+    return _resume(settings, XLA, ONE)
+
+
+def resume_slots(settings: List[str]) -> Dict[str, Any]:
+    """Resume programs of whole slots."""
+    return _resume(settings, SLOT, SLOT)
+
+
 def move(settings: List[str]) -> Dict[str, Any]:
     """Return how far a run that goes from xla to the emulator, and back, is from the emulator's."""
+    return _move(settings, XLA)
+
+
+def move_slots(settings: List[str]) -> Dict[str, Any]:
+    """Do so with programs of whole slots."""
+    return _move(settings, SLOT)
+
+
+def _move(settings: List[str], on_xla: List[str]) -> Dict[str, Any]:
     results = {}
-    for name, (first, then) in {"to_emulator": (XLA, []), "to_xla": ([], XLA)}.items():
+    for name, (first, then) in {"to_emulator": (on_xla, []), "to_xla": ([], on_xla)}.items():
         with tempfile.TemporaryDirectory() as folder:
             cut = train_cut_run(settings, Path(folder), first, then)
             results[name] = measure_distance(read_state(Path(folder) / "whole"), read_state(cut))
     return results
 
 
-WORK: Dict[str, Callable[[List[str]], Dict[str, Any]]] = {
-    work.__name__: work for work in (compare_short, compare, resume, move)
+# ---- loops of a caller's own
+
+
+class Loop(NamedTuple):
+    """A model, its microbatches' inputs, an optimizer and the pipeline's settings."""
+
+    make_model: Callable[[], torch.nn.Module]
+    draw: Callable[[], Tuple[torch.Tensor, torch.Tensor]]
+    make_optimizer: Callable[[Any], torch.optim.Optimizer]
+    settings: Dict[str, Any]
+
+
+def _draw_images() -> Tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(8, 3, 16, 16, dtype=torch.float64), torch.randint(0, 10, (8,))
+
+
+def _draw_tokens() -> Tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 20, (8, 8)), torch.randint(0, 20, (8, 8))
+
+
+def _make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+
+
+def _make_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-3)
+
+
+def _make_lm() -> torch.nn.Module:
+    return transformer_lm(20, width=16, heads=2, blocks=4, context=8, dropout=0.2)
+
+
+def _list_loops() -> Iterator[Tuple[str, Loop]]:
+    four = {"backend_args": {"devices": 4}, "stages": 4, "microbatches": 4}
+    slots = {"backend_args": {"devices": 1, "program": "slot"}, "stages": 6, "microbatches": 1}
+    for norm, methods in {
+        "batch": ("gpipe", "pipemare"),
+        "group": ("pipedream", "pipelined_backprop"),
+    }.items():
+        for method in methods:
+            yield (
+                f"resnet20_{norm}_{method}",
+                Loop(
+                    lambda norm=norm: preact_resnet20(norm=norm),
+                    _draw_images,
+                    _make_sgd,
+                    {**four, "method": method},
+                ),
+            )
+    for method in ("gpipe", "pipedream", "pipedream_2bw", "pipemare"):
+        loop = Loop(_make_lm, _draw_tokens, _make_adamw, {**four, "method": method})
+        yield f"transformer_{method}", loop
+    settings = {**slots, "method": "pipelined_backprop"}
+    yield "transformer_slots", Loop(_make_lm, _draw_tokens, _make_sgd, settings)
+    yield "transformer_slots_adamw", Loop(_make_lm, _draw_tokens, _make_adamw, settings)
+
+
+LOOPS = dict(_list_loops())
+
+
+def train_loop(loop: Loop, backend: str) -> Tuple[Dict[str, Any], Dict[str, Any], List[float]]:
+    """Train in a loop of one's own; return the first state, the last one and the losses."""
+    torch.manual_seed(0)
+    model = loop.make_model().double()
+    first = {name: t.clone() for name, t in model.state_dict().items()}
+    settings = dict(loop.settings)
+    if backend == "emulator":
+        del settings["backend_args"]
+    optimizer = loop.make_optimizer(model.parameters())
+    losses = []
+    with ipu_pipe.Pipeline(model, F.cross_entropy, optimizer, backend=backend, **settings) as pipe:
+        for _ in range(STEPS):
+            losses += [update.loss for update in pipe.step(*loop.draw())]
+        losses += [update.loss for update in pipe.drain()]
+    return first, model.state_dict(), losses
+
+
+def compare_loop(loop: Loop) -> Dict[str, Any]:
+    """Return how far a loop on xla is from the emulator's, weights and statistics as a share of
+    their movement.
+    """
+    first, expected, losses = train_loop(loop, "emulator")
+    _, state, xla_losses = train_loop(loop, "xla")
+    difference = sum(float((expected[n] - state[n]).double().square().sum()) for n in first) ** 0.5
+    movement = sum(float((expected[n] - first[n]).double().square().sum()) for n in first) ** 0.5
+    assert len(losses) == len(xla_losses) == STEPS
+    return {
+        "state": difference / movement,
+        "losses": max(abs(a - b) for a, b in zip(losses, xla_losses)),
+    }
+
+
+# work -> the table of its cases
+WORK: Dict[Callable[..., Dict[str, Any]], Dict[str, Any]] = {
+    **dict.fromkeys((compare_short, compare, compare_float32), CASES),
+    count_versions: CASES,
+    **dict.fromkeys((resume, resume_on_one, move), CASES),
+    **dict.fromkeys((compare_slots, resume_slots, move_slots), SLOT_CASES),
+    compare_loop: LOOPS,
 }
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asked = WORK[sys.argv[1]]
-    print(json.dumps({name: asked(CASES[name]) for name in sys.argv[2:]}))
+    work, cases = {one.__name__: (one, cases) for one, cases in WORK.items()}[sys.argv[1]]
+    print(json.dumps({name: work(cases[name]) for name in sys.argv[2:] or cases}))

@@ -181,7 +181,8 @@ class Job(Setup):
     each stage. `open_table`: the versions of the schedule that runs, whose end is open and which
     has the drains so far; None while the planned `table` runs. `is_open`: a loop of the caller's
     own gives the batches, so the run's end is not known. `after_update`: as of `Work`, called
-    there.
+    there. `stage_graphs`: of the pieces, once a backend that compiles them has traced them
+    (`ipu_pipe.cut.graphs`).
     """
 
     partition: Partition
@@ -211,6 +212,7 @@ class Job(Setup):
     open_table: VersionTable | None = None
     is_open: bool = False
     after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
+    stage_graphs: Sequence[Any] = ()
 
     def list_trained(self, stage: int) -> dict[str, nn.Parameter]:
         """Return the tensors of a stage that an optimizer updates, by the names of the weights."""

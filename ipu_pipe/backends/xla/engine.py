@@ -15,17 +15,13 @@ import torch
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.devices import list_devices
-from ipu_pipe.backends.xla.lower import list_missing
 from ipu_pipe.backends.xla.player import Player, StagePlayer, make_passes
 from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots
-from ipu_pipe.cut.graphs import trace_pieces
-from ipu_pipe.errors import raise_faults
 from ipu_pipe.job.evaluation import EvaluationResult, compute_outputs, enter_evaluation, evaluate
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import SPLIT_PASSES
-from ipu_pipe.text import list_some
 from ipu_pipe.trace.events import concatenate_events
 from ipu_pipe.update.optimizer import export_state
 
@@ -39,19 +35,9 @@ class XlaEngine(Engine):
         self.newest_model = None
         work = Work.from_job(job, first_update)
         devices = list_devices(job.config.backend)
-        all_graphs = trace_pieces(job.pieces, job.example, job.loss)
         is_split = job.schedule.passes == SPLIT_PASSES
-        missing = [
-            f"model: stage {s}: xla has no {list_some(names)}: use backend.name: emulator"
-            for s, graphs in enumerate(all_graphs)
-            for names in [
-                [*dict.fromkeys([*list_missing(graphs.forward), *list_missing(graphs.backward)])]
-            ]
-            if names
-        ]
-        raise_faults(missing)
         placed = [devices[device % len(devices)] for device in job.placement]
-        all_passes = make_passes(all_graphs, placed, is_split)
+        all_passes = make_passes(job.stage_graphs, placed, is_split)
         stages = [StagePlayer(job, work, s, passes) for s, passes in enumerate(all_passes)]
         recorders = [
             TraceRecorder(device, 0, job.traced_updates) for device in range(max(job.placement) + 1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ipu_pipe.cut.graphs import trace_pieces
 from ipu_pipe.job.record import Job
 from ipu_pipe.replay.work import list_exactness_faults
 from ipu_pipe.text import list_some
@@ -22,12 +23,33 @@ REMEDY = "use backend.name: emulator"
 
 
 def list_faults(job: Job) -> list[str]:
-    """Return the reasons why XLA devices cannot train a job, one line each."""
-    return [
+    """Return the reasons why XLA devices cannot train a job, one line each. The stages' graphs are
+    traced, and kept, if there is no other reason.
+    """
+    faults = [
         *(f"{fault}: {REMEDY}" for fault, applies in _list_settings(job).items() if applies),
         *(f"{fault}: {REMEDY}" for fault in _list_optimizer_faults(job)),
         *list_exactness_faults(job),
     ]
+    if job.config.backend.program == "slot":
+        from ipu_pipe.backends.xla.slots import list_slot_faults
+
+        faults += list_slot_faults(job)
+    return faults or _list_missing_operations(job)
+
+
+def _list_missing_operations(job: Job) -> list[str]:
+    """Return the operations of each stage that cannot be lowered."""
+    from ipu_pipe.backends.xla.lower import list_missing
+
+    job.stage_graphs = trace_pieces(job.pieces, job.example, job.loss)
+    faults = []
+    for s, graphs in enumerate(job.stage_graphs):
+        missing = [*list_missing(graphs.forward), *list_missing(graphs.backward)]
+        if missing:
+            names = list_some(list(dict.fromkeys(missing)))
+            faults.append(f"model: stage {s}: xla has no {names}: {REMEDY}")
+    return faults
 
 
 def _list_settings(job: Job) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def make_passes(
     """Return the passes of all stages, each on its device. Stages of the same graphs share them, so
     that they are compiled once for each device.
     """
-    made: dict[Any, StagePasses] = {}
+    compiled: dict[Any, StagePasses] = {}
     all_passes = []
     for graphs, device in zip(all_graphs, devices):
         description = (
@@ -79,9 +79,9 @@ def make_passes(
             (graphs.outputs, graphs.inputs, graphs.labels, len(graphs.masks)),
             (len(graphs.weights), graphs.gradients, graphs.differentiable),
         )
-        if description not in made:
-            made[description] = StagePasses(graphs, is_split)
-        passes = copy.copy(made[description])
+        if description not in compiled:
+            compiled[description] = StagePasses(graphs, is_split)
+        passes = copy.copy(compiled[description])
         passes.graphs, passes.device, passes.description = graphs, device, description
         all_passes.append(passes)
     return all_passes
@@ -166,15 +166,19 @@ class StagePlayer:
         self.is_last = stage == len(job.partition) - 1
         self.passes = passes
         self.peak_bytes = 0
+        # the bytes of the optimizer's state that a version keeps
+        self._kept_state_bytes = 0
         parameters = dict(job.model.named_parameters())
         self._parameters = [parameters[name] for name in passes.graphs.weights]
-        self._weight_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
         trained = [self._parameters[i] for i in passes.trained]
         # what an update adds its first gradients to, and the gradients of outputs that are known
         zeros = [np.zeros(p.shape, p.detach().numpy().dtype) for p in trained]
         self._zeros = self.put(zeros) if work.accumulate > 1 else None
         self.known_gradients = self._list_known_gradients(work.accumulate)
         self.optimizer = StageOptimizer(job.rules, stage, trained, self.put)
+        # what a version has of its own: weights that are never stepped are shared
+        stepped = [trained[i] for i in self.optimizer.stepped]
+        self.stepped_bytes = sum(p.numel() * p.element_size() for p in stepped)
         self.load()
         self.begin(work)
 
@@ -208,6 +212,8 @@ class StagePlayer:
         self.work = work
         self.version = work.update
         self.newest_forward = work.microbatch - 1
+        # the microbatches that the pipeline takes before it is empty
+        self.end = work.schedule.microbatches
         self._plan = ReplayPlan(work.make_replays([0]), work.rules, work.microbatch)
         self._here = slice(self.stage, self.stage + 1)
         self._following: Replay | None = None
@@ -217,11 +223,15 @@ class StagePlayer:
         self.saved: dict[int, Arrays] = {}
         self.kept: dict[int, Arrays] = {}
         self.total = self._zeros
-        self._corrected: dict[tuple[int, int], Arrays] = {}
+        # (version, code) -> corrected weights, and the bytes of those that are copies
+        self._corrected: dict[tuple[int, int], tuple[Arrays, int]] = {}
         self._keep_newest()
 
     def _keep_newest(self) -> None:
-        state = list(self.optimizer.states) if self.optimizer.corrects_reads else None
+        state = None
+        if self.optimizer.corrects_reads:
+            state = list(self.optimizer.states)
+            self._kept_state_bytes = sum(x.nbytes for one in state for x in one.values())
         self._versions[self.version] = (self.weights, state)
         self.optimizer.count_version(self.version)
 
@@ -260,8 +270,11 @@ class StagePlayer:
             trained = self.passes.trained
             corrected = self.optimizer.correct(version, code, [weights[i] for i in trained], state)
             by_index = dict(zip(trained, corrected))
-            self._corrected[version, code] = [by_index.get(i, w) for i, w in enumerate(weights)]
-        return self._corrected[version, code]
+            view = [by_index.get(i, w) for i, w in enumerate(weights)]
+            size = sum(x.nbytes for x, plain in zip(view, weights) if x is not plain)
+            self._corrected[version, code] = view, size
+            self._count_versions()
+        return self._corrected[version, code][0]
 
     def update(self, k: int) -> None:
         """Make update k."""
@@ -280,18 +293,25 @@ class StagePlayer:
         """Drop the versions that no later pass reads."""
         if len(self._versions) > 1 or self._corrected:
             self._drop(self._find_oldest())
-        self.count_views(len(self._versions) - 1 + len(self._corrected))
+        self._count_versions()
 
-    def count_views(self, views: int) -> None:
-        """Count the bytes of versions and corrected copies beside the newest weights."""
-        self.peak_bytes = max(self.peak_bytes, views * self._weight_bytes)
+    def _count_versions(self) -> None:
+        old = (len(self._versions) - 1) * (self.stepped_bytes + self._kept_state_bytes)
+        self.count_held(old + sum(size for _, size in self._corrected.values()))
+
+    def count_held(self, size: int) -> None:
+        """Count the bytes of versions and corrected copies beside the newest weights; what an
+        update or a pass holds while it runs does not count.
+        """
+        self.peak_bytes = max(self.peak_bytes, size)
 
     def _find_oldest(self) -> int:
         """Return the oldest version that a later pass reads."""
         needed = [int(r.backward.versions[0]) for r in self.replays.values()]
-        if self._following is None and self.newest_forward + 1 < self.work.schedule.microbatches:
-            self._following = self._plan.replay(self.newest_forward + 1, self._here)
-        if self._following is not None:
+        following = self.newest_forward + 1
+        if following < self.end:
+            if self._following is None:
+                self._following = self._plan.replay(following, self._here)
             needed.append(int(self._following.forward.versions[0]))
         return min(needed, default=self.version)
 
@@ -366,8 +386,13 @@ class Player:
             yield from actions
 
     def advance(self, cut: float, batches: int) -> None:
-        """Carry out the actions of slots before `cut` that belong to this many batches."""
+        """Carry out the actions of slots before `cut` that belong to this many batches; at an
+        infinite cut no more of them come before the pipeline begins anew.
+        """
         accumulate = self.work.schedule.accumulate
+        if cut == float("inf"):
+            for stage in self.stages:
+                stage.end = batches * accumulate
         while self.update < batches:
             action = next(self._row) if self._next_action is None else self._next_action
             self._next_action = action

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from ipu_pipe.backends.xla.devices import list_devices
 from ipu_pipe.backends.xla.player import Arrays, Player, StagePlayer, list_outputs
 from ipu_pipe.backends.xla.update import Numbers, step_stage
 from ipu_pipe.cut.graphs import StageGraphs, draw_masks
@@ -34,8 +35,10 @@ from ipu_pipe.model.batch import check_same_shapes, count_samples, list_tensors
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads, Timeline
+from ipu_pipe.text import list_some
 from ipu_pipe.update.apply import PLAIN, UpdateRules
-from ipu_pipe.update.rules import STEP, VELOCITY
+from ipu_pipe.update.optimizer import get_kind
+from ipu_pipe.update.rules import STEP, VELOCITY, select_rules
 
 # the stages of the same shape from which on a program a slot is the default
 FEWEST_EQUAL = 4
@@ -50,7 +53,7 @@ class GroupState(NamedTuple):
 
     `total`: the gradients of an update that is not complete, None if an update has one microbatch.
     `saved`: by row of the ring, (rows, n, ...). `inputs`, `gradients`: the messages from the
-    previous and the next stages that the next slot's passes take.
+    previous and the next stages that the next slot's passes take; stage 0 takes the host's.
     """
 
     weights: Arrays
@@ -62,7 +65,7 @@ class GroupState(NamedTuple):
     gradients: Arrays
 
 
-class Feed(NamedTuple):
+class SlotFeed(NamedTuple):
     """What the host gives a group of n stages in a slot.
 
     `does` (3, n): which stages run a forward, a backward, an update. `row`: the ring's row of this
@@ -103,45 +106,40 @@ def group_stages(stages: Sequence[StagePlayer]) -> list[list[StagePlayer]]:
     return groups
 
 
-def list_slot_faults(job: Job, stages: Sequence[StagePlayer]) -> list[str]:
+def list_slot_faults(job: Job) -> list[str]:
     """Return why a program a slot cannot run a job, one line each."""
     method = job.method
     reads = (method.forward_reads, method.backward_reads)
     is_dataflow = method.pipeline is Timeline.DATAFLOW and reads == (Reads.NEWEST, Reads.NEWEST)
-    devices = {stage.passes.device.id for stage in stages}
-    predicts = any(rule in PREDICTIONS for s in stages for rule in s.optimizer.list_rules(0))
-    is_adam = any(option.kind != "sgd" for s in stages for option in s.optimizer.options)
+    devices = len({device % len(list_devices(job.config.backend)) for device in job.placement})
+    rules = [rule.key for rule, _ in select_rules(job.config.method_settings(), method)]
+    kinds = {get_kind(job.full_optimizer, group) for group in job.full_optimizer.param_groups}
     faults = {
         f"method: {method.name}: must be one whose passes read the newest weights in a dataflow "
         "pipeline, such as pipelined_backprop or pipemare": not is_dataflow,
-        "warm_up: synchronous updates have another order": job.rules.switch > 0,
-        f"backend.devices: {len(devices)}: a program runs on one device": len(devices) > 1,
+        "method_args.warmup: synchronous updates have another order": job.rules.switch > 0,
+        f"backend.devices: {devices}: a program runs on one device": devices > 1,
         "log.trace: a program has no times of its actions: set log.trace=null": bool(
             job.traced_updates
         ),
-        "method_args: weights are predicted by the step of Adam": predicts and is_adam,
+        f"method_args.{list_some(rules)}: weights are predicted by the step of Adam": kinds
+        != {"sgd"}
+        and any(rule in PREDICTIONS for rule in rules),
     }
     return [f"backend.program: slot: {fault}" for fault, applies in faults.items() if applies]
 
 
 def chooses_slots(job: Job, stages: Sequence[StagePlayer]) -> bool:
-    """Return whether a job is run by a program a slot. Raise `BadInput` if that is asked for and
-    cannot be.
-
-    By default those are whose stages are mostly the same blocks without a convolution, of which
-    XLA's CPU makes slow ones of several stages.
+    """Return whether a job is run by a program a slot: if that was asked for, or by default if it
+    can be and most stages are the same blocks without a convolution, of several of which XLA's CPU
+    makes slow ones.
     """
     asked = job.config.backend.program
-    if asked == "action":
-        return False
-    faults = list_slot_faults(job, stages)
-    if asked == "slot" and faults:
-        raise BadInput(faults)
-    if faults:
-        return False
+    if asked is not None or list_slot_faults(job):
+        return asked == "slot"
     greatest = max(group_stages(stages), key=len)
     convolves = "convolution" in greatest[0].passes.graphs.forward.code
-    return asked == "slot" or (len(greatest) >= FEWEST_EQUAL and not convolves)
+    return len(greatest) >= FEWEST_EQUAL and not convolves
 
 
 # ---- the program
@@ -190,7 +188,8 @@ class Group:
         enter the first stage.
         """
         graphs = self.graphs
-        n = len(self.stages)
+        stages = self.stages
+        n = len(stages)
 
         def stack(arrays: Sequence[Any]) -> Any:
             return np.stack([np.asarray(x) for x in arrays])
@@ -198,26 +197,26 @@ class Group:
         def make_empty(like: Sequence[torch.Tensor], *leading: int) -> list[Any]:
             return [torch.zeros((*leading, *t.shape), dtype=t.dtype).numpy() for t in like]
 
-        weights = [stack(x) for x in zip(*(s.weights for s in self.stages))]
-        state = [stack(x) for x in zip(*(s.state for s in self.stages))]
-        states = zip(*(s.optimizer.states for s in self.stages))
+        weights = [stack(x) for x in zip(*(s.weights for s in stages))]
+        state = [stack(x) for x in zip(*(s.state for s in stages))]
+        states = zip(*(s.optimizer.states for s in stages))
         optimizer = [{key: stack([x[key] for x in row]) for key in row[0]} for row in states]
         trained = [weights[i] for i in self.passes.trained]
-        known = self.stages[0].known_gradients
+        known = stages[0].known_gradients
         return GroupState(
             weights,
             state,
             optimizer,
             [np.zeros_like(x) for x in trained] if self._accumulates else None,
             make_empty(graphs.saved, self.rows, n) if self.rows else [],
-            make_empty(inputs, n),
+            make_empty(inputs, n if stages[0].stage else n - 1),
             [np.stack([np.asarray(known[i])] * n) for i in graphs.gradients],
         )
 
     # ---- the parts of the program
 
     def run_forwards(
-        self, old: GroupState, feed: Feed, labels: Arrays
+        self, old: GroupState, feed: SlotFeed, labels: Arrays
     ) -> tuple[Any, Arrays, GroupState]:
         """Run a slot's forwards; return their outputs, what they leave and the state."""
 
@@ -245,7 +244,7 @@ class Group:
         return outputs, saved, old._replace(state=state)
 
     def run_backwards(
-        self, old: GroupState, feed: Feed, left: Arrays, saved: Arrays
+        self, old: GroupState, feed: SlotFeed, left: Arrays, saved: Arrays
     ) -> tuple[Any, GroupState]:
         """Run a slot's backwards and updates; return the gradients of the inputs and the state.
         `left`: what the slot's forwards have left; `saved`: what the backwards read, empty if it is
@@ -283,7 +282,7 @@ class Group:
             new = new._replace(total=_select(feed.does[2], zeros, gradients))
         return of_inputs, new
 
-    def _update(self, old: GroupState, feed: Feed, gradients: Arrays) -> GroupState:
+    def _update(self, old: GroupState, feed: SlotFeed, gradients: Arrays) -> GroupState:
         stepped = self.optimizer.stepped
         indices = [self.passes.trained[i] for i in stepped]
         if not indices:
@@ -371,8 +370,9 @@ def _play(
 ) -> Any:
     """Run one slot of all groups; return their states and the last stage's outputs."""
     states = list(states)
-    states[0] = states[0]._replace(inputs=[a.at[0].set(b) for a, b in zip(states[0].inputs, x)])
-    outputs = []
+    entering = [jnp.concatenate([a[None], b]) for a, b in zip(x, states[0].inputs)]
+    states[0] = states[0]._replace(inputs=entering)
+    outputs: list[Any] = []
     all_left = []
     for i, group in enumerate(groups):
         mine = [jnp.expand_dims(t, 0) for t in labels] if group.is_last else []
@@ -384,27 +384,26 @@ def _play(
         returned, states[i] = group.run_backwards(states[i], feeds[i], all_left[i], saved[i])
         of_inputs.append(dict(zip(group.graphs.differentiable, returned)))
     for i, group in enumerate(groups):
-        entering = outputs[i - 1] if i else states[i].inputs
-        inputs = [
-            jnp.concatenate([a[-1:], b[:-1]])
-            for a, b in zip(entering, outputs[i] if len(group.stages) > 1 else entering)
-        ]
+        # the first stage takes what comes from the stage before, which the host gives to stage 0
+        inputs = [a[-1:] for a in outputs[i - 1]] if i else [a[:0] for a in states[i].inputs]
+        if len(group.stages) > 1:
+            inputs = [jnp.concatenate([a, b[:-1]]) for a, b in zip(inputs, outputs[i])]
         gradients = states[i].gradients
         if not group.is_last:
             pairs = zip(group.graphs.gradients, gradients)
-            own, next_ = of_inputs[i], of_inputs[i + 1]
-            gradients = [_shift(own.get(j), next_.get(j), like) for j, like in pairs]
+            here, following = of_inputs[i], of_inputs[i + 1]
+            gradients = [_shift(here.get(j), following.get(j), like) for j, like in pairs]
         states[i] = states[i]._replace(inputs=inputs, gradients=gradients)
     return states, [x[-1] for x in outputs[-1]]
 
 
-def _shift(own: Any, following: Any, like: Any) -> Any:
+def _shift(here: Any, following: Any, like: Any) -> Any:
     """Return the gradients of n stages' outputs: of all but the last by the stages themselves, of
     the last by the next group's first stage; None is zeros.
     """
-    own = jnp.zeros_like(like) if own is None else own
+    here = jnp.zeros_like(like) if here is None else here
     last = jnp.zeros_like(like[-1:]) if following is None else following[:1]
-    return jnp.concatenate([own[1:], last])
+    return jnp.concatenate([here[1:], last])
 
 
 # ---- the host
@@ -427,7 +426,7 @@ class SlotPlayer(Player):
         self._first = work.microbatch
         self._entering = work.microbatch
         self._made = np.full(count, work.update)
-        self._first_slot = self._check_slots(work)
+        self._first_slot = self._find_first_slot(work)
         self._groups = [
             Group(group, work.accumulate, int(self._depths[group[0].stage]))
             for group in group_stages(stages)
@@ -450,7 +449,7 @@ class SlotPlayer(Player):
         self._settings: tuple[Any, ...] | None = None
         self._feeds: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
 
-    def _check_slots(self, work: Work) -> int:
+    def _find_first_slot(self, work: Work) -> int:
         """Return the first slot; assert that the schedule is the pipeline of this class."""
         schedule = work.schedule
         end = min(self._first + int(self._depths[0]) + 2, schedule.microbatches)
@@ -515,28 +514,28 @@ class SlotPlayer(Player):
         those of the slot before.
         """
         rules = self.work.rules
-        made = self._made
+        updates = self._made
         # the version that the forward of each stage's backward has read
         read = np.maximum(backward - self._depths, self._first)
         codes = (
-            rules.encode_forwards(made),
-            rules.encode_backwards(made, np.minimum(read // self.work.accumulate, made)),
+            rules.encode_forwards(updates),
+            rules.encode_backwards(updates, np.minimum(read // self.work.accumulate, updates)),
         )
-        eras = self._eras.list(made)
-        is_first = made == self.work.update
+        eras = self._eras.list(updates)
+        is_first = updates == self.work.update
         settings = (eras, *(code.tolist() for code in codes), is_first.tolist())
         if settings != self._settings:
             self._settings = settings
             self._feeds = [
                 (
-                    group.list_numbers(made),
-                    *(group.list_factors(i, code, made) for i, code in enumerate(codes)),
+                    group.list_numbers(updates),
+                    *(group.list_factors(i, code, updates) for i, code in enumerate(codes)),
                 )
                 for group in self._groups
             ]
             for group, (_, *factors) in zip(self._groups, self._feeds):
                 for stage in group.stages:
-                    stage.count_views(sum(map(bool, factors)))
+                    stage.count_held(sum(map(bool, factors)) * stage.stepped_bytes)
 
     def _feed(
         self,
@@ -547,11 +546,11 @@ class SlotPlayer(Player):
         numbers: Any,
         forward_factors: dict[str, Any],
         backward_factors: dict[str, Any],
-    ) -> Feed:
+    ) -> SlotFeed:
         """Return what a group gets in a slot."""
         here = group.here
         masks = self._draw_masks(group, forward, does[0]) if group.graphs.masks else []
-        return Feed(
+        return SlotFeed(
             does[:, here],
             np.int32(entering % max(group.rows, 1)),
             group.count_steps(numbers),
