@@ -9,6 +9,7 @@ masks arguments).
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, Callable, Mapping, Sequence
 
@@ -58,10 +59,10 @@ def _convert(dtype: torch.dtype | None) -> Any:
 
 def _list_axes(x: Any, dims: int | Sequence[int] | None) -> tuple[int, ...] | None:
     """Return dimensions as axes of an array; None for all, which an empty list means too."""
-    if dims is None:
+    if dims is None or x.ndim == 0:
         return None
     axes = [dims] if isinstance(dims, int) else dims
-    return tuple(axis % max(x.ndim, 1) for axis in axes) or None
+    return tuple(axis % x.ndim for axis in axes) or None
 
 
 # ---- elementwise
@@ -91,7 +92,16 @@ _enter_all(
     "Tensor",
     "Scalar",
 )
-_enter_all({"pow": jnp.power}, "Tensor_Scalar", "Tensor_Tensor", "Scalar")
+
+
+def _raise(x: Any, exponent: Any) -> Any:
+    # of -0 and -inf a root differs from the power
+    if isinstance(exponent, float) and abs(exponent) == 0.5:
+        return jnp.sqrt(x) if exponent > 0 else 1 / jnp.sqrt(x)
+    return jnp.power(x, exponent)
+
+
+_enter_all({"pow": _raise}, "Tensor_Scalar", "Tensor_Tensor", "Scalar")
 _enter_all(
     {
         "maximum": jnp.maximum,
@@ -106,7 +116,8 @@ _enter_all(
         "rsqrt": lambda x: 1 / jnp.sqrt(x),
         "neg": jnp.negative,
         "abs": jnp.abs,
-        "sign": jnp.sign,
+        # the sign of NaN is 0
+        "sign": lambda x: jnp.where(x != x, 0, jnp.sign(x)),
         "reciprocal": jnp.reciprocal,
         "sin": jnp.sin,
         "cos": jnp.cos,
@@ -120,8 +131,8 @@ _enter_all(
 
 
 @_enter("aten.clamp.default")
-def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
-    return jnp.clip(x, low, high)
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    return jnp.clip(x, min, max)
 
 
 @_enter("aten.where.self")
@@ -145,7 +156,8 @@ def _convolve(
     dilation: Sequence[int],
     groups: int,
 ) -> Any:
-    names = ("NCHW", "OIHW", "NCHW") if weight.ndim == 4 else ("NCH", "OIH", "NCH")
+    spatial = "DHW"[5 - weight.ndim :]
+    names = (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}")
     return lax.conv_general_dilated(
         x,
         weight,
@@ -213,63 +225,77 @@ def _var_mean(
     x: Any, dims: Any = None, correction: float | None = 1, keepdim: bool = False
 ) -> tuple[Any, Any]:
     axes = _list_axes(x, dims)
-    variance = jnp.var(x, axes, ddof=int(1 if correction is None else correction), keepdims=keepdim)
+    less: Any = 1 if correction is None else correction
+    variance = jnp.var(x, axes, ddof=less, keepdims=keepdim)
     return variance, jnp.mean(x, axes, keepdims=keepdim)
 
 
 @_enter("aten.argmax.default")
 def _argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    return jnp.argmax(x, dim, keepdims=keepdim)
+    return jnp.argmax(x, dim if x.ndim else None, keepdims=keepdim)
 
 
 @_enter("aten.any.default", "aten.any.dim", "aten.any.dims")
 def _any(x: Any, dims: Any = None, keepdim: bool = False) -> Any:
+    # here an empty list means no dimension
+    if dims == []:
+        return x.astype(jnp.bool_)
     return jnp.any(x, _list_axes(x, dims), keepdims=keepdim)
 
 
 @_enter("aten.max_pool2d_with_indices.default")
 def _max_pool(
-    x: Any, size: Any, stride: Any = (), padding: Any = (0, 0), *others: Any
+    x: Any,
+    size: Any,
+    stride: Any = (),
+    padding: Any = (0, 0),
+    dilation: Any = (1, 1),
+    ceil_mode: bool = False,
 ) -> tuple[Any, Any]:
     """Return the maxima and their indices in the flattened image; the first maximum counts."""
-    windows, places = _list_windows(x, size, stride or size, padding)
-    best = jnp.argmax(windows, axis=-1, keepdims=True)
-    places = jnp.broadcast_to(places, windows.shape)
+    height, width = x.shape[-2:]
+    settings = [(setting[0], setting[-1]) for setting in (size, stride or size, padding, dilation)]
+    counts = [
+        _count_windows(n, *setting, ceil_mode) for n, *setting in zip((height, width), *settings)
+    ]
+    rows, columns = (
+        np.arange(count)[:, None] * s + np.arange(k) * d - p
+        for count, k, s, p, d in zip(counts, *settings)
+    )
+    shape = (*counts, *settings[0])
+    row = np.broadcast_to(rows[:, None, :, None], shape).reshape(*counts, -1)
+    column = np.broadcast_to(columns[None, :, None, :], shape).reshape(*counts, -1)
+    is_inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    row = row.clip(0, height - 1)
+    column = column.clip(0, width - 1)
+    windows = x[..., row, column]  # (..., H', W', n)
+    best = jnp.argmax(jnp.where(is_inside, windows, -jnp.inf), axis=-1, keepdims=True)
+    places = jnp.broadcast_to(row * width + column, windows.shape)
     return (
         jnp.take_along_axis(windows, best, -1)[..., 0],
         jnp.take_along_axis(places, best, -1)[..., 0],
     )
 
 
-def _list_windows(x: Any, size: Any, stride: Any, padding: Any) -> tuple[Any, Any]:
-    """Return the elements of each window, (B, C, H', W', n), -inf outside the image, and their
-    indices in it, (H', W', n).
-    """
-    sizes = [size[0], size[-1]]
-    strides = [stride[0], stride[-1]]
-    pads = [padding[0], padding[-1]]
-    counts = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(x.shape[-2:], sizes, strides, pads)]
-    rows, columns = (
-        np.arange(count)[:, None] * s + np.arange(k) - p
-        for count, s, k, p in zip(counts, strides, sizes, pads)
-    )
-    row = np.broadcast_to(rows[:, None, :, None], (*counts, *sizes)).reshape(*counts, -1)
-    column = np.broadcast_to(columns[None, :, None, :], (*counts, *sizes)).reshape(*counts, -1)
-    height, width = x.shape[-2:]
-    is_inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-    windows = x[..., row.clip(0, height - 1), column.clip(0, width - 1)]
-    return jnp.where(is_inside, windows, -jnp.inf), row * width + column
+def _count_windows(
+    n: int, size: int, stride: int, padding: int, dilation: int, ceil_mode: bool
+) -> int:
+    """Return the number of windows along a dimension of n elements."""
+    rest = n + 2 * padding - dilation * (size - 1) - 1
+    if not ceil_mode:
+        return rest // stride + 1
+    count = -(-rest // stride) + 1
+    # a window that begins in the padding behind the image does not count
+    return count - ((count - 1) * stride >= n + padding)
 
 
 @_enter("aten.max_pool2d_with_indices_backward.default")
 def _differentiate_max_pool(gradient: Any, x: Any, *settings: Any) -> Any:
-    places = settings[-1]
-    positions = x.shape[-2] * x.shape[-1]
-    flat = jnp.zeros((*x.shape[:-2], positions), gradient.dtype)
-    batch, channel = np.ogrid[: x.shape[0], : x.shape[1]]
-    place = places.reshape(*x.shape[:2], -1)
-    at = flat.at[batch[..., None], channel[..., None], place]
-    return at.add(gradient.reshape(*x.shape[:2], -1)).reshape(x.shape)
+    images = math.prod(x.shape[:-2])
+    flat = jnp.zeros((images, x.shape[-2] * x.shape[-1]), gradient.dtype)
+    places = settings[-1].reshape(images, math.prod(gradient.shape[-2:]))
+    at = flat.at[np.arange(images)[:, None], places]
+    return at.add(gradient.reshape(places.shape)).reshape(x.shape)
 
 
 # ---- shapes
@@ -347,7 +373,7 @@ def _split(x: Any, size: int, dim: int = 0) -> list[Any]:
     count = x.shape[dim]
     return [
         lax.slice_in_dim(x, first, min(first + size, count), axis=dim)
-        for first in range(0, count, size)
+        for first in range(0, max(count, 1), size)
     ]
 
 
@@ -359,7 +385,8 @@ def _split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
 
 @_enter("aten.cat.default")
 def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
-    return jnp.concatenate(parts, dim)
+    # tensors of this shape alone may differ in their dimensions
+    return jnp.concatenate([part for part in parts if part.shape != (0,)], dim)
 
 
 @_enter("aten.constant_pad_nd.default")
@@ -421,15 +448,21 @@ def _embed(weight: Any, indices: Any, *others: Any) -> Any:
     return weight[indices]
 
 
+def _index_along(dim: int, indices: Any) -> tuple[Any, ...]:
+    """Return the place of each of the indices: they may cover a part of the other dimensions."""
+    places: list[Any] = list(np.ogrid[tuple(slice(n) for n in indices.shape)])
+    places[dim] = indices
+    return tuple(places)
+
+
 @_enter("aten.gather.default")
 def _gather(x: Any, dim: int, indices: Any, sparse_grad: bool = False) -> Any:
-    return jnp.take_along_axis(x, indices, dim)
+    return x.at[_index_along(dim, indices)].get(mode="fill")
 
 
 @_enter("aten.scatter.value")
 def _scatter(x: Any, dim: int, indices: Any, value: Any) -> Any:
-    values = jnp.asarray(value, x.dtype)
-    return jnp.put_along_axis(x, indices, values, axis=dim, inplace=False)
+    return x.at[_index_along(dim, indices)].set(value)
 
 
 def _index_at(indices: Sequence[Any]) -> tuple[Any, ...]:
@@ -443,6 +476,12 @@ def _index(x: Any, indices: Sequence[Any]) -> Any:
 
 @_enter("aten.index_put.default", "aten._unsafe_index_put.default")
 def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    if indices[-1].dtype == jnp.bool_:
+        # of one number, `list_missing` refuses others
+        mask = indices[-1]
+        behind = x.ndim - (len(indices) - 1) - mask.ndim
+        mask = mask.reshape(mask.shape + (1,) * behind)
+        return jnp.where(mask, x + values if accumulate else values, x)
     at = x.at[_index_at(indices)]
     return at.add(values) if accumulate else at.set(values)
 
@@ -454,19 +493,40 @@ def list_missing(graph: fx.GraphModule) -> list[str]:
     """List the operations of a graph that cannot be lowered, with the module that made each."""
     missing = []
     for node in graph.graph.nodes:
-        name = str(node.target)
-        is_transposed = (
-            name.startswith("aten.convolution") and node.args[-4 + ("backward" not in name)] is True
-        )
-        is_unknown = (
-            node.op == "call_function" and node.target is not operator.getitem and name not in TABLE
-        )
-        value = node.meta.get("val")
-        is_odd = isinstance(value, torch.Tensor) and value.dtype not in DTYPES
-        if is_unknown or is_transposed or is_odd:
-            what = f"{value.dtype} " if is_odd else "transposed " if is_transposed else ""
-            missing.append(f"{find_module(node)} ({what}{name})")
+        fault = _find_fault(node)
+        if fault is not None:
+            missing.append(f"{find_module(node)} ({fault}{node.target})")
     return list(dict.fromkeys(missing))
+
+
+def _find_fault(node: fx.Node) -> str | None:
+    """Return the reason that an operation cannot be lowered, '' if it is unknown, None if it can
+    be.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.dtype not in DTYPES:
+        return f"{value.dtype} "
+    if node.op != "call_function" or node.target is operator.getitem:
+        return None
+    name = str(node.target)
+    if name not in TABLE:
+        return ""
+    if name.startswith("aten.convolution") and node.args[-4 + ("backward" not in name)] is True:
+        return "transposed "
+    if "index" in name and _reads_mask(node):
+        return "truth values in "
+    return None
+
+
+def _reads_mask(node: fx.Node) -> bool:
+    """Return whether an operation has truth values as indices, and is not a write of one number."""
+    indices: Any = node.args[1]
+    *others, last = [None if index is None else index.meta["val"].dtype for index in indices]
+    masks = (torch.bool, torch.uint8)
+    if last == torch.bool and not any(others) and len(node.args) > 2:
+        values: Any = node.args[2]
+        return values.meta["val"].ndim > 0
+    return last in masks or any(dtype in masks for dtype in others)
 
 
 def lower(graph: fx.GraphModule) -> Callable[..., list[Any]]:
@@ -494,8 +554,9 @@ def lower(graph: fx.GraphModule) -> Callable[..., list[Any]]:
 
 def _call(node: fx.Node, args: Any, keywords: Any) -> Any:
     if node.target is operator.getitem:
-        return args[0][args[1]]
-    result = TABLE[str(node.target)](*args, **keywords)
+        result = args[0][args[1]]
+    else:
+        result = TABLE[str(node.target)](*args, **keywords)
     value = node.meta.get("val")
     # torch and jax promote types by different rules
     return result.astype(DTYPES[value.dtype]) if isinstance(value, torch.Tensor) else result
