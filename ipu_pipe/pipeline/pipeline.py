@@ -28,7 +28,7 @@ from torch import nn
 from ipu_pipe.backends.interface import POPTORCH_PREFIX, Engine, StepResult
 from ipu_pipe.backends.processes.agreement import compare_inputs
 from ipu_pipe.backends.processes.lost_ranks import CallRecord, LostRank
-from ipu_pipe.backends.ranks import are_joined, read_torch_version
+from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
@@ -39,6 +39,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.batch import count_samples, map_tensors
+from ipu_pipe.model.devices import read_autocast
 from ipu_pipe.model.modes import describe_modes, find_changed_mode
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import record_modes, restore_modes
@@ -1146,15 +1147,7 @@ def _select_model_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def _require_no_autocast(call: str) -> None:
     """Raise `RuntimeError` where passes would run in another precision than the pipeline's."""
-    # a device is an argument from torch 2.4 on; processes of earlier versions have no CUDA to cast
-    # for
-    takes_device = read_torch_version() >= (2, 4)
-    is_cast = (
-        any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        if takes_device
-        else torch.is_autocast_cpu_enabled()
-    )
-    if is_cast:
+    if any(is_cast for _, is_cast, _ in read_autocast()):
         raise RuntimeError(
             f'{call}: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead'
         )

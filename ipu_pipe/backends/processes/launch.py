@@ -39,6 +39,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault, raise_faults
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.launcher import Launch, announce_attempt, read_launch
+from ipu_pipe.model.devices import get_kind
 from ipu_pipe.text import list_some
 
 # seconds between two looks at the store
@@ -95,12 +96,14 @@ def join(config: Config, options: Mapping[str, object]) -> None:
         )
     limit = wait_limit(backend.deadline)
     store = wait_for_ranks(where, limit.total_seconds(), request)
-    if backend.device == "cuda":
+    kind = get_kind(backend.device)
+    if kind.is_cuda:
         # loading a kernel at its first use would wait for an idle GPU, but a posted receive keeps
         # the GPU busy
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         set_numerics(backend)
-        torch.cuda.set_device((where.local_rank or 0) % max(torch.cuda.device_count(), 1))
+    if kind.is_accelerator:
+        kind.set_current((where.local_rank or 0) % max(kind.count_devices(), 1))
     try:
         # torch waits for the store without a limit: if rank 0, which keeps it, is stopped, all
         # others would hang
