@@ -2,9 +2,11 @@
 
 A kind is the type of a torch.device: "cpu", "cuda", "xpu", "npu", "hpu", "tpu" and so on. torch has
 a module for each kind that it has here (torch.cuda, torch.xpu; an extension adds its own), with the
-same functions under the same names. A kind without one of them does without it: it pins no memory,
-has no clock of its own, or has no process group, and then the host does the work. All of this is
-read when it is asked for, so that naming a device starts none.
+same functions under the same names. From 2.6 on, torch.accelerator has them for the kind that it
+drives; it comes first, because an extension may keep its module for torch alone. A kind without one
+of the functions does without it: it pins no memory, has no clock of its own, or has no process
+group, and then the host does the work. All of this is read when it is asked for, so that naming a
+device starts none.
 
 Only "cpu" and "cuda" were ever run. What belongs to NVIDIA alone asks `DeviceKind.is_cuda`.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Iterable, Iterator, NamedTuple, Tuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Tuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,12 @@ import torch.distributed as dist
 HOSTS = ("cpu", "meta")
 # the kinds that torch or a known extension of it names; there may be others
 KNOWN_KINDS = ("cuda", "xpu", "npu", "hpu", "tpu", "mps", "mtia")
+# functions of a kind's module that torch.accelerator calls otherwise
+ACCELERATOR_NAMES = {
+    "current_device": "current_device_index",
+    "set_device": "set_device_index",
+    "mem_get_info": "get_memory_info",
+}
 # (kind, whether autocast is on for it, its dtype)
 Autocast = Tuple[str, bool, torch.dtype]
 
@@ -67,13 +75,28 @@ class DeviceKind(NamedTuple):
         """The module with the functions of this kind, such as torch.cuda; None without one."""
         return getattr(torch, self.name, None)
 
+    def find(self, function: str) -> Callable[..., Any] | None:
+        """Return a function of torch.accelerator if it drives this kind, else of the kind's module,
+        by the module's name for it; None without one.
+        """
+        if not self.is_accelerator:
+            return None
+        if not self.is_cuda and _drives(self.name):
+            name = ACCELERATOR_NAMES.get(function, function)
+            found: Any = getattr(torch.accelerator, name, None)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+        found = getattr(self.module, function, None)
+        return found if callable(found) else None
+
     def offers(self, function: str) -> bool:
-        """Tell whether the module of this kind has a function of this name."""
-        return self.is_accelerator and callable(getattr(self.module, function, None))
+        """Tell whether torch has a function of this name for this kind."""
+        return self.find(function) is not None
 
     def call(self, function: str, *args: Any, default: Any = None) -> Any:
-        """Call a function of the module if it has one, else return `default`."""
-        return getattr(self.module, function)(*args) if self.offers(function) else default
+        """Call a function if torch has it for this kind, else return `default`."""
+        found = self.find(function)
+        return default if found is None else found(*args)
 
     # ---- the devices
 
@@ -114,26 +137,33 @@ class DeviceKind(NamedTuple):
             if total is not None:
                 return int(total)
         # (free, all)
-        pair = self.call("mem_get_info", device)
+        pair = self._read_memory("mem_get_info", device)
         return None if pair is None else int(pair[1])
 
     def read_allocated_bytes(self, device: torch.device) -> int | None:
         """Return the bytes that tensors occupy on a device now; None if torch does not tell."""
-        return self._read_bytes("memory_allocated", device)
+        size = self._read_memory("memory_allocated", device)
+        return None if size is None else int(size)
 
     def read_peak_bytes(self, device: torch.device) -> int | None:
         """Return the most bytes that tensors occupied on a device since the process began or
         `reset_peak_bytes`; None if torch does not tell.
         """
-        return self._read_bytes("max_memory_allocated", device)
-
-    def _read_bytes(self, function: str, device: torch.device) -> int | None:
-        size = self.call(function, device)
+        size = self._read_memory("max_memory_allocated", device)
         return None if size is None else int(size)
 
     def reset_peak_bytes(self, device: torch.device) -> None:
         """Count the peak of a device's memory from now on."""
-        self.call("reset_peak_memory_stats", device)
+        self._read_memory("reset_peak_memory_stats", device)
+
+    def _read_memory(self, function: str, device: torch.device) -> Any:
+        """Call a function of a device's memory; None if it cannot tell."""
+        if self.is_cuda:
+            return self.call(function, device)
+        # torch.accelerator has the functions for devices whose allocator counts nothing, too
+        with contextlib.suppress(RuntimeError):
+            return self.call(function, device)
+        return None
 
     def pins_memory(self) -> bool:
         """Tell whether the host's memory can be pinned, so that copying it does not wait."""
@@ -151,7 +181,7 @@ class DeviceKind(NamedTuple):
         generators = getattr(self.module, "default_generators", None)
         if generators is not None:
             return [generators[index]]
-        if self.offers("get_rng_state") and self.offers("set_rng_state"):
+        if hasattr(self.module, "get_rng_state") and hasattr(self.module, "set_rng_state"):
             return [ModuleGenerator(self.module, index)]
         return []
 
@@ -159,7 +189,7 @@ class DeviceKind(NamedTuple):
 
     def has_events(self) -> bool:
         """Tell whether the device's streams have events that tell times."""
-        return self.offers("Event")
+        return self.is_accelerator and callable(getattr(self.module, "Event", None))
 
     def make_event(self) -> Any:
         """Return a new event that, once recorded, tells its time on the current stream."""
@@ -182,12 +212,22 @@ class DeviceKind(NamedTuple):
         return str(backend) if is_here(backend) else None
 
 
+def _find_accelerator() -> str:
+    """Return the kind that torch.accelerator drives; "" without one, and before torch 2.6."""
+    accelerator = getattr(torch, "accelerator", None)
+    current = None if accelerator is None else accelerator.current_accelerator()
+    return "" if current is None else str(current.type)
+
+
+def _drives(name: str) -> bool:
+    """Tell whether torch.accelerator drives this kind."""
+    return _find_accelerator() == name
+
+
 @functools.lru_cache(maxsize=None)
 def _can_pin(name: str) -> bool:
     """Tell whether torch pins memory for the accelerator that it has here, if that is `name`."""
-    accelerator = getattr(torch, "accelerator", None)
-    current = None if accelerator is None else accelerator.current_accelerator()
-    if current is None or current.type != name:
+    if not _drives(name):
         return False
     try:
         torch.zeros(1).pin_memory()
@@ -211,11 +251,8 @@ def list_accelerators() -> list[DeviceKind]:
     """Return the kinds of accelerators that torch has here, CUDA first; usually one or none."""
     names = [*KNOWN_KINDS]
     # an extension may give the kind of its own another name
-    names.append(torch._C._get_privateuse1_backend_name())
-    accelerator = getattr(torch, "accelerator", None)
-    current = None if accelerator is None else accelerator.current_accelerator()
-    names += [] if current is None else [current.type]
-    kinds = [DeviceKind(name) for name in dict.fromkeys(names)]
+    names += [torch._C._get_privateuse1_backend_name(), _find_accelerator()]
+    kinds = [DeviceKind(name) for name in dict.fromkeys(names) if name]
     return [kind for kind in kinds if kind.is_available()]
 
 
