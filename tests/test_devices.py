@@ -22,7 +22,7 @@ from ipu_pipe.backends.processes.trace import make_stream_clock
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware import measuring
-from ipu_pipe.model import devices
+from ipu_pipe.model import devices, flops
 from ipu_pipe.model.devices import (
     DeviceKind,
     find_kind,
@@ -490,3 +490,17 @@ def test_a_run_on_processes_checks_its_device_first(tmp_path: Path) -> None:
     done = run_on_xyz(TORCHRUN, TRAIN_PROGRAM, tmp_path, "backend.name=distributed", "stages=2")
     assert done.returncode != 0 and "error: backend." + REFUSAL in done.stderr
     assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+@pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 counts no FLOPs")
+def test_a_linear_layer_that_is_one_operation_counts_as_its_products() -> None:
+    """Story: a device with a kernel for linear layers had no FLOPs at all. `stages: 4` cut the model
+    elsewhere than on the CPU, and methods with old weights gave other numbers."""
+    formulas = flops.get_formulas()
+    x, w = torch.zeros(2, 5, 8), torch.zeros(3, 8)
+    y = functional.linear(x, w)
+    products = 2 * 2 * 5 * 8 * 3
+    assert formulas[torch.ops.aten.linear](x, w, None, out_val=y) == products
+    backward = formulas[torch.ops.aten.linear_backward]
+    for needed, count in (((True, True, False), 2), ((False, True, True), 1)):
+        assert backward(x, y, w, needed, out_val=None) == count * products
