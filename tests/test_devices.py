@@ -441,6 +441,8 @@ torch.utils.rename_privateuse1_backend("xyz")
 answers = {"is_available": True, "device_count": 2, "current_device": 0, "set_device": None, "synchronize": None}
 functions = {name: (lambda *args, answer=answer: answer) for name, answer in answers.items()}
 torch._register_device_module("xyz", types.SimpleNamespace(**functions))
+if hasattr(torch, "accelerator"):  # which drives devices of an extension in C++
+    torch.accelerator.current_accelerator = lambda *args, **keys: None
 """
 TRAIN_PROGRAM = """
 sys.argv = ["tools/train.py", "configs/mlp_digits.yaml", "--out", sys.argv[1], "--set", "backend.device=xyz", *sys.argv[2:]]
