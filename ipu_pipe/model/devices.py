@@ -8,7 +8,7 @@ of the functions does without it: it pins no memory, has no clock of its own, or
 group, and then the host does the work. All of this is read when it is asked for, so that naming a
 device starts none.
 
-Only "cpu" and "cuda" were ever run. What belongs to NVIDIA alone asks `DeviceKind.is_cuda`.
+Only "cpu" and "cuda" were ever run on hardware. What belongs to NVIDIA alone asks `DeviceKind.is_cuda`.
 """
 
 from __future__ import annotations
@@ -251,7 +251,8 @@ def list_accelerators() -> list[DeviceKind]:
     """Return the kinds of accelerators that torch has here, CUDA first; usually one or none."""
     names = [*KNOWN_KINDS]
     # an extension may give the kind of its own another name
-    names += [torch._C._get_privateuse1_backend_name(), _find_accelerator()]
+    get_own_name = getattr(torch._C, "_get_privateuse1_backend_name", lambda: "")
+    names += [get_own_name(), _find_accelerator()]
     kinds = [DeviceKind(name) for name in dict.fromkeys(names) if name]
     return [kind for kind in kinds if kind.is_available()]
 
