@@ -33,7 +33,7 @@ from ipu_pipe.model.devices import (
     read_autocast,
 )
 from ipu_pipe.pipeline import device_check
-from ipu_pipe.pipeline.device_check import check_device, check_new_device, require_device
+from ipu_pipe.pipeline.device_check import require_device, try_device, try_new_device
 from ipu_pipe.run.train import train
 from tests.support.runs import DIGITS, list_faults, needs_processes
 
@@ -266,18 +266,18 @@ def test_a_kind_that_is_here_is_taken(xyz: Module) -> None:
 
 def test_the_cpu_keeps_the_rule_and_its_random_numbers() -> None:
     before = torch.get_rng_state()
-    check_device(CPU)
+    try_device(CPU)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_cpu_and_cuda_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: List[str] = []
-    monkeypatch.setattr(device_check, "check_device", lambda device: checked.append(str(device)))
-    check_new_device.cache_clear()
+    monkeypatch.setattr(device_check, "try_device", lambda device: checked.append(str(device)))
+    try_new_device.cache_clear()
     for name in ("cpu", "cuda", "xpu", "xpu"):
-        check_new_device(name)
+        try_new_device(name)
     assert checked == ["xpu"]
-    check_new_device.cache_clear()
+    try_new_device.cache_clear()
 
 
 class Linear(torch.autograd.Function):
@@ -395,21 +395,21 @@ def test_a_device_that_reads_other_weights_is_refused(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(functional, "linear", device().linear)
-    (fault,) = list_faults(lambda: check_device(CPU))
+    (fault,) = list_faults(lambda: try_device(CPU))
     assert fault.startswith("backend.device: cpu: " + BROKEN[device][0])
     assert BROKEN[device][1] in fault and "at most" in fault and "\n" not in fault
 
 
 def test_a_device_that_fails_or_gives_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "linear", lambda x, w, b=None: x @ w.t() * float("nan"))
-    assert "differs from that of the CPU by nan" in list_faults(lambda: check_device(CPU))[0]
+    assert "differs from that of the CPU by nan" in list_faults(lambda: try_device(CPU))[0]
 
     def fail(*args: Any) -> None:
         raise NotImplementedError("no kernel")
 
     monkeypatch.setattr(functional, "conv2d", fail)
     monkeypatch.setattr(device_check, "OPERATIONS", device_check.OPERATIONS[1:])
-    (fault,) = list_faults(lambda: check_device(CPU))
+    (fault,) = list_faults(lambda: try_device(CPU))
     assert "a tiny pipeline does not train on it: NotImplementedError: no kernel" in fault
 
 
@@ -427,7 +427,7 @@ def test_training_does_not_depend_on_what_a_kernel_saves(
             monkeypatch.setattr(
                 functional, "linear", lambda x, w, b=None: linear(x, w) + b if b is not None else real(x, w)
             )  # fmt: skip
-            check_device(CPU)
+            try_device(CPU)
         sets = [f"method={method}", "steps=6", "precision=float64", "log.tensorboard=false"]
         report = train(load_config(DIGITS, sets), tmp_path / name, quiet=True)
         results.append(report["final"]["train_loss"])

@@ -89,7 +89,7 @@ DEVICES = ("cpu", "cuda")
 OTHER_DEVICES = ("xpu", "npu", "hpu", "tpu", "mps", "mtia")
 
 
-def check_device(value: Any) -> Any:
+def to_device_name(value: Any) -> Any:
     """Validate a kind of device. One that torch may have by an extension is any short word without
     another meaning; whether torch has it here is known only when torch is there.
     """
@@ -117,7 +117,9 @@ if TYPE_CHECKING:
     DeviceName = str
 else:
     DeviceName = Annotated[
-        Literal[DEVICES], WrapValidator(lambda value, _: check_device(value)), PlainSerializer(str)
+        Literal[DEVICES],
+        WrapValidator(lambda value, _: to_device_name(value)),
+        PlainSerializer(str),
     ]
 PathText = Annotated[str, BeforeValidator(check_path)]
 Count = Annotated[Integer, Field(ge=1, le=MOST_COUNT)]

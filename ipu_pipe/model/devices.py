@@ -8,7 +8,8 @@ of the functions does without it: it pins no memory, has no clock of its own, or
 group, and then the host does the work. All of this is read when it is asked for, so that naming a
 device starts none.
 
-Only "cpu" and "cuda" were ever run on hardware. What belongs to NVIDIA alone asks `DeviceKind.is_cuda`.
+Only "cpu" and "cuda" were ever run on hardware. What belongs to NVIDIA alone asks
+`DeviceKind.is_cuda`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ModuleGenerator:
         self._module.set_rng_state(state, self._index)
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the generator. The module seeds that of its current device, on which a run trains."""
+        """Seed the generator; the module seeds that of its current device, which trains."""
         self._module.manual_seed(seed)
 
 
@@ -83,11 +84,11 @@ class DeviceKind(NamedTuple):
             return None
         if not self.is_cuda and _drives(self.name):
             name = ACCELERATOR_NAMES.get(function, function)
-            found: Any = getattr(torch.accelerator, name, None)
-            if found is not None:
-                return found  # type: ignore[no-any-return]
-        found = getattr(self.module, function, None)
-        return found if callable(found) else None
+            of_accelerator: Callable[..., Any] | None = getattr(torch.accelerator, name, None)
+            if of_accelerator is not None:
+                return of_accelerator
+        of_module: Callable[..., Any] | None = getattr(self.module, function, None)
+        return of_module if callable(of_module) else None
 
     def offers(self, function: str) -> bool:
         """Tell whether torch has a function of this name for this kind."""
@@ -95,8 +96,8 @@ class DeviceKind(NamedTuple):
 
     def call(self, function: str, *args: Any, default: Any = None) -> Any:
         """Call a function if torch has it for this kind, else return `default`."""
-        found = self.find(function)
-        return default if found is None else found(*args)
+        here = self.find(function)
+        return default if here is None else here(*args)
 
     # ---- the devices
 
@@ -273,13 +274,13 @@ def fork_random(device: torch.device | None) -> Iterator[None]:
         with torch.random.fork_rng(devices=[device]):
             yield
         return
-    own = [] if device is None else kind.list_generators(device.index)
-    states = [generator.get_state() for generator in own]
+    generators = [] if device is None else kind.list_generators(device.index)
+    states = [generator.get_state() for generator in generators]
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            for generator, state in zip(own, states):
+            for generator, state in zip(generators, states):
                 generator.set_state(state)
 
 

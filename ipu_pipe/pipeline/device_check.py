@@ -3,12 +3,15 @@
 A pipeline writes weights behind autograd's back (`ipu_pipe.replay.weights`), and must find on every
 device what it finds on the CPU:
 
-    swapping      p.data = other        a forward after it reads `other`. A backward reads the weights of its forward,
-                                        which were put back before it: so it does not matter whether its kernel has
-                                        saved the parameter or the old tensor (on the CPU some save one, some the other)
-    overwriting   p.data.copy_(other)   a forward and a backward after it read `other`, that of an earlier forward too
+    swapping      p.data = other        a forward after it reads `other`; a backward reads the
+                                        weights of its forward, which were put back before it
+    overwriting   p.data.copy_(other)   a forward and a backward after it read `other`, that of
+                                        an earlier forward too
 
-`check_device` tries both on single operations, in the order in which a process runs passes, and
+So it does not matter whether a kernel saves the parameter or the tensor that it had: on the CPU a
+linear layer saves the tensor, and a convolution the parameter.
+
+`try_device` tries both on single operations, in the order in which a process runs passes, and
 trains a tiny model of four stages on the emulator. What they must give is computed on the CPU with
 new tensors for every pass, where nothing is ever written. The operations have whole numbers, which
 any arithmetic adds up exactly.
@@ -17,7 +20,7 @@ any arithmetic adds up exactly.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -44,8 +47,6 @@ from ipu_pipe.update.optimizer import make_groups
 MOST_DIFFERENCE = 1e-5
 # of trained weights, as a share of how far they moved, in float32
 MOST_SHARE = 1e-4
-# (pass, microbatch, the version of the weights that it reads); U makes the next version
-Step = Tuple[str, int, int]
 Weights = List[torch.Tensor]
 
 
@@ -65,18 +66,18 @@ def require_device(name: str) -> DeviceKind:
 
 
 @functools.lru_cache(maxsize=None)
-def check_new_device(name: str) -> None:
-    """Check a device on which this library was never run, once in a process; see `check_device`."""
+def try_new_device(name: str) -> None:
+    """Check a device on which this library was never run, once in a process; see `try_device`."""
     kind = get_kind(name)
     if kind.is_accelerator and not kind.is_cuda:
-        check_device(torch.device(name))
+        try_device(torch.device(name))
 
 
-def check_device(device: torch.device) -> None:
+def try_device(device: torch.device) -> None:
     """Raise `BadInput` unless passes on a device read the weights that a pipeline gives them."""
     try:
         with fork_random(device):
-            fault = next(_find_faults(device), "")
+            fault = next(_find_deviations(device), "")
     # an operation that the device lacks may raise anything
     except Exception as error:
         fault = f"a tiny pipeline does not train on it: {summarize(error)}"
@@ -84,7 +85,7 @@ def check_device(device: torch.device) -> None:
         raise BadInput(f"backend.device: {device.type}: {fault}")
 
 
-def _find_faults(device: torch.device) -> Iterator[str]:
+def _find_deviations(device: torch.device) -> Iterator[str]:
     """Yield what is wrong with a device, the plainest fault first."""
     for trick in TRICKS:
         for operation in OPERATIONS:
@@ -109,12 +110,13 @@ class Operation(NamedTuple):
 
 class Trick(NamedTuple):
     """A way to put weights into parameters: the store that does it, and passes in the order of a
-    process with microbatches in flight.
+    process with microbatches in flight. "B1:2" is the backward of microbatch 1, which reads version
+    2 of the weights; "U" makes the next version.
     """
 
     name: str
     store: Any
-    steps: Sequence[Step]
+    steps: str
 
 
 # looked up when it runs, as a module does
@@ -127,14 +129,12 @@ TRICKS = (
     Trick(
         "swapping weights (p.data = other)",
         SwappingStore,
-        [("F", 0, 0), ("U", 0, 0), ("F", 1, 1), ("B", 0, 0), ("F", 2, 1)]
-        + [("B", 1, 1), ("U", 1, 1), ("F", 3, 2), ("B", 2, 1), ("B", 3, 2)],
+        "F0:0 U F1:1 B0:0 F2:1 B1:1 U F3:2 B2:1 B3:2",
     ),
     Trick(
         "overwriting weights (p.data.copy_(other))",
         OverwritingStore,
-        [("F", 0, 0), ("U", 0, 0), ("F", 1, 0), ("B", 0, 1), ("F", 2, 1)]
-        + [("U", 1, 1), ("F", 3, 1), ("B", 1, 2), ("B", 2, 2), ("B", 3, 2)],
+        "F0:0 U F1:0 B0:1 F2:1 U F3:1 B1:2 B2:2 B3:2",
     ),
 )
 MICROBATCHES = 4
@@ -155,18 +155,21 @@ def _try_trick(trick: Trick, operation: Operation, device: torch.device) -> Iter
     store = trick.store([[parameter]], [0])
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     in_flight: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for kind, m, version in trick.steps:
-        if kind == "U":
+    newest = 0
+    for step in trick.steps.split():
+        if step == "U":
             store.stash_before_update([{PLAIN}])
-            parameter.grad = (versions[version] - versions[version + 1]).to(device)
+            parameter.grad = (versions[newest] - versions[newest + 1]).to(device)
             with keep_version_counters([parameter]):
                 optimizer.step()
+            newest += 1
             continue
+        m, version = (int(number) for number in step[1:].split(":"))
         store.load(Views(np.array([version]), np.array([PLAIN])))
         x = inputs[m].to(device, copy=True).requires_grad_()
         expected, of_x, of_w = _run_alone(operation, inputs[m], versions[version])
         place = f"{operation.name}, after {trick.name}"
-        if kind == "F":
+        if step[0] == "F":
             in_flight[m] = (x, operation.run(x, parameter))
             rule = "a forward must read the weights that the parameter holds"
             yield from _compare(in_flight[m][1], expected, f"{place}: the forward", rule)
