@@ -63,7 +63,7 @@ WRONG_VALUES = [
     "seed: 9223372036854775808", "steps: 2147483648", "method: 3", "method: pipdream", "hardware: pod61", "hardware: 3",
     "stages: 2147483648", "stages: lots", "stages: []", "extends: none.yaml", "extends: x.yaml",
     "extends: 3", "extends: .", "extends: loop.yaml", "log.trace_microbatches: 64", "log.trace: 3", "log.tensorboard: no",
-    "backend.deadline: 0", "backend.device: tpu", "backend.threads: 100000", "clip.norm: 0",
+    "backend.deadline: 0", "backend.device: gpu", "backend.threads: 100000", "clip.norm: 0",
     "optimizer: 3", "optimizer.lrr: 0.1", "optimizer.learning_rate: 0.1", "optimizer.lr: fast", "optimizer.lr: true",
     "optimizer.momentum: 1", "optimizer.nesterov: true", "optimizer.no_decay: 3", "optimizer.no_decay: [1, 2]",
     "lr_schedule.milestones: 3", "method_args.turn: 2", "method_args.turn: true", "method_args.schedule: gpipe",

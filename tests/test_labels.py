@@ -73,7 +73,7 @@ def test_the_check_synchronizes_with_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
     """A CUDA kernel reports an error only when the host synchronizes."""
 
     class Faulty(torch.Tensor):
-        is_cuda = True
+        device = torch.device("cuda", 0)  # type: ignore[assignment]
 
     def fail() -> None:
         raise RuntimeError("device-side assert triggered")

@@ -15,7 +15,11 @@ import pytest
 import torch
 
 from ipu_pipe.backends.interface import Report
-from ipu_pipe.backends.processes.trace import StreamClock, TraceRecorder
+from ipu_pipe.backends.processes.trace import (
+    StreamClock,
+    TraceRecorder,
+    make_stream_clock,
+)
 from ipu_pipe.errors import end_process
 from ipu_pipe.trace.events import (
     KINDS,
@@ -361,7 +365,7 @@ def test_events_of_a_gpu_have_the_times_of_its_stream() -> None:
 
 @pytest.mark.gpu
 def test_marks_of_a_gpu() -> None:
-    clock = StreamClock()
+    clock = make_stream_clock(torch.device("cuda"))
     recorder = TraceRecorder(0, 0, range(9), clock)
     recorder.begin_update(0)
     a = torch.randn(4096, 4096, device="cuda")

@@ -58,8 +58,7 @@ VALUES: Dict[str, Dict[str, Sequence[str]]] = {
         "nccl": ["distributed"], "gloo": ["distributed"], "ipu": ["poptorch"], "Emulator": ["emulator"],
         "emulater": ["emulator"], "tpu": ["xla"], "mps": [],
     },
-    "backend.device": {"gpu": ["cuda"], "CUDA": ["cuda"], "cuda:1": ["cuda"], "ipu": ["backend.name=poptorch"],
-        "tpu": ["backend.name=xla"]},
+    "backend.device": {"gpu": ["cuda"], "CUDA": ["cuda"], "cuda:1": ["cuda"], "ipu": ["backend.name=poptorch"]},
     "precision": {
         "fp16": ["bfloat16_mixed"], "half": ["bfloat16_mixed"], "16": ["bfloat16_mixed"], "bf16": ["bfloat16"],
         "BF16": ["bfloat16"], "bf16-mixed": ["bfloat16_mixed"], "fp32": ["float32"], "float": ["float32"],

@@ -30,9 +30,10 @@ from ipu_pipe.files import write_text
     ),
     option(
         "--device",
-        choices=("cpu", "cuda"),
         default="cpu",
-        help="device: cpu (each device is a process) or cuda (not tested on a GPU)",
+        metavar="KIND",
+        help="device: cpu (each device is a process), or cuda or another kind that torch has here "
+        "(not tested on any)",
     ),
     option(
         "--seconds",
@@ -61,13 +62,15 @@ def main(args: argparse.Namespace) -> None:
     )
 
     # import after parsing, because --help must not wait for torch
-    import torch
-
     from ipu_pipe.config.load import dump_yaml
     from ipu_pipe.hardware.measuring import measure
+    from ipu_pipe.model.devices import get_kind, list_accelerators
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise BadInput("--device: cuda: this PyTorch finds no GPU: must be cpu")
+    kind = get_kind(args.device)
+    if not kind.is_available():
+        what = "GPU" if kind.is_cuda else "such device"
+        known = " or ".join(["cpu", *(one.name for one in list_accelerators())])
+        raise BadInput(f"--device: {args.device}: this PyTorch finds no {what}: must be {known}")
     text = dump_yaml(measure(args.threads, args.device, args.seconds))
     with guard_writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from ipu_pipe.config.values import (
     MOST_STAGES,
     Case,
     Count,
+    DeviceName,
     Seconds,
     Section,
     Seed,
@@ -48,8 +49,9 @@ def import_outer(key: str) -> Any:
 
 class BackendConfig(Section):
     """Where a run computes. `name`: on the emulator, on processes, on IPUs, or on XLA devices. `device`: the kind
-    of device (poptorch has its own). `threads`: of PyTorch on the CPU; null: PyTorch's default.
-    `deadline`: seconds that one of several processes waits for another before it gives up.
+    of device: cpu, cuda, or any other that torch has here, such as xpu or npu, see
+    docs/accelerators.md (poptorch has its own). `threads`: of PyTorch on the CPU; null:
+    PyTorch's default. `deadline`: seconds that one of several processes waits for another before it gives up.
     `deterministic`, `tf32`: for GPUs alone, see ipu_pipe.job.numerics. `platform`, `devices`: for
     xla alone: XLA's platform, cpu by default, and how many of its devices, see
     docs/accelerators.md; null: all. `program`: for xla alone, what one compiled program holds: an
@@ -58,7 +60,7 @@ class BackendConfig(Section):
     """
 
     name: Literal["emulator", "distributed", "poptorch", "xla"] = "emulator"
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceName = "cpu"
     threads: Optional[Threads] = None
     deadline: Seconds = 300.0
     deterministic: StrictBool = True
@@ -98,8 +100,9 @@ class BackendConfig(Section):
         yield Case(self.devices is not None and is_other, "devices", why)
         yield Case(self.program is not None and is_other, "program", why)
         why = f"belongs to backend.device cuda, not {self.device}: leave it out"
-        yield Case(self.device != "cuda" and not self.deterministic, "deterministic", why)
-        yield Case(self.device != "cuda" and self.tf32, "tf32", why)
+        is_other = self.device != "cuda"
+        yield Case(is_other and not self.deterministic, "deterministic", why)
+        yield Case(is_other and self.tf32, "tf32", why)
 
     @property
     def facts(self) -> BackendFacts:

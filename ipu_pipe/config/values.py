@@ -5,12 +5,24 @@ wait for it.
 from __future__ import annotations
 
 import math
+import re
 from operator import attrgetter
-from typing import Any, Iterable, NamedTuple, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Iterable, NamedTuple, Optional, TypeVar, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    Strict,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
-from typing_extensions import Annotated
+from typing_extensions import Annotated, Literal
+
+from ipu_pipe.text import ALSO_CALLED, find_nearest
 
 # Limits of numbers that have none of their own. A larger one is a slip, and would not end: a run is
 # planned before it starts, in time and memory that grow with its stages and with the updates
@@ -71,6 +83,24 @@ def check_path(value: Any) -> Any:
     return value
 
 
+# the kinds of devices that every torch has, and those whose names mean something else too, or are
+# similar to one
+DEVICES = ("cpu", "cuda")
+OTHER_DEVICES = ("xpu", "npu", "hpu", "tpu", "mps", "mtia")
+
+
+def to_device_name(value: Any) -> Any:
+    """Validate a kind of device. One that torch may have by an extension is any short word without
+    another meaning; whether torch has it here is known only when torch is there.
+    """
+    known = (*DEVICES, *OTHER_DEVICES)
+    is_word = isinstance(value, str) and re.fullmatch("[a-z][a-z0-9_]{1,31}", value) is not None
+    if is_word and (value in known or not (value in ALSO_CALLED or find_nearest(value, known))):
+        return value
+    why = "Input should be 'cpu', 'cuda' or another kind of device that torch has"
+    raise PydanticCustomError("literal_error", why)
+
+
 def key_fault(key: str, value: Any, why: str) -> PydanticCustomError:
     """Return the fault of one key in a section whose keys do not fit together."""
     return PydanticCustomError("setting", "{why}", {"key": key, "value": value, "why": why})
@@ -82,6 +112,15 @@ PRESENT: Any = object()
 Integer = Annotated[int, Strict()]
 # used together with the limits of a float
 NUMBER = BeforeValidator(check_number)
+# a kind of device; `Literal` names what a wrong one may mean
+if TYPE_CHECKING:
+    DeviceName = str
+else:
+    DeviceName = Annotated[
+        Literal[DEVICES],
+        WrapValidator(lambda value, _: to_device_name(value)),
+        PlainSerializer(str),
+    ]
 PathText = Annotated[str, BeforeValidator(check_path)]
 Count = Annotated[Integer, Field(ge=1, le=MOST_COUNT)]
 Updates = Annotated[Integer, Field(ge=1, le=MOST_UPDATES)]

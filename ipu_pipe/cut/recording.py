@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import call_model, flatten_tensors, list_leaves, list_tensors
+from ipu_pipe.model.devices import read_autocast
 from ipu_pipe.model.observation import get_storage, join_name, list_ancestors
 from ipu_pipe.model.precision import enter_model_autocast
 from ipu_pipe.model.watching import FunctionWatch, OperationWatch
@@ -176,7 +177,7 @@ class Recorder:
         self._cut_modules = {id(model.get_submodule(name)) for name in list_cut_modules(begins)}
         self._names = {id(module): name for name, module in model.named_modules()}
         with enter_model_autocast(model):
-            self._base = torch.is_grad_enabled(), _read_autocast()
+            self._base = torch.is_grad_enabled(), read_autocast()
         # the running modules around cuts, the innermost last
         self._running: list[str] = []
         # the running call: its name, the depth of modules inside it (0 between calls), and the
@@ -342,7 +343,7 @@ class Recorder:
                 )
         grad, (base_grad, base) = torch.is_grad_enabled(), self._base
         autocast = tuple(
-            setting for setting, usual in zip(_read_autocast(), base) if setting != usual
+            setting for setting, usual in zip(read_autocast(), base) if setting != usual
         )
         state = AutogradState(None if grad == base_grad else grad, autocast)
         call = RecordedCall(
@@ -427,16 +428,6 @@ class Recorder:
                 constants.update(values)
         recording.output = insert_constants(output_template)
         return recording
-
-
-def _read_autocast() -> tuple[tuple[str, bool, Any], ...]:
-    if hasattr(torch, "get_autocast_dtype"):
-        devices = ("cpu", "cuda")
-        return tuple(
-            (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
-        )
-    cpu = ("cpu", torch.is_autocast_cpu_enabled(), torch.get_autocast_cpu_dtype())
-    return (cpu, ("cuda", torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()))
 
 
 @functools.lru_cache(maxsize=None)

@@ -21,6 +21,7 @@ from ipu_pipe.cut.crossing import get_memory_order, invert_order
 from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors
+from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import ForwardEffects, has_equal_values, observe_effects
 from ipu_pipe.model.precision import is_cast
@@ -69,7 +70,11 @@ def verify_pieces(model: nn.Module, pieces: Sequence[Piece], x: Any) -> Training
             varying = [label for label in differing if label in unstable]
             differing = [label for label in differing if label not in unstable]
             is_output = bool(varying) and varying[0].startswith(("output", "result"))
-            if is_output and not differing and not flatten_tensors(x)[0].is_cuda:
+            if (
+                is_output
+                and not differing
+                and not get_kind(flatten_tensors(x)[0].device).is_accelerator
+            ):
                 why = (
                     "something draws random numbers from a generator of its own, which no seed "
                     "of a microbatch reaches"

@@ -25,7 +25,7 @@ from typing_extensions import Annotated, Literal
 from ipu_pipe.config import values
 from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.load import Origins, note_origin, read_yaml
-from ipu_pipe.config.values import MOST_REAL, MOST_SECONDS, NUMBER, Case, Count, Section
+from ipu_pipe.config.values import MOST_REAL, MOST_SECONDS, NUMBER, Case, Count, DeviceName, Section
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.schedule.clock import Transfer
@@ -171,7 +171,7 @@ class Machine(Section):
     """
 
     name: Text
-    device: Literal["cpu", "cuda"]
+    device: DeviceName
     threads: Count = 1
 
 

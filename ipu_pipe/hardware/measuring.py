@@ -33,6 +33,7 @@ from torch.utils.benchmark import Timer
 
 from ipu_pipe.errors import RunFault
 from ipu_pipe.launcher import end_with
+from ipu_pipe.model.devices import DeviceKind, get_kind
 
 SHORT_BYTES = 4
 LONG_BYTES = 2**22
@@ -52,10 +53,8 @@ class Sizes(NamedTuple):
     images: int
 
 
-SIZES = {
-    "cpu": Sizes(("float32", "float64", "bfloat16"), 2**26, 256, 2),
-    "cuda": Sizes(("float32", "float64", "bfloat16", "float16"), 2**28, 4096, 256),
-}
+CPU_SIZES = Sizes(("float32", "float64", "bfloat16"), 2**26, 256, 2)
+GPU_SIZES = Sizes(("float32", "float64", "bfloat16", "float16"), 2**28, 4096, 256)
 
 
 def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> dict[str, Any]:
@@ -64,9 +63,9 @@ def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> dict[str
 
     Each figure takes at least `seconds`. Raise `RunFault` if a process fails.
     """
-    devices = (
-        torch.cuda.device_count() if device == "cuda" else max(1, (os.cpu_count() or 1) // threads)
-    )
+    kind = get_kind(device)
+    here = max(1, (os.cpu_count() or 1) // threads)
+    devices = kind.count_devices() if kind.is_accelerator else here
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         arguments = (folder, os.getpid(), threads, device, devices > 1, seconds)
@@ -103,9 +102,11 @@ def describe(
         }
         for name, pair in figures["rates"].items()
     }
-    devices_text = (
-        f"{devices} GPUs" if device == "cuda" else f"{devices} processes of {threads} threads each"
-    )
+    kind = get_kind(device)
+    plural = "GPUs" if kind.is_cuda else f"{device} devices"
+    devices_text = f"{devices} processes of {threads} threads each"
+    if kind.is_accelerator:
+        devices_text = f"{devices} {plural}"
     link = {
         "bandwidth": make_figure(figures["bandwidth"]),
         "latency": make_figure(figures["latency"]),
@@ -120,7 +121,7 @@ def describe(
             "memory_bandwidth": make_figure(figures["copied"]),
             "rates": rates,
         },
-        "links": [{"name": "copies between GPUs" if device == "cuda" else "gloo", **link}],
+        "links": [{"name": f"copies between {plural}" if kind.is_accelerator else "gloo", **link}],
     }
 
 
@@ -143,21 +144,19 @@ def _run_process(
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-    torch_device = (
-        torch.device(device, rank % torch.cuda.device_count())
-        if device == "cuda"
-        else torch.device("cpu")
-    )
-    if device == "cuda":
-        # torch's Timer synchronizes the current GPU only
-        torch.cuda.set_device(torch_device)
+    torch_device = torch.device(device)
+    kind = get_kind(device)
+    if kind.is_accelerator:
+        torch_device = torch.device(device, rank % kind.count_devices())
+        # a timer synchronizes the current device only
+        kind.set_current(torch_device)
     figures = _time_computing(torch_device, seconds) if rank == 0 or compute_together else None
     dist.barrier()
     link: dict[str, float] = {}
     if device == "cpu" or not compute_together:
         link = _time_gloo(rank, seconds)
     elif rank == 0:
-        link = _time_gpu_copies(seconds)
+        link = _time_copies(device, seconds)
     figures_by_rank: list[Any] = [None, None]
     dist.all_gather_object(figures_by_rank, figures)
     if rank == 0:
@@ -183,17 +182,30 @@ def average(figures_by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _count_memory(torch_device: torch.device) -> int:
-    """Return the bytes of memory of a GPU, or of the machine."""
-    if torch_device.type == "cuda":
-        return int(torch.cuda.get_device_properties(torch_device).total_memory)
+    """Return the bytes of memory of a GPU, or of the machine if torch does not tell."""
+    size = get_kind(torch_device).count_memory(torch_device)
+    if size is not None:
+        return size
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def time_median(work: Callable[[], Any], seconds: float) -> float:
+def time_median(
+    work: Callable[[], Any], seconds: float, device: torch.device | None = None
+) -> float:
     """Return the median seconds of `work`, repeated for `seconds` after a warm-up; wait for a GPU
     to end each.
     """
-    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    kind = DeviceKind("cpu") if device is None else get_kind(device)
+
+    def read_clock() -> float:
+        kind.synchronize()
+        return time.perf_counter()
+
+    threads = torch.get_num_threads()
+    timer = Timer("work()", globals={"work": work}, num_threads=threads)
+    # the default clock waits for CUDA, and only in newer versions for others
+    if kind.is_accelerator and not kind.is_cuda:
+        timer = Timer("work()", timer=read_clock, globals={"work": work}, num_threads=threads)
     return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 
@@ -201,7 +213,7 @@ def _time_computing(torch_device: torch.device, seconds: float) -> dict[str, Any
     """Return FLOP/s in each arithmetic that has products and convolutions here, and bytes copied
     per second.
     """
-    sizes = SIZES[torch_device.type]
+    sizes = GPU_SIZES if get_kind(torch_device).is_accelerator else CPU_SIZES
     rates = {}
     for name in sizes.arithmetic:
         with contextlib.suppress(RuntimeError):
@@ -210,7 +222,7 @@ def _time_computing(torch_device: torch.device, seconds: float) -> dict[str, Any
     b = torch.empty_like(a)
     return {
         "rates": rates,
-        "copied": 2 * sizes.copied_bytes / time_median(lambda: b.copy_(a), seconds),
+        "copied": 2 * sizes.copied_bytes / time_median(lambda: b.copy_(a), seconds, torch_device),
     }
 
 
@@ -221,8 +233,10 @@ def _time_products(
     a = torch.ones(sizes.rows, sizes.rows, dtype=dtype, device=torch_device)
     x = torch.ones(sizes.images, 64, 28, 28, dtype=dtype, device=torch_device)
     kernel = torch.ones(64, 64, 3, 3, dtype=dtype, device=torch_device)
-    product = 2 * sizes.rows**3 / time_median(lambda: a @ a, seconds)
-    convolution = time_median(lambda: torch.nn.functional.conv2d(x, kernel, padding=1), seconds)
+    product = 2 * sizes.rows**3 / time_median(lambda: a @ a, seconds, torch_device)
+    convolution = time_median(
+        lambda: torch.nn.functional.conv2d(x, kernel, padding=1), seconds, torch_device
+    )
     return [product, 2 * x.numel() * 64 * 9 / convolution]
 
 
@@ -243,12 +257,12 @@ def _time_gloo(rank: int, seconds: float) -> dict[str, float]:
     return split_latency(*seconds_by_size)
 
 
-def _time_gpu_copies(seconds: float) -> dict[str, float]:
-    """Return latency and bandwidth of copies between two GPUs."""
+def _time_copies(device: str, seconds: float) -> dict[str, float]:
+    """Return latency and bandwidth of copies between two devices of a kind."""
     seconds_by_size = []
     for size in (SHORT_BYTES, LONG_BYTES):
-        a, b = (torch.ones(size // 4, device=torch.device("cuda", index)) for index in range(2))
-        seconds_by_size.append(time_median(lambda a=a, b=b: b.copy_(a), seconds))  # type: ignore[misc]
+        a, b = (torch.ones(size // 4, device=torch.device(device, index)) for index in range(2))
+        seconds_by_size.append(time_median(lambda a=a, b=b: b.copy_(a), seconds, b.device))  # type: ignore[misc]
     return split_latency(*seconds_by_size)
 
 

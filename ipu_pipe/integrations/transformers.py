@@ -246,8 +246,8 @@ class PipelineTrainer(Trainer):
             handler.optimizer,
             handler.lr_scheduler,
         )
-        device = "cuda" if self.args.device.type == "cuda" else "cpu"
-        backend = {"name": "distributed" if is_distributed() else "emulator", "device": device}
+        name = "distributed" if is_distributed() else "emulator"
+        backend = {"name": name, "device": self.args.device.type}
         self._settings = {**pipeline, "backend": {**backend, **pipeline.get("backend", {})}}
         raise_faults(self._list_faults())
         self._config = self._configure()

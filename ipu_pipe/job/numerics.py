@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ipu_pipe.config.schema import BackendConfig
+from ipu_pipe.model.devices import get_kind
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 # workspaces with which cuBLAS is deterministic, according to its manual
@@ -28,7 +29,7 @@ def set_numerics(backend: BackendConfig) -> None:
     """Set the numerics of `backend` if it trains on a GPU; torch warns if an operation has no
     deterministic kernel.
     """
-    if backend.device != "cuda":
+    if not get_kind(backend.device).is_cuda:
         return
     if backend.deterministic and os.environ.get(CUBLAS) not in REPEATABLE:
         # cuBLAS reads it at its first use
@@ -46,7 +47,7 @@ def set_numerics(backend: BackendConfig) -> None:
 
 def record_numerics(backend: BackendConfig) -> dict[str, Any] | None:
     """Return the present settings for the run's record, None if no GPU trains."""
-    if backend.device != "cuda":
+    if not get_kind(backend.device).is_cuda:
         return None
     return {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),

@@ -22,6 +22,7 @@ from ipu_pipe.errors import RunFault
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import Metric
 from ipu_pipe.model.batch import map_tensors, require_tensors
+from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.loss import LabelRange, Labels, Loss, LossWeight, OwnLoss, get_labels
 from ipu_pipe.model.observation import ForwardEffects, Observation
 from ipu_pipe.model.precision import ModelPrecision
@@ -143,7 +144,7 @@ class Setup:
         # the CPU's loss checks labels itself, a GPU's kernel aborts
         if (
             self.label_range is not None
-            and self.device.type == "cuda"
+            and get_kind(self.device).is_accelerator
             and getattr(labels, "is_cpu", False)
         ):
             self.label_range.check(labels)
@@ -362,7 +363,7 @@ class Job(Setup):
 def _move(
     device: torch.device, pins: bool, dtype: torch.dtype, value: torch.Tensor
 ) -> torch.Tensor:
-    if pins and device.type == "cuda" and value.device.type == "cpu":
+    if pins and value.device.type == "cpu" and get_kind(device).pins_memory():
         value = value.to(dtype) if value.is_floating_point() else value
         return value.pin_memory().to(device, non_blocking=True)
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)

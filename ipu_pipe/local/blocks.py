@@ -33,6 +33,7 @@ from ipu_pipe.cut.verification import verify_pieces
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.local.heads import AugLocal, Heads, MakeHead, make_head
 from ipu_pipe.model.batch import call_model, get_first_tensor, join_arguments
+from ipu_pipe.model.devices import fork_random
 from ipu_pipe.model.loss import BlockOutputs, Loss, Take, describe_output
 from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.observation import Observation, observe_effects, observe_training
@@ -95,8 +96,7 @@ class Blocks:
             )
         heads: dict[str, nn.Module] = {}
         device = get_first_tensor(x).device
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with fork_random(device):
             torch.manual_seed(derive_seed(seed, HEADS))
             activations = [
                 _get_single_activation(value, begin)

@@ -9,6 +9,7 @@ meta          runs a model on the meta device
 timing        the seconds of the parts of a pass: `StageSeconds`
 batch         batches as nests of tensors, and the call of a model with one: `call_model`
 loss          losses, and the parts of outputs and batches that they take: `Loss`
+devices       what a kind of device offers: `DeviceKind`
 modes         training and evaluation modes
 precision     converts a model to a run's precision, and back: `ModelPrecision`
 randomness    seeds, and draws keyed by module: `KeyedRandomness`

@@ -32,6 +32,8 @@ HOW = (
 BACKWARD = 2.0
 
 Formula = Callable[..., Any]
+# an operation that is composed of others on the CPU
+LINEAR = "linear"
 
 
 def get_formulas() -> dict[Any, Formula]:
@@ -45,8 +47,8 @@ def get_formulas() -> dict[Any, Formula]:
 
 
 def _list_missing_formulas() -> dict[Any, Formula]:
-    """Return the formulas of CPU operations that the counter lacks, and of the gradient of a
-    grouped convolution's weights, which it counts too high."""
+    """Return the formulas of operations that the counter lacks, and of the gradient of a grouped
+    convolution's weights, which it counts too high."""
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     recurrent = "mkldnn_rnn_layer"
     by_name: dict[str, Formula] = {
@@ -55,6 +57,10 @@ def _list_missing_formulas() -> dict[Any, Formula]:
         "convolution_backward": _count_convolution_backward,
         recurrent: _count_recurrent,
         f"{recurrent}_backward": _count_recurrent_backward,
+        # undivided on devices with a kernel of their own for them, so that a model would be cut
+        # elsewhere than on the CPU
+        LINEAR: _count_linear,
+        f"{LINEAR}_backward": _count_linear_backward,
     }
     for formula in by_name.values():
         # the counter passes tensors, not shapes, to formulas with this mark
@@ -65,6 +71,18 @@ def _list_missing_formulas() -> dict[Any, Formula]:
     return {
         operation: formula for operation, formula in by_operation.items() if operation is not None
     }
+
+
+def _count_linear(x: Any, weight: Any, *rest: Any, out_val: Any, **options: Any) -> int:
+    """Count the product of inputs (..., n) with a weight (m, n)."""
+    return int(2 * out_val.numel() * weight.shape[-1])
+
+
+def _count_linear_backward(
+    x: Any, gradient: Any, weight: Any, needed: Any, *rest: Any, **options: Any
+) -> int:
+    """Count the products for the gradients of the input and of the weight, as far as `needed`."""
+    return int(2 * gradient.numel() * weight.shape[-1] * sum(map(bool, needed[:2])))
 
 
 def _count_attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:

@@ -393,7 +393,8 @@ class _Counter:
         """Run an operation and count it for its call."""
         formula = self._formulas.get(func.overloadpacket)
         # in inference mode composite functions arrive undivided
-        if formula is None and torch.is_inference_mode_enabled():
+        is_composite = formula is None or func.overloadpacket is torch.ops.aten.linear
+        if is_composite and torch.is_inference_mode_enabled():
             with OperationWatch(self.run):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

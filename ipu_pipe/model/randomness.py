@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.devices import get_kind, list_generators
 
 # a bit that no seed of `derive_seed` has
 MARK_BIT = 1 << 63
@@ -30,15 +31,6 @@ def derive_seed(*key: object) -> int:
     """
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def list_generators(device: torch.device) -> list[torch.Generator]:
-    """Return the generators from which a module on `device` may draw: the CPU's (stochastic depth
-    uses it everywhere), and the GPU's own."""
-    if device.type != "cuda":
-        return [torch.default_generator]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 @contextlib.contextmanager
@@ -251,7 +243,7 @@ class KeyedRandomness:
 def find_unkeyed_draws(model: nn.Module, device: torch.device) -> list[str]:
     """Return the names of modules that draw from a private state, which no seed of a microbatch
     reaches: cuDNN's recurrent layers have one for the dropout between their layers."""
-    if device.type != "cuda":
+    if not get_kind(device).is_cuda:
         return []
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
     return [name for name, m in modules if m.dropout > 0 and m.num_layers > 1]

@@ -17,6 +17,8 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from ipu_pipe.model.devices import fork_random
+
 
 def record_modes(*models: nn.Module) -> Callable[[], None]:
     """Return a function that restores the present training mode of each module of `models`.
@@ -131,9 +133,9 @@ def restore_all(model: nn.Module) -> Iterator[None]:
     """
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
-    cuda = [t.device for t in parameters[:1] if t.is_cuda]
+    device = parameters[0].device if parameters else None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=cuda))
+        stack.enter_context(fork_random(device))
         for restore in (restore_modes, restore_attributes, restore_buffers, restore_weights):
             stack.enter_context(restore(model))
         try:

@@ -16,6 +16,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 import torch
 from torch import nn
 
+from ipu_pipe.model.devices import DeviceKind, find_kind
 from ipu_pipe.model.restoring import restore_all
 
 
@@ -62,12 +63,12 @@ def time_passes(
     run in order; the loss belongs to the last part. backward_flops: FLOPs of each part, by which
     the backward's time is divided if PyTorch does not number its autograd nodes (2.0).
     """
-    on_gpu = any(p.is_cuda for p in model.parameters())
+    kind = find_kind(model.parameters())
     runs: list[tuple[list[float], list[float]]] = []
     began = time.perf_counter()
     with restore_all(model):
         while len(runs) < warm_up + repeats and (not runs or time.perf_counter() - began < enough):
-            runs.append(_time_pass(model, losses, begins, backward_flops, on_gpu))
+            runs.append(_time_pass(model, losses, begins, backward_flops, kind))
     forward, backward = (
         [statistics.median(parts) for parts in zip(*way)] for way in zip(*runs[warm_up:])
     )
@@ -79,10 +80,10 @@ def _time_pass(
     losses: Callable[[], Sequence[torch.Tensor]],
     begins: Mapping[str, int],
     backward_flops: Sequence[float],
-    on_gpu: bool,
+    kind: DeviceKind,
 ) -> tuple[list[float], list[float]]:
     parts = len(backward_flops)
-    clock = _Clock(parts, on_gpu)
+    clock = _Clock(parts, kind)
     next_node = getattr(torch._C._autograd, "_get_sequence_nr", None)
     # (the first autograd node of a part, the part)
     nodes: list[tuple[int, int]] = [(-1, 0)]
@@ -141,13 +142,15 @@ def _hook_nodes(roots: Sequence[Any], clock: _Clock, part_of: Callable[[int], in
 
 
 class _Clock:
-    """A clock for parts that run one at a time; `waits`: wait for the GPU before reading it."""
+    """A clock for parts that run one at a time; it waits for a device of `kind` before it is
+    read.
+    """
 
-    def __init__(self, parts: int, waits: bool) -> None:
+    def __init__(self, parts: int, kind: DeviceKind) -> None:
         self._seconds = [0.0] * parts
         self._part = 0
         self._since = 0.0
-        self._waits = waits
+        self._kind = kind
 
     def enter(self, part: int) -> None:
         """Count time for this part from now on."""
@@ -174,7 +177,6 @@ class _Clock:
         return seconds
 
     def _stop(self) -> None:
-        if self._waits:
-            torch.cuda.synchronize()
+        self._kind.synchronize()
         if self._since:
             self._seconds[self._part] += time.perf_counter() - self._since

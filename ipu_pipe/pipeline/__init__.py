@@ -6,6 +6,7 @@ checks      the settings that cannot be combined, and models that cannot be trai
 flow        the batches on their way: which were given, which have left, the cuts: `Flow`
 batches     divides a batch into microbatches, and hands them to the backend
 optimizer   the caller's optimizer, shared with the one that steps: `OptimizerHandle`
+device_check  whether a run's device is here, and reads the weights it must: `try_device`
 arguments   the arguments that a config words otherwise, and its faults in their words
 trace       the page of what the devices did
 """

@@ -15,6 +15,7 @@ from torch import nn
 
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.model.devices import get_kind
 from ipu_pipe.text import describe_kind, list_some, show
 
 # seconds; as in a config
@@ -90,13 +91,17 @@ def require_current_gpu(model: nn.Module, device: str | torch.device | None) -> 
     `device`: the argument; None: where the model is.
     """
     named = [p.device for p in model.parameters()] if device is None else [torch.device(device)]
-    indices = {where.index for where in named if where.type == "cuda" and where.index is not None}
-    if indices and torch.cuda.is_available() and indices != {torch.cuda.current_device()}:
-        index = min(indices - {torch.cuda.current_device()})
-        why = f"the current one is cuda:{torch.cuda.current_device()}"
+    places = [where for where in named if where.index is not None]
+    kind = get_kind(places[0]) if places else get_kind("cpu")
+    if not (kind.is_accelerator and kind.is_available() and kind.offers("current_device")):
+        return
+    current = kind.get_current()
+    others = {where.index for where in places if where.type == kind.name} - {current}
+    if others:
+        index = min(others)
         raise BadInput(
-            f"device: cuda:{index}: {why}: call torch.cuda.set_device({index}) first, and move the "
-            f"model there"
+            f"device: {kind.name}:{index}: the current one is {kind.name}:{current}: call "
+            f"torch.{kind.name}.set_device({index}) first, and move the model there"
         )
 
 

@@ -52,6 +52,7 @@ from ipu_pipe.model.randomness import RandomStates, derive_seed
 from ipu_pipe.model.restoring import record_modes
 from ipu_pipe.model.stages import Footprint, make_footprint
 from ipu_pipe.pipeline.checks import check_model, check_modules, find_faults
+from ipu_pipe.pipeline.device_check import require_device, try_new_device
 from ipu_pipe.plan.config_cut import choose_stages
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import OPEN, make_schedule, open_schedule
@@ -97,8 +98,9 @@ def set_up(
     """
     objects = Overrides(model, data, loss, **others)
     objects.require_entries(config)
-    if config.backend.device == "cuda" and not torch.cuda.is_available():
-        raise BadInput("backend.device: cuda: this machine has no usable CUDA device: use cpu")
+    kind = require_device(config.backend.device)
+    if not by_shape:
+        try_new_device(kind.name)
     _set_process_state(config)
     device = torch.device("meta" if by_shape else config.backend.device)
     if model is None:

@@ -18,6 +18,7 @@ from ipu_pipe.job.evaluation import load_test_batches
 from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.job.record import Job, Setup, list_drains
 from ipu_pipe.model.batch import call_model, count_samples, describe_tensors
+from ipu_pipe.model.devices import fork_random, get_kind
 from ipu_pipe.model.loss import (
     SCORES,
     Loss,
@@ -318,9 +319,9 @@ def check_model(setup: Setup, example: tuple[Any, Any], labels: Any) -> Observat
         if setup.label_range is not None:
             setup.label_range.check(get_labels(labels))
         value = loss(output, y)
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cuda:
-            # report errors of GPU kernels here, not at the next synchronization
-            torch.cuda.synchronize()
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            # report errors of a device's kernels here, not at the next synchronization
+            get_kind(value.device).synchronize()
         return value
 
     try:
@@ -394,8 +395,7 @@ def _try_metrics(setup: Setup) -> None:
     metrics = [metric for metric in setup.metrics if metric not in DEFAULT]
     if not metrics or setup.device.type == "meta":
         return
-    devices = [setup.device] if setup.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), restore_all(setup.model):
+    with fork_random(setup.device), torch.no_grad(), restore_all(setup.model):
         setup.model.eval()
         for x, labels in itertools.islice(load_test_batches(setup), 1):
             scores = take_scores(setup.loss, call_model(setup.model, x))

@@ -28,7 +28,7 @@ from torch import nn
 from ipu_pipe.backends.interface import POPTORCH_PREFIX, Engine, StepResult
 from ipu_pipe.backends.processes.agreement import compare_inputs
 from ipu_pipe.backends.processes.lost_ranks import CallRecord, LostRank
-from ipu_pipe.backends.ranks import are_joined, read_torch_version
+from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
@@ -39,6 +39,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.batch import count_samples, map_tensors
+from ipu_pipe.model.devices import get_kind, read_autocast
 from ipu_pipe.model.modes import describe_modes, find_changed_mode
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import record_modes, restore_modes
@@ -60,6 +61,7 @@ from ipu_pipe.pipeline.batches import (
     take_pairs,
 )
 from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
+from ipu_pipe.pipeline.device_check import require_device
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
@@ -176,8 +178,8 @@ class Pipeline:
                 (Graphcore IPUs, where a step makes `updates_per_call` updates; not run on
                 hardware). `backend_args`: further keys of a config's backend, such as `threads` and
                 `ipu`.
-    device:     "cpu" or "cuda"; by default where the model is. With "cuda" it is the current GPU,
-                to which the model is moved.
+    device:     "cpu", "cuda" or another kind of device that torch has here; by default where the
+                model is. It is the current device of that kind, to which the model is moved.
     stages_per_device: for methods with virtual stages; by default the method's own number.
     reduction:  how processes average the gradients of replicas: "exact", the emulator's bits, or
                 "fast", beside the backward.
@@ -274,6 +276,10 @@ class Pipeline:
         }
         with name_arguments():
             self._config, self._method = _configure(keys, microbatches, stage_count, heads)
+            kind = get_kind(self._config.backend.device)
+            # a missing GPU is named at the first step
+            if not kind.is_cuda:
+                require_device(kind.name)
             launch(self._config, {"warmup": warmup, "heads": heads})
             require_group_of_all(process_group, self._config.backend)
             require_current_gpu(model, device)
@@ -1146,15 +1152,7 @@ def _select_model_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def _require_no_autocast(call: str) -> None:
     """Raise `RuntimeError` where passes would run in another precision than the pipeline's."""
-    # a device is an argument from torch 2.4 on; processes of earlier versions have no CUDA to cast
-    # for
-    takes_device = read_torch_version() >= (2, 4)
-    is_cast = (
-        any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        if takes_device
-        else torch.is_autocast_cpu_enabled()
-    )
-    if is_cast:
+    if any(is_cast for _, is_cast, _ in read_autocast()):
         raise RuntimeError(
             f'{call}: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead'
         )

@@ -25,6 +25,7 @@ from ipu_pipe.files import hash_files
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.batch import list_tensors
+from ipu_pipe.model.devices import list_accelerators
 
 GIT_SECONDS = 5.0
 # the settings of a repository that decide whether a file differs, and run nothing
@@ -134,7 +135,7 @@ def _ask_git(folder: Path, *command: str, environment: Mapping[str, str] = {}) -
 
 def describe_machine() -> dict[str, Any]:
     """Describe this machine: its CPU and cores, memory in bytes, GPUs, and the threads of torch."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus = [kind.get_name(i) for kind in list_accelerators() for i in range(kind.count_devices())]
     try:
         memory: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Windows does not have it

@@ -29,6 +29,7 @@ from ipu_pipe.config.load import configure, merge_keys
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import summarize
 from ipu_pipe.job.factories import make_data, make_model
+from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.randomness import RandomStates, derive_seed
 from ipu_pipe.report.analysis.text import format_table
 from ipu_pipe.run.train import train
@@ -170,7 +171,8 @@ class Row(NamedTuple):
 
 def describe_machine() -> dict[str, Any]:
     """Return what this machine has: versions, threads, clocks, CUDA devices, backends, IPUs."""
-    cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
+    cuda = get_kind("cuda")
+    devices = range(cuda.count_devices() if cuda.is_available() else 0)
     return {
         "ipu_pipe": __version__,
         "python": platform.python_version(),
@@ -181,7 +183,7 @@ def describe_machine() -> dict[str, Any]:
         "clock_ns": _measure_clock(),
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
-        "cuda_devices": [torch.cuda.get_device_name(i) for i in cuda],
+        "cuda_devices": [cuda.get_name(i) for i in devices],
         "ipus": _count_ipus(),
     }
 

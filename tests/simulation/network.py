@@ -817,7 +817,7 @@ class Network:
         ]
         places += [
             (dist.distributed_c10d, "_get_default_store", lambda: self.store),
-            (nccl, "_has_each_a_gpu", lambda: True),
+            (nccl, "_has_each_a_device", lambda kind: True),
         ]
         for name, module in list(sys.modules.items()):
             if name.startswith("ipu_pipe.backends.") and ".ipu" not in name:

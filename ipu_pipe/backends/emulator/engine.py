@@ -20,6 +20,7 @@ from ipu_pipe.job.factories import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
+from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
 from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
@@ -94,8 +95,7 @@ def _time_updates(job: Job) -> list[float]:
 def _time_step(optimizer: torch.optim.Optimizer, device: str) -> float:
     start = time.perf_counter()
     optimizer.step()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    get_kind(device).synchronize()
     return time.perf_counter() - start
 
 
@@ -254,7 +254,7 @@ class EmulatorEngine(Engine):
 
 def does_reading_synchronize(device: torch.device) -> bool:
     """Return whether reading a tensor waits for all work queued on the device."""
-    return device.type == "cuda"
+    return get_kind(device).is_accelerator
 
 
 BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=EmulatorEngine)

@@ -70,7 +70,7 @@ class ProcessEngine(Engine):
             self.checkpoint_group = make_group(every_rank, config.backend.deadline)
         self._microbatches = Microbatches(job, layout, work.microbatch)
         models, self._cut = cut_stages(job, layout, self._microbatches)
-        stream = trace.StreamClock() if job.device.type == "cuda" else None
+        stream = trace.make_stream_clock(job.device)
         self._recorder = trace.TraceRecorder(
             layout.rank, models[0].stage, job.traced_updates, stream
         )

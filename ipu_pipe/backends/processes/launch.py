@@ -36,9 +36,10 @@ from ipu_pipe.backends.processes.lost_ranks import (
 from ipu_pipe.backends.ranks import is_distributed, read_torch_version, report_lost_rank
 from ipu_pipe.config.compare import flatten
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput, RunFault, raise_faults
+from ipu_pipe.errors import BadInput, RunFault, raise_faults, summarize
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.launcher import Launch, announce_attempt, read_launch
+from ipu_pipe.model.devices import DeviceKind, get_kind
 from ipu_pipe.text import list_some
 
 # seconds between two looks at the store
@@ -95,12 +96,14 @@ def join(config: Config, options: Mapping[str, object]) -> None:
         )
     limit = wait_limit(backend.deadline)
     store = wait_for_ranks(where, limit.total_seconds(), request)
-    if backend.device == "cuda":
+    kind = get_kind(backend.device)
+    if kind.is_cuda:
         # loading a kernel at its first use would wait for an idle GPU, but a posted receive keeps
         # the GPU busy
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         set_numerics(backend)
-        torch.cuda.set_device((where.local_rank or 0) % max(torch.cuda.device_count(), 1))
+    if kind.is_accelerator:
+        _use_device(kind, (where.local_rank or 0) % max(kind.count_devices(), 1))
     try:
         # torch waits for the store without a limit: if rank 0, which keeps it, is stopped, all
         # others would hang
@@ -122,6 +125,18 @@ def join(config: Config, options: Mapping[str, object]) -> None:
     # group's threads would abort about every third run
     atexit.register(_end_group)
     Termination.watch()
+
+
+def _use_device(kind: DeviceKind, index: int) -> None:
+    """Make a device the current one of this rank. Raise `BadInput` if torch cannot."""
+    try:
+        kind.set_current(index)
+    except RuntimeError as error:
+        if kind.is_cuda:
+            raise
+        raise BadInput(
+            f"backend.device: {kind.name}: device {index} cannot be used: {summarize(error)}"
+        ) from error
 
 
 def _end_group() -> None:

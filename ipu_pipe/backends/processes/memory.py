@@ -16,6 +16,7 @@ import torch
 from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.model.batch import count_bytes
+from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.observation import get_storage
 from ipu_pipe.replay.replicas import IndependentReplicas
 from ipu_pipe.replay.work import Work
@@ -123,6 +124,9 @@ class MemoryCounters:
         self._weight_bytes = count_bytes(tensors)
         self.master_bytes = count_bytes([master for _, master in rules.weight_master_pairs])
         self._device = tensors[0].device if tensors else torch.device("cpu")
+        kind = get_kind(self._device)
+        # None if the device has no memory of its own
+        self._kind = kind if kind.is_accelerator else None
         self._optimizer_bytes = -1
         self._gradient_bytes = 0
         self._total_peak = 0
@@ -179,13 +183,16 @@ class MemoryCounters:
         self._total_peak = max(self._total_peak, sum(bytes_by_category))
         if recorder.is_recording:
             self._recorded = bytes_by_category
-        if self._device.type == "cuda":
-            recorder.count(ALLOCATED, torch.cuda.memory_allocated(self._device), mark)
+        if self._kind is not None:
+            allocated = self._kind.read_allocated_bytes(self._device)
+            if allocated is not None:
+                recorder.count(ALLOCATED, allocated, mark)
 
     @property
     def peaks(self) -> dict[str, int]:
         """The peak of each category and of their sum; on a GPU also the peak of the allocator."""
         peaks = {**dict(zip(MEMORY, self._peaks)), TOTAL: self._total_peak}
-        if self._device.type == "cuda":
-            peaks[ALLOCATED] = torch.cuda.max_memory_allocated(self._device)
+        peak = None if self._kind is None else self._kind.read_peak_bytes(self._device)
+        if peak is not None:
+            peaks[ALLOCATED] = peak
         return peaks

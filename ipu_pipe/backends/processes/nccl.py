@@ -33,6 +33,7 @@ from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.update import keep_version_counters
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
+from ipu_pipe.model.devices import DeviceKind, get_kind
 from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.replay.work import LossShare, Work
 from ipu_pipe.schedule.methods import Method
@@ -67,14 +68,18 @@ def make_channels(job: Job, layout: RankLayout, tied: Sequence[Link]) -> dict[Li
     differently, which needs tags. The groups' timeout is a day, because a receive may be posted
     long before its message; the mail's deadline limits a wait.
     """
+    kind = get_kind(job.device)
     if (
-        job.device.type != "cuda"
-        or not _has_each_a_gpu()
+        not kind.is_accelerator
+        or not _has_each_a_device(kind)
         or (job.method.order is not None and job.method.order.file)
     ):
         return None
     channels: dict[Link, Any] = {}
-    options: dict[str, Any] = {"timeout": datetime.timedelta(days=1), "backend": "nccl"}
+    options: dict[str, Any] = {
+        "timeout": datetime.timedelta(days=1),
+        "backend": kind.get_group_backend(),
+    }
     for replica in range(layout.replicas):
         for link in list_links(layout.stages, job.method, tied):
             pair = sorted(layout.list_ranks(layout.placement[stage])[replica] for stage in link[:2])
@@ -91,8 +96,10 @@ def make_channels(job: Job, layout: RankLayout, tied: Sequence[Link]) -> dict[Li
     return channels
 
 
-def _has_each_a_gpu() -> bool:
-    here = dist.is_nccl_available() and read_launch().local_world <= torch.cuda.device_count()
+def _has_each_a_device(kind: DeviceKind) -> bool:
+    """Tell whether every rank has a device of its own, and a backend that connects them."""
+    has_backend = kind.get_group_backend() is not None
+    here = has_backend and read_launch().local_world <= kind.count_devices()
     everywhere = [here] * dist.get_world_size()
     dist.all_gather_object(everywhere, here)
     return all(everywhere)
@@ -172,8 +179,7 @@ def load_kernels(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -
                 ),
                 [model.stage],
             )
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
+        get_kind(model.device).synchronize()
 
 
 @contextlib.contextmanager

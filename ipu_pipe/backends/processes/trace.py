@@ -32,6 +32,7 @@ import torch.distributed as dist
 from ipu_pipe.backends.interface import DeviceTimes
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job, make_trace_metadata
+from ipu_pipe.model.devices import get_kind
 from ipu_pipe.trace.events import (
     COMMUNICATION,
     EVENT_TYPES,
@@ -67,17 +68,13 @@ _TOTAL_INDEX.update({WAIT: 1, **dict.fromkeys(COMMUNICATION, 2), **dict.fromkeys
 
 
 class StreamClock:
-    """The clock of the current stream of the current GPU. (Tested with a double of events; not run
-    on a GPU.)
+    """The clock of the current stream of the current device. (Tested with a double of events; not
+    run on a GPU.)
 
-    `event`: makes a timing event; `finish`: waits until the GPU has nothing to do.
+    `event`: makes a timing event; `finish`: waits until the device has nothing to do.
     """
 
-    def __init__(
-        self,
-        event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True),
-        finish: Callable[[], None] = lambda: torch.cuda.synchronize(),
-    ) -> None:
+    def __init__(self, event: Callable[[], Any], finish: Callable[[], None]) -> None:
         self._event = event
         self._finish = finish
         self.set_anchor()
@@ -115,6 +112,14 @@ class StreamClock:
 
     def _to_ns(self, mark: Any) -> int:
         return self._anchor_ns + round(self._anchor.elapsed_time(mark) * 1e6)
+
+
+def make_stream_clock(device: torch.device) -> StreamClock | None:
+    """Return the clock of a device's stream; None for the host's clock, by which a device without
+    events has the times at which the host went on.
+    """
+    kind = get_kind(device)
+    return StreamClock(kind.make_event, kind.synchronize) if kind.has_events() else None
 
 
 class TraceRecorder:

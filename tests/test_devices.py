@@ -1,0 +1,508 @@
+"""Test what a kind of device offers, and the check of a device on which this library was never run.
+
+No accelerator is here. A namespace with some of the functions of torch.cuda stands for a device's
+module, and operations that save or read the wrong weights stand for a device's kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, List
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from ipu_pipe.backends.processes.trace import make_stream_clock
+from ipu_pipe.config.load import configure, load_config
+from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware import measuring
+from ipu_pipe.model import devices, flops
+from ipu_pipe.model.devices import (
+    DeviceKind,
+    find_kind,
+    fork_random,
+    get_kind,
+    list_accelerators,
+    list_generators,
+    read_autocast,
+)
+from ipu_pipe.pipeline import device_check
+from ipu_pipe.pipeline.device_check import require_device, try_device, try_new_device
+from ipu_pipe.run.train import train
+from tests.support.runs import DIGITS, list_faults, needs_processes
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+XYZ: Any = SimpleNamespace(type="xyz", index=None)  # torch cannot make a device of an unknown kind
+GIB = 2**30
+
+
+class Module(SimpleNamespace):
+    """Stand for torch.xyz: note the functions that are called, with their arguments."""
+
+    def __init__(self, **answers: Any) -> None:
+        super().__init__()
+        self.calls: List[Any] = []
+        for name, answer in answers.items():
+            setattr(self, name, self._make(name, answer))
+
+    def _make(self, name: str, answer: Any) -> Callable[..., Any]:
+        def note(*args: Any, **keys: Any) -> Any:
+            self.calls.append((name, *args, *keys.items()))
+            return answer
+
+        return note
+
+
+@pytest.fixture
+def xyz(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """Give torch a module of a device, with all functions."""
+    module = Module(
+        is_available=True,
+        device_count=3,
+        current_device=1,
+        set_device=None,
+        get_device_name="XYZ 9000",
+        synchronize=None,
+        get_device_properties=SimpleNamespace(total_memory=16 * GIB),
+        memory_allocated=5,
+        max_memory_allocated=7,
+        reset_peak_memory_stats=None,
+        Event="an event",
+    )
+    monkeypatch.setattr(torch, "xyz", module, raising=False)
+    return module
+
+
+def test_a_kind_calls_the_functions_of_its_module(xyz: Module) -> None:
+    kind = get_kind(XYZ)
+    assert kind.is_accelerator and not kind.is_cuda and kind.is_available()
+    assert (kind.count_devices(), kind.get_current(), kind.get_name(2)) == (3, 1, "XYZ 9000")
+    kind.set_current(2)
+    kind.synchronize()
+    assert kind.count_memory(XYZ) == 16 * GIB
+    assert (kind.read_allocated_bytes(XYZ), kind.read_peak_bytes(XYZ)) == (5, 7)
+    kind.reset_peak_bytes(XYZ)
+    assert kind.has_events() and kind.make_event() == "an event"
+    assert xyz.calls == [
+        ("is_available",), ("device_count",), ("current_device",), ("get_device_name", 2), ("set_device", 2),
+        ("synchronize",), ("get_device_properties", XYZ), ("memory_allocated", XYZ), ("max_memory_allocated", XYZ),
+        ("reset_peak_memory_stats", XYZ), ("Event", ("enable_timing", True)),
+    ]  # fmt: skip
+
+
+def test_cuda_calls_the_functions_of_torch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: List[Any] = []
+
+    def note(name: str, answer: Any) -> None:
+        monkeypatch.setattr(torch.cuda, name, lambda *args: calls.append((name, *args)) or answer)
+
+    for name, answer in {"is_available": True, "synchronize": None, "memory_allocated": 5}.items():
+        note(name, answer)
+    device = torch.device("cuda", 0)
+    kind = get_kind(device)
+    kind.synchronize()
+    assert kind.is_available() and kind.is_cuda and kind.pins_memory()
+    assert kind.read_allocated_bytes(device) == 5
+    assert calls == [("synchronize",), ("is_available",), ("memory_allocated", device)]
+
+
+@pytest.mark.parametrize("name", ["cpu", "meta"])
+def test_the_host_has_nothing_to_wait_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.cpu, "synchronize", fail, raising=False)
+    kind, device = DeviceKind(name), torch.device(name)
+    kind.synchronize()
+    assert not (kind.is_accelerator or kind.pins_memory() or kind.has_events())
+    assert kind.is_available() == (name == "cpu")
+    assert kind.read_peak_bytes(device) is kind.count_memory(device) is None
+    assert kind.get_group_backend() is None and kind.list_generators(None) == []
+    assert make_stream_clock(device) is None
+
+
+def test_a_kind_without_a_module_or_with_an_empty_one_does_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for _ in range(2):
+        kind = get_kind(XYZ)
+        kind.synchronize()
+        kind.set_current(0)
+        assert not kind.is_available() and kind.count_devices() == kind.get_current() == 0
+        assert kind.get_name(0) == "xyz:0" and not kind.pins_memory()
+        assert kind.count_memory(XYZ) is kind.read_allocated_bytes(XYZ) is None
+        assert make_stream_clock(XYZ) is None and list_generators(XYZ) == [torch.default_generator]
+        monkeypatch.setattr(torch, "xyz", Module(), raising=False)
+
+
+def test_a_module_that_only_counts_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "xyz", Module(device_count=2, mem_get_info=(1, 9)), raising=False)
+    assert get_kind(XYZ).is_available() and get_kind(XYZ).count_memory(XYZ) == 9
+
+
+def test_the_kind_of_tensors_is_that_of_the_first_on_an_accelerator() -> None:
+    on_cpu = SimpleNamespace(device=CPU)
+    tensors: Any = [on_cpu, SimpleNamespace(device=XYZ), SimpleNamespace(device=CPU)]
+    assert find_kind(tensors).name == "xyz" and find_kind(tensors[:1]).name == "cpu"
+
+
+class Generators(Module):
+    """Stand for a device's module with a generator, which is one of the CPU."""
+
+    def __init__(self, has_list: bool) -> None:
+        super().__init__(current_device=0)
+        self.own = torch.Generator()
+        if has_list:
+            self.default_generators = [self.own]
+        else:
+            self.get_rng_state = lambda index: self.own.get_state()
+            self.set_rng_state = lambda state, index: self.own.set_state(state)
+            self.manual_seed = self.own.manual_seed
+
+
+@pytest.mark.parametrize("has_list", [True, False])
+def test_random_numbers_of_a_device_are_seeded_and_put_back(
+    has_list: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Generators(has_list)
+    monkeypatch.setattr(torch, "xyz", module, raising=False)
+    cpu, own = list_generators(XYZ)
+    assert cpu is torch.default_generator
+    own.manual_seed(5)
+    first, state = torch.rand(3, generator=module.own), own.get_state()
+    own.manual_seed(5)
+    assert torch.equal(torch.rand(3, generator=module.own), first)
+    assert torch.equal(own.get_state(), state)
+    before = torch.get_rng_state()
+    with fork_random(XYZ):
+        torch.rand(2)
+        torch.rand(2, generator=module.own)
+    assert torch.equal(own.get_state(), state) and torch.equal(torch.get_rng_state(), before)
+    with fork_random(None):
+        torch.rand(2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_autocast_of_the_accelerators_here_is_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [name for name, is_cast, _ in read_autocast() if is_cast] == []
+    with torch.autocast("cpu", torch.bfloat16):
+        assert read_autocast()[0] == ("cpu", True, torch.bfloat16)
+    assert [name for name, _, _ in read_autocast()][:2] == ["cpu", "cuda"]
+
+
+def test_group_backends_are_those_that_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = get_kind(XYZ)
+    assert kind.get_group_backend() is None
+    by_kind: Dict[str, str] = {**getattr(dist.Backend, "default_device_backend_map", {})}
+    monkeypatch.setattr(dist.Backend, "default_device_backend_map", by_kind, raising=False)
+    by_kind["xyz"] = "xyzccl"
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True, raising=False)
+    assert kind.get_group_backend() == "xyzccl"
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: False)
+    assert kind.get_group_backend() is None
+    by_kind["xyz"] = "gloo"  # of Apple's GPU: its tensors go through the host
+    assert kind.get_group_backend() is None
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert DeviceKind("cuda").get_group_backend() == "nccl"
+
+
+def test_the_accelerators_here_are_listed(xyz: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list_accelerators()
+    monkeypatch.setattr(devices, "KNOWN_KINDS", ("xyz", "abc"))
+    assert "xyz" in {kind.name for kind in list_accelerators()} and DeviceKind("abc") not in before
+
+
+def test_a_device_is_described_as_measured(xyz: Module) -> None:
+    figures = {
+        "rates": {"float32": [3.0, 2.0]}, "bandwidth": 1.0, "latency": 1.0, "memory": 8.0, "copied": 1.0,
+    }  # fmt: skip
+    described = measuring.describe(figures, 2, 1, "xyz")
+    assert described["about"].endswith(": 2 xyz devices")
+    assert described["links"][0]["name"] == "copies between xyz devices"
+    assert described["device"]["memory_bytes"]["value"] == 8.0
+    assert measuring.describe(figures, 2, 1, "cuda")["about"].endswith(": 2 GPUs")
+
+
+# ---- the config
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "xpu", "npu", "hpu", "tpu", "mps", "rbln"])
+def test_a_config_may_name_any_kind(name: str) -> None:
+    backend = configure(backend={"device": name}).backend
+    assert backend.device == name and backend.model_dump()["device"] == name
+
+
+@pytest.mark.parametrize("name", ["gpu", "CUDA", "cuda:0", "cudda", "ipu", "a b", "", 3, None])
+def test_a_config_does_not_take_what_is_no_kind(name: Any) -> None:
+    (fault,) = list_faults(lambda: configure(backend={"device": name}))
+    assert "must be cpu, cuda or another kind of device that torch has" in fault
+
+
+@pytest.mark.parametrize("name, hint", [("npu", ""), ("tpu", "; did you mean backend.name=xla?")])
+def test_a_kind_that_is_not_here_is_one_line(name: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as error:
+        require_device(name)
+    here = " or ".join(["cpu", *(kind.name for kind in list_accelerators())])
+    why = f"torch has no such device here: must be {here}{hint}"
+    assert error.value.faults == [f"backend.device: {name}: {why}"]
+    with pytest.raises(BadInput, match=f"device: {name}: torch has no such device here"):
+        train(load_config(DIGITS, [f"backend.device={name}"]), tmp_path / "run", quiet=True)
+
+
+def test_a_kind_that_is_here_is_taken(xyz: Module) -> None:
+    assert require_device("xyz") == DeviceKind("xyz")
+    assert require_device("cpu") == DeviceKind("cpu")
+
+
+# ---- the check of a new device
+
+
+def test_the_cpu_keeps_the_rule_and_its_random_numbers() -> None:
+    before = torch.get_rng_state()
+    try_device(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_cpu_and_cuda_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: List[str] = []
+    monkeypatch.setattr(device_check, "try_device", lambda device: checked.append(str(device)))
+    try_new_device.cache_clear()
+    for name in ("cpu", "cuda", "xpu", "xpu"):
+        try_new_device(name)
+    assert checked == ["xpu"]
+    try_new_device.cache_clear()
+
+
+class Linear(torch.autograd.Function):
+    """A linear layer without bias as of another device: what its forward and its backward read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any, device: Any) -> Any:
+        ctx.x, ctx.device, ctx.saved = x.detach(), device, device.save(w)
+        return x @ device.read(w).t()
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return g @ ctx.device.read_saved(ctx.saved), g.t() @ ctx.x, None
+
+
+class Device:
+    """Stand for a device that keeps the rule, and saves the parameter itself: after a swap its
+    backward reads the new weight, where the CPU's reads the old one."""
+
+    def __init__(self) -> None:
+        self.first: List[Any] = []  # (parameter, its tensor when it was first seen)
+        self.newest: Dict[int, torch.Tensor] = {}
+
+    def linear(self, x: Any, w: Any, b: Any = None) -> Any:
+        assert b is None
+        return Linear.apply(x, w, self)
+
+    def read(self, w: Any) -> Any:
+        """Return what the forward reads."""
+        return w.data
+
+    def save(self, w: Any) -> Any:
+        """Return what the forward saves."""
+        return w
+
+    def read_saved(self, saved: Any) -> Any:
+        """Return what the backward reads."""
+        return saved.data
+
+
+class SavesView(Device):
+    """Stand for a device that saves the tensor, as the CPU does."""
+
+    def save(self, w: Any) -> Any:
+        return w.data
+
+    def read_saved(self, saved: Any) -> Any:
+        return saved
+
+
+class SavesCopy(SavesView):
+    """Stand for a device whose backward reads the forward's weights, whatever is written later."""
+
+    def save(self, w: Any) -> Any:
+        return w.data.clone()
+
+
+class ReadsFirst(Device):
+    """Stand for a device whose forward reads the tensor that the parameter had at first, after a
+    swap too."""
+
+    def read(self, w: Any) -> Any:
+        for seen, tensor in self.first:
+            if seen is w:
+                return tensor
+        self.first.append((w, self.keep(w)))
+        return self.first[-1][1]
+
+    def keep(self, w: Any) -> Any:
+        """Return what the device keeps of a parameter that it sees for the first time."""
+        return w.data
+
+
+class ReadsFirstCopy(ReadsFirst):
+    """Stand for a device whose forward reads the values that the parameter had at first."""
+
+    def keep(self, w: Any) -> Any:
+        return w.data.clone()
+
+
+class ReadsNewest(Device):
+    """Stand for a device whose backward reads the weights of the newest forward, though those of
+    its own forward were put back."""
+
+    def read(self, w: Any) -> Any:
+        self.newest[id(w)] = w.data
+        return w.data
+
+    def read_saved(self, saved: Any) -> Any:
+        return self.newest[id(saved)]
+
+
+class ForgetsSwaps(ReadsFirst):
+    """Stand for a device that reads a stale weight of large matrices alone, so that the check of
+    single operations does not find it."""
+
+    def read(self, w: Any) -> Any:
+        return super().read(w) if w.shape == (8, 8) else w.data
+
+
+SWAPPING = "linear, after swapping weights (p.data = other): "
+OVERWRITING = "linear, after overwriting weights (p.data.copy_(other)): "
+# device -> what its fault says
+BROKEN = {
+    SavesCopy: (OVERWRITING + "the gradient of the input differs", "a backward must read"),
+    ReadsFirst: (SWAPPING + "the forward differs", "a forward must read"),
+    ReadsFirstCopy: (SWAPPING + "the forward differs", "a forward must read"),
+    ReadsNewest: (SWAPPING + "the gradient of the input differs", "a backward must read"),
+    ForgetsSwaps: ("method pipedream: 6 updates", "each pass must read the version"),
+}
+
+
+@pytest.mark.parametrize("device", list(BROKEN))
+def test_a_device_that_reads_other_weights_is_refused(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functional, "linear", device().linear)
+    (fault,) = list_faults(lambda: try_device(CPU))
+    assert fault.startswith("backend.device: cpu: " + BROKEN[device][0])
+    assert BROKEN[device][1] in fault and "at most" in fault and "\n" not in fault
+
+
+def test_a_device_that_fails_or_gives_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "linear", lambda x, w, b=None: x @ w.t() * float("nan"))
+    assert "differs from that of the CPU by nan" in list_faults(lambda: try_device(CPU))[0]
+
+    def fail(*args: Any) -> None:
+        raise NotImplementedError("no kernel")
+
+    monkeypatch.setattr(functional, "conv2d", fail)
+    monkeypatch.setattr(device_check, "OPERATIONS", device_check.OPERATIONS[1:])
+    (fault,) = list_faults(lambda: try_device(CPU))
+    assert "a tiny pipeline does not train on it: NotImplementedError: no kernel" in fault
+
+
+@pytest.mark.parametrize("method", ["pipedream", "pipedream_2bw", "pipemare"])
+@pytest.mark.parametrize("device", [Device, SavesView])
+def test_training_does_not_depend_on_what_a_kernel_saves(
+    device: Any, method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On the CPU a linear layer saves the tensor and a convolution the parameter: both train alike,
+    so a device may do either."""
+    results = []
+    for name, linear in (("cpu", None), ("double", device().linear)):
+        if linear is not None:
+            real = functional.linear
+            monkeypatch.setattr(
+                functional, "linear", lambda x, w, b=None: linear(x, w) + b if b is not None else real(x, w)
+            )  # fmt: skip
+            try_device(CPU)
+        sets = [f"method={method}", "steps=6", "precision=float64", "log.tensorboard=false"]
+        report = train(load_config(DIGITS, sets), tmp_path / name, quiet=True)
+        results.append(report["final"]["train_loss"])
+    assert results[0] == pytest.approx(results[1], rel=1e-13)
+
+
+# a device that torch has here, but that computes nothing
+XYZ_PROGRAM = """
+import runpy, sys, types, torch
+torch.utils.rename_privateuse1_backend("xyz")
+answers = {"is_available": True, "device_count": 2, "current_device": 0, "set_device": None, "synchronize": None}
+functions = {name: (lambda *args, answer=answer: answer) for name, answer in answers.items()}
+torch._register_device_module("xyz", types.SimpleNamespace(**functions))
+if hasattr(torch, "accelerator"):  # which drives devices of an extension in C++
+    torch.accelerator.current_accelerator = lambda *args, **keys: None
+"""
+TRAIN_PROGRAM = """
+sys.argv = ["tools/train.py", "configs/mlp_digits.yaml", "--out", sys.argv[1], "--set", "backend.device=xyz", *sys.argv[2:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+PIPELINE_PROGRAM = """
+from ipu_pipe import Pipeline, begin_stage
+model = torch.nn.Sequential(torch.nn.Linear(3, 3), begin_stage(torch.nn.Linear(3, 2)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+pipe = Pipeline(model, torch.nn.functional.cross_entropy, optimizer, "pipedream", microbatches=1, device="xyz")
+try:
+    pipe.step(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+
+
+def run_on_xyz(launcher: List[str], program: str, folder: Path, *options: str) -> Any:
+    """Run a program where torch has the device xyz; return the finished process."""
+    script = folder / "program.py"
+    script.write_text(XYZ_PROGRAM + program)
+    words = [sys.executable, *launcher, str(script), str(folder / "run"), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+REFUSAL = "device: xyz: a tiny pipeline does not train on it: "
+
+
+def test_a_run_on_the_emulator_checks_its_device_first(tmp_path: Path) -> None:
+    done = run_on_xyz([], TRAIN_PROGRAM, tmp_path)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: backend." + REFUSAL)
+
+
+def test_a_pipeline_checks_its_device_first(tmp_path: Path) -> None:
+    done = run_on_xyz([], PIPELINE_PROGRAM, tmp_path)
+    assert done.returncode == 1 and f"BadInput: {REFUSAL}" in done.stderr
+
+
+@needs_processes
+def test_a_run_on_processes_checks_its_device_first(tmp_path: Path) -> None:
+    done = run_on_xyz(TORCHRUN, TRAIN_PROGRAM, tmp_path, "backend.name=distributed", "stages=2")
+    assert done.returncode != 0 and "error: backend." + REFUSAL in done.stderr
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+@pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 counts no FLOPs")
+def test_a_linear_layer_that_is_one_operation_counts_as_its_products() -> None:
+    """Story: a device with a kernel for linear layers had no FLOPs at all. `stages: 4` cut the model
+    elsewhere than on the CPU, and methods with old weights gave other numbers."""
+    formulas = flops.get_formulas()
+    x, w = torch.zeros(2, 5, 8), torch.zeros(3, 8)
+    y = functional.linear(x, w)
+    products = 2 * 2 * 5 * 8 * 3
+    assert formulas[torch.ops.aten.linear](x, w, None, out_val=y) == products
+    backward = formulas[torch.ops.aten.linear_backward]
+    for needed, count in (((True, True, False), 2), ((False, True, True), 1)):
+        assert backward(x, y, w, needed, out_val=None) == count * products
