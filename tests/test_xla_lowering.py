@@ -87,6 +87,15 @@ WITH_SCALARS = [
 ]
 ONE_OF_EACH = [call(draw(2, 3)), call(draw()), call(draw(0, 3)), call(SPECIAL)]
 POSITIVE = [call(draw(2, 3).abs() + 0.1), call(fill(0.0, NAN, INFINITY)), call(fill(3, dtype=INT))]
+BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor")
+REMAINDERS = ("fmod", "remainder")
+DIVIDED = [
+    call(fill(5.5, -5.5, 5.5, -5.5), fill(2, 2, -2, -2)),
+    call(fill(7, -7, 7, -7, dtype=INT), fill(2, 2, -2, -2, dtype=INT)),
+]
+DIVIDED_BY_SCALARS = [call(fill(5.5, -5.5, 4, -4), divisor) for divisor in (2, -2, 1.5, -1.5)] + [
+    call(fill(7, -7, 4, -4, dtype=INT), divisor) for divisor in (2, -3)
+]
 COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 
 ELEMENTWISE: Dict[str, List[Call]] = {
@@ -125,11 +134,23 @@ ELEMENTWISE: Dict[str, List[Call]] = {
         f"aten.{name}.Scalar": [*WITH_SCALARS, call(SPECIAL, 0.0), call(SPECIAL, NAN)]
         for name in COMPARISONS
     },
-    **{f"aten.{name}.Tensor": pair_up(ALL[1:]) for name in ("bitwise_and", "bitwise_or")},
+    **{f"aten.{name}.Tensor": pair_up(ALL[1:]) for name in BITWISE},
     **{
         f"aten.{name}.Scalar": [call(draw(3, dtype=INT), 6), call(draw(3, dtype=BOOL), True)]
-        for name in ("bitwise_and", "bitwise_or")
+        for name in BITWISE
     },
+    **{f"aten.{name}.Tensor": [*pair_up([torch.float64]), *DIVIDED] for name in REMAINDERS},
+    **{f"aten.{name}.Scalar": DIVIDED_BY_SCALARS for name in REMAINDERS},
+    "aten.div.Tensor_mode": [
+        call(*args, rounding_mode=mode)
+        for mode in (None, "floor", "trunc")
+        for args, _ in (*DIVIDED, *pair_up([torch.float64]))
+    ],
+    "aten.div.Scalar_mode": [
+        call(*args, rounding_mode=mode)
+        for mode in (None, "floor", "trunc")
+        for args, _ in DIVIDED_BY_SCALARS
+    ],
     "aten.pow.Tensor_Scalar": [
         *[call(draw(2, 3), exponent) for exponent in (0, 1, 2, 3, -1, -2, 2.0, 3.0, 5)],
         *[call(draw(2, 3).abs(), exponent) for exponent in (0.5, -0.5, 1.7, -1.7)],
@@ -156,19 +177,28 @@ ELEMENTWISE: Dict[str, List[Call]] = {
     ],
     **{
         f"aten.{name}.default": [*pair_up(ALL), *MIXED_PAIRS, *SPECIAL_PAIRS]
-        for name in ("maximum", "minimum", "logical_and", "logical_or")
+        for name in ("maximum", "minimum", "logical_and", "logical_or", "logical_xor")
     },
     "aten.logical_not.default": [*ONE_OF_EACH, *[call(draw(2, 3, dtype=d)) for d in ALL]],
     "aten.bitwise_not.default": [call(draw(2, 3, dtype=d)) for d in ALL[1:]],
     **{
         f"aten.{name}.default": [*ONE_OF_EACH, call(draw(3, dtype=INT)), call(draw(3, dtype=BOOL))]
-        for name in ("exp", "sin", "cos", "tanh", "sigmoid", "erf")
+        for name in ("exp", "expm1", "sin", "cos", "tan", "atan", "sinh", "cosh", "tanh")
     },
+    **{
+        f"aten.{name}.default": [*ONE_OF_EACH, call(draw(3, dtype=INT))]
+        for name in ("floor", "ceil", "trunc", "round", "isnan", "isinf")
+    },
+    "aten.round.default": [*ONE_OF_EACH, call(fill(-1.5, -0.5, 0.5, 1.5, 2.5))],
+    "aten.atan2.default": [*pair_up([torch.float64]), *SPECIAL_PAIRS],
+    "aten.expm1.default": [*ONE_OF_EACH, call(fill(-1e-9, 1e-9, 3.0, 800.0))],
     "aten.exp.default": [*ONE_OF_EACH, call(fill(-800.0, -30.0, 30.0, 800.0))],
     "aten.sigmoid.default": [*ONE_OF_EACH, call(fill(-800.0, -30.0, 30.0, 800.0))],
     "aten.tanh.default": [*ONE_OF_EACH, call(fill(-30.0, -1e-9, 1e-3, 30.0))],
     "aten.erf.default": [*ONE_OF_EACH, call(fill(-7.0, -1e-9, 0.4, 3.0, 7.0))],
     "aten.log.default": [*POSITIVE, call(fill(-1.0, 1e-300))],
+    "aten.log2.default": [*POSITIVE, call(fill(-1.0, 1e-300, 8.0))],
+    "aten.log1p.default": [*POSITIVE, call(fill(-2.0, -1.0, -1e-9, 1e-9, 5.0))],
     "aten.sqrt.default": [*POSITIVE, call(fill(-1.0))],
     "aten.rsqrt.default": [*POSITIVE, call(fill(-1.0))],
     "aten.reciprocal.default": [*POSITIVE, call(SPECIAL)],
@@ -176,6 +206,16 @@ ELEMENTWISE: Dict[str, List[Call]] = {
         f"aten.{name}.default": [*ONE_OF_EACH, call(draw(2, 3, dtype=INT))]
         for name in ("neg", "abs", "sign", "relu")
     },
+    "aten.leaky_relu.default": [*ONE_OF_EACH, call(SPECIAL, 0.2), call(SPECIAL, -0.5)],
+    "aten.elu.default": [*ONE_OF_EACH, call(SPECIAL, 0.5), call(draw(9), 1.5, 1.1, 0.7)],
+    "aten.hardtanh.default": [*ONE_OF_EACH, call(SPECIAL, 0, 6), call(draw(5), -0.5, 0.1)],
+    "aten.clamp.Tensor": [
+        call(SPECIAL, fill(-1), fill(1.25)),
+        call(SPECIAL, draw(7)),
+        call(SPECIAL, None, draw()),
+        call(SPECIAL, min=fill(NAN)),
+        call(draw(2, 3), draw(3), draw(2, 1)),
+    ],
     "aten.clamp.default": [
         call(SPECIAL, -1, 1.25),
         call(SPECIAL, -1),
@@ -202,7 +242,11 @@ def list_convolutions() -> List[Tuple[torch.Tensor, torch.Tensor, List[Any]]]:
     """Return (x, weight, (stride, padding, dilation, transposed, output padding, groups))."""
     plain: List[Any] = [[1, 1], [0, 0], [1, 1], False, [0, 0], 1]
     uneven: List[Any] = [[2, 3], [1, 2], [1, 2], False, [0, 0], 1]
+    transposed: List[Any] = [[2, 3], [1, 0], [1, 2], True, [1, 2], 2]
     return [
+        (draw(2, 4, 6, 5), draw(4, 3, 3, 3), [[1, 1], [0, 0], [1, 1], True, [0, 0], 1]),
+        (draw(2, 4, 3, 4), draw(4, 3, 3, 2), transposed),
+        (draw(2, 4, 6), draw(4, 3, 3), [[2], [1], [1], True, [1], 1]),
         (draw(2, 3, 6, 5), draw(4, 3, 3, 3), plain),
         (draw(2, 3, 6, 5), draw(4, 3, 1, 1), plain),
         (draw(2, 3, 8, 9), draw(4, 3, 3, 2), uneven),
@@ -227,7 +271,7 @@ def list_convolution_backwards() -> List[Call]:
     for x, weight, settings in list_convolutions():
         y = torch.ops.aten.convolution.default(x, weight, None, *settings)
         for mask in itertools.product([True, False], repeat=3):
-            bias_sizes = [weight.shape[0]] if mask[2] else None
+            bias_sizes = [y.shape[1]] if mask[2] else None
             calls.append(call(draw(*y.shape), x, weight, bias_sizes, *settings, list(mask)))
     return calls
 
@@ -248,7 +292,7 @@ PRODUCTS: Dict[str, List[Call]] = {
     "aten.convolution.default": [
         call(x, weight, bias, *settings)
         for x, weight, settings in list_convolutions()
-        for bias in (None, draw(weight.shape[0]))
+        for bias in (None, draw(weight.shape[1] * settings[5] if settings[3] else weight.shape[0]))
     ],
     "aten.convolution_backward.default": list_convolution_backwards(),
 }
@@ -293,6 +337,49 @@ def list_pool_backwards() -> List[Call]:
     return calls
 
 
+def list_average_pools() -> List[Tuple[torch.Tensor, List[Any]]]:
+    """Return (x, (size, stride, padding, ceil_mode, count_include_pad, divisor))."""
+    images = draw(2, 3, 7, 8)
+    settings: List[List[Any]] = [
+        [[2, 2], [2, 2], [0, 0], False, True, None],
+        [[3, 2], [], [1, 0], False, True, None],
+        [[3, 3], [2, 2], [1, 1], False, True, None],
+        [[3, 3], [2, 2], [1, 1], False, False, None],
+        [[3, 3], [2, 3], [1, 1], True, True, None],
+        [[3, 3], [2, 3], [1, 1], True, False, None],
+        [[2, 2], [3, 3], [1, 1], True, False, None],
+        [[2, 3], [1, 2], [1, 0], False, True, 5],
+        [[2], [2], [1], True, True, None],
+    ]
+    pools = [(images, setting) for setting in settings]
+    return [*pools, (images[0], settings[2]), (draw(0, 3, 7, 8), settings[2])]
+
+
+def list_average_pool_backwards() -> List[Call]:
+    """Return the backwards of all average pools."""
+    calls = []
+    for x, settings in list_average_pools():
+        y = torch.ops.aten.avg_pool2d.default(x, *settings)
+        calls.append(call(draw(*y.shape), x, *settings))
+    return calls
+
+
+DIVISIBLE_OR_NOT = [[1, 1], [2, 4], [3, 5], [7, 8], [9, 10]]
+EXTREMES = [
+    *REDUCED,
+    *OF_NO_DIMENSION,
+    call(SHAPED),
+    call(SPECIAL, [0]),
+    *[call(draw(2, 3, dtype=dtype), [1]) for dtype in ALL],
+]
+PLACED_EXTREMES = [
+    *[call(SHAPED, dim, keepdim) for dim in (0, -1, 1) for keepdim in (False, True)],
+    call(fill(1, 3, 3, 2, 1), 0),
+    call(fill(1, NAN, 3, NAN), 0),
+    call(draw(4, 5, dtype=INT), 1),
+    call(draw(), 0),
+]
+
 REDUCTIONS: Dict[str, List[Call]] = {
     "aten.sum.dim_IntList": [
         *REDUCED,
@@ -322,12 +409,37 @@ REDUCTIONS: Dict[str, List[Call]] = {
         call(draw(0)),
         call(draw(5, dtype=INT), dtype=torch.float64),
     ],
-    "aten.amax.default": [
-        *REDUCED,
-        *OF_NO_DIMENSION,
+    "aten.amax.default": EXTREMES,
+    "aten.amin.default": EXTREMES,
+    "aten.max.default": [call(SHAPED), call(draw()), call(SPECIAL), call(draw(3, dtype=INT))],
+    "aten.min.default": [call(SHAPED), call(draw()), call(SPECIAL), call(draw(3, dtype=INT))],
+    "aten.max.dim": PLACED_EXTREMES,
+    "aten.min.dim": PLACED_EXTREMES,
+    "aten.linalg_vector_norm.default": [
+        *[
+            call(SHAPED, order, dims, keepdim)
+            for order in (2, 1, 0, 3, 0.5, INFINITY, -INFINITY)
+            for dims in ([0], [-1, 0], None)
+            for keepdim in (False, True)
+        ],
         call(SHAPED),
-        call(SPECIAL, [0]),
-        *[call(draw(2, 3, dtype=dtype), [1]) for dtype in ALL],
+        call(draw(2, 3, dtype=torch.float32), 2, [1], dtype=torch.float64),
+    ],
+    "aten.cumsum.default": [
+        call(SHAPED, 0),
+        call(SHAPED, -1),
+        call(draw(3, 4, dtype=INT), 1),
+        call(draw(5, dtype=BOOL), 0),
+        call(draw(5, dtype=INT), 0, dtype=torch.float64),
+    ],
+    "aten.var.correction": [
+        *[
+            call(SHAPED, dims, correction=correction, keepdim=keepdim)
+            for dims in ([1], [-1, 0], None)
+            for correction in (None, 0, 0.5)
+            for keepdim in (False, True)
+        ],
+        call(SHAPED),
     ],
     "aten.var_mean.correction": [
         *[
@@ -352,7 +464,7 @@ REDUCTIONS: Dict[str, List[Call]] = {
     ],
     "aten.any.default": [
         *[call(draw(2, 3, dtype=dtype)) for dtype in ALL],
-        call(torch.zeros(3)),
+        call(torch.zeros(3).double()),
         call(draw(0, dtype=BOOL)),
         call(fill(NAN)),
     ],
@@ -373,6 +485,19 @@ REDUCTIONS: Dict[str, List[Call]] = {
         call(draw(2, 3, 6, 4, dtype=INT), [3, 3], [2, 2], [1, 1]),
     ],
     "aten.max_pool2d_with_indices_backward.default": list_pool_backwards(),
+    "aten.avg_pool2d.default": [
+        *[call(x, *settings) for x, settings in list_average_pools()],
+        call(draw(2, 3, 6, 4), [2, 2]),
+    ],
+    "aten.avg_pool2d_backward.default": list_average_pool_backwards(),
+    "aten._adaptive_avg_pool2d.default": [
+        *[call(draw(2, 3, 7, 8), sizes) for sizes in DIVISIBLE_OR_NOT],
+        call(draw(3, 7, 8), [2, 3]),
+    ],
+    "aten._adaptive_avg_pool2d_backward.default": [
+        *[call(draw(2, 3, *sizes), draw(2, 3, 7, 8)) for sizes in DIVISIBLE_OR_NOT],
+        call(draw(3, 2, 3), draw(3, 7, 8)),
+    ],
 }
 
 # ---- cases of shapes
@@ -443,6 +568,26 @@ SHAPES: Dict[str, List[Call]] = {
         call(draw(), [2, 3]),
         call(draw(1, 3), [0, 3]),
         call(draw(1, 3), [2, 3], implicit=True),
+    ],
+    "aten.repeat.default": [
+        call(draw(2, 3), [2, 1]),
+        call(draw(2, 3), [3, 1, 2]),
+        call(draw(), [2]),
+        call(draw(2), [0]),
+    ],
+    "aten.flip.default": [call(SHAPED, [0]), call(SHAPED, [-1, 1]), call(SHAPED, [])],
+    "aten.copy.default": [
+        call(draw(2, 3), draw(2, 3)),
+        call(draw(2, 3), draw(3)),
+        call(draw(2, 3), draw()),
+        call(draw(2, 3), draw(3, dtype=INT)),
+        call(draw(3, dtype=INT), fill(1.5, -1.5, 0)),
+    ],
+    "aten.as_strided.default": [
+        call(SHAPED, [6, 4], [4, 1]),
+        call(SHAPED, [2, 1, 12], [12, 12, 1], 0),
+        call(SHAPED, [2, 3], [3, 1], 5),
+        call(SHAPED, [], [], 7),
     ],
     "aten.slice.Tensor": [call(SLICED, *where) for where in SLICES],
     "aten.slice_scatter.default": [
@@ -639,6 +784,22 @@ READS: Dict[str, List[Call]] = {
         call(draw(5, 3), draw_indices(5, 6), -1, True, False),
     ],
     "aten.gather.default": [*[call(*where) for where in ALONG], call(*ALONG[0], sparse_grad=False)],
+    "aten.index_select.default": [
+        call(SHAPED, 0, draw_indices(2, 5)),
+        call(SHAPED, -1, draw_indices(4, 2)),
+        call(SHAPED, 1, draw_indices(3, 0)),
+        call(draw(4, 3, dtype=INT), 1, draw_indices(3, 4).int()),
+    ],
+    "aten.scatter_add.default": [
+        *[call(x, dim, index, draw(*index.shape, dtype=x.dtype)) for x, dim, index in ALONG],
+        # a source may be larger than the index
+        call(draw(4, 5), 1, draw_indices(5, 2, 3), draw(3, 6)),
+    ],
+    "aten.scatter.src": [
+        call(SHAPED, 1, fill(2, 0, 1, dtype=INT)[None, :, None].expand(2, 3, 4), draw(2, 3, 4)),
+        call(SHAPED, 1, fill(2, 0, dtype=INT)[None, :, None].expand(1, 2, 3), draw(2, 3, 4)),
+        call(draw(5), -1, fill(4, 2, dtype=INT), draw(3)),
+    ],
     "aten.scatter.value": [
         *[call(*where, 1.5) for where in ALONG],
         call(draw(2, 3, dtype=INT), 1, draw_indices(3, 2, 2), 7),
@@ -736,15 +897,10 @@ def test_an_operation_gives_what_torch_gives(name: str) -> None:
 
 
 REFUSED: Dict[str, Tuple[str, Call]] = {
-    "unknown": ("aten.cumsum.default", call(draw(2, 3), 0)),
+    "unknown": ("aten.cumprod.default", call(draw(2, 3), 0)),
     "torch.float16": ("aten.neg.default", call(draw(2, 3, dtype=torch.float16))),
-    "transposed": (
-        "aten.convolution.default",
-        call(
-            *(draw(1, 2, 4, 4), draw(2, 3, 3, 3), None),
-            *([1, 1], [0, 0], [1, 1], True, [0, 0], 1),
-        ),
-    ),
+    "strides": ("aten.as_strided.default", call(draw(2, 3), [2, 2], [1, 2])),
+    "strides of a source": ("aten.as_strided.default", call(draw(3, 2).t(), [6], [1])),
     "truth values read": ("aten.index.Tensor", call(draw(4, 3), [draw(4, dtype=BOOL)])),
     "truth values with indices": (
         "aten.index_put.default",
@@ -764,6 +920,38 @@ def test_an_operation_that_is_not_supported_is_refused_by_name(kind: str) -> Non
     assert any(name in line for line in list_missing(graph))
 
 
+# what an empty tensor has is written before it is read: shape and dtype alone are compared
+EMPTY: Dict[str, List[Call]] = {
+    "aten.empty.memory_format": [call([2, 3]), call([0], dtype=INT, device=torch.device("cpu"))],
+    "aten.empty_permuted.default": [call([2, 3], [1, 0], dtype=torch.float64), call([], [])],
+    "aten.new_empty_strided.default": [
+        call(draw(2, 3), [4, 2], [2, 1]),
+        call(draw(2, 3), [4], [1], dtype=INT),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", sorted(EMPTY))
+def test_an_empty_tensor_has_the_shape_and_dtype_of_torch(name: str) -> None:
+    graph, arguments, expected = build_graph(name, EMPTY[name])
+    assert list_missing(graph) == []
+    for a, b in zip(lower(graph)(*[t.numpy() for t in arguments]), expected):
+        assert (a.shape, np.asarray(a).dtype) == (b.shape, b.numpy().dtype)
+
+
+def test_an_index_that_is_out_of_range_gives_nan() -> None:
+    """torch raises an error, which a compiled program cannot."""
+    indices = jax.numpy.asarray([1, 5])
+    weight = jax.numpy.ones((5, 2))
+    for name, args in {
+        "aten.embedding.default": (weight, indices),
+        "aten.index_select.default": (weight, 0, indices),
+        "aten.gather.default": (weight, 0, indices[:, None]),
+    }.items():
+        values = np.asarray(TABLE[name](*args))
+        assert np.isfinite(values[0]).all() and np.isnan(values[1]).all(), name
+
+
 def test_every_operation_of_the_table_has_a_case() -> None:
-    assert set(CASES) == set(TABLE)
+    assert {*CASES, *EMPTY} == set(TABLE)
     assert all(CASES.values())

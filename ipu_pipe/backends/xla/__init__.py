@@ -2,7 +2,8 @@
 
 devices   the devices of a platform, and the stages on them: `place`, `list_devices`
 faults    what the backend refuses, by name: `list_faults`
-lower     the table of ATen operations, and graphs as functions of jax arrays: `lower`
+operations, windows  the table of ATen operations; its convolutions and pools
+lower     graphs as functions of jax arrays: `lower`
 update    optimizers and update rules as pure functions of arrays
 player    the rows of all stages, played on their devices: `Player`
 engine    the backend's engine: results, evaluation, checkpoints and measurements
