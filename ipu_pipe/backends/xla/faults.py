@@ -35,7 +35,8 @@ def list_faults(job: Job) -> list[str]:
         from ipu_pipe.backends.xla.slots import list_slot_faults
 
         faults += list_slot_faults(job)
-    return faults or _list_missing_operations(job)
+    # a job that was placed for another backend is not cut
+    return faults or (_list_missing_operations(job) if job.pieces else [])
 
 
 def _list_missing_operations(job: Job) -> list[str]:
