@@ -2,7 +2,7 @@
 
 devices     the devices of a platform, and the stages on them: `place`, `list_devices`
 faults      what the backend refuses, by name: `list_faults`
-operations  the table of ATen operations: `TABLE`
+operations  the table of ATen operations
 windows     its convolutions and pools
 lower       graphs as functions of jax arrays: `lower`
 update      optimizers and update rules as pure functions of arrays
