@@ -176,7 +176,8 @@ def test_a_checkpoint_in_which_modules_run_again_repeats_the_draws_of_its_forwar
         assert torch.equal(before, torch.get_rng_state())
         keyed.remove()
         gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients))  # type: ignore[arg-type]
+    # a checkpoint may add the gradients of a shared module in another order
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 def test_a_checkpoint_that_keeps_no_random_state_is_refused_where_modules_run_again() -> None:
