@@ -176,8 +176,8 @@ class Pipeline:
                 torchrun's processes, or takes a process group of the caller's; fewer processes than
                 stages hold neighbouring ones, but local methods need one for each); "poptorch"
                 (Graphcore IPUs, where a step makes `updates_per_call` updates; not run on
-                hardware); "xla" (devices of XLA, see docs/accelerators.md). `backend_args`: further keys of a config's backend, such as `threads` and
-                `ipu`.
+                hardware); "xla" (XLA's devices, see docs/accelerators.md). `backend_args`: further
+                keys of a config's backend, such as `threads` and `ipu`.
     device:     "cpu", "cuda" or another kind of device that torch has here; by default where the
                 model is. It is the current device of that kind, to which the model is moved.
     stages_per_device: for methods with virtual stages; by default the method's own number.
