@@ -35,8 +35,8 @@ def test_killed_runs_end_as_if_never_killed(kills_in_all: int, tmp_path: Path) -
 @pytest.mark.slow
 def test_killed_runs_on_xla_end_as_if_never_killed(tmp_path: Path) -> None:
     pytest.importorskip("jax", reason="xla needs jax: pip install 'ipu_pipe[xla]'")
-    counts = [kills.run_seed(seed, tmp_path / str(seed), "xla") for seed in range(3)]
-    assert sum(counts) >= 3, "runs outlive their kills: are their moments counted?"
+    counts = [kills.run_seed(seed, tmp_path / str(seed), "xla") for seed in range(2)]
+    assert sum(counts) >= 2, "runs outlive their kills: are their moments counted?"
 
 
 def sleep_a_minute(*arguments: Any) -> None:

@@ -68,6 +68,12 @@ def test_all_slots_train_to_the_emulators_weights() -> None:
 
 
 @pytest.mark.slow
+def test_slots_after_a_drain_need_no_other_program() -> None:
+    for case, result in run_cases("drain_slots", "accumulated").items():
+        assert result["links"] and result["programs"] == 1, (case, result)
+
+
+@pytest.mark.slow
 def test_four_devices_train_to_the_emulators_weights_in_single_precision() -> None:
     for case, result in run_cases("compare_float32", "gpipe", "pipelined_backprop").items():
         # beyond double precision's differences, so that it is single precision

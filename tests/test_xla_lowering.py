@@ -891,6 +891,7 @@ def list_differences(name: str, calls: List[Call]) -> List[str]:
     return [f"{nodes[i]}: {text}" for i, text in enumerate(differences) if text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_an_operation_gives_what_torch_gives(name: str) -> None:
     assert list_differences(name, CASES[name]) == []

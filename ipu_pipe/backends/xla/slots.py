@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.devices import list_devices
 from ipu_pipe.backends.xla.player import Arrays, Player, StagePlayer, list_outputs
 from ipu_pipe.backends.xla.update import Numbers, step_stage
@@ -416,23 +417,34 @@ class SlotPlayer(Player):
     B(t - s - d), d = 2 (P - 1 - s) + the method's turn, and update k after B(N (k + 1) - 1).
     """
 
-    def begin(self, work: Work) -> None:
-        super().begin(work)
-        stages = self.stages
+    def __init__(
+        self,
+        job: Job,
+        work: Work,
+        stages: Sequence[StagePlayer],
+        recorders: Sequence[TraceRecorder],
+    ) -> None:
         count = len(stages)
         self._numbers = np.arange(count)
         # the slots between a stage's forward of a microbatch and its backward
         self._depths = 2 * (count - 1 - self._numbers) + work.method.turn
-        self._first = work.microbatch
-        self._entering = work.microbatch
-        self._made = np.full(count, work.update)
-        self._first_slot = self._find_first_slot(work)
+        # compiled once for all pipelines of the run
         self._groups = [
             Group(group, work.accumulate, int(self._depths[group[0].stage]))
             for group in group_stages(stages)
         ]
-        self._eras = _Eras(work.rules)
+        self._program = jax.jit(partial(_play, self._groups), donate_argnums=0)
+        # the forwards and the backwards of each stage so far
         self._sent = np.zeros((2, count), np.int64)
+        super().__init__(job, work, stages, recorders)
+
+    def begin(self, work: Work) -> None:
+        super().begin(work)
+        self._first = work.microbatch
+        self._entering = work.microbatch
+        self._made = np.full(len(self.stages), work.update)
+        self._first_slot = self._find_first_slot(work)
+        self._eras = _Eras(work.rules)
         x, y = self._job.example
         self._x: Arrays = [t.numpy() for t in list_tensors(x)]
         self._y: Arrays = [t.numpy() for t in list_tensors(y)]
@@ -441,10 +453,9 @@ class SlotPlayer(Player):
         for group in self._groups:
             states.append(group.make_state(entering))
             entering = list_outputs(group.graphs.forward)[: group.graphs.outputs]
-        self._states = jax.device_put(states, stages[0].passes.device)
-        for stage in stages:
+        self._states = jax.device_put(states, self.stages[0].passes.device)
+        for stage in self.stages:
             stage.drop_arrays()
-        self._program = jax.jit(partial(_play, self._groups), donate_argnums=0)
         # the settings of the newest slot, and what was made of them
         self._settings: tuple[Any, ...] | None = None
         self._feeds: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
