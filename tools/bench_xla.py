@@ -1,5 +1,5 @@
-"""Benchmark of batch-one training by a dataflow pipeline on one XLA device, in one run: python
-tools/bench_xla.py
+"""Benchmark of XLA's devices, in one run: batch-one training by a dataflow pipeline on one of them, or
+four stages on four: python tools/bench_xla.py [--models MODELS]
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ CONTEXT = 32
 CLASSES = 10
 VOCABULARY = 64
 RATE = 1e-3
-MODELS = ("mlp", "transformer")
-# name in the output -> settings of the pipeline
+# models of equal blocks, and models of four stages
+BLOCKS = ("mlp", "transformer")
+STAGED = ("digits", "resnet20")
+# name in the output -> settings of the pipeline; the first that uses jax makes its devices
+STAGES: Dict[str, Dict[str, Any]] = {
+    "emulator": {"backend": "emulator"},
+    "four": {"backend": "xla", "backend_args": {"devices": 4}},
+    "one": {"backend": "xla", "backend_args": {"devices": 1}},
+}
 PIPELINES: Dict[str, Dict[str, Any]] = {
     "emulator": {"backend": "emulator"},
     "action": {"backend": "xla", "backend_args": {"devices": 1, "program": "action"}},
@@ -51,9 +58,16 @@ def make_parser() -> Parser:
         "emulator, XLA with a program\n"
         "for each action, XLA with a program for each slot, and plain SGD without a pipeline in "
         "PyTorch. Turns\n"
-        "alternate, so that a slow moment of the machine hits all.",
+        "alternate, so that a slow moment of the machine hits all. Of the models of four stages: "
+        "GPipe and PipeDream on the\n"
+        "emulator, on four XLA devices and on one.",
     )
-    p.add_argument("--models", default="mlp,transformer", help="comma-separated (default: both)")
+    p.add_argument(
+        "--models",
+        default="mlp,transformer",
+        help="comma-separated (default mlp,transformer): equal blocks of mlp, transformer; four "
+        "stages of digits (4 microbatches of 16), resnet20 (2 of 16)",
+    )
     p.add_argument("--blocks", default="8,32,64", help="equal blocks (default 8,32,64)")
     p.add_argument("--sizes", default="1,8", help="samples of a microbatch (default 1,8)")
     p.add_argument("--rounds", type=int, default=5, help="turns of each (default 5)")
@@ -68,7 +82,9 @@ def main() -> None:
     args = make_parser().parse_args()
     models = args.models.split(",")
     faults = [
-        f"--models: {m}: must be one of {', '.join(MODELS)}" for m in models if m not in MODELS
+        f"--models: {m}: must be one of {', '.join(BLOCKS + STAGED)}"
+        for m in models
+        if m not in BLOCKS + STAGED
     ]
     numbers = {"--blocks": args.blocks, "--sizes": args.sizes}
     faults += [
@@ -83,11 +99,21 @@ def main() -> None:
     import torch  # imported after the arguments are read: --help must not wait for it
 
     torch.set_num_threads(args.threads)
-    rows = []
-    for name in models:
+    rows: List[Dict[str, Any]] = []
+    for name in [m for m in STAGED if m in models]:
+        for method in ("gpipe", "pipedream"):
+            contestants = make_staged(name, method)
+            times = measure(*contestants, args.rounds, args.updates)
+            rows.append({"model": name, "method": method, **times})
+            if not args.json:
+                figures = "  ".join(f"{key} {ms:7.2f}" for key, ms in times.items())
+                print(f"{name:9s} {method:9s}  ms an update: {figures}", flush=True)
+    for name in [m for m in BLOCKS if m in models]:
         for blocks in map(int, args.blocks.split(",")):
             for size in map(int, args.sizes.split(",")):
-                times = measure(make_task(name, blocks, size), args.rounds, args.updates)
+                times = measure(
+                    *make_contestants(make_task(name, blocks, size)), args.rounds, args.updates
+                )
                 rows.append({"model": name, "blocks": blocks, "size": size, **times})
                 if not args.json:
                     print(format_row(rows[-1]), flush=True)
@@ -116,14 +142,37 @@ def make_task(name: str, blocks: int, size: int) -> Task:
     return Task(lambda: transformer_lm(VOCABULARY, WIDTH, 4, blocks, CONTEXT), cross_entropy, data)
 
 
-def measure(task: Task, rounds: int, updates: int) -> Dict[str, float]:
-    """Return the median milliseconds of an update of each contestant over `rounds` turns."""
-    import jax
+def make_staged(name: str, method: str) -> Tuple[Dict[str, Callable[..., Any]], List[Any]]:
+    """Return the steps of a model of four stages under a method, and its batch."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    import ipu_pipe
+    from models.mlp import mlp
+    from models.resnet import preact_resnet20
+
+    count = 4 if name == "digits" else 2
+    shape = (64,) if name == "digits" else (3, 32, 32)
+    batch = (torch.randn(16 * count, *shape), torch.randint(0, CLASSES, (16 * count,)))
+    contestants = {}
+    for key, settings in STAGES.items():
+        torch.manual_seed(0)
+        model = mlp(64, 64, 4) if name == "digits" else preact_resnet20(norm="batch")
+        optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
+        pipe = ipu_pipe.Pipeline(
+            model, cross_entropy, optimizer, method, stages=4, microbatches=count, **settings
+        )
+        contestants[key] = pipe.step
+    return contestants, [batch] * 4
+
+
+def make_contestants(task: Task) -> Tuple[Dict[str, Callable[..., Any]], List[Any]]:
+    """Return the steps of pipelines, and of plain SGD, on a model of equal blocks, and its data."""
     import torch
 
     import ipu_pipe
 
-    contestants: Dict[str, Callable[[Any, Any], Any]] = {}
+    contestants: Dict[str, Callable[..., Any]] = {}
     for name, settings in PIPELINES.items():
         torch.manual_seed(0)
         model = task.make()
@@ -141,16 +190,25 @@ def measure(task: Task, rounds: int, updates: int) -> Dict[str, float]:
         optimizer.zero_grad()
 
     contestants[PLAIN] = train_plainly
+    return contestants, task.data
+
+
+def measure(
+    contestants: Dict[str, Callable[..., Any]], data: List[Any], rounds: int, updates: int
+) -> Dict[str, float]:
+    """Return the median milliseconds of an update of each contestant over `rounds` turns."""
+    import jax
+
     # until all stages have work, and twice as long, so that the buffers are warm
     for step in contestants.values():
-        for x, y in task.data * 3:
+        for x, y in data * 3:
             step(x, y)
     times: Dict[str, List[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, step in contestants.items():
             start = time.perf_counter()
             for i in range(updates):
-                step(*task.data[i % len(task.data)])
+                step(*data[i % len(data)])
             for array in jax.live_arrays():
                 array.block_until_ready()
             times[name].append(1000 * (time.perf_counter() - start) / updates)
