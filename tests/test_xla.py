@@ -135,7 +135,10 @@ def test_a_trace_says_when_each_action_ran(tmp_path: Path) -> None:
         (["optimizer={name: torch.optim.RMSprop}"], "optimizer.name"),
         (["precision=bfloat16"], "precision"),
         (["backend.devices=64"], "backend.devices"),
-        (["backend.platform=tpu"], "backend.platform"),
+        (
+            ["backend.platform=tpu"],
+            "backend.platform: tpu: jax has no such platform here: on a TPU VM",
+        ),
         (["backend.program=slot"], "backend.program: slot: method: pipedream"),
         (["backend.program=slot"], "backend.program: slot: log.trace"),
         ([*SLOT, "method_args={warmup: {epochs: 1}}"], "backend.program: slot: method_args.warmup"),

@@ -53,8 +53,9 @@ def list_devices(settings: BackendConfig) -> list[Any]:
     try:
         devices = jax.devices(platform)
     except RuntimeError as error:
+        how = ": on a TPU VM, pip install 'jax[tpu]'" if platform == "tpu" else ""
         raise BadInput(
-            f"backend.platform: {platform}: jax has no such platform here: {summarize(error)}"
+            f"backend.platform: {platform}: jax has no such platform here{how}: {summarize(error)}"
         ) from None
     if count and count > len(devices):
         more = ""
