@@ -39,7 +39,7 @@ test: install
 	$(PYTEST)
 
 test-slow: install
-	$(PYTEST) -m 'slow and not browser'
+	$(PYTEST) -m 'slow and not browser' --durations 40
 
 test-all: install
 	$(PYTEST) -m 'not browser'
