@@ -245,7 +245,9 @@ def test_a_config_does_not_take_what_is_no_kind(name: Any) -> None:
     assert "must be cpu, cuda or another kind of device that torch has" in fault
 
 
-@pytest.mark.parametrize("name, hint", [("npu", ""), ("tpu", "; did you mean backend.name=xla?")])
+@pytest.mark.parametrize(
+    "name, hint", [("npu", ""), ("tpu", "; did you mean backend.name=xla backend.platform=tpu?")]
+)
 def test_a_kind_that_is_not_here_is_one_line(name: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput) as error:
         require_device(name)

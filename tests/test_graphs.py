@@ -48,6 +48,23 @@ def draw_classes() -> torch.Tensor:
     return torch.randint(0, 10, (3,))
 
 
+def make_fused_attention() -> nn.Module:
+    """Make a model whose attention is torch's own function, in a layer of torch and alone."""
+
+    def attend(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(m.query(x), m.key(x), m.value(x), is_causal=True)
+
+    # a bias of the keys has no gradient but its rounding
+    projections = {name: nn.Linear(16, 16, bias=False) for name in ("query", "key", "value")}
+    return nn.Sequential(
+        nn.Embedding(20, 16),
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        Composed(attend, **projections),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 10),
+    )
+
+
 CASES: Dict[str, Case] = {
     "mlp": (mlp.mlp, lambda: torch.randn(3, 64, dtype=torch.float64), draw_classes, 4),
     "resnet18": (lambda: resnet.resnet18(10), lambda: draw_image(32), draw_classes, 3),
@@ -76,6 +93,7 @@ CASES: Dict[str, Case] = {
         lambda: draw_tokens(8),
         3,
     ),
+    "fused_attention": (make_fused_attention, lambda: draw_tokens(8), draw_classes, 3),
     "transformer_translation": (
         lambda: transformer.transformer_translation(20, 20, 16, 2, 2, 32, 0.1),
         lambda: draw_tokens(2, 8),
@@ -236,7 +254,9 @@ def test_the_halves_of_a_backward_give_its_bits(runs: Dict[str, Run], name: str)
 
 # tests/xla_runs.py trains the others
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "vgg11", "transformer_translation"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "vgg11", "transformer_translation", "fused_attention"]
+)
 def test_graphs_lowered_for_xla_give_what_torch_gives(runs: Dict[str, Run], name: str) -> None:
     jax = pytest.importorskip("jax", reason="xla needs jax: pip install 'ipu_pipe[xla]'")
     import_jax()

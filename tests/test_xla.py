@@ -23,7 +23,15 @@ jax = pytest.importorskip("jax", reason="xla needs jax: pip install 'ipu_pipe[xl
 
 from ipu_pipe.backends.xla.slots import SlotPlayer  # noqa: E402
 
-CASES = ["gpipe", "zb_h1", "pipedream_2bw", "pipemare", "pipelined_backprop", "spectrain"]
+CASES = [
+    "gpipe",
+    "zb_h1",
+    "pipedream",
+    "pipedream_2bw",
+    "pipemare",
+    "pipelined_backprop",
+    "spectrain",
+]
 SLOT = ["backend.program=slot", "method=pipelined_backprop", "log.trace=null"]
 # the methods whose old versions are those of the table; others hold corrected copies
 UNCORRECTED = ("gpipe", "zb_h1", "pipedream", "pipedream_2bw", "pipelined_backprop")
@@ -122,6 +130,7 @@ def test_a_trace_says_when_each_action_ran(tmp_path: Path) -> None:
     # the host waits for each action, so that no two run at once
     busy = sum(row["busy_ns"] for row in devices)
     assert not figures["modelled"] and busy <= figures["span_ns"]
+    assert any(note.startswith("xla: in updates that are traced") for note in figures["notes"])
 
 
 @pytest.mark.parametrize(

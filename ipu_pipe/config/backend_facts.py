@@ -21,8 +21,9 @@ class BackendFacts(NamedTuple):
     memory. `uses_processes`: the launcher's processes, as many as it says, each with its stages,
     its replica's samples and a copy of tied weights. `trains_on`: the device that trains, if it is
     not the config's; one process drives all of these. `host_sees_devices`: the host that records a
-    trace sees each device; otherwise it sees the calls of all together. `counts_devices`: the
-    config may name a platform and how many of its devices.
+    trace sees each device; otherwise it sees the calls of all together. `waits_for_actions`: that
+    host waits for each action, so that no two run at once. `counts_devices`: the config may name a
+    platform and how many of its devices.
 
     How it computes
     `takes_any_size`: microbatches may differ in their number of samples. `compiles_updates`:
@@ -41,6 +42,7 @@ class BackendFacts(NamedTuple):
     uses_processes: bool = False
     trains_on: str | None = None
     host_sees_devices: bool = True
+    waits_for_actions: bool = False
     counts_devices: bool = False
     takes_any_size: bool = False
     compiles_updates: bool = False
@@ -68,6 +70,7 @@ BACKEND_FACTS: dict[str, BackendFacts] = {
         why_gradients_are_hidden="PopTorch keeps the gradients on the IPUs",
     ),
     "xla": BackendFacts(
+        waits_for_actions=True,
         counts_devices=True,
         compiles_updates=True,
         clips_any_optimizer=False,

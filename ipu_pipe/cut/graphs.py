@@ -411,12 +411,24 @@ def _trace_joint(run: Callable[..., Any], arguments: list[torch.Tensor]) -> Any:
     from torch._functorch.aot_autograd import aot_export_joint_simple
 
     needs_gradient = any(t.requires_grad for t in arguments)
-    joint: Any = aot_export_joint_simple(
-        run, tuple(arguments), trace_joint=needs_gradient, decompositions=_list_decompositions()
-    )
+    with _write_out_attention():
+        joint: Any = aot_export_joint_simple(
+            run, tuple(arguments), trace_joint=needs_gradient, decompositions=_list_decompositions()
+        )
     _separate_weight_gradients(joint.graph)
     joint.graph.eliminate_dead_code()
     return joint
+
+
+def _write_out_attention() -> contextlib.AbstractContextManager[None]:
+    """Have torch compute attention in operations that every compiler has, not in one kernel of the
+    host, which torch before 2.3 traces.
+    """
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return contextlib.nullcontext()
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def _list_decompositions() -> dict[Any, Any]:

@@ -61,7 +61,8 @@ def require_device(name: str) -> DeviceKind:
         raise BadInput("backend.device: cuda: this machine has no usable CUDA device: use cpu")
     known = " or ".join(["cpu", *(one.name for one in list_accelerators())])
     meant = name if name in BACKEND_FACTS else find_alias(name, BACKEND_FACTS)
-    hint = f"; did you mean backend.name={meant}?" if meant else ""
+    platform = " backend.platform=tpu" if name == "tpu" else ""
+    hint = f"; did you mean backend.name={meant}{platform}?" if meant else ""
     raise BadInput(f"backend.device: {name}: torch has no such device here: must be {known}{hint}")
 
 

@@ -43,6 +43,7 @@ def describe_start(data: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the record of a start that begins now; unknown values are None. `data`: the result of
     `fingerprint_data`.
     """
+    jax = sys.modules.get("jax")
     return {
         "begun": get_timestamp(),
         "ended": None,
@@ -54,6 +55,8 @@ def describe_start(data: Mapping[str, Any] | None) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             "numpy": str(np.__version__),
+            # of the backend xla, which has imported it by now
+            **({"jax": str(jax.__version__)} if jax is not None else {}),
         },
         "machine": describe_machine(),
         "job": read_launch().job or None,

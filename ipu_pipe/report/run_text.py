@@ -279,10 +279,14 @@ def format_closing(
         f"stage",
         "  files:",
         f"    {folder / 'summary.json'}   all figures",
-        f"    {folder / 'trace.json.gz'}  timeline of each device: open it in ui.perfetto.dev",
-        f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir "
-        f"{folder}",
     ]
+    if (folder / "trace.json.gz").is_file():
+        lines.append(
+            f"    {folder / 'trace.json.gz'}  timeline of each device: open it in ui.perfetto.dev"
+        )
+    lines.append(
+        f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}"
+    )
     if (folder / "checkpoints").is_dir():
         lines.append(f"    {folder / 'checkpoints'}    weights")
     if report["stopped"] is not None:

@@ -304,7 +304,7 @@ def format_stages(job: Job, where: Topology, stages: Sequence[CompiledStage]) ->
             if kind == WEIGHTS:
                 continue
             sizes = (one.argument, one.output, one.temporary, one.code)
-            cells = [f"{one.flops:.3g}", *map(format_bytes, sizes), f"{one.seconds:.2g} s"]
+            cells = [f"{one.flops:.3g}", *map(format_bytes, sizes), f"{one.seconds:.1f} s"]
             text = one.fault or "".join(f"{cell:>12}" for cell in cells)
             lines.append(f"{s:>5}  {kind:15}{text}")
     lines += ["", "bytes of a stage on its device: by the compiler, and by the shapes of torch"]

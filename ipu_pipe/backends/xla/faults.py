@@ -29,7 +29,8 @@ def list_faults(job: Job) -> list[str]:
     faults = [
         *(f"{fault}: {REMEDY}" for fault, applies in _list_settings(job).items() if applies),
         *(f"{fault}: {REMEDY}" for fault in _list_optimizer_faults(job)),
-        *list_exactness_faults(job),
+        # of clipping, which is refused above, nothing more
+        *(fault for fault in list_exactness_faults(job) if not fault.startswith("clip.")),
     ]
     if job.config.backend.program == "slot":
         from ipu_pipe.backends.xla.slots import list_slot_faults

@@ -142,6 +142,12 @@ def _list_notes(analysis: Analysis, run: RunMetadata) -> list[str]:
     notes = (
         (has_one_device, WHY_NOT_BY_IPU),
         (
+            run.waits_for_actions,
+            f"{run.backend}: in updates that are traced the host waits for each action, so that no "
+            "two run at once: bubble, bottleneck and speed are the trace's, not the run's; an "
+            "action's first time includes its compilation",
+        ),
+        (
             run.modelled and replicas > 1,
             f"the simulation shows one of {replicas} replicas, which all do the same",
         ),

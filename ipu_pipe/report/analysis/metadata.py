@@ -91,6 +91,12 @@ class RunMetadata(BaseModel):
         return not self._host_sees_devices and not (events.stage >= 0).any()
 
     @property
+    def waits_for_actions(self) -> bool:
+        """Whether the host that recorded the trace waited for each action."""
+        facts = BACKEND_FACTS.get(self.backend or "")
+        return facts is not None and facts.waits_for_actions and not self.modelled
+
+    @property
     def _host_sees_devices(self) -> bool:
         """Whether the host that recorded the trace saw each device, as hosts do unless their
         backend says otherwise.
