@@ -205,7 +205,9 @@ def test_every_test_is_run_by_make_test_or_by_make_test_slow() -> None:
     )
     chosen = dict(
         re.findall(
-            r"^(test[-a-z]*): install\n\t\$\(PYTEST\)(?: -m '(.*)')?$", makefile, re.MULTILINE
+            r"^(test[-a-z]*): install\n\t\$\(PYTEST\)(?: -m '([^']*)')?(?: --durations \d+)?$",
+            makefile,
+            re.MULTILINE,
         )
     )
     assert chosen.keys() == {"test", "test-slow", "test-all"}
