@@ -17,6 +17,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_data, make_model
 from ipu_pipe.report.provenance import find_commit
+from ipu_pipe.run.train import train
 from ipu_pipe.store.checkpoint import load_weights, read_weights
 from tests.support.runs import DIGITS, list_faults, read_json
 from tests.test_callbacks import SHORT, train_short_digits
@@ -159,6 +160,19 @@ def test_a_run_records_versions_machine_and_data(tmp_path: Path) -> None:
     train_short_digits(tmp_path / "other", *sets, "data.subset=255")
     (other,) = read_json(tmp_path / "other" / "record.json")
     assert other["data"]["sha256"] != first["data"]["sha256"]
+
+
+def test_the_closing_lines_name_the_files_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Story: they named a trace of a run that wrote none."""
+    for trace in ("null", "{begin: 0}"):
+        out = tmp_path / trace[:1]
+        train(load_config(DIGITS, [*SHORT, "steps=2", f"log.trace={trace}"]), out)
+        closing = capsys.readouterr().out
+        assert str(out / "metrics.jsonl") in closing
+        assert (str(out / "trace.json.gz") in closing) == (out / "trace.json.gz").is_file()
+    assert (out / "trace.json.gz").is_file()
 
 
 def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

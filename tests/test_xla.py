@@ -121,6 +121,8 @@ def test_a_trace_says_when_each_action_ran(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     train = [sys.executable, "tools/train.py", DIGITS, "--out", run, "--set", *settings]
     subprocess.run(train, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    (start,) = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert start["versions"]["jax"] == jax.__version__
     analyze = [sys.executable, "tools/analyze.py", run, "--json"]
     done = subprocess.run(analyze, cwd=ROOT, check=True, capture_output=True, text=True)
     figures = json.loads(done.stdout)
@@ -167,6 +169,13 @@ def test_what_xla_does_not_support_is_refused(settings: list, key: str) -> None:
     with pytest.raises(BadInput) as caught:
         build(load_config(DIGITS, ["backend.name=xla", *settings]))
     assert any(fault.startswith(key) for fault in caught.value.faults), caught.value.faults
+
+
+def test_a_refused_clip_is_one_line() -> None:
+    """Story: a second line proposed a scope of the clip, which xla refuses as well."""
+    with pytest.raises(BadInput) as caught:
+        build(load_config(DIGITS, ["backend.name=xla", "clip={norm: 1.0}"]))
+    assert caught.value.faults == ["clip: xla does not clip: use backend.name: emulator"]
 
 
 @pytest.mark.parametrize(

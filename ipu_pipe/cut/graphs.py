@@ -421,8 +421,8 @@ def _trace_joint(run: Callable[..., Any], arguments: list[torch.Tensor]) -> Any:
 
 
 def _write_out_attention() -> contextlib.AbstractContextManager[None]:
-    """Have torch compute attention in operations that every compiler has, not in one kernel of the
-    host, which torch before 2.3 traces.
+    """Return a context in which torch's attention is traced as plain operations, not as a call of
+    the CPU's fused kernel, which no compiler has. Torch before 2.3 has no such context.
     """
     try:
         from torch.nn.attention import SDPBackend, sdpa_kernel
