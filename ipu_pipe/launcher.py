@@ -109,14 +109,6 @@ def announce_rank(rank: int, world: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
 
 
-def announce_attempt(attempt: int) -> None:
-    """Set how often the launcher has restarted its processes, for `read_launch`, unless this
-    machine's launcher knows of more.
-    """
-    if attempt > read_launch().attempt:
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-
-
 def end_with(parent: int, line: str = "") -> None:
     """End this process when its parent, the process `parent`, is gone, however that ended; print
     `line` then.

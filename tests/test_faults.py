@@ -15,7 +15,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ipu_pipe.backends.processes import launch, lost_ranks
 from ipu_pipe.backends.processes.collect import wait_for_first_replica
-from ipu_pipe.backends.processes.launch import compare_requests, make_request, wait_for_ranks
+from ipu_pipe.backends.processes.launch import compare_requests, make_request
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.cli import train as tool
@@ -344,162 +344,113 @@ def find_free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def join_ranks(
-    requests: Dict[int, Dict[str, Any]], world: int, limit: float
-) -> Dict[int, BaseException]:
-    """Let ranks meet, each in a thread with its request. Return the error of each refused rank."""
-    port, faults, stores = find_free_port(), {}, []  # a store ends with its last reference
-
-    def join_rank(rank: int) -> None:
-        try:
-            stores.append(
-                wait_for_ranks(
-                    Launch(rank, world, address="127.0.0.1", port=port), limit, requests[rank]
-                )
-            )
-        except (BadInput, RunFault) as error:
-            faults[rank] = error
-
-    join_threads(start_threads(join_rank, *requests), limit + 10)
-    return faults
-
-
-@needs_processes
-def test_ranks_with_equal_requests_meet() -> None:
-    assert join_ranks({rank: {"a": 1} for rank in range(3)}, 3, 20) == {}
-
-
-@needs_processes
-def test_a_missing_rank_is_named_once_within_the_limit() -> None:
-    start = time.monotonic()
-    faults = join_ranks({0: {}, 2: {}}, 4, 1.5)
-    assert set(faults) == {0, 2} and all(isinstance(error, RunFault) for error in faults.values())
-    assert all(
-        "ranks 1, 3 of 4 did not come to 127.0.0.1:" in str(error) for error in faults.values()
+def join_and_report(
+    rank: int,
+    world: int,
+    address: str,
+    port: int,
+    seed: int,
+    deadline: float,
+    answer: float,
+    faults: Any,
+) -> None:
+    """Join a group as one rank of a launcher without a store of its own, and report the fault."""
+    lost_ranks.WARM_UP = 0.0
+    launch.ANSWER = answer  # both in this fork alone
+    os.environ.update(
+        forked.make_rank_environment(rank, world, port),
+        MASTER_ADDR=address,
+        TORCHELASTIC_USE_AGENT_STORE="False",
     )
-    assert [error.is_reported for error in faults.values()].count(False) == 1  # type: ignore[attr-defined]
-    assert time.monotonic() - start < 10
+    sets = ["backend.name=distributed", f"backend.deadline={deadline}", f"seed={seed}"]
+    try:
+        launch.join(load_config(DIGITS, sets), {})
+    except (BadInput, RunFault) as error:
+        faults.put((rank, type(error).__name__, str(error)))
+    os._exit(0)
+
+
+def join_ranks(
+    ranks: Sequence[int],
+    world: int,
+    address: str = "127.0.0.1",
+    port: Optional[int] = None,
+    seeds: Sequence[int] = (0, 0),
+    deadline: float = 1.0,
+    answer: float = 30.0,
+) -> Dict[int, Tuple[str, str]]:
+    """Let ranks join a group, each in a fork. Return the kind and the line of each rank's fault."""
+    fork = multiprocessing.get_context("fork")
+    faults = fork.SimpleQueue()
+    port = port or find_free_port()
+    processes = [
+        fork.Process(
+            target=join_and_report,
+            args=(r, world, address, port, seeds[r], deadline, answer, faults),
+        )
+        for r in ranks
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(90)
+        assert process.exitcode == 0
+    reports = {}
+    while not faults.empty():
+        rank, kind, line = faults.get()
+        reports[rank] = kind, line
+    return reports
+
+
+@needs_processes
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_rank_is_reported_within_the_limit(rank: int) -> None:
+    ((kind, line),) = join_ranks([rank], 2).values()
+    assert kind == "RunFault" and "the 2 ranks did not meet at 127.0.0.1:" in line
+    assert "MASTER_PORT" in line
+    # torch counts the ranks that came; without rank 0 nobody does
+    assert ("1/2 clients joined" if rank == 0 else "timed out") in line
 
 
 @needs_processes
 def test_ranks_with_different_requests_are_refused_with_both_values() -> None:
+    faults = join_ranks([0, 1], 2, seeds=(1, 2), deadline=60.0)
+    fault = "seed: rank 0 has 1, rank 1 has 2: must be the same on all ranks"
+    assert faults == dict.fromkeys(range(2), ("BadInput", fault))
     first, second = (
-        load_config(DIGITS, [f"seed={seed}", f"data.root=/node{seed}"]) for seed in (1, 2)
+        make_request(load_config(DIGITS, [f"data.root=/node{i}"]), {"--out": Path(f"{i}")})
+        for i in range(2)
     )
-    requests = {
-        0: make_request(first, {"--out": Path("a")}),
-        1: make_request(second, {"--out": Path("b")}),
-    }
-    faults = join_ranks(requests, 3, 20)
-    assert (
-        set(faults) == {0, 1} and [error.is_reported for error in faults.values()].count(False) == 1
-    )  # type: ignore
-    assert isinstance(faults[0], BadInput) and sorted(faults[0].faults) == [
-        '--out: rank 0 has "a", rank 1 has "b": must be the same on all ranks',
-        "seed: rank 0 has 1, rank 1 has 2: must be the same on all ranks",
+    assert compare_requests(first, second, 0, 1) == [
+        '--out: rank 0 has "0", rank 1 has "1": must be the same on all ranks'
     ]
     assert compare_requests({"version of torch": "2"}, {}, 0, 1) == [
         'version of torch: rank 0 has "2", rank 1 has nothing: must be the same on all ranks'
     ]
-    assert compare_requests(requests[0], requests[1], 0, 1) == compare_requests(
-        requests[1], requests[0], 1, 0
-    )
+    assert compare_requests(first, second, 0, 1) == compare_requests(second, first, 1, 0)
 
 
 @needs_processes
-def test_ranks_meet_again_after_a_restart_that_not_every_machine_counts() -> None:
-    """Ranks meet although torchrun counted no restart on the machine that had not failed.
-
-    Story: ranks waited for each other in two rounds.
-    """
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def join_in_order(
-        first: int, attempts: Sequence[int], ranks: Sequence[int] = (0, 1)
-    ) -> List[str]:
-        """Start ranks, rank `first` first. Return the errors of those that did not meet."""
-        stores, errors = {}, []
-
-        def join_rank(rank: int) -> None:
-            time.sleep(0.0 if rank == first else 0.3)
-            launch_info = Launch(
-                rank,
-                2,
-                address="127.0.0.1",
-                port=store.port,
-                has_agent=True,
-                attempt=attempts[rank],
-            )
-            try:
-                stores[rank] = wait_for_ranks(launch_info, 10 if len(ranks) == 2 else 0.5, {})
-            except RunFault as error:
-                errors.append(str(error))
-
-        join_threads(start_threads(join_rank, *ranks), 20)
-        if len(stores) == 2:
-            stores[0].set("key", str(first))
-            assert stores[1].get("key").decode() == str(first)
-        return errors
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-        assert join_in_order(0, (0, 0)) == [] and read_launch().attempt == 0
-        assert join_in_order(1, (0, 1)) == [] and read_launch().attempt == 1
-        assert len(join_in_order(0, (0, 2), ranks=[0])) == 1  # rank 1 has died before it came
-        assert join_in_order(1, (0, 3)) == [] and read_launch().attempt == 3
-
-
-@needs_processes
-def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_port_in_use_and_an_unknown_host_are_reported() -> None:
     with socket.socket() as used:
         used.bind(("", 0))
         used.listen(1)
         port = used.getsockname()[1]
-        with pytest.raises(
-            RunFault,
-            match=f"MASTER_PORT: {port}: cannot be used on this machine: Address already in use",
-        ):
-            wait_for_ranks(Launch(0, 2, address="127.0.0.1", port=port), 2, {})
-    with pytest.raises(
-        RunFault, match="rank 1: rank 0 did not come to 127.0.0.1.* within 0.5 s .*refused"
-    ):
-        wait_for_ranks(Launch(1, 2, address="127.0.0.1", port=find_free_port()), 0.5, {})
-    with pytest.raises(RunFault, match="rank 0 did not come to no.such.host.invalid"):
-        wait_for_ranks(Launch(1, 2, address="no.such.host.invalid", port=29500), 0.1, {})
-    monkeypatch.setattr(launch, "LINGER", 0.1)
-    port, messages = find_free_port(), []
-
-    def join_twice(rank: int) -> None:
-        for _ in range(2):
-            try:
-                wait_for_ranks(Launch(rank, 3, address="127.0.0.1", port=port), 3, {})
-            except (BadInput, RunFault) as error:
-                messages.append(str(error))
-
-    threads = start_threads(join_twice, 1, 1)
-    with pytest.raises((BadInput, RunFault)):
-        wait_for_ranks(Launch(0, 3, address="127.0.0.1", port=port), 6, {})
-    join_threads(threads, 20)
-    assert any(
-        "RANK: 1: two processes have it: each of 3 must have its own" in text for text in messages
-    )
+        ((kind, line),) = join_ranks([0], 2, port=port).values()
+        assert kind == "RunFault" and str(port) in line and "in use" in line
+    ((kind, line),) = join_ranks([1], 2, "no.such.host.invalid").values()
+    assert kind == "RunFault" and "no.such.host.invalid" in line
 
 
 @needs_processes
-def test_a_first_rank_that_is_stopped_is_reported_within_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_first_rank_that_is_stopped_is_reported_within_the_limit() -> None:
     """A stopped rank 0 listens but does not answer, and torch would wait without end."""
-    monkeypatch.setattr(launch, "ANSWER", 0.5)
     with socket.socket() as stopped:
         stopped.bind(("localhost", 0))
         stopped.listen(8)
         port = stopped.getsockname()[1]
-        launch_info = Launch(1, 2, address="127.0.0.1", port=port)
-        with pytest.raises(RunFault, match=f"127.0.0.1:{port}"):
-            wait_for_ranks(launch_info, 0.5, {})
+        ((kind, line),) = join_ranks([1], 2, port=port, answer=0.5).values()
+        assert kind == "RunFault" and "no answer" in line and f"127.0.0.1:{port}" in line
 
 
 def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults: Any) -> None:
