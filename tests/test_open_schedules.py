@@ -8,8 +8,7 @@ import pytest
 from ipu_pipe.replay.replays import order_updates
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, resolve_method
-from ipu_pipe.schedule.runs import Stretch
-from ipu_pipe.schedule.timelines import _local_shared, make_schedule, open_schedule
+from ipu_pipe.schedule.timelines import make_schedule, open_schedule
 from ipu_pipe.schedule.versions import VersionTable
 
 UPDATES = 24
@@ -40,24 +39,6 @@ def test_versions_before_a_drain_do_not_depend_on_what_follows(name: str, stages
             assert (versions == same).all()
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 5, 9])
-@pytest.mark.parametrize("accumulate", [2, 3, 7])
-@pytest.mark.parametrize("rest", [0, 1])
-def test_a_repeated_batch_of_shared_blocks_is_the_batch_laid_out(
-    stages: int, accumulate: int, rest: int
-) -> None:
-    """local_overlapping has a run per batch; a long stretch repeats one batch in its middle."""
-    microbatches = 60 * accumulate + rest
-    schedule = make_schedule(resolve_method("local_overlapping"), stages, microbatches, accumulate)
-    slots, runs = _local_shared(stages, microbatches, accumulate)
-    laid_out = Stretch(0, 0, 1, slots, microbatches, runs)
-    assert schedule.slot_count == slots
-    assert len(schedule.stretches[0].runs) < len(runs)
-    for kind in laid_out.passes:
-        expected = laid_out.find_slots(kind, np.arange(microbatches))
-        assert (schedule.slots(kind, 0, microbatches) == expected).all()
-
-
 @pytest.mark.parametrize("name", ["zbv", "zb_h1", "dualpipe_v"])
 def test_whole_backwards_of_some_microbatches_are_those_of_all(name: str) -> None:
     schedule = make_schedule(resolve_method(name), 4, 24, 8)
@@ -76,5 +57,4 @@ def test_block_updates_are_ordered_as_far_as_they_are_needed() -> None:
 
 def test_an_open_schedule_is_small() -> None:
     schedule = open_schedule(resolve_method("local_overlapping"), 5, 3, [10, 20, 30])
-    assert sum(len(stretch.runs) for stretch in schedule.stretches) < 1_000
     assert schedule.slots(Kind.FORWARD, 3_000_000, 3_000_001).shape == (5, 1)

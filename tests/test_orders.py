@@ -162,9 +162,7 @@ def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: i
         M -= M % P  # whole rounds
     v = METHODS[name].order.stages_per_device  # type: ignore[union-attr]
     schedule = make_schedule(METHODS[name], P * v, 2 * M + (M if P > 1 else 0), M, drains=[M])
-    assert all(
-        table.is_in_order() for stretch in schedule.stretches for table in stretch.tables.values()
-    )
+    assert all(schedule.keeps_order(kind) for kind in schedule.passes)
     slots = {kind: schedule.slots(kind, 0, schedule.microbatches) for kind in schedule.passes}
     whole = {(s, m) for s, m in zip(*map(list, schedule.is_whole.nonzero()))}
     for kind, table in slots.items():
@@ -230,12 +228,12 @@ def test_a_long_run_repeats_its_middle(args: Dict[str, Any], P: int, M: int) -> 
     schedule = make_schedule(method, stages, M, 1)
     whole = lay_out(make_device_rows(method, stages, M))
     for kind in schedule.passes:
-        assert (schedule.slots(kind, 0, M) == whole.tables[kind].find_slots(np.arange(M))).all()
+        assert (schedule.slots(kind, 0, M) == whole.find.tables[kind]).all()
     versions = VersionTable(schedule, method)
     delays = np.arange(M) - versions.forward(0, M)
     assert delays[:, M // 2 :].max(axis=1).tolist() == versions.greatest_lag().tolist()
     long = make_schedule(method, stages, 1_000_000, 1)
-    assert len(long.stretches[0].runs) < 600
+    assert long.stretches[0].find.tables[Kind.FORWARD].size < 600
     at = long.slot_count // 2
     for stage in range(stages):  # spelled out, looked up, and counted
         slots = {
@@ -466,7 +464,8 @@ def test_other_spellings_of_rows_are_read_as_the_same_rows(
         file.write_bytes(text.encode())
     read, expected = (read_csv(str(file)) for file in files)
     assert (read.rows, read.placement) == (expected.rows, expected.placement)
-    assert (lay_out(read).runs == lay_out(expected).runs).all()
+    tables = [lay_out(rows).find.tables for rows in (read, expected)]
+    assert all((tables[0][kind] == tables[1][kind]).all() for kind in tables[1])
 
 
 def test_communication_in_rows_is_skipped_with_one_warning(tmp_path: Path) -> None:

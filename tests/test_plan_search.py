@@ -4,7 +4,7 @@ played one by one, against trying all candidates."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 import numpy as np
 import pytest
@@ -16,9 +16,8 @@ from ipu_pipe.plan.batch_times import BatchTimes
 from ipu_pipe.plan.candidates import Candidate, list_candidates, list_layouts
 from ipu_pipe.plan.planner import ALIKE, NO_ROOM, search
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, UnitSums, predict_cut
-from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.clock import Costs, Transfer, clock, time_first_updates, time_uncontended
-from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.clock import Costs, Transfer, clock, time_first_updates
+from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 
@@ -107,9 +106,8 @@ def test_slow_links_hide_nothing_from_the_search(memory: float) -> None:
 
 
 def test_bounds_hold_where_messages_wait() -> None:
-    """If all-reduces and activations share links, neither the bound of a cut nor the time
-    without waiting is above the played time."""
-    with_waits = 0
+    """If all-reduces and activations share links, the bound of a cut is not above the played
+    time."""
     for seed in (20, 21):
         task = make_problem_on_slow_links(seed)
         for candidate in list_candidates(PIPELINES, 8, 8, 32, (False,)):
@@ -125,12 +123,7 @@ def test_bounds_hold_where_messages_wait() -> None:
                 most = pipeline.compute(count).seconds * (
                     1.003 if not METHODS[candidate.method].flushes else 1 + 1e-9
                 )
-                assert max(least, pipeline.compute_uncontended_seconds(count)) <= most, (
-                    candidate,
-                    layout,
-                )
-                with_waits += pipeline.compute_uncontended_seconds(count) < most * 0.99
-    assert with_waits > 20
+                assert least <= most, (candidate, layout)
 
 
 def count_played_passes(monkeypatch: pytest.MonkeyPatch) -> List[int]:
@@ -147,8 +140,7 @@ def count_played_passes(monkeypatch: pytest.MonkeyPatch) -> List[int]:
 
 
 def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search's bounds and the clock's fast path save most passes; their count is the same on
-    every machine."""
+    """The search's bounds save most passes; their count is the same on every machine."""
     embedding = Unit(
         "0",
         0.0,
@@ -183,47 +175,7 @@ def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.Mon
     counts = count_played_passes(monkeypatch)
     answer = search(task, candidates, 10)
     assert len(answer.best) == 10
-    assert 0 < sum(counts) < 45_000, sum(counts)
-
-
-@pytest.mark.parametrize(
-    "name", ["gpipe", "pipedream_flush", "pipedream_2bw", "pipedream", "pipemare", "local_greedy"]
-)
-def test_the_fast_path_equals_the_clock_without_contention(name: str) -> None:
-    """Without messages that meet on a link, the fast path equals the clock bitwise; with them
-    the clock is never earlier."""
-    rng = np.random.default_rng(0)
-    trials = {True: 0, False: 0}
-    for trial in range(24):
-        P, N = int(rng.integers(1, 6)), int(rng.integers(6, 9))
-        schedule = make_schedule(resolve_method(name), P, 5 * N, N)
-
-        def draw_seconds(count: int, scale: float) -> Tuple[float, ...]:
-            return tuple((scale * rng.random(count)).tolist())
-
-        def draw_transfers(count: int, name: str, scale: float) -> Tuple[Transfer, ...]:
-            wires = [("wire",) if trial % 2 else (f"{name} {i}",) for i in range(count)]
-            return tuple(
-                Transfer(*both, links)
-                for both, links in zip(
-                    zip(draw_seconds(count, scale), draw_seconds(count, 0.5)), wires
-                )
-            )
-
-        costs = Costs(
-            draw_seconds(P, 1),
-            draw_seconds(P, 2),
-            draw_seconds(P, 0.5),
-            onward=draw_transfers(P - 1, "on", 0.2),
-            back=draw_transfers(P - 1, "back", 0.2),
-            reduce=draw_transfers(P, "sum", 1.0),
-        )
-        ends, messages_meet = time_uncontended(schedule, costs, 3)
-        real = clock(schedule, costs).end[Kind.UPDATE][:, :3]
-        assert (real == ends).all() if not messages_meet else (real >= ends).all()
-        assert (time_first_updates(schedule, costs, 3) == real).all()
-        trials[messages_meet] += 1
-    assert min(trials.values()) >= 4
+    assert 0 < sum(counts) < 200_000, sum(counts)
 
 
 def test_no_steady_state_is_faster_than_the_slowest_stage() -> None:

@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-import numpy as np
 import pytest
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, list_needs
 from ipu_pipe.schedule.clock import Costs, clock, make_slot_costs
 from ipu_pipe.schedule.rows import format_text, from_rows
-from ipu_pipe.schedule.runs import CODE
+from ipu_pipe.schedule.stretches import LaidOut
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 from tests.support.runs import list_faults
 
@@ -175,10 +174,9 @@ def test_split_backwards_are_drawn_and_update_with_the_last_weight_gradient() ->
 def test_a_split_schedule_that_cannot_run_is_refused() -> None:
     schedule = from_rows(make_zero_bubble_rows(3, 4), 4)
     part = schedule.stretches[0]
-    runs = part.runs.copy()
-    first = np.flatnonzero((runs["stage"] == 0) & (runs["kind"] == CODE[Kind.INPUT_GRADIENT]))[0]
-    runs["first_slot"][first] -= 1
+    tables = {kind: table.copy() for kind, table in part.find.tables.items()}
+    tables[Kind.INPUT_GRADIENT][0] -= 1
     with pytest.raises(
         BadInput, match="I0 on stage 0 is in slot 4, but needs I0 on stage 1, which is in slot 4"
     ):
-        replace(schedule, stretches=(replace(part, runs=runs),))
+        replace(schedule, stretches=(replace(part, find=LaidOut(tables)),))

@@ -21,7 +21,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.schedule.methods import Method
-from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.trace.events import Counters, Events
 
 

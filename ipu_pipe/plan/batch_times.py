@@ -10,7 +10,7 @@ steady too early; an error of 0.03 % has been seen.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Callable, NamedTuple, Sequence
+from typing import NamedTuple, Sequence
 
 import numpy as np
 
@@ -21,11 +21,9 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import (
     Costs,
     Transfer,
-    UncontendedTimes,
     clock,
     sum_link_times,
     time_first_updates,
-    time_uncontended,
 )
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import Schedule
@@ -46,8 +44,7 @@ class BatchTimes:
     """The times of batches of any number of microbatches on a pipeline of `stages` stages in the
     steady state.
 
-    Each number of microbatches is simulated once, and pass by pass only if transfers contend for a
-    link.
+    Each number of microbatches is simulated once.
     """
 
     def __init__(self, method: Method, stages: int, costs: Costs) -> None:
@@ -58,7 +55,6 @@ class BatchTimes:
         self._devices = len(loads)
         self._slowest = max([*loads, *sum_link_times(self._list_flows(1, ())).values()])
         self._known: dict[int, BatchTime] = {}
-        self._uncontended: dict[int, UncontendedTimes] = {}
 
     def compute(self, accumulate: int) -> BatchTime:
         """Return the time of N = `accumulate` microbatches.
@@ -68,22 +64,6 @@ class BatchTimes:
         steady state is reached and N is on that line. Otherwise longer batches are simulated, at
         last N itself.
         """
-        return self._extrapolate(accumulate, self._simulate)
-
-    def compute_uncontended_seconds(self, accumulate: int) -> float:
-        """Return the time of N microbatches if no transfer waited for another: a lower bound."""
-        if self.costs.lockstep:
-            return 0.0
-
-        def simulate(length: int) -> BatchTime:
-            return BatchTime(self._find_seconds(length, self._time_uncontended(length).ends), {})
-
-        return self._extrapolate(accumulate, simulate).seconds
-
-    def _extrapolate(self, accumulate: int, simulate: Callable[[int], BatchTime]) -> BatchTime:
-        """Return the time of N microbatches from the times that `simulate` returns for fewer, or
-        for N itself.
-        """
         step = max(self._devices, 4)
         # use whole rounds
         if self.method.order is not None:
@@ -92,7 +72,7 @@ class BatchTimes:
         # DualPipeV has none for short batches
         shortest = step if self.method.flushes and self.method.order is None else 2 * step
         while accumulate > shortest + 2 * step:
-            first, second, third = (simulate(shortest + i * step) for i in range(3))
+            first, second, third = (self._simulate(shortest + i * step) for i in range(3))
             slope = third.seconds - second.seconds
             before = second.seconds - first.seconds
             if (
@@ -107,7 +87,7 @@ class BatchTimes:
                 return BatchTime(third.seconds + further_steps * slope, link_busy)
             shortest = 2 * shortest
             step = 2 * step
-        return simulate(accumulate)
+        return self._simulate(accumulate)
 
     def _simulate(self, accumulate: int) -> BatchTime:
         if accumulate not in self._known:
@@ -116,9 +96,8 @@ class BatchTimes:
         return self._known[accumulate]
 
     def _simulate_eager(self, accumulate: int) -> BatchTime:
-        ends, has_contention = self._time_uncontended(accumulate)
-        if has_contention:
-            ends = time_first_updates(self._make_schedule(accumulate), self.costs, ends.shape[1])
+        updates = 1 if self.method.flushes else 2 * _count_filling(self.stages, accumulate)
+        ends = time_first_updates(self._make_schedule(accumulate), self.costs, updates)
         return BatchTime(
             self._find_seconds(accumulate, ends),
             sum_link_times(self._list_flows(accumulate, self.costs.reduce)),
@@ -133,13 +112,6 @@ class BatchTimes:
         return BatchTime(
             self._find_seconds(accumulate, times.end[Kind.UPDATE][:, :updates]), link_busy
         )
-
-    def _time_uncontended(self, accumulate: int) -> UncontendedTimes:
-        if accumulate not in self._uncontended:
-            updates = 1 if self.method.flushes else 2 * _count_filling(self.stages, accumulate)
-            schedule = self._make_schedule(accumulate)
-            self._uncontended[accumulate] = time_uncontended(schedule, self.costs, updates)
-        return self._uncontended[accumulate]
 
     def _list_flows(
         self, accumulate: int, reduce: Sequence[Transfer]

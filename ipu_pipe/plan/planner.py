@@ -219,8 +219,7 @@ def _fits_without_recomputing(problem: Problem, prediction: Prediction) -> bool:
 #     [1] stages balanced perfectly                       a bound of the throughput
 #     [2] its slowest stage, if memory and messages were free          tighter
 #     [3] once cut: its stages, links and microbatches in flight       tighter
-#     [4] simulated with messages that never wait for one another      tighter
-#     [5] simulated by the clock                          the prediction
+#     [4] simulated by the clock                          the prediction
 #
 # The candidate with the greatest bound takes the next step. So the first candidate that has taken
 # all steps is the best one, the next one is the second best, and so on.
@@ -347,12 +346,8 @@ def _bound(candidate: Candidate, layout: ReplicaLayout, costings: _Costings) -> 
         return
     batch_times = costing.make_batch_times(starts)
     yield costing.bound_seconds(batch_times.costs), None  # [3]
-    yield (
-        (1 - ROUNDING) * batch_times.compute_uncontended_seconds(candidate.gradient_accumulation),
-        None,
-    )  # [4]
     prediction = predict_cut(costing, starts, batch_times)
-    yield prediction.seconds, prediction  # [5]
+    yield prediction.seconds, prediction  # [4]
 
 
 def find_least_memory(

@@ -25,7 +25,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.delays import History
 from ipu_pipe.schedule.methods import Reads
-from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import PLAIN, UpdateRules

@@ -257,7 +257,7 @@ def _explain_order(job: Job, file: str) -> list[str]:
     it.
     """
     reasons = []
-    if not all(stretch.tables[Kind.FORWARD].is_in_order() for stretch in job.schedule.stretches):
+    if not job.schedule.keeps_order(Kind.FORWARD):
         norms = [
             name
             for name, module in job.model.named_modules()

@@ -18,7 +18,7 @@ from ipu_pipe.hardware.paper_figures import PipelineSizes, compute_paper_figures
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import count_bytes
-from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.table import list_stages
 from ipu_pipe.schedule.versions import count_weight_copies
 from ipu_pipe.update.optimizer import count_moments, get_kind, list_kinds

@@ -18,7 +18,7 @@ from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.report.position import Position
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind, get_pass_needs
 from ipu_pipe.schedule.clock import Costs, Times, clock, estimate_run_time
-from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.table import list_stages
 from ipu_pipe.trace import events as ev
 from ipu_pipe.trace.chrome import write_chrome

@@ -6,7 +6,7 @@ timelines           the schedule of a method, by closed forms under drawings: `m
 orders              schedules by each device's order of passes
 planned_orders      orders that depend on durations
 rows                schedules from rows by hand or CSV, and as text: `from_rows`, `format_text`
-runs, table         the compact form, and the schedule that proves that it can run: `Schedule`
+stretches, table    the compact form, and the schedule made of it: `Schedule`
 versions            the versions that passes read, their lags, copies of weights: `VersionTable`
 delays              the delays that a method states
 global_history      the delays of a schedule in the history of all stages

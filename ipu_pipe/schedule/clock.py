@@ -5,7 +5,6 @@ and messages that share a link follow one another.
 
     _EagerPlayer       every device continues as soon as it can
     _LockstepPlayer    all devices begin each slot together (PopTorch's pipelines)
-    time_uncontended   the eager times in array operations, for the planner; exact if no two messages contend for a link
 
 From these follow `estimate_run_time` (the time of a whole run, extrapolated if long),
 `compute_bubbles` and `compute_busy_share`. With unit costs the clock gives back the slots:
@@ -19,7 +18,6 @@ import heapq
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import groupby
 from typing import Iterable, NamedTuple, Sequence
 
@@ -28,7 +26,6 @@ from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind, get_pass_needs
-from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.table import Schedule, list_stages
 
 FloatArray = NDArray[np.float64]
@@ -570,7 +567,7 @@ def _list_passes(schedule: Schedule, count: int) -> list[tuple[int, int, int]]:
     end = 1 + max(int(schedule.slots(kind, 0, count).max()) for kind in passes)
     columns = []
     for code, kind in enumerate(passes):
-        is_in_order = all(stretch.tables[kind].is_in_order() for stretch in schedule.stretches)
+        is_in_order = schedule.keeps_order(kind)
         reach = (
             int(schedule.count_before(kind, np.array([end])).max())
             if is_in_order
@@ -584,180 +581,3 @@ def _list_passes(schedule: Schedule, count: int) -> list[tuple[int, int, int]]:
     slot, number, microbatch = np.concatenate(columns, axis=1)
     by_slot = np.lexsort((microbatch, number, slot))
     return list(zip(slot[by_slot].tolist(), number[by_slot].tolist(), microbatch[by_slot].tolist()))
-
-
-# ---- the clock's fast path: the eager discipline without contention of transfers, in array operations
-#
-# It computes all passes of a slot at once: the start of a pass depends only on its device's last
-# pass and on its needs. If no two transfers meet on a link, the times equal the clock's bit for
-# bit; otherwise the clock's times are not earlier. The planner times many candidates with it in a
-# fraction of the time of playing them.
-
-
-class UncontendedTimes(NamedTuple):
-    """The ends of the first updates of each stage, (P, updates).
-
-    `has_contention`: transfers meet on a link before the last of these ends, so the clock's times
-    may be later.
-    """
-
-    ends: FloatArray
-    has_contention: bool
-
-
-class _Step(NamedTuple):
-    """Actions that begin together. The number of an action is pass * M + microbatch, passes
-    numbered as in `_Player`.
-
-    first, end: the range of these actions in the order of the program. device: the device of each.
-    action: its number.
-    needed_by: the number of the action on another stage that needs its result. completes: (position
-    in the step, stage, update) of the actions after which a stage makes an update.
-    """
-
-    first: int
-    end: int
-    device: IntArray
-    action: IntArray
-    needed_by: IntArray
-    completes: tuple[IntArray, IntArray, IntArray] | None
-
-
-class _Program(NamedTuple):
-    """A schedule as `steps`; `passes` and `actions`: the numbers of all actions and of their
-    passes, in order.
-    """
-
-    passes: IntArray
-    actions: IntArray
-    steps: tuple[_Step, ...]
-
-
-def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> UncontendedTimes:
-    """Time the first `updates` of each stage of a schedule whose stages complete their microbatches
-    in order.
-
-    `costs` without `slot` and not in lock-step.
-    """
-    assert schedule.in_order and not costs.slot and not costs.lockstep
-    P = schedule.stages
-    M = schedule.microbatches
-    program = _make_program(schedule)
-    durations = costs.get_durations(schedule.passes)
-    duration = np.array([durations[kind] for kind in schedule.passes], np.float64).ravel()[
-        program.passes
-    ]
-    # the first half of a whole backward takes the time of both halves
-    if schedule.stretches[0].whole is not None:
-        by_kind = np.repeat(
-            np.array([durations[kind] for kind in schedule.passes], np.float64)[:, :, None],
-            M,
-            axis=2,
-        )
-        by_kind[1] += np.where(schedule.is_whole, by_kind[2], 0.0)
-        by_kind[2][schedule.is_whole] = 0.0
-        duration = by_kind.ravel()[program.actions]
-    transfers = _list_transfers(schedule, costs)
-    seconds, latency = (
-        np.array(column, np.float64)[program.passes]
-        for column in zip(*(transfer[:2] for transfer in transfers))
-    )
-    reduce = costs.reduce or (NOTHING,) * P
-    reduce_seconds, reduce_latency = (
-        np.array(column, np.float64) for column in zip(*(transfer[:2] for transfer in reduce))
-    )
-    update_seconds = np.array(costs.update, np.float64)
-    free = np.zeros(1 + max(schedule.device_of_stage))
-    # the arrival of each action's input from another stage; the last entry is for results that no
-    # other stage needs
-    arrival = np.zeros(len(schedule.passes) * P * M + 1)
-    ends = np.empty(len(program.passes))
-    update_ends = np.zeros((P, schedule.update_count))
-    for first, end, device, action, needed_by, completes in program.steps:
-        step_ends = np.maximum(free[device], arrival[action])
-        step_ends += duration[first:end]
-        ends[first:end] = free[device] = step_ends
-        arrival[needed_by] = (step_ends + seconds[first:end]) + latency[first:end]
-        if completes is not None:
-            position, stage, k = completes
-            updated = step_ends[position] + reduce_seconds[stage]
-            updated += reduce_latency[stage]
-            updated += update_seconds[stage]
-            update_ends[stage, k] = free[device[position]] = updated
-    ends_by_action = np.empty_like(ends)
-    ends_by_action[program.actions] = ends
-    first_ends = update_ends[:, :updates]
-    until = float(first_ends.max())
-    return UncontendedTimes(
-        first_ends,
-        _has_contention(schedule, transfers, reduce, ends_by_action.reshape(-1, M), until),
-    )
-
-
-def _list_transfers(schedule: Schedule, costs: Costs) -> list[Transfer]:
-    """Return the transfer of the result of each pass."""
-    P = schedule.stages
-    devices = schedule.device_of_stage
-    onward = [costs.get_transfer(s, s + 1, devices) for s in range(P - 1)]
-    back = [] if schedule.local else [costs.get_transfer(s, s - 1, devices) for s in range(1, P)]
-    none = [NOTHING] * P
-    return [*onward, NOTHING, NOTHING, *back, *none][: 2 * P] + none * (len(schedule.passes) - 2)
-
-
-@lru_cache(maxsize=32)
-def _make_program(schedule: Schedule) -> _Program:
-    """Sort the actions of a schedule by the moment at which they begin, one step for each
-    moment.
-    """
-    P = schedule.stages
-    M = schedule.microbatches
-    N = schedule.accumulate
-    kinds = len(schedule.passes)
-    slots = np.stack([schedule.slots(kind, 0, M) for kind in schedule.passes])
-    begins = slots * 2 + (np.arange(kinds) > 0)[:, None, None] * (schedule.slot_capacity - 1)
-    actions = np.argsort(begins.ravel(), kind="stable")
-    passes, m = np.divmod(actions, M)
-    kind, stage = np.divmod(passes, P)
-    device = np.array(schedule.device_of_stage)[stage]
-    onward = (kind == 0) & (stage < P - 1)
-    back = (kind == 1) & (stage > 0) & (not schedule.local)
-    needed_by = np.where(onward, actions + M, np.where(back, actions - M, kinds * P * M))
-    completes_batch = (kind == kinds - 1) & (m % N == N - 1)
-    edges = np.flatnonzero(np.diff(begins.ravel()[actions])) + 1
-    steps = []
-    for a, b in zip([0, *edges.tolist()], [*edges.tolist(), len(actions)]):
-        positions = np.flatnonzero(completes_batch[a:b])
-        completes = (
-            (positions, stage[a:b][positions], m[a:b][positions] // N) if len(positions) else None
-        )
-        steps.append(_Step(a, b, device[a:b], actions[a:b], needed_by[a:b], completes))
-    return _Program(passes, actions, tuple(steps))
-
-
-def _has_contention(
-    schedule: Schedule,
-    transfers: list[Transfer],
-    reduce: Sequence[Transfer],
-    ends: FloatArray,
-    until: float,
-) -> bool:
-    """Return whether a transfer is ready before `until` while its link is busy; `ends`: the end of
-    each pass, (passes, M).
-    """
-    sent: dict[str, list[tuple[FloatArray, float]]] = {}
-    for number, (seconds, _, links) in enumerate(transfers):
-        for link in links:
-            sent.setdefault(link, []).append((ends[number], seconds))
-    for stage, (seconds, _, links) in enumerate(reduce):
-        completing = ends[stage - schedule.stages][schedule.accumulate - 1 :: schedule.accumulate]
-        for link in links:
-            sent.setdefault(link, []).append((completing, seconds))
-    for flows in sent.values():
-        ready = np.concatenate([times for times, _ in flows])
-        durations = np.concatenate([np.full(len(times), seconds) for times, seconds in flows])
-        order = np.argsort(ready, kind="stable")
-        free = ready[order] + durations[order]
-        following = ready[order][1:]
-        if ((free[:-1] > following) & (following < until)).any():
-            return True
-    return False

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.stretches import IntArray
 
 # ---- delays in a stage's own updates
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.colours import COLOURS, choose_ink
-from ipu_pipe.schedule.runs import GridArray, IntArray
+from ipu_pipe.schedule.stretches import GridArray, IntArray
 
 # of a larger schedule the first ones are drawn, and a line tells how many there are
 MOST_SLOTS = 60

@@ -16,7 +16,7 @@ import numpy as np
 
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads
-from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.versions import WINDOW, VersionTable
 
 

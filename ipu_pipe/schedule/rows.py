@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import read_file
 from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, list_needs
-from ipu_pipe.schedule.runs import CODE, RUN, Stretch, compress_slots
+from ipu_pipe.schedule.stretches import LaidOut, Stretch
 from ipu_pipe.schedule.table import Schedule, SlotHolds, list_stages
 from ipu_pipe.text import show
 
@@ -148,12 +148,11 @@ def lay_out(device_rows: DeviceRows, both: bool = False) -> Stretch:
         )
         for kind in passes
     }
-    runs = np.array(list(compress_slots(slots_by_kind)), RUN)
     is_whole = np.zeros((len(placement), microbatches), np.bool_)
     is_whole[tuple(np.array(sorted(whole), np.int64).reshape(-1, 2).T)] = True
-    return Stretch(
-        0, 0, 1, max(slots.values()) + 1, microbatches, runs, is_whole if whole else None
-    )
+    find = LaidOut(slots_by_kind)
+    marks = is_whole if whole else None
+    return Stretch(0, 0, 1, max(slots.values()) + 1, microbatches, find, tuple(passes), marks)
 
 
 def _halve(action: Action) -> tuple[Action, ...]:
@@ -338,7 +337,7 @@ def _parse_row(device: int, row: Row, placement: Sequence[int]) -> list[Action]:
     for action in actions:
         if action.kind is Kind.UPDATE:
             raise BadInput(f"{label}: {action}: updates follow from accumulate and are not written")
-        if action.kind not in CODE:
+        if action.kind not in {*PASSES, *SPLIT_PASSES}:
             raise BadInput(f"{label}: {action}: must be a forward or a backward")
         if action.stage not in stages:
             raise BadInput(f"{label}: {action}: belongs to another row")
@@ -357,7 +356,10 @@ def _require_complete(device_rows: DeviceRows) -> tuple[int, tuple[Kind, ...]]:
     for stage in range(len(device_rows.placement)):
         for m in range(microbatches):
             is_split = any(Action(kind, m, stage) in times for kind in SPLIT_PASSES[1:])
-            expected = {kind: int(kind in (SPLIT_PASSES if is_split else PASSES)) for kind in CODE}
+            expected = {
+                kind: int(kind in (SPLIT_PASSES if is_split else PASSES))
+                for kind in {*PASSES, *SPLIT_PASSES}
+            }
             faults += [
                 f"{device_rows.locate(action)}{action}: appears {times[action]} times: every stage "
                 f"does it once, whole or split"

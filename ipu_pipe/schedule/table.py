@@ -1,8 +1,7 @@
 """Schedules as frozen, checked data: the stage and the slot of each pass of each microbatch.
 
-A schedule of thousands of stages and microbatches is small because it consists of *runs*: within a
-run the slot of microbatch m is affine in m. PipeDream on three stages; stage 0 has the runs F+
-(fill), F (steady) and B:
+A schedule of thousands of stages and microbatches needs no memory, because the slot of microbatch m
+is a formula of it. PipeDream on three stages; stage 0 fills the pipeline (F+), then alternates:
 
     slot     0   1   2   3   4   5   6   7   8   9   10  11
     stage 0  F0  F1  F2  .   .   B0* F3  B1* F4  B2* F5  ...      F+  m = 0, 1, 2   in slot m
@@ -20,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Sequence
+from typing import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +27,14 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, Action, Kind, get_pass_needs
 from ipu_pipe.schedule.drawing import ReadVersions, draw_html
-from ipu_pipe.schedule.runs import (
+from ipu_pipe.schedule.stretches import (
     ALL_STAGES,
     GridArray,
     IntArray,
+    LaidOut,
     Stretch,
     count_before,
-    count_most_in_flight,
-    fill_grid,
-    find_slots,
+    join,
 )
 
 
@@ -64,8 +62,8 @@ class Schedule:
     another without a gap. `local`: no backward needs a backward of another stage. `placement`: the
     device of each stage; empty: stage s is on device s. `name`: that of its method.
     `read_versions`: of a table of this schedule's weight versions, for its drawing in a notebook.
-    Raise `BadInput`, naming the action, unless the schedule can run; the proof works on the compact
-    form.
+    Raise `BadInput`, naming the action, unless rows that are laid out can run. The formulas of
+    `timelines.py` are proved by the tests, against a policy that is played slot by slot.
     """
 
     stages: int
@@ -79,7 +77,7 @@ class Schedule:
     read_versions: ReadVersions | None = None
 
     def __repr__(self) -> str:
-        """Return the sizes: the dataclass's own text would be the arrays of all runs."""
+        """Return the sizes: the dataclass's own text would be the tables of all stretches."""
         sizes = (
             f"{self.stages} stages, {self.microbatches} microbatches, accumulate {self.accumulate}"
         )
@@ -93,7 +91,7 @@ class Schedule:
             )
         slot = 0
         microbatch = 0
-        distinct = {}
+        distinct: dict[int, Stretch] = {}
         for stretch in self.stretches:
             assert stretch.first_slot == slot and stretch.first_microbatch == microbatch, (
                 "stretches follow without a gap"
@@ -101,18 +99,19 @@ class Schedule:
             assert stretch.repeats >= 1 and stretch.microbatches >= 1
             slot = stretch.end_slot
             microbatch = stretch.end_microbatch
-            # equal stretches need one proof
-            distinct[stretch.microbatches, stretch.runs.tobytes(), stretch.slots] = stretch
+            # the tests prove the formulas, unless a caller places them on fewer devices
+            if isinstance(stretch.find, LaidOut) or self.placement:
+                distinct[id(stretch.find)] = stretch
         assert microbatch == self.microbatches, "stretches hold all microbatches"
         assert len({stretch.passes for stretch in self.stretches}) == 1, (
             "backwards are whole, or all are split"
         )
         both = self.slot_holds is SlotHolds.BOTH
-        for stretch in map(Stretch.spell_out_middle, distinct.values()):
-            fault = _find_missing(stretch, self.stages) or _find_disorder(
-                stretch, self.stages, both, self.local
-            )
-            fault = fault or _find_collision(stretch, both, self.placement)
+        for stretch in distinct.values():
+            fault = _find_missing(stretch, self.stages)
+            tables = {} if fault else stretch.spell_out(self.stages)
+            fault = fault or _find_disorder(stretch, tables, both, self.local)
+            fault = fault or _find_collision(stretch, tables, both, self.device_of_stage)
             if fault:
                 raise BadInput(f"schedule: {fault}")
         if not self.in_order:
@@ -192,7 +191,14 @@ class Schedule:
     @cached_property
     def in_order(self) -> bool:
         """Whether every stage completes the microbatches in order; only rows of a file may not."""
-        return all(stretch.tables[self.passes[-1]].is_in_order() for stretch in self.stretches)
+        return self.keeps_order(self.passes[-1])
+
+    def keeps_order(self, kind: Kind) -> bool:
+        """Return whether every stage does a pass in the order of microbatches."""
+        return all(kind in stretch.ordered for stretch in self.stretches)
+
+    def _index(self, stages: slice) -> IntArray:
+        return np.arange(self.stages)[stages, None]
 
     def get_drain_interval(self, k: int) -> tuple[int, int]:
         """Return the range [first, end) of updates between the drains before and after update k.
@@ -242,21 +248,14 @@ class Schedule:
         assert len(index) == 0 or (0 <= index[0] and index[-1] < self.microbatches), (
             "microbatch out of range"
         )
-        slots = find_slots(self.stretches, kind, index, stages)
-        return (
-            np.zeros((len(range(*stages.indices(self.stages))), 0), np.int64)
-            if slots is None
-            else slots
-        )
+        return join(self.stretches, kind, index, self._index(stages))
 
     def count_before(self, kind: Kind, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
         """Count the `kind` on each stage (P, n) before the slots `slot`, (n,) or a row per stage
         (P, n).
         """
         if kind is not Kind.UPDATE:
-            return count_before(
-                self.stretches, kind, slot, stages, len(range(*stages.indices(self.stages)))
-            )
+            return count_before(self.stretches, kind, slot, self._index(stages))
         ended = self.count_before(self.passes[-1], slot, stages) // self.accumulate
         if self.in_order or not ended.size or not self.update_count:
             return ended
@@ -278,40 +277,41 @@ class Schedule:
         """Return, by kind, the microbatch of every stage in the slots [first_slot, last_slot), (P,
         slots), -1 for none.
         """
-        height = len(range(*stages.indices(self.stages)))
-        width = last_slot - first_slot
-        grids = {kind: np.full((height, width), -1, np.int32) for kind in self.passes}
-        for stretch in self.stretches:
-            start = max(first_slot, stretch.first_slot)
-            stop = min(last_slot, stretch.end_slot)
-            if start < stop:
-                for kind, grid in grids.items():
-                    fill_grid(
-                        stretch,
-                        kind,
-                        start,
-                        stop,
-                        stages,
-                        grid[:, start - first_slot : stop - first_slot],
-                    )
+        ends = np.array([first_slot, last_slot])
+        grids = {}
+        for kind in self.passes:
+            count = self.count_before(kind, ends, stages)
+            first = int(count[:, 0].min())
+            last = int(count[:, 1].max())
+            if not self.keeps_order(kind):
+                first, last = self._find_window(ends)
+            grids[kind] = self._scatter(
+                self.slots(kind, first, last, stages), first, first_slot, last_slot
+            )
         return grids
+
+    def _find_window(self, ends: IntArray) -> tuple[int, int]:
+        """Return the microbatches of the stretches that run between two slots."""
+        inside = [s for s in self.stretches if s.end_slot > ends[0] and s.first_slot < ends[1]]
+        return (inside[0].first_microbatch, inside[-1].end_microbatch) if inside else (0, 0)
+
+    def _scatter(self, slots: IntArray, first: int, first_slot: int, last_slot: int) -> GridArray:
+        """Return the numbers from `first` on at their slots, (P, last_slot - first_slot)."""
+        grid = np.full((len(slots), last_slot - first_slot), -1, np.int32)
+        row, column = np.nonzero((slots >= first_slot) & (slots < last_slot))
+        grid[row, slots[row, column] - first_slot] = first + column
+        return grid
 
     def update_grid(self, first_slot: int, last_slot: int, stages: slice = ALL_STAGES) -> GridArray:
         """Return the update that every stage makes in the slots [first_slot, last_slot), (P,
         slots), -1 for none.
         """
-        height = len(range(*stages.indices(self.stages)))
-        grid = np.full((height, last_slot - first_slot), -1, np.int32)
         counts = self.count_before(Kind.UPDATE, np.array([first_slot, last_slot]), stages)
         first = int(counts[:, 0].min())
         last = int(counts[:, 1].max())
-        if last == first:
-            return grid
-        slots = self.slots(Kind.UPDATE, first, last, stages) - first_slot
-        inside = (slots >= 0) & (slots < last_slot - first_slot)
-        row, column = np.nonzero(inside)
-        grid[row, slots[inside]] = first + column
-        return grid
+        return self._scatter(
+            self.slots(Kind.UPDATE, first, last, stages), first, first_slot, last_slot
+        )
 
     def cells(
         self, stage: int, first_slot: int = 0, last_slot: int | None = None
@@ -418,158 +418,79 @@ class Schedule:
 
         They are counted right after a forward; in a slot with two passes before the second one.
         """
-        return np.asarray(
-            np.max([count_most_in_flight(stretch) for stretch in self.stretches], axis=0)
-        )
+        stages = np.arange(self.stages)[:, None]
+        peaks = []
+        for stretch in {(s.microbatches, s.slots): s for s in self.stretches}.values():
+            index = stretch.list_ends(self.stages) + stretch.first_microbatch
+            slots = stretch.find_slots(Kind.FORWARD, index, stages) + 1
+            begun = stretch.count_before(Kind.FORWARD, slots, stages)
+            peaks.append(
+                (begun - stretch.count_before(self.passes[-1], slots - 1, stages)).max(axis=1)
+            )
+        return np.asarray(np.max(peaks, axis=0))
 
 
-# ---- the proof that a schedule can run, on the compact form
-#
-# A run is an arithmetic progression. If the slots of a pass and of its need are both affine in the
-# microbatch, their order at the ends of the runs proves it for all microbatches between. Two runs
-# of a device share a slot only if their progressions meet.
+# ---- the proof that a laid-out schedule can run: pass by pass, with enough rounds of its middle
 
 
 def _find_missing(stretch: Stretch, stages: int) -> str | None:
-    """Return a fault unless every stage does each pass of each microbatch once, within the
-    stretch's slots.
-    """
-    for kind, table in stretch.short_tables.items():
-        if table.first.shape[0] > stages:
-            return (
-                f"{Action(kind, 0, table.first.shape[0] - 1)}: there are {stages} stages, "
-                f"counted from 0"
-            )
-        if table.first.shape[0] < stages:
+    """Return a fault unless there is a row for every stage, within the stretch's slots."""
+    tables = stretch.find.tables if isinstance(stretch.find, LaidOut) else {}
+    for kind, table in tables.items():
+        if len(table) > stages:
+            return f"{Action(kind, 0, len(table) - 1)}: there are {stages} stages, counted from 0"
+        if len(table) < stages:
             return f"{Action(kind, stretch.first_microbatch, stages - 1)} is missing"
-        expected = np.cumsum(table.count, axis=1)
-        starts = np.concatenate([np.zeros((stages, 1), np.int64), expected], axis=1)
-        wrong = starts != np.concatenate(
-            [table.first, np.full((stages, 1), stretch.microbatches)], axis=1
-        )
-        if wrong.any():
-            stage, k = _locate_first(wrong)
-            return (
-                f"{Action(kind, stretch.first_microbatch + int(starts[stage, k]), stage)} is "
-                f"missing or appears twice"
-            )
-        outside = (table.count > 0) & ((table.low < 0) | (table.high >= stretch.slots))
+        outside = (table < 0) | (table >= stretch.slots)
         if outside.any():
-            stage, k = _locate_first(outside)
-            action = Action(kind, stretch.first_microbatch + int(table.first[stage, k]), stage)
+            stage, m = _locate_first(outside)
+            action = Action(kind, stretch.first_microbatch + m, stage)
             return f"{action} is outside its stretch of {stretch.slots} slots"
     return None
 
 
-def _find_disorder(stretch: Stretch, stages: int, both: bool, local: bool) -> str | None:
-    """Return a fault unless every pass comes after its needs, checked at the ends of the runs of
-    both.
-    """
-    for kind in stretch.passes:
+def _find_disorder(
+    stretch: Stretch, tables: Mapping[Kind, IntArray], both: bool, local: bool
+) -> str | None:
+    """Return a fault unless every pass comes after its needs."""
+    for kind, table in tables.items():
         for need, offset in get_pass_needs(kind, local):
             low = max(0, -offset)
-            high = stages - max(0, offset)
-            if low >= high:
-                continue
-            later = slice(low, high)
-            earlier = slice(low + offset, high + offset)
-            this = stretch.short_tables[kind]
-            other = stretch.short_tables[need]
-            ends = [this.first[later], (this.first + this.count - 1)[later]]
-            ends += [other.first[earlier], (other.first + other.count - 1)[earlier]]
-            index = np.clip(np.concatenate(ends, axis=1), 0, stretch.microbatches - 1)
-            slot = this.find_slots(index, later)
-            needed = other.find_slots(index, earlier)
+            high = len(table) - max(0, offset)
+            slot = table[low:high]
+            needed = tables[need][low + offset : high + offset]
             wrong = slot < needed if both and offset == 0 else slot <= needed
             if wrong.any():
-                row, k = _locate_first(wrong)
-                microbatch = stretch.first_microbatch + int(index[row, k])
-                action = Action(kind, microbatch, low + row)
-                before = Action(need, microbatch, low + row + offset)
+                row, m = _locate_first(wrong)
+                action = Action(kind, stretch.first_microbatch + m, low + row)
+                before = Action(need, stretch.first_microbatch + m, low + row + offset)
                 return (
-                    f"{action} is in slot {stretch.first_slot + int(slot[row, k])}, but needs "
-                    f"{before},"
-                    f" which is in slot {stretch.first_slot + int(needed[row, k])}"
+                    f"{action} is in slot {stretch.first_slot + int(slot[row, m])}, but needs "
+                    f"{before}, which is in slot {stretch.first_slot + int(needed[row, m])}"
                 )
     return None
 
 
-def _find_collision(stretch: Stretch, both: bool, placement: Sequence[int]) -> str | None:
+def _find_collision(
+    stretch: Stretch, tables: Mapping[Kind, IntArray], both: bool, placement: Sequence[int]
+) -> str | None:
     """Return a fault unless a slot holds at most one action of a device, or a forward and one other
     pass.
     """
-    devices = sorted(set(placement))
-    forward, *others = stretch.short_tables.values()
-    groups = [[forward], others] if both else [[forward, *others]]
-    for group in groups:
-        low, stride, count = (
-            np.concatenate([getattr(table, name) for table in group], axis=1)
-            for name in ("low", "stride", "count")
-        )
-        if devices:
-            rows = [list_stages(placement, device) for device in devices]
-            low, stride, count = (
-                _join_rows(table, rows, empty)
-                for table, empty in ((low, 0), (stride, 1), (count, 0))
+    if not tables:
+        return None
+    forward, *others = tables.values()
+    for group in [[forward], others] if both else [[forward, *others]]:
+        for device in sorted(set(placement)):
+            slots = np.sort(
+                np.concatenate([t[list_stages(placement, device)].ravel() for t in group])
             )
-        # rows of many short runs are written by hand; sorting all their slots is cheaper than
-        # comparing all pairs
-        shared = (_find_shared_slot if low.shape[1] <= 16 else _find_shared_slot_by_sorting)(
-            low, stride, count
-        )
-        if shared is not None:
-            row, slot = shared
-            who = f"device {devices[row]}" if devices else f"stage {row}"
-            return f"{who} has two actions in slot {stretch.first_slot + slot}"
-    return None
-
-
-def _join_rows(table: IntArray, rows: Sequence[Sequence[int]], empty: int) -> IntArray:
-    """Return the runs (P, K) of all stages of a device in one row per device, filled up with
-    `empty`.
-    """
-    joined = np.full((len(rows), max(map(len, rows)) * table.shape[1]), empty, np.int64)
-    for row, stages in enumerate(rows):
-        joined[row, : len(stages) * table.shape[1]] = table[stages].ravel()
-    return joined
-
-
-def _find_shared_slot(low: IntArray, stride: IntArray, count: IntArray) -> tuple[int, int] | None:
-    """Return a (stage, slot) that two runs of a stage share, or None; arrays (P, runs)."""
-    for k in range(1, low.shape[1]):
-        a = low[:, k : k + 1]
-        d = stride[:, k : k + 1]
-        b = low[:, :k]
-        e = stride[:, :k]
-        last = np.minimum(a + d * (count[:, k : k + 1] - 1), b + e * (count[:, :k] - 1))
-        start = np.maximum(a, b)
-        # the first slot of run k from `start` on
-        candidate = start + (a - start) % d
-        may_meet = (candidate <= last) & ((a - b) % np.gcd(d, e) == 0)
-        if not may_meet.any():
-            continue
-        # after e slots of run k the remainders modulo e repeat
-        for _ in range(int(e.max())):
-            hit = may_meet & (candidate <= last) & ((candidate - b) % e == 0)
-            if hit.any():
-                stage, other = _locate_first(hit)
-                return stage, int(candidate[stage, other])
-            candidate = candidate + d
-    return None
-
-
-def _find_shared_slot_by_sorting(
-    low: IntArray, stride: IntArray, count: IntArray
-) -> tuple[int, int] | None:
-    """Return the same as `_find_shared_slot`, by sorting all slots."""
-    for stage in range(low.shape[0]):
-        runs = zip(low[stage].tolist(), stride[stage].tolist(), count[stage].tolist())
-        slots = np.sort(
-            np.concatenate([start + step * np.arange(length) for start, step, length in runs])
-        )
-        twice = slots[1:][slots[1:] == slots[:-1]]
-        if len(twice):
-            return stage, int(twice[0])
+            twice = slots[1:][slots[1:] == slots[:-1]]
+            if len(twice):
+                who = "stage" if len(set(placement)) == len(placement) else "device"
+                return (
+                    f"{who} {device} has two actions in slot {stretch.first_slot + int(twice[0])}"
+                )
     return None
 
 

@@ -1,10 +1,10 @@
 """Make the schedule of a method: which stage runs which pass in which slot.
 
 A schedule consists of stretches, each from an empty pipeline to an empty one. Every pipeline here
-is a function that gives a stretch as runs, under a drawing of it (a run: consecutive microbatches
-whose slots are equally far apart, `runs.py`); methods given by an order of each device are laid out
-by `_make_ordered`. P stages, M microbatches, N microbatches per update; s and m are a stage and a
-microbatch; slots count from 0. The size of a stretch is its number of microbatches.
+returns the slots of a stretch as a formula (`stretches.py`), under a drawing of it; methods given
+by an order of each device are laid out by `_make_ordered`. P stages, M microbatches, N microbatches
+per update; s and m are a stage and a microbatch; slots count from 0. The size of a stretch is its
+number of microbatches.
 """
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from typing import Callable, NamedTuple, Sequence, Tuple
 import numpy as np
 
 from ipu_pipe.errors import BadInput, raise_faults
-from ipu_pipe.schedule.actions import PASSES
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, Timeline, find_method, require_sizes
 from ipu_pipe.schedule.orders import get_period, make_device_rows
 from ipu_pipe.schedule.rows import lay_out
-from ipu_pipe.schedule.runs import RunArray, Stretch, make_runs
+from ipu_pipe.schedule.stretches import IntArray, Slots, Stretch
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 
-FORWARD, BACKWARD = PASSES
+F = Kind.FORWARD
 
-# (number of slots, runs) of a pipeline from empty to empty
-SlotsAndRuns = Tuple[int, RunArray]
+# (number of slots, formula) of a pipeline from empty to empty
+SlotsAndFormula = Tuple[int, Slots]
 
-# the most steps between two averages of local_sgd with fewer replicas than stages: each is a run,
-# checked one by one
-MOST_STEPS_OF_ROUND = 5_000
-# the updates of an open schedule, more than any training makes; its memory grows with the number of
-# runs, not of updates
+# the updates of an open schedule, more than any training makes; a formula needs no memory for them
 OPEN = 1 << 40
 
 
@@ -75,13 +71,6 @@ def make_schedule(
         if pipeline is Timeline.LOCAL_SGD:
             assert method.rounds is not None
             interval = method.rounds.interval(stages)
-            if accumulate < stages and interval > MOST_STEPS_OF_ROUND:
-                raise BadInput(
-                    f"method_args.local_steps: {method.rounds.steps}: replicas synchronize after "
-                    f"{interval} steps: must be at"
-                    f" most {MOST_STEPS_OF_ROUND} with fewer replicas ({accumulate}) than stages "
-                    f"({stages})"
-                )
             sizes = _split_into_rounds(drains, count, accumulate, interval * accumulate)
         elif definition.longest is None:
             later = [drain - warm for drain in drains if drain >= warm]
@@ -91,19 +80,12 @@ def make_schedule(
             sizes = [(longest, count // longest), (count % longest, 1)]
         for size, repeats in sizes:
             if size and repeats:
-                repeated = 0
-                if pipeline is Timeline.LOCAL_SHARED and accumulate > 1:
-                    # each batch is a run: lay out enough of them to fill the pipeline, and repeat
-                    # one in the middle
-                    laid_out = (2 * stages + 4) * accumulate + size % accumulate
-                    repeated = max(size - laid_out, 0)
                 third = accumulate if definition.by_accumulate else turn
-                slots, runs = definition.stretch(stages, size - repeated, third)
+                slots, find = definition.stretch(stages, size, third)
                 first_slot, first = (
                     (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
                 )
-                stretch = Stretch(first_slot, first, repeats, slots, size - repeated, runs)
-                stretches.append(stretch.lengthen(repeated, accumulate) if repeated else stretch)
+                stretches.append(Stretch(first_slot, first, repeats, slots, size, find))
     definition = PIPELINES[method.pipeline]
     holds = definition.slot_holds
     local = definition.local
@@ -244,7 +226,7 @@ def amortize_utilization(phases: Sequence[tuple[float, float]]) -> float:
 # turn, which only `_dataflow` uses.
 
 
-def _fill_drain(P: int, M: int, turn: int) -> SlotsAndRuns:
+def _fill_drain(P: int, M: int, turn: int) -> SlotsAndFormula:
     """Run all forwards of the batch, then all backwards in the order of the forwards: GPipe's
     trapezoids. P = 3, M = 3:
 
@@ -254,35 +236,33 @@ def _fill_drain(P: int, M: int, turn: int) -> SlotsAndRuns:
 
     With a batch of one microbatch it is `naive`: one at a time through all stages and back.
     """
-    s = np.arange(P)
-    forward = make_runs(s, FORWARD, 0, M, s, 1)
-    backward = make_runs(s, BACKWARD, 0, M, (M + P - 1) + (P - 1 - s), 1)
-    return 2 * (M + P - 1), np.concatenate([forward, backward])
+    return 2 * (M + P - 1), lambda kind, s, m: m + (s if kind is F else M + 2 * (P - 1) - s)
 
 
-def _capped_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
+def _capped_1f1b(P: int, M: int, turn: int) -> SlotsAndFormula:
     """Keep at most P-s microbatches in flight on stage s. P = 3, M = 4:
 
     stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
     stage 1  .   F0  F1  .   B0  F2  B1  F3  B2  .   B3  .
     stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
     """
-    s = np.arange(P)
-    warm = np.minimum(P - s, M)
-    fill = make_runs(s, FORWARD, 0, warm, s, 1)
-    steady = make_runs(s, FORWARD, warm, M - warm, 2 * warm + s, 2)
-    return 2 * (M + P - 1), np.concatenate([fill, steady, _alternating_backwards(P, M)])
+
+    def find(kind: Kind, s: IntArray, m: IntArray) -> IntArray:
+        if kind is not F:
+            return _alternate(P, s, m)
+        return s + np.where(m < P - s, m, 2 * m)
+
+    return 2 * (M + P - 1), find
 
 
-def _alternating_backwards(P: int, M: int) -> RunArray:
+def _alternate(P: int, s: IntArray, m: IntArray) -> IntArray:
     """Return the backwards of every 1F1B timeline: the last stage turns a microbatch around at
     once, every second slot.
     """
-    s = np.arange(P)
-    return make_runs(s, BACKWARD, 0, M, 2 * P - 1 - s, 2)
+    return 2 * P - 1 - s + 2 * m
 
 
-def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
+def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndFormula:
     """Keep at most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead
     (F2). P = 3, M = 4:
 
@@ -294,16 +274,17 @@ def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
     stage forwards `ahead` as they arrive, until its first backward is ready, and the rest in the
     slots between backwards.
     """
-    s = np.arange(P)
-    ahead = np.minimum(np.minimum(P, 2 * (P - s) - 1), M)
-    first = np.full(P, min(P, M))
-    fill = make_runs(s, FORWARD, 0, ahead, s, 1)
-    between = make_runs(s, FORWARD, ahead, first - ahead, 2 * ahead - 2 * P + 3 * s + 2, 2)
-    steady = make_runs(s, FORWARD, first, M - first, 2 * first + s, 2)
-    return 2 * (M + P - 1), np.concatenate([fill, between, steady, _alternating_backwards(P, M)])
+
+    def find(kind: Kind, s: IntArray, m: IntArray) -> IntArray:
+        if kind is not F:
+            return _alternate(P, s, m)
+        ahead = np.minimum(P, 2 * (P - s) - 1)
+        return s + np.where(m < ahead, m, np.where(m < P, 2 * (m - P + s + 1), 2 * m))
+
+    return 2 * (M + P - 1), find
 
 
-def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
+def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndFormula:
     """Run `_pipedream_1f1b` over the steps of a round, with R replicas (N here) in turn.
 
     A replica's next step begins on a stage when its previous one is done there. P = 3, R = 2, two
@@ -319,20 +300,18 @@ def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
     """
     if accumulate >= P or M <= accumulate:
         return _pipedream_1f1b(P, M, 0)
-    s = np.arange(P)
-    _, first = _pipedream_1f1b(P, accumulate, 0)
-    runs = [first]
-    slots = 0
-    for begin in range(accumulate, M, accumulate):
-        count = min(accumulate, M - begin)
-        slot = 2 * P * (begin // accumulate)
-        runs.append(make_runs(s, FORWARD, begin, count, slot + s, 2))
-        runs.append(make_runs(s, BACKWARD, begin, count, slot + 2 * P - 1 - s, 2))
-        slots = slot + 2 * P + 2 * (count - 1)
-    return slots, np.concatenate(runs)
+    _, find_first = _pipedream_1f1b(P, accumulate, 0)
+
+    def find(kind: Kind, s: IntArray, m: IntArray) -> IntArray:
+        step, replica = np.divmod(m, accumulate)
+        later = 2 * P * step + 2 * replica + (s if kind is F else 2 * P - 1 - s)
+        return np.where(step == 0, find_first(kind, s, m), later)
+
+    steps, rest = divmod(M - 1, accumulate)
+    return 2 * P * (steps + 1) + 2 * rest, find
 
 
-def _dataflow(P: int, M: int, turn: int) -> SlotsAndRuns:
+def _dataflow(P: int, M: int, turn: int) -> SlotsAndFormula:
     """Run in every step a forward of the arrived activations and a backward of the arrived
     gradient. P = 2, M = 3:
 
@@ -342,13 +321,11 @@ def _dataflow(P: int, M: int, turn: int) -> SlotsAndRuns:
     The last stage's two passes of a microbatch share the step (turn 0), or are a step apart (turn
     1).
     """
-    s = np.arange(P)
-    forward = make_runs(s, FORWARD, 0, M, s, 1)
-    backward = make_runs(s, BACKWARD, 0, M, 2 * (P - 1) - s + turn, 1)
-    return M + 2 * (P - 1) + turn, np.concatenate([forward, backward])
+    slots = M + 2 * (P - 1) + turn
+    return slots, lambda kind, s, m: m + (s if kind is F else 2 * (P - 1) - s + turn)
 
 
-def _local(P: int, M: int, turn: int) -> SlotsAndRuns:
+def _local(P: int, M: int, turn: int) -> SlotsAndFormula:
     """Run in every step a forward of the arrived activations and then its backward from the stage's
     own loss. P = 3, M = 4:
 
@@ -356,11 +333,10 @@ def _local(P: int, M: int, turn: int) -> SlotsAndRuns:
     stage 1  .      F0 B0  F1 B1  F2 B2  F3 B3  .
     stage 2  .      .      F0 B0  F1 B1  F2 B2  F3 B3
     """
-    s = np.arange(P)
-    return M + P - 1, np.concatenate([make_runs(s, kind, 0, M, s, 1) for kind in PASSES])
+    return M + P - 1, lambda kind, s, m: m + s
 
 
-def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
+def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndFormula:
     """Run as `_local`, but begin a batch only after the next stage has done the previous one. P =
     3, M = 4, N = 2:
 
@@ -370,28 +346,20 @@ def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
 
     The update needs that stage's gradient of the shared layer.
     """
-    s = np.arange(P)
     wait = 1 if P > 1 else 0
-    if accumulate == 1:
-        runs = [make_runs(s, kind, 0, M, s, 1 + wait) for kind in PASSES]
-    else:
-        runs = []
-        for first in range(0, M, accumulate):
-            count = min(accumulate, M - first)
-            slot = first + wait * (first // accumulate)
-            runs += [make_runs(s, kind, first, count, slot + s, 1) for kind in PASSES]
-    return M + wait * ((M - 1) // accumulate) + P - 1, np.concatenate(runs)
+    slots = M + wait * ((M - 1) // accumulate) + P - 1
+    return slots, lambda kind, s, m: m + wait * (m // accumulate) + s
 
 
 class PipelineDefinition(NamedTuple):
-    """A pipeline from empty to empty: its `stretch` (slots and runs) as a function of P, M and the
-    turn, or N if `by_accumulate`.
+    """A pipeline from empty to empty: its `stretch` (slots and formula) as a function of P, M and
+    the turn, or N if `by_accumulate`.
 
     `longest`: the most microbatches of a stretch as a function of N; None: it never drains.
     `slot_holds` and `local` as in `Schedule`.
     """
 
-    stretch: Callable[[int, int, int], SlotsAndRuns]
+    stretch: Callable[[int, int, int], SlotsAndFormula]
     longest: Callable[[int], int] | None = None
     slot_holds: SlotHolds = SlotHolds.ONE
     local: bool = False

@@ -28,7 +28,7 @@ from ipu_pipe.schedule.actions import PASSES, Action, Kind
 from ipu_pipe.schedule.delays import DelaySampler, find_mean_delays
 from ipu_pipe.schedule.drawing import draw_html, format_versions
 from ipu_pipe.schedule.methods import Method, Reads, find_method, require_sizes
-from ipu_pipe.schedule.runs import ALL_STAGES, IntArray
+from ipu_pipe.schedule.stretches import ALL_STAGES, IntArray
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 

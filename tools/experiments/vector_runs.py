@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ipu_pipe.replay.replays import RandomizedReplays, order_updates
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import resolve_method
-from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable

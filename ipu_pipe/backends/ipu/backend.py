@@ -43,7 +43,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.text import list_some
 
 # seconds that a process may wait for another one that compiles
