@@ -7,7 +7,7 @@
 Names are imported when they are first used, so that `import ipu_pipe` and tools without PyTorch
 stay quick. The files and folders, each of which imports only from those before it:
 
-    errors, files, text, interrupts, launcher, shipped   the base
+    text, refusals, errors, files, interrupts, launcher, shipped   the base
     schedule, stability, trace                           plans, theory and events, without torch
     model, cut, local, update                            a model, its pieces, blocks and updates
     config, hardware, data                               what is given: settings, devices, batches

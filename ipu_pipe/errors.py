@@ -22,6 +22,7 @@ from typing import (
 
 from ipu_pipe import interrupts
 from ipu_pipe.launcher import read_launch
+from ipu_pipe.refusals import CONFIG, Language
 from ipu_pipe.shipped import name_commands
 from ipu_pipe.text import fold_lines, suggest
 
@@ -37,7 +38,7 @@ class BadInput(ValueError):
 
     def __init__(self, faults: str | Sequence[str]) -> None:
         self.faults = [
-            fold_lines(fault) for fault in ([faults] if isinstance(faults, str) else faults)
+            fold_lines(str(fault)) for fault in ([faults] if isinstance(faults, str) else faults)
         ]
         assert self.faults, "BadInput needs at least one fault"
         super().__init__("; ".join(self.faults))
@@ -54,6 +55,19 @@ def raise_faults(faults: Sequence[str] | Mapping[str, object]) -> None:
     )
     if lines:
         raise BadInput(lines)
+
+
+@contextlib.contextmanager
+def say_in(language: Language) -> Iterator[None]:
+    """Name settings as the caller knows them in the faults of a `BadInput` that leaves the
+    context.
+    """
+    try:
+        yield
+    except BadInput as error:
+        error.faults = [language.say(fault) for fault in error.faults]
+        error.args = ("; ".join(error.faults),)
+        raise
 
 
 class RunFault(RuntimeError):
@@ -213,7 +227,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     except BadInput as error:
         reported = read_launch().rank != 0 if error.is_reported is None else error.is_reported
         code = 2
-        faults = [] if reported else error.faults
+        faults = [] if reported else [CONFIG.say(fault) for fault in error.faults]
     except KeyboardInterrupt:
         if read_launch().rank == 0:
             print("interrupted", file=sys.stderr)

@@ -32,7 +32,7 @@ from tests.house import (
 )
 
 # Modules at the top of the package, which every folder may import.
-BASE = ("errors", "files", "interrupts", "launcher", "shipped", "text")
+BASE = ("refusals", "errors", "files", "interrupts", "launcher", "shipped", "text")
 # A folder imports only from those before it.
 FOLDERS = (
     "schedule", "stability", "trace", "model", "cut", "local", "update", "config", "hardware", "data", "job", "plan", "replay",

@@ -457,7 +457,7 @@ def test_a_run_reports_every_head_and_resumes(head: str, tmp_path: Path) -> None
         (
             "local_greedy",
             "clip={norm: 1.0, scope: global}",
-            "scope: stage with norm: 0.5 (norm / sqrt(stages)",
+            "clip: {scope: stage, norm: 0.5} (norm / sqrt(stages)",
         ),
         ("local_overlapping", "clip={norm: 1.0, scope: stage}", "clip: "),
         (

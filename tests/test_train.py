@@ -401,7 +401,7 @@ WRONG = {
     "other weights": (write_other_weights, "other.pt"),
     "global clipping of an asynchronous method": (
         lambda tmp: [DIGITS, *make_set_options("method=pipemare", "clip.norm=1", "clip.scope=global")],
-        "scope: stage with norm: 0.5 (norm / sqrt(stages)",
+        "clip: {scope: stage, norm: 0.5} (norm / sqrt(stages)",
     ),
     "no cuda": (lambda tmp: [DIGITS, *make_set_options("backend.device=cuda")], "cuda"),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from ipu_pipe.job.factories import Placed
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds
+from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.trace.events import Counters, Events
@@ -107,6 +108,7 @@ class Engine:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.run = Run.of(job)
         self.newest_model: nn.Module | None = job.model
         self.names = {parameter: name for name, parameter in job.get_trained().items()}
         self._gradients: dict[str, torch.Tensor] = {}
@@ -159,9 +161,9 @@ class Engine:
         """Copy the gradients of update k of these stages."""
         trained = [
             item
-            for s in range(len(self.job.partition))
+            for s in range(len(self.run.partition))
             if s in stages
-            for item in self.job.list_trained(s).items()
+            for item in self.run.list_trained(s).items()
         ]
         self._gradients = {
             name: p.grad.detach().cpu().clone() for name, p in trained if p.grad is not None
@@ -228,7 +230,7 @@ class Engine:
 
     def release_blocks(self) -> None:
         """Let a model that was cut into blocks train as a whole again."""
-        blocks = get_blocks(self.job.model)
+        blocks = get_blocks(self.run.model)
         if blocks is not None:
             blocks.unfreeze()
 

@@ -5,6 +5,7 @@ build       makes a model, its stages, schedule and rules from a config and obje
 checks      the settings that cannot be combined, and models that cannot be trained
 flow        the batches on their way: which were given, which have left, the cuts: `Flow`
 batches     divides a batch into microbatches, and hands them to the backend
+gradients   the gradients in flight, lent to `p.grad` for a call: `OwnGradients`
 optimizer   the caller's optimizer, shared with the one that steps: `OptimizerHandle`
 device_check  whether a run's device is here, and reads the weights it must: `try_device`
 arguments   the arguments that a config words otherwise, and its faults in their words

@@ -16,6 +16,7 @@ from torch import nn
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.model.devices import get_kind
+from ipu_pipe.refusals import PYTHON
 from ipu_pipe.text import describe_kind, list_some, show
 
 # seconds; as in a config
@@ -179,8 +180,6 @@ ARGUMENTS: tuple[tuple[str, str], ...] = (
         'method_args={"recompute": {"segments": ...}}',
     ),
     (r"^clip\.(scope|norm): ", "clip: "),
-    (r"\bscope: stage with norm: ([\d.e+-]+)", r'clip=(\1, "stage")'),
-    (r"\bscope: (global|delayed_global)\b", r'scope "\1"'),
     (r"^data: label ", "step: y: label "),
     (r"\bset which one, as in model\.output: (\w+),", r'take one in the loss, as in output["\1"],'),
     (r"; set model\.output", "; let the model return that"),
@@ -221,6 +220,6 @@ def name_arguments() -> Iterator[None]:
     try:
         yield
     except BadInput as error:
-        error.faults = [reword(fault) for fault in error.faults]
+        error.faults = [PYTHON.say(reword(fault)) for fault in error.faults]
         error.args = ("; ".join(error.faults),)
         raise

@@ -22,7 +22,7 @@ from ipu_pipe.config.sections import OWN, Description, Given
 from ipu_pipe.config.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import LoaderData
-from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.errors import BadInput, raise_faults, say_in
 from ipu_pipe.hardware.precision import resolve_precision
 from ipu_pipe.job.factories import (
     Placed,
@@ -54,6 +54,7 @@ from ipu_pipe.model.stages import Footprint, make_footprint
 from ipu_pipe.pipeline.checks import check_model, check_modules, find_faults
 from ipu_pipe.pipeline.device_check import require_device, try_new_device
 from ipu_pipe.plan.config_cut import choose_stages
+from ipu_pipe.refusals import CONFIG
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import OPEN, make_schedule, open_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
@@ -239,7 +240,9 @@ def build(
     user's own code pass unchanged.
     """
     objects = Overrides(model, data, loss, **others)
-    with attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
+    with say_in(CONFIG), attribute_faults(
+        lambda: "before training"
+    ), contextlib.ExitStack() as undo:
         if model is not None:
             undo.callback(record_modes(model))
         setup = set_up(

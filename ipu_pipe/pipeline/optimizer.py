@@ -29,6 +29,11 @@ from ipu_pipe.update.optimizer import Groups
 NOT_SETTINGS = ("params", "initial_lr")
 
 
+def copy_setting(value: Any) -> Any:
+    """Copy a setting; a learning rate may be a tensor that its scheduler changes in place."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
 class SharedState(MutableMapping):  # type: ignore[type-arg]
     """The state of the optimizer that steps: of the caller's parameters in the caller's optimizer,
     of others apart.
@@ -218,7 +223,7 @@ class OptimizerHandle:
 
     @staticmethod
     def _copy_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: copy.copy(value) for key, value in group.items() if key not in NOT_SETTINGS}
+        return {key: copy_setting(value) for key, value in group.items() if key not in NOT_SETTINGS}
 
     # ---- settings
 
@@ -250,7 +255,7 @@ class OptimizerHandle:
         """
         for group, settings in zip(self.optimizer.param_groups, saved["groups"]):
             group.update(
-                {key: copy.copy(value) for key, value in settings.items() if key != "params"}
+                {key: copy_setting(value) for key, value in settings.items() if key != "params"}
             )
 
     def require_parameters(self) -> None:

@@ -63,6 +63,7 @@ from ipu_pipe.pipeline.batches import (
 from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
 from ipu_pipe.pipeline.device_check import require_device
 from ipu_pipe.pipeline.flow import Flow
+from ipu_pipe.pipeline.gradients import OwnGradients
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
 from ipu_pipe.replay.work import require_finite
@@ -293,6 +294,7 @@ class Pipeline:
         self._view = OptimizerView(optimizer)
         self._job: Job | None = None
         self._flow: Flow | None = None
+        self._gradients = OwnGradients((), ())
         # updates that left in a drain that `evaluate` and the like have made
         self._pending: list[Update] = []
         self._callbacks: list[Callable[[UpdateNumber, int, list[nn.Parameter]], None]] = []
@@ -346,9 +348,10 @@ class Pipeline:
                 k = flow.given + i
                 self._handle.record(k)
                 self._data.give(self._number(batch[i * size : (i + 1) * size], k))
-            for _ in range(self.updates_per_call):
-                flow.give()
-            return self._report(job, flow.take())
+            with self._gradients.lend():
+                for _ in range(self.updates_per_call):
+                    flow.give()
+                return self._report(job, flow.take())
 
     def drain(self) -> list[Update]:
         """Run the pipeline empty. Return the updates that left it and were not returned yet; the
@@ -785,6 +788,8 @@ class Pipeline:
             undo.pop_all()
         self._job = job
         self._flow = flow
+        stepped = [p for group in job.optimizer.param_groups for p in group["params"]]
+        self._gradients = OwnGradients(job.model.parameters(), stepped)
         for line in describe_modes(self.model, job.came_evaluating):
             warnings.warn(line, stacklevel=3)
         self._modes = {module: module.training for module in self.model.modules()}
@@ -845,6 +850,7 @@ class Pipeline:
         job.rules.forget_compensated()
         self._handle.forget()
         self._data.forget()
+        self._gradients.forget()
         flow.restart(int(state["updates"]), [int(k) for k in state["drains"]])
 
     # ---- inside: batches
@@ -965,14 +971,31 @@ class Pipeline:
         _require_no_autocast(call)
         # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has
         # backwards to run
-        with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
+        with self._break_on_error(call), self._lend(), torch.inference_mode(
+            False
+        ), torch.enable_grad():
             self._pending = self._report(job, flow.drain())
+
+    @contextlib.contextmanager
+    def _lend(self) -> Iterator[None]:
+        """Give the passes in flight the modes of their steps and their gradients, whatever the
+        caller has set since; the caller's come back.
+        """
+        set_since = [(m, m.training) for m, mode in self._modes.items() if m.training != mode]
+        for module, _ in set_since:
+            module.training = self._modes[module]
+        try:
+            with self._gradients.lend():
+                yield
+        finally:
+            for module, mode in set_since:
+                module.training = mode
 
     def _end_within_round(self) -> list[Update]:
         """Run the pipeline empty within a round, which does not end. Return the updates."""
         assert self._job is not None and self._flow is not None
         warnings.warn(f"close: {self._find_undrainable()}: closes without that step", stacklevel=4)
-        with self._break_on_error("close"):
+        with self._break_on_error("close"), self._lend():
             return self._report(self._job, self._flow.finish())
 
     def _plan_job(self, call: str, exactly: bool = False) -> Job:

@@ -17,6 +17,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.model.batch import get_first_tensor
 from ipu_pipe.model.loss import Loss
+from ipu_pipe.refusals import Refusal, Setting
 from ipu_pipe.replay.replays import (
     RandomizedReplays,
     Replays,
@@ -197,7 +198,7 @@ def list_exactness_faults(job: Job) -> list[str]:
     """Return the reasons why emulator and processes cannot run a job exactly."""
     method = job.method
     reads_old = method.reads_old(len(job.partition))
-    reasons = _explain_clipping(job)
+    reasons = [str(refusal) for refusal in _explain_clipping(job)]
     if reads_old or job.config.replicas > 1:
         reasons += _explain_written_weights(job)
     if reads_old and method.backward_reads is Reads.NEWEST and job.observation.derived:
@@ -213,7 +214,7 @@ def list_exactness_faults(job: Job) -> list[str]:
     return reasons
 
 
-def _explain_clipping(job: Job) -> list[str]:
+def _explain_clipping(job: Job) -> list[Refusal]:
     """Return why the gradients cannot be clipped by the norm that the config names."""
     method = job.method
     clip = job.config.clip
@@ -221,18 +222,25 @@ def _explain_clipping(job: Job) -> list[str]:
         return []
     if clip.scope == "delayed_global" and method.flushes:
         return [
-            f"clip.scope: delayed_global: with {method.name} the global norm itself is known: use "
-            f"scope: global"
+            Refusal(
+                "clip",
+                "delayed_global",
+                f"with {method.name} the global norm itself is known: use "
+                f"{Setting('clip', (clip.norm, 'global'))}",
+            )
         ]
     stages = len(job.partition)
     # methods that update single stages have a line of their own
     if clip.scope != "global" or not method.reads_old(stages) or method.history is not None:
         return []
     return [
-        f"clip.scope: global: with {method.name} a stage updates before the others' gradients "
-        f"exist, so the global norm "
-        f"is not known: use {explain_stage_scope(clip.norm, stages)}, scope: delayed_global, or a "
-        f"synchronous method"
+        Refusal(
+            "clip",
+            "global",
+            f"with {method.name} a stage updates before the others' gradients exist, so the global "
+            f"norm is not known: use {explain_stage_scope(clip.norm, stages)}, "
+            f"{Setting('clip', (clip.norm, 'delayed_global'))}, or a synchronous method",
+        )
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from ipu_pipe.refusals import Setting
 from ipu_pipe.schedule.table import Kind, Schedule
 
 
@@ -21,8 +22,8 @@ def explain_stage_scope(norm: float, stages: int) -> str:
     """
     by_stage = norm / math.sqrt(stages)
     return (
-        f"scope: stage with norm: {by_stage:.4g} (norm / sqrt(stages): together {stages} stages "
-        f"stay within {norm:g})"
+        f"{Setting('clip', (float(f'{by_stage:.4g}'), 'stage'))} (norm / sqrt(stages): together "
+        f"{stages} stages stay within {norm:g})"
     )
 
 

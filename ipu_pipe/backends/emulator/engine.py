@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import statistics
 import time
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 
@@ -24,6 +25,7 @@ from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
 from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work, list_exactness_faults
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
 
@@ -33,61 +35,61 @@ from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_part
 ENOUGH = 0.5
 
 
-def time_stages(job: Job) -> StageSeconds:
-    """Return median times over passes of the job's example, or only the reason if the user's code
+def time_stages(run: Run) -> StageSeconds:
+    """Return median times over passes of the run's example, or only the reason if the user's code
     cannot do another pass.
 
     Weights, buffers, gradients and random states stay as they are.
     """
     try:
-        passes = _time_passes(job)
-        update = _time_updates(job)
+        passes = _time_passes(run)
+        update = _time_updates(run)
     # the user's code may raise anything, which must not lose a finished run
     except Exception as error:
         return StageSeconds((), (), (), f"its stages could not be timed ({summarize(error)})")
     backward = passes.backward
     # a backward includes its recomputation
-    if job.method.segments is not None:
+    if run.table.method.segments is not None:
         backward = [f + b for f, b in zip(passes.forward, backward)]
     note = (
-        f"medians of {passes.repeats} passes of {count_samples(job.example[0])} samples after "
+        f"medians of {passes.repeats} passes of {count_samples(run.example[0])} samples after "
         f"training"
     )
     return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), note)
 
 
-def _time_passes(job: Job) -> PassSeconds:
-    x, y = job.example
-    footprint = job.footprint
+def _time_passes(run: Run) -> PassSeconds:
+    x, y = run.example
+    footprint = run.footprint
     flops = footprint.backward_flops or tuple(BACKWARD * f for f in footprint.forward_flops)
 
     def run_forward() -> list[torch.Tensor]:
-        return compute_losses(job.loss, call_model(job.model, clone_tensors(x)), clone_tensors(y))
+        return compute_losses(run.loss, call_model(run.model, clone_tensors(x)), clone_tensors(y))
 
-    return time_passes(job.model, run_forward, job.partition.begins, flops, enough=ENOUGH)
+    return time_passes(run.model, run_forward, run.partition.begins, flops, enough=ENOUGH)
 
 
-def _time_updates(job: Job) -> list[float]:
+def _time_updates(run: Run) -> list[float]:
     """Return the time of a step of a copy of the optimizer for each stage, without the update
     rules.
 
     It is 0 for an optimizer that is not from torch.optim, because a copy of it may share state with
     the original.
     """
-    seconds = [0.0] * len(job.partition)
-    optimizers = list_parts(job.optimizer)
+    seconds = [0.0] * len(run.partition)
+    optimizers = list_parts(run.optimizer)
     if not all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in optimizers):
         return seconds
     for optimizer in copy.deepcopy(optimizers):
         groups = optimizer.param_groups
-        for stage in range(len(job.partition)):
+        for stage in range(len(run.partition)):
             optimizer.param_groups = [group for group in groups if group["stage"] == stage]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for p in parameters:
                 p.grad = torch.zeros_like(p)
             if parameters:
                 seconds[stage] += statistics.median(
-                    _time_step(optimizer, job.device.type) for _ in range(REPEATS)
+                    _time_step(optimizer, run.device.type) for _ in range(REPEATS)
                 )
     return seconds
 
@@ -102,6 +104,18 @@ def _time_step(optimizer: torch.optim.Optimizer, device: str) -> float:
 # ---- engine and backend
 
 
+class Batches(NamedTuple):
+    """Where the batches come from.
+
+    `read(m, replica)` returns microbatch m, `prepare(batch)` moves it to the device, and
+    `weigh(batch, k, m, replica)` returns its weight in the mean loss of update k.
+    """
+
+    read: Callable[[int, int], Any]
+    prepare: Callable[[Any], tuple[Any, Any]]
+    weigh: Callable[[Any, int, int, int], float]
+
+
 class EmulatorEngine(Engine):
     """Run the exact emulator as an engine: the results are the same whenever an update is made, so
     it is made at once.
@@ -109,9 +123,22 @@ class EmulatorEngine(Engine):
 
     makes_updates_at_once = True
 
-    def __init__(self, job: Job, first_update: int) -> None:
-        super().__init__(job)
-        work = Work.from_job(job, first_update)
+    def __init__(
+        self,
+        run: Run,
+        first_update: int,
+        make_work: Callable[[int], Work],
+        batches: Batches,
+        evaluate: Callable[[str], list[EvaluationResult]],
+    ) -> None:
+        self.run = run
+        self._make_work = make_work
+        self._batches = batches
+        self._evaluate = evaluate
+        self._gradients = {}
+        self.newest_model = run.model
+        self.names = {parameter: name for name, parameter in run.get_trained().items()}
+        work = make_work(first_update)
         self._block_updates = work.block_updates
         # results that were not taken, and the first update whose result was not read
         self._results: dict[int, StepResult] = {}
@@ -119,20 +146,20 @@ class EmulatorEngine(Engine):
         self._emulator = self._make_emulator(work)
 
     def _make_emulator(self, work: Work) -> Emulator:
-        job = self.job
+        run = self.run
         return Emulator(
             work,
-            job.model,
-            job.partition,
-            job.example,
-            job.config.seed,
-            job.replica_count,
-            job.effects.draws,
+            run.model,
+            run.partition,
+            run.example,
+            run.seed,
+            run.replicas,
+            run.observation.effects.draws,
         )
 
     def give(self, k: int, cut: float) -> None:
         with attribute_faults(lambda: self._emulator.activity):
-            if not does_reading_synchronize(self.job.device):
+            if not does_reading_synchronize(self.run.device):
                 self._keep(
                     [self._emulator.step(*self._read_batch()) for _ in range(self._block_updates)]
                 )
@@ -152,7 +179,7 @@ class EmulatorEngine(Engine):
             self._unread_update += 1
 
     def finish(self, batches: int) -> None:
-        self._emulator.end_round(Work.from_job(self.job, batches))
+        self._emulator.end_round(self._make_work(batches))
 
     def reopen(self, update: int, is_loaded: bool = False) -> None:
         old = self._emulator
@@ -160,30 +187,30 @@ class EmulatorEngine(Engine):
         # replicas with weights of their own go on through the optimizer's state, as through a
         # checkpoint
         with contextlib.nullcontext() if is_loaded else old.export_replicas():
-            self._emulator = self._make_emulator(Work.from_job(self.job, update))
+            self._emulator = self._make_emulator(self._make_work(update))
         self._emulator.weights.peak_bytes = old.weights.peak_bytes
         self._unread_update = update
 
     def predict(self, x: Any) -> Any:
-        with enter_evaluation(self.job.model), self.job.rules.hold_averages():
-            return compute_outputs(self.job.model, x)[-1]
+        with enter_evaluation(self.run.model), self.run.rules.hold_averages():
+            return compute_outputs(self.run.model, x)[-1]
 
     def _read_batch(self) -> tuple[Any, ...]:
         """Return the arguments of the emulator's step: the microbatches up to the next update, and
         any weights.
         """
-        job = self.job
-        if job.loss_weight is None:
+        source = self._batches
+        if self.run.loss_weight is None:
             return (self._microbatches(),)
         # the sum of the weights must be known before the first backward
         batches = []
         weights = []
         for replay in self._emulator.list_replays():
-            batch = job.read_microbatch(replay.microbatch, replay.replica)
+            batch = source.read(replay.microbatch, replay.replica)
             update = self._emulator.update // self._block_updates
             batches.append(batch)
-            weights.append(job.weigh_microbatch(batch, update, replay.microbatch, replay.replica))
-        return map(job.prepare_batch, batches), weights
+            weights.append(source.weigh(batch, update, replay.microbatch, replay.replica))
+        return map(source.prepare, batches), weights
 
     def _microbatches(self) -> Iterator[tuple[Any, Any]]:
         """Yield lazily, in replay order, the microbatches up to and including the next replay with
@@ -193,7 +220,7 @@ class EmulatorEngine(Engine):
         while not is_done:
             replay = self._emulator.replay
             is_done = len(replay.updates) > 0
-            yield self.job.load_microbatch(replay.microbatch, replay.replica)
+            yield self._batches.prepare(self._batches.read(replay.microbatch, replay.replica))
 
     def _combine(self, results: Sequence[StepResult]) -> list[StepResult]:
         """Return one result per step of the run.
@@ -218,23 +245,23 @@ class EmulatorEngine(Engine):
 
     def evaluate(self, split: str = "test") -> list[EvaluationResult]:
         with attribute_faults(lambda: f"evaluation before update {self._emulator.update}"):
-            with self.job.rules.hold_averages():
-                return evaluate(self.job, split)
+            with self.run.rules.hold_averages():
+                return self._evaluate(split)
 
     def collect_state(self) -> CheckpointState | None:
-        with self.job.precision.put_masters_in_place():
-            model = self.job.model.state_dict()
+        with self.run.precision.put_masters_in_place():
+            model = self.run.model.state_dict()
         with self._emulator.export_replicas():
-            return CheckpointState(model, *export_state(self.job.optimizer, self.names))
+            return CheckpointState(model, *export_state(self.run.optimizer, self.names))
 
     def report(self) -> Report | None:
         state = count_state_bytes(
-            self.job.optimizer, len(self.job.partition), self._emulator.list_other_states()
+            self.run.optimizer, len(self.run.partition), self._emulator.list_other_states()
         )
-        optimizer = [size + masters for size, masters in zip(state, self.job.count_master_bytes())]
-        model = self.job.model
+        optimizer = [size + masters for size, masters in zip(state, self.run.count_master_bytes())]
+        model = self.run.model
         versions = self._emulator.peak_bytes
-        trained = [p for p in self.job.get_trained().values() if p.requires_grad]
+        trained = [p for p in self.run.get_trained().values() if p.requires_grad]
         peaks = {
             "weights": count_bytes([*model.parameters(), *model.buffers()]),
             "versions": versions,
@@ -245,7 +272,7 @@ class EmulatorEngine(Engine):
         return Report(optimizer, [versions], None, None, peak_memory=[peaks])
 
     def profile(self) -> StageSeconds | None:
-        return time_stages(self.job)
+        return time_stages(self.run)
 
     def close(self) -> None:
         self._emulator.close()
@@ -257,4 +284,18 @@ def does_reading_synchronize(device: torch.device) -> bool:
     return get_kind(device).is_accelerator
 
 
-BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=EmulatorEngine)
+def make_engine(job: Job, first_update: int) -> EmulatorEngine:
+    """Return the engine of a job. The engine reads nothing else of it."""
+    engine = EmulatorEngine(
+        Run.of(job),
+        first_update,
+        functools.partial(Work.from_job, job),
+        Batches(job.read_microbatch, job.prepare_batch, job.weigh_microbatch),
+        functools.partial(evaluate, job),
+    )
+    if job.watches_gradients:
+        job.rules.observe = engine._note_gradients
+    return engine
+
+
+BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=make_engine)
