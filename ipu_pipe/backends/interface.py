@@ -96,7 +96,8 @@ class Engine:
     else None. `updates_per_call`: the updates that a device makes in one call; their results all
     arrive with the first. `makes_updates_at_once`: `give` makes its update whole, whatever the cut.
     `is_empty_after_calls`: so does a device's call, which leaves the pipeline empty whatever the
-    schedule. `newest_model`: the model if it holds the newest weights now, None if they are on
+    schedule. `leaves_weights_stale`: between two calls the host's weights are old, and nobody looks at
+    them. `newest_model`: the model if it holds the newest weights now, None if they are on
     other devices. `names`: trained parameter -> unsplit name.
     """
 
@@ -105,6 +106,7 @@ class Engine:
     updates_per_call = 1
     makes_updates_at_once = False
     is_empty_after_calls = False
+    leaves_weights_stale = False
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -221,6 +223,11 @@ class Engine:
 
     def close(self) -> None:
         """Put the newest weights into the model and remove all hooks from it."""
+
+    def keep_newest(self) -> None:
+        """Put the newest weights of this process into the model, without waiting for others: the
+        caller's loop has failed.
+        """
 
     def abort(self) -> None:
         """Remove all hooks from the user's model after a fault, without waiting for other

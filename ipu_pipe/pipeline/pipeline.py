@@ -25,10 +25,15 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ipu_pipe.backends.interface import POPTORCH_PREFIX, Engine, StepResult
+from ipu_pipe.backends.interface import (
+    POPTORCH_PREFIX,
+    CheckpointState,
+    Engine,
+    StepResult,
+)
 from ipu_pipe.backends.processes.agreement import compare_inputs
 from ipu_pipe.backends.processes.lost_ranks import CallRecord, LostRank
-from ipu_pipe.backends.ranks import are_joined
+from ipu_pipe.backends.ranks import are_joined, run_on_main
 from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
@@ -40,10 +45,11 @@ from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.batch import count_samples, map_tensors
 from ipu_pipe.model.devices import get_kind, read_autocast
-from ipu_pipe.model.modes import describe_modes, find_changed_mode
+from ipu_pipe.model.modes import describe_modes
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import record_modes, restore_modes
 from ipu_pipe.model.stages import Partition
+from ipu_pipe.pipeline.absent import AbsentWeights
 from ipu_pipe.pipeline.arguments import (
     DEADLINE,
     make_backend_section,
@@ -65,6 +71,7 @@ from ipu_pipe.pipeline.device_check import require_device
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.gradients import OwnGradients
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
+from ipu_pipe.pipeline.seam import EMPTY, LIVE, Change, Objects, Seam, get_treatment, refuse
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
 from ipu_pipe.replay.work import require_finite
 from ipu_pipe.report.memory import build_memory_record
@@ -295,6 +302,8 @@ class Pipeline:
         self._job: Job | None = None
         self._flow: Flow | None = None
         self._gradients = OwnGradients((), ())
+        self._absent = AbsentWeights(model)
+        self._seam: Seam | None = None
         # updates that left in a drain that `evaluate` and the like have made
         self._pending: list[Update] = []
         self._callbacks: list[Callable[[UpdateNumber, int, list[nn.Parameter]], None]] = []
@@ -331,13 +340,10 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise RuntimeError("step: called under no_grad: training needs gradients")
         _require_no_autocast("step")
-        changed = find_changed_mode(self.model, self._modes) if self._modes else None
-        if changed:
-            raise RuntimeError(
-                f"step: {changed}: its mode (train, eval) is another one than in earlier steps: "
-                f"set it back"
-            )
+        if self._flow is not None and not self.model.training:
+            raise RuntimeError("step: the model is in evaluation mode: call model.train() first")
         self._handle.require_parameters()
+        self._settle()
         batch = self._divide(x, y, microbatches)
         with self._break_on_error("step"):
             job, flow = self._build(batch[0])
@@ -348,6 +354,7 @@ class Pipeline:
                 k = flow.given + i
                 self._handle.record(k)
                 self._data.give(self._number(batch[i * size : (i + 1) * size], k))
+            # the first step has made the lender
             with self._gradients.lend():
                 for _ in range(self.updates_per_call):
                     flow.give()
@@ -545,16 +552,20 @@ class Pipeline:
                 if sharded
                 else flow.engine.collect_state()
             )
-        if state is None:
-            return {}
-        clone = torch.Tensor.clone
         layout = (
             {"layout": self._describe_layout(self._require_job())}
             if sharded and are_joined()
             else {}
         )
+        return {**layout, **self._describe_state(state)} if state is not None else {}
+
+    def _describe_state(self, state: CheckpointState | None) -> dict[str, Any]:
+        """Return the state of an engine with the settings and the position; {} for None."""
+        if state is None:
+            return {}
+        flow = self._require_flow()
+        clone = torch.Tensor.clone
         return {
-            **layout,
             "format": FORMAT,
             "method": self._config.method,
             "model": {name: clone(value) for name, value in state.model.items()},
@@ -725,6 +736,7 @@ class Pipeline:
             # the error that ended the loop is the one to report
             with contextlib.suppress(Exception):
                 self._flow.engine.abort()
+        self._absent.end()
         if self._job is not None:
             self._job.precision.give_back(keep=True)
         self._handle.release()
@@ -735,8 +747,11 @@ class Pipeline:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if error is None:
             self.close()
-        else:
-            self.abort()
+            return
+        if not self._is_broken and self._flow is not None:
+            # the loop has failed, not the pipeline
+            self._flow.engine.keep_newest()
+        self.abort()
 
     # ---- inside: building
 
@@ -794,8 +809,12 @@ class Pipeline:
             warnings.warn(line, stacklevel=3)
         self._modes = {module: module.training for module in self.model.modules()}
         self._stage_count = len(job.partition)
+        backend = self._config.backend.name
+        if flow.engine.newest_model is None:
+            self._absent.arm(hides_memory=flow.engine.leaves_weights_stale)
         if self._loaded is not None:
             self._load(job, flow)
+        self._seam = Seam(backend, Objects(self.model, self._handle.optimizer, self._loss))
         return job, flow
 
     def _choose_member(self, name: str, parameter: nn.Parameter) -> int | None:
@@ -943,6 +962,56 @@ class Pipeline:
             batch = interleave_replicas(batch, self.replicas)
         return dict(enumerate(batch, first))
 
+    # ---- inside: what the caller has changed between two calls
+
+    def _settle(self) -> None:
+        """Take over what the caller has changed since the last call. Raise `RuntimeError`, naming
+        the change, if the backend cannot.
+        """
+        changes = [] if self._seam is None else self._seam.list_changes()
+        changes = [change for change in changes if not self._reads_live(change)]
+        backend = self._config.backend.name
+        for change in changes:
+            if self.in_flight or get_treatment(backend, change.kind) != EMPTY:
+                raise refuse(backend, change, self.in_flight)
+        if changes:
+            self._rebuild()
+
+    def _reads_live(self, change: Change) -> bool:
+        """Return whether the next passes read a change anyway.
+
+        On processes a module that a cut goes through runs as recorded pieces; others run whole and
+        read their own values.
+        """
+        backend = self._config.backend.name
+        if change.kind != "value" or backend != "distributed":
+            return get_treatment(backend, change.kind) == LIVE
+        begins = self._require_job().partition.begin_names()
+        cut_modules = {
+            ".".join(name.split(".")[:depth]) or "model"
+            for name in begins
+            for depth in range(len(name.split(".")))
+        }
+        return change.where.rpartition(".")[0] not in cut_modules
+
+    def _rebuild(self) -> None:
+        """Build again from the caller's present objects, with the state of now, while no update is
+        in flight.
+        """
+        self._drain("step")
+        job = self._require_job()
+        engine = self._require_flow().engine
+        with self._break_on_error("step"):
+            state = self._describe_state(engine.collect_state())
+            # every rank loads the whole state
+            state = run_on_main(lambda: state)
+            engine.close()
+            job.precision.give_back(keep=True)
+        self._absent.end()
+        self._handle.release()
+        self._job = self._flow = self._seam = None
+        self._loaded = state
+
     # ---- inside: results
 
     def _report(self, job: Job, results: Iterable[tuple[int, StepResult]]) -> list[Update]:
@@ -971,22 +1040,20 @@ class Pipeline:
         _require_no_autocast(call)
         # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has
         # backwards to run
-        with self._break_on_error(call), self._lend(), torch.inference_mode(
-            False
-        ), torch.enable_grad():
-            self._pending = self._report(job, flow.drain())
+        with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
+            with self._set_modes_of_steps(), self._gradients.lend():
+                self._pending = self._report(job, flow.drain())
 
     @contextlib.contextmanager
-    def _lend(self) -> Iterator[None]:
-        """Give the passes in flight the modes of their steps and their gradients, whatever the
-        caller has set since; the caller's come back.
+    def _set_modes_of_steps(self) -> Iterator[None]:
+        """Give the passes in flight the modes of their steps, whatever the caller has set since;
+        the caller's come back.
         """
         set_since = [(m, m.training) for m, mode in self._modes.items() if m.training != mode]
         for module, _ in set_since:
             module.training = self._modes[module]
         try:
-            with self._gradients.lend():
-                yield
+            yield
         finally:
             for module, mode in set_since:
                 module.training = mode
@@ -995,7 +1062,7 @@ class Pipeline:
         """Run the pipeline empty within a round, which does not end. Return the updates."""
         assert self._job is not None and self._flow is not None
         warnings.warn(f"close: {self._find_undrainable()}: closes without that step", stacklevel=4)
-        with self._break_on_error("close"), self._lend():
+        with self._break_on_error("close"), self._set_modes_of_steps(), self._gradients.lend():
             return self._report(self._job, self._flow.finish())
 
     def _plan_job(self, call: str, exactly: bool = False) -> Job:
@@ -1077,7 +1144,11 @@ class Pipeline:
         """
         try:
             with self._calls.enter(f"step {self.updates}" if call == "step" else call):
+                self._absent.show()
                 yield
+                self._absent.hide()
+            if self._seam is not None:
+                self._seam.note()
         except BaseException as error:
             # what was refused before the job was built has changed nothing in this process, but
             # other ranks may have gone on

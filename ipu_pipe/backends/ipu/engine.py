@@ -461,6 +461,10 @@ class PoptorchEngine(Engine):
             # a lost executor must not hold its device
             gc.collect()
 
+    def keep_newest(self) -> None:
+        if self.executors is not None and self.newest_model is None:
+            self._load_newest_weights()
+
     def abort(self) -> None:
         self._drop()
         self.release_blocks()

@@ -352,6 +352,9 @@ class ProcessEngine(Engine):
                     dist.destroy_process_group(self._group)
         self.abort()
 
+    def keep_newest(self) -> None:
+        self._interpreter.load_newest()
+
     def abort(self) -> None:
         self._interpreter.remove_hooks()
         if self.job.is_open:

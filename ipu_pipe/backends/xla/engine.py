@@ -29,6 +29,8 @@ from ipu_pipe.update.optimizer import export_state
 class XlaEngine(Engine):
     """Play all stages on their XLA devices."""
 
+    leaves_weights_stale = True
+
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
         self._first_update = first_update

@@ -1,0 +1,71 @@
+"""The model on the host while its newest weights are on other devices: between two calls nobody may
+read old numbers, or write where nothing looks.
+
+    in a call        the engine fills the weights' memory and reads it
+    between calls    a weight is one NaN, expanded to its shape: reads find NaN, and torch refuses
+                     to write memory that several elements share
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+REMEDY = (
+    "the newest weights are not all in this process: use pipe.state_dict(), or "
+    "`with pipe.whole_model() as model: ...`"
+)
+
+
+class AbsentWeights:
+    """The weights of a model, hidden between calls once `arm` has said which."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tensors: list[torch.Tensor] = []
+        self._memory: list[torch.Tensor] = []
+        # calls inside one another, such as a prediction inside `whole_model`
+        self._depth = 0
+        self._hook: Any = None
+
+    def arm(self, hides_memory: bool) -> None:
+        """Refuse `model.state_dict()` between calls from now on.
+
+        `hides_memory`: replace weights and buffers by NaN, too; processes hide the weights of other
+        ranks themselves.
+        """
+        tensors = [*self._model.parameters(), *self._model.buffers()] if hides_memory else []
+        self._tensors = [t for t in tensors if t.is_floating_point() and t.numel()]
+        self._hook = self._model.register_state_dict_pre_hook(self._refuse_state_dict)
+
+    def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._depth:
+            raise RuntimeError(f"model.state_dict(): {REMEDY}")
+
+    def show(self) -> None:
+        """Put the memory back, for a call."""
+        self._depth += 1
+        for tensor, memory in zip(self._tensors, self._memory):
+            tensor.data = memory
+        self._memory = []
+
+    def hide(self) -> None:
+        """Hide the weights, at the end of a call."""
+        self._depth -= 1
+        if self._depth:
+            return
+        self._memory = [tensor.data for tensor in self._tensors]
+        for tensor in self._tensors:
+            nan = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
+            tensor.data = nan.expand(tensor.shape)
+
+    def end(self) -> None:
+        """Give the memory back for good."""
+        self.show()
+        self._tensors = []
+        self.hide()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None

@@ -1,0 +1,282 @@
+"""The seam between two calls: what the caller's objects look like now, against the last call's end.
+
+    end of a call    note()            a picture of what this backend does not read live
+    next `step`      list_changes()    what the caller has changed since, by name
+    then             settle            each change is taken over, or refused with the remedy
+
+The engine itself moves weights, counters and buffers during a call, so the picture is taken at its
+end. A change is not seen if it is inside an object of the caller's own, in a class's attribute, in
+another function that the loss calls, or in the memory behind a tensor (`p.data.mul_()`, a NumPy
+view). So weights that are elsewhere have no memory here: torch refuses to write them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Dict, Iterator, Mapping, NamedTuple, Sequence
+
+import torch
+from torch import nn
+
+# what torch keeps in a module itself: the caller's attributes are the rest
+OF_TORCH = frozenset(vars(nn.Module()))
+HOOKS = tuple(name for name in sorted(OF_TORCH) if name.endswith("_hooks"))
+HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# containers of the caller's with more elements are not looked into
+LONGEST = 100
+# levels of lists, tuples and dictionaries that are looked into
+DEPTH = 2
+
+# the place of a thing, such as "0.weight.requires_grad" -> what it is now
+Picture = Dict[str, Any]
+
+
+class Change(NamedTuple):
+    """A change by the caller: its kind (a row of `LOOKS`), and where it is."""
+
+    kind: str
+    where: str
+
+
+class Objects(NamedTuple):
+    """The caller's objects."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Any
+
+
+# ---- pictures, one function a kind
+
+
+def _name(module: str, attribute: str) -> str:
+    return f"{module}.{attribute}" if module else f"model.{attribute}"
+
+
+def _look_at_modes(objects: Objects) -> Picture:
+    return {_name(n, "training"): m.training for n, m in objects.model.named_modules()}
+
+
+def _look_at_values(objects: Objects) -> Picture:
+    return {
+        _name(name, key): _describe(value)
+        for name, module in objects.model.named_modules()
+        for key, value in module.__dict__.items()
+        if key not in OF_TORCH
+    }
+
+
+def _look_at_modules(objects: Objects) -> Picture:
+    return {
+        _name(name, child): module
+        for name, parent in objects.model.named_modules()
+        for child, module in parent._modules.items()
+    }
+
+
+def _look_at_weights(objects: Objects) -> Picture:
+    return {name: _describe_tensor(p) for name, p in objects.model.named_parameters()}
+
+
+def _look_at_buffers(objects: Objects) -> Picture:
+    return {name: _describe_tensor(b) for name, b in objects.model.named_buffers()}
+
+
+def _look_at_training_of_weights(objects: Objects) -> Picture:
+    return {f"{n}.requires_grad": p.requires_grad for n, p in objects.model.named_parameters()}
+
+
+def _look_at_hooks(objects: Objects) -> Picture:
+    of_modules = {
+        _name(name, f"hooks[{key[1:]}]"): list(module.__dict__[key])
+        for name, module in objects.model.named_modules()
+        for key in HOOKS
+        if module.__dict__.get(key)
+    }
+    of_weights = {
+        f"{name}'s hooks": [list(hooks) for hooks in _list_hooks_of_tensor(p)]
+        for name, p in objects.model.named_parameters()
+        if any(_list_hooks_of_tensor(p))
+    }
+    return {**of_modules, **of_weights}
+
+
+def _list_hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [getattr(tensor, name, None) or {} for name in names]
+
+
+def _look_at_optimizer(objects: Objects) -> Picture:
+    names = {parameter: name for name, parameter in objects.model.named_parameters()}
+    picture = {
+        f"optimizer.state of {names.get(parameter, 'a parameter')}": _describe(state)
+        for parameter, state in objects.optimizer.state.items()
+    }
+    for key in HOOKS_OF_OPTIMIZER:
+        picture[f"optimizer's hooks ({key})"] = list(getattr(objects.optimizer, key, ()))
+    return picture
+
+
+def _look_at_loss(objects: Objects) -> Picture:
+    return {f"loss: {name}": _describe(value) for name, value in _list_values_of(objects.loss)}
+
+
+def _list_values_of(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a loss reads by name: attributes, what it closes over, arguments that are bound,
+    and globals.
+    """
+    if isinstance(function, functools.partial):
+        yield from enumerate_names("argument", function.args)
+        yield from function.keywords.items()
+        yield from _list_values_of(function.func)
+        return
+    if isinstance(function, nn.Module):
+        for name, module in function.named_modules():
+            for key, value in module.__dict__.items():
+                if key not in OF_TORCH or key == "training":
+                    yield _name(name, key), value
+        yield from function.named_parameters()
+        yield from function.named_buffers()
+        return
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, nn.Module):
+        yield from getattr(owner, "__dict__", {}).items()
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        try:
+            yield name, cell.cell_contents
+        # a variable that is not set yet
+        except ValueError:
+            continue
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def enumerate_names(name: str, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield values with numbered names."""
+    for i, value in enumerate(values):
+        yield f"{name} {i}", value
+
+
+def _describe(value: Any, depth: int = DEPTH) -> Any:
+    """Return what can be compared later without keeping what may change: numbers and strings as
+    they are, tensors by identity and version, short containers by their elements, else the object.
+    """
+    if isinstance(value, torch.Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        if not depth or len(value) > LONGEST:
+            return type(value), len(value)
+        if isinstance(value, dict):
+            return [(_describe(k, 0), _describe(v, depth - 1)) for k, v in value.items()]
+        return [type(value), *(_describe(element, depth - 1) for element in value)]
+    if isinstance(value, (int, float, complex, str, bytes, type(None))):
+        # True is not 1 here, and not a number is itself
+        return type(value), repr(value)
+    return _Same(value)
+
+
+class _Same:
+    """An object that is compared by identity: its own `==` may be slow, or return an array."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _describe_tensor(tensor: torch.Tensor) -> Any:
+    # torch counts no version of a tensor that was made in inference mode
+    version = None if tensor.is_inference() else tensor._version
+    return _Same(tensor), version, tensor.data_ptr()
+
+
+class Kind(NamedTuple):
+    """A kind of change: the function that takes its picture, and how a caller does it instead."""
+
+    look: Callable[[Objects], Picture]
+    remedy: str
+
+
+IN_WHOLE_MODEL = "change it inside `with pipe.whole_model():`"
+WITH_THE_BATCH = "pass it with the batch, or keep it in a buffer"
+LOOKS: Mapping[str, Kind] = {
+    "mode": Kind(_look_at_modes, "set it back"),
+    "value": Kind(_look_at_values, WITH_THE_BATCH),
+    "module": Kind(_look_at_modules, "make a new pipeline"),
+    "weight": Kind(_look_at_weights, IN_WHOLE_MODEL),
+    "buffer": Kind(_look_at_buffers, IN_WHOLE_MODEL),
+    "requires_grad": Kind(_look_at_training_of_weights, "make a new pipeline"),
+    "hook": Kind(_look_at_hooks, "register it before the first step"),
+    "optimizer": Kind(_look_at_optimizer, "use pipe.state_dict() and pipe.load_state_dict()"),
+    "loss": Kind(_look_at_loss, WITH_THE_BATCH),
+}
+
+# ---- what a backend does with a change
+
+LIVE = "live"  # the next passes read it anyway: not looked at
+EMPTY = "empty"  # taken over by building again while no update is in flight, else refused
+NEVER = "never"  # refused
+
+# A kind that a row does not name is refused.
+TAKEN_OVER: Mapping[str, Mapping[str, str]] = {
+    "emulator": {
+        **dict.fromkeys(("value", "weight", "buffer", "hook", "optimizer", "loss"), LIVE),
+        **dict.fromkeys(("mode", "module", "requires_grad"), EMPTY),
+    },
+    # torch refuses to write weights of other ranks, which have no memory here
+    "distributed": {
+        **dict.fromkeys(("weight", "buffer", "hook", "optimizer", "loss"), LIVE),
+        **dict.fromkeys(("mode", "value", "requires_grad"), EMPTY),
+    },
+    "xla": dict.fromkeys(("mode", "value", "loss"), EMPTY),
+    "poptorch": {},
+}
+
+
+class Seam:
+    """The pictures that a backend needs, of the kinds that it does not read live."""
+
+    def __init__(self, backend: str, objects: Objects) -> None:
+        self._objects = objects
+        self._kinds = [kind for kind in LOOKS if get_treatment(backend, kind) != LIVE]
+        self.note()
+
+    def note(self) -> None:
+        """Take the pictures, at the end of a call."""
+        self._pictures = {kind: LOOKS[kind].look(self._objects) for kind in self._kinds}
+
+    def list_changes(self) -> list[Change]:
+        """List what has changed since the pictures were taken."""
+        changes = []
+        for kind, before in self._pictures.items():
+            now = LOOKS[kind].look(self._objects)
+            if now != before:
+                places = [*before, *(where for where in now if where not in before)]
+                changes += [Change(kind, w) for w in places if before.get(w) != now.get(w)]
+        return changes
+
+
+def get_treatment(backend: str, kind: str) -> str:
+    """Return what a backend does with a kind of change: `LIVE`, `EMPTY` or `NEVER`."""
+    return TAKEN_OVER.get(backend, {}).get(kind, NEVER)
+
+
+def refuse(backend: str, change: Change, in_flight: int) -> RuntimeError:
+    """Return the error for a change that a backend cannot take over now."""
+    if get_treatment(backend, change.kind) == EMPTY:
+        why = f"{in_flight} updates are in flight: call pipe.drain() before the change"
+        return RuntimeError(f"step: {change.where}: was changed while {why}, or set it back")
+    remedy = LOOKS[change.kind].remedy
+    return RuntimeError(
+        f"step: {change.where}: was changed after the last call, and backend {backend} would not "
+        f"see it: {remedy}, or set it back"
+    )
