@@ -266,8 +266,11 @@ def _watch_calls(
 
     def begin_module(module: nn.Module, inputs: Any, keywords: Any) -> None:
         name = names[id(module)]
-        observation.runs.append(name)
         running.append(module)
+        # no stage can begin at a module that the loss calls: its costs count for the last call
+        if running[0] is not model:
+            return
+        observation.runs.append(name)
         if name not in call_by_name:
             owns_weights = any(True for _ in module.parameters(recurse=False))
             call_by_name[name] = ModuleCall(name, module, owns_weights)
@@ -278,9 +281,8 @@ def _watch_calls(
     def end_module(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
         running.pop()
         if FlopCounterMode is None:
-            call_by_name[names[id(module)]].flops += count_by_formula(
-                module, [*inputs, *keywords.values()], output
-            )
+            call = call_by_name.get(names[id(module)], observation.calls[-1])
+            call.flops += count_by_formula(module, [*inputs, *keywords.values()], output)
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
@@ -603,9 +605,7 @@ def find_weight_uses(model: nn.Module, observation: Observation) -> dict[str, li
     return uses
 
 
-def group_weights(
-    model: nn.Module, observation: Observation
-) -> list[tuple[ModuleCall, list[str]]]:
+def group_weights(model: nn.Module, observation: Observation) -> list[tuple[ModuleCall, list[str]]]:
     """Return (running module, parameter names) of each weight in the order of execution; a bias
     joins the weight before it, and weights that the forward does not read join the last one.
     """
