@@ -1,7 +1,7 @@
 """A weight that no operation of the forward reads belongs to the last stage, where the loss runs.
 
-Story: a loss called the model's head on chunks of the last activations. No module of the head ran in the forward, so its weights went to
-the first stage. The emulator trained them with the first stage's delay and rate, silently, and processes refused the loss.
+Story: a loss called the model's head on chunks of the last activations. The head did not run in the forward, so its weights
+went to the first stage. The emulator trained them with its delay and rate, silently, and processes refused the loss.
 """
 
 from __future__ import annotations

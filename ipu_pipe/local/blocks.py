@@ -393,7 +393,7 @@ def verify_losses(
             )
         elif piece is pieces[-1]:
             stages.append(LossStage(piece.stage, [piece], piece))
-    place = "on processes the last stage computes it alone"
+    place = "where the model is cut the last stage computes it alone"
     remedy = (
         "compute the term in the forward of that stage and return it with the model's output, let "
         "the model itself hold a weight that only the loss reads, or use backend: {name: emulator}"
