@@ -194,7 +194,8 @@ def test_a_loss_that_reads_another_stage_is_refused(case: str) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     aux, random_state = model[0].aux, torch.get_rng_state()
     with pytest.raises(
-        BadInput, match=f"^loss: (reads )?{expected}.*on processes the last stage computes it alone"
+        BadInput,
+        match=f"^loss: (reads )?{expected}.*where the model is cut the last stage computes it alone",
     ) as error:
         verify_loss(model, loss)
     assert len(error.value.faults) == 1 and "backend: {name: emulator}" in str(error.value)
@@ -513,7 +514,7 @@ def refuse_on_a_rank(rank: int, folder: Path) -> None:
             **make_loss_case(method, make).make_arguments(**keys),
         )
         assert fault.startswith(
-            "loss: reads attributes of modules (0.aux), but on processes the last stage"
+            "loss: reads attributes of modules (0.aux), but where the model is cut"
         ), fault
     assert not (folder / "run" / "metrics.jsonl").exists()
 

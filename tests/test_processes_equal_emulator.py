@@ -553,6 +553,7 @@ class Feature(NamedTuple):
 
 COMPLEX = "tests.test_complex_buffers:make_case_arguments"
 LOSS = "tests.test_loss_reads_model:make_counted_run"
+HEAD = "tests.test_unread_weights:make_head_run"
 MODES = "tests.test_modes:list_runs"
 BATCHES = "tests.test_batches:make_batch_arguments"
 WEIGHTS = "tests.test_loss_weight:describe_run"
@@ -563,6 +564,10 @@ FEATURES: Dict[str, Feature] = {
     "complex-buffer-zb_h1": Feature(COMPLEX, ((True, "zb_h1"),)),
     "complex-buffer-pipedream": Feature(COMPLEX, ((False, "pipedream"),)),
     **{f"loss-reads-model-{m}": Feature(LOSS, (m,)) for m in ("gpipe", "zb_h1", "pipedream")},
+    **{
+        f"head-in-loss-{m}": Feature(HEAD, (m,))
+        for m in ("gpipe", "pipedream", "pipedream_2bw", "pipemare")
+    },
     **{
         f"modes-{run}": Feature(MODES, item=run)
         for run in ("gpipe", "pipedream", "recompute", "checkpoint", "local")
@@ -601,6 +606,7 @@ FEATURES: Dict[str, Feature] = {
 QUICK_FEATURES = {
     "complex-buffer-zb_h1",
     "loss-reads-model-pipedream",
+    "head-in-loss-pipemare",
     "batches-three",
     "loss-weight-pipedream",
 }

@@ -23,7 +23,17 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Sequence
+from typing import (
+    Any,
+    Callable,
+    Container,
+    ContextManager,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    NamedTuple,
+    Sequence,
+)
 
 import torch
 from torch import nn
@@ -51,7 +61,7 @@ from ipu_pipe.model.batch import (
     walk_leaves,
 )
 from ipu_pipe.model.modes import set_mode
-from ipu_pipe.model.observation import find_running_ancestor
+from ipu_pipe.model.observation import find_home, join_name, observe_execution
 from ipu_pipe.model.precision import enter_model_autocast, is_cast
 from ipu_pipe.model.restoring import restore_all
 
@@ -96,11 +106,14 @@ class StagedRecording:
         ]
 
 
-def split_recording(recording: Recording, count: int, homes: Mapping[str, int]) -> StagedRecording:
+def split_recording(
+    recording: Recording, count: int, homes: Mapping[str, int], unread: Container[str]
+) -> StagedRecording:
     """Split a recording into `count` stages. Raise `BadInput` if a stage uses a weight of a later
     stage.
 
     `homes`: the stages of modules that ran in an earlier recording, where their weights stay.
+    `unread`: the weights of the last stage that no operation of the forward reads.
     """
     homes = {**recording.homes, **homes}
     stage_of_call = {call.index: call.stage for call in recording.calls}
@@ -115,7 +128,7 @@ def split_recording(recording: Recording, count: int, homes: Mapping[str, int]) 
         if isinstance(key, Value):
             source[key] = stage_of_call[key.call]
         else:
-            source[key] = homes[find_running_ancestor(key.name.rpartition(".")[0], homes)]
+            source[key] = find_home(key.name, homes, unread, count - 1)
             if source[key] > stage:
                 raise BadInput(
                     f"model: {key.name}: {name} uses it on stage {stage}, but it belongs to stage "
@@ -327,7 +340,12 @@ def _enter_state(state: AutogradState) -> ContextManager[Any]:
 
 
 def _record(
-    model: nn.Module, begins: Sequence[str], x: Any, training: bool, homes: dict[str, int]
+    model: nn.Module,
+    begins: Sequence[str],
+    x: Any,
+    training: bool,
+    homes: dict[str, int],
+    unread: Container[str],
 ) -> StagedRecording:
     """Record one more forward of `x` in stages; the model is left as it was."""
 
@@ -335,9 +353,8 @@ def _record(
         batch = map_tensors(lambda t: t.detach().clone(), sort_keys(x))
         with restore_all(model), torch.set_grad_enabled(training or torch.is_grad_enabled()):
             set_mode(model, training)
-            return split_recording(
-                record_forward(model, begins, batch, pretends_tracing), len(begins) + 1, homes
-            )
+            recording = record_forward(model, begins, batch, pretends_tracing)
+            return split_recording(recording, len(begins) + 1, homes, unread)
 
     try:
         return record(pretends_tracing=False)
@@ -346,15 +363,40 @@ def _record(
         return record(pretends_tracing=True)
 
 
-class _PartialModule(nn.Module):
-    """The parameters and buffers of a module of which only a part runs in a piece; it shares the
-    module's tables.
+class _TablePart(MutableMapping[str, Any]):
+    """The entries `names` of a module's table of parameters or buffers; reads and writes go
+    through to that table, in which tensors may be replaced.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, table: MutableMapping[str, Any], names: Container[str]) -> None:
+        self._table = table
+        self._names = names
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._table[name]
+
+    def __setitem__(self, name: str, tensor: Any) -> None:
+        self._table[name] = tensor
+
+    def __delitem__(self, name: str) -> None:
+        del self._table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._table if name in self._names)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _PartialModule(nn.Module):
+    """The parameters and buffers `names` of a module of which only a part runs in a piece."""
+
+    def __init__(self, module: nn.Module, names: Container[str]) -> None:
         super().__init__()
-        self._parameters = module._parameters
-        self._buffers = module._buffers
+        self._parameters = _TablePart(module._parameters, names)  # type: ignore[assignment]
+        self._buffers = _TablePart(module._buffers, names)  # type: ignore[assignment]
         self._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
 
 
@@ -370,6 +412,7 @@ class Cut:
         self._recorded_model = model
         # module -> the stage in which it first runs, in the first recording
         self._homes: dict[str, int] = {}
+        self._unread = observe_execution(model, x).unread
         # the most recently used recording is the last
         self._recordings: dict[Any, StagedRecording] = {}
         self._programs: dict[tuple[int, int], Program] = {}
@@ -377,7 +420,7 @@ class Cut:
         self.compiles = False
         self.first = self._find_recording(x, training=True)
         self.crossings = list(self.first.crossings)
-        # by stage: the modules that it calls, and other modules that own tensors
+        # by stage: the modules that it calls, and the tensors that other modules own
         self.names = self.first.modules
         inside = {
             id(m)
@@ -385,10 +428,15 @@ class Cut:
             for name in names
             for m in model.get_submodule(name).modules()
         }
-        self.owners: list[list[str]] = [[] for _ in self.names]
+        self.owners: list[dict[str, list[str]]] = [{} for _ in self.names]
         for name, module in model.named_modules():
-            if id(module) not in inside and (module._parameters or module._buffers):
-                self.owners[self._homes[find_running_ancestor(name, self._homes)]].append(name)
+            for tensor in () if id(module) in inside else (*module._parameters, *module._buffers):
+                home = self._find_home(join_name(name, tensor))
+                self.owners[home].setdefault(name, []).append(tensor)
+
+    def _find_home(self, weight: str) -> int:
+        """Return the stage of a parameter or buffer of a module that no piece calls."""
+        return find_home(weight, self._homes, self._unread, len(self.begins))
 
     def copy_to(self, model: nn.Module) -> Cut:
         """Return the same cut of a copy of the model; the copy may lack modules of other stages."""
@@ -449,7 +497,9 @@ class Cut:
         key = _make_key(x, training)
         staged = self._recordings.pop(key, None)
         if staged is None:
-            staged = _record(self._recorded_model, self.begins, x, training, self._homes)
+            staged = _record(
+                self._recorded_model, self.begins, x, training, self._homes, self._unread
+            )
             if self._homes:
                 self._require_homes(staged)
             self._homes = self._homes or dict(staged.homes)
@@ -474,12 +524,12 @@ class Cut:
         """Raise BadInput if a module runs on a stage that does not hold it."""
         for stage, (names, names_here) in enumerate(zip(staged.modules, self.names)):
             for name in names:
-                home = self._homes[find_running_ancestor(name, self._homes)]
                 module = self.model.get_submodule(name)
-                owns_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
-                if name not in names_here and home != stage and owns_tensors:
+                tensors = (*module.named_parameters(name), *module.named_buffers(name))
+                others = {self._find_home(tensor) for tensor, _ in tensors} - {stage}
+                if name not in names_here and others:
                     raise BadInput(
-                        f"model: module {name} belongs to stage {home} (first training forward) "
+                        f"model: module {name} belongs to stage {min(others)} (first training forward) "
                         f"but runs on stage {stage}: choose"
                         " boundaries so that one stage calls it"
                     )
@@ -510,7 +560,10 @@ class Piece(nn.Module):
         self.names = cut.names[stage]
         self.called = nn.ModuleList([cut.model.get_submodule(name) for name in self.names])
         self.partial = nn.ModuleList(
-            [_PartialModule(cut.model.get_submodule(name)) for name in cut.owners[stage]]
+            [
+                _PartialModule(cut.model.get_submodule(name), tensors)
+                for name, tensors in cut.owners[stage].items()
+            ]
         )
         self.copies_input = False
         self.calls_before: dict[str, int] = {}

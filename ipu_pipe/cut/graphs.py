@@ -336,15 +336,16 @@ class _Stage:
             # a forward may change them in place, and arguments may not be changed
             tensors.update({name: t.clone() for name, t in zip(self.state, state)})
             value = _fill(self.value_leaves, self.value_spec, [t.clone() for t in inputs])
-            with self._replace_dropouts(lambda name, x: x * unused_masks.pop(0)):
-                with self._swap_tensors(tensors):
+            # the loss may read weights of the stage too
+            with self._swap_tensors(tensors):
+                with self._replace_dropouts(lambda name, x: x * unused_masks.pop(0)):
                     output = self.piece(value)
-            if self.has_loss:
-                y = _fill(self.label_leaves, self.label_spec, labels)
-                loss = call_loss(self.loss, output, y)
-                counts = count_right(take_scores(self.loss, output), y)
-                counts_labels = counts is not None
-                output = (loss, counts) if counts_labels else (loss,)
+                if self.has_loss:
+                    y = _fill(self.label_leaves, self.label_spec, labels)
+                    loss = call_loss(self.loss, output, y)
+                    counts = count_right(take_scores(self.loss, output), y)
+                    counts_labels = counts is not None
+                    output = (loss, counts) if counts_labels else (loss,)
             leaves = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
             gradients = tuple(i for i, t in enumerate(leaves) if t.requires_grad)
             # an output may be an input, which the tracer refuses

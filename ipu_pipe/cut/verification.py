@@ -221,10 +221,12 @@ def _run(
             tensors.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(results)})
             before = {name: b.clone() for name, b in model.named_buffers()}
             _record_reruns(model, rerun, hooks)
-            with randomness.backward(0):
-                _run_backward([t for t in results if t.requires_grad])
-                if run_other_backwards is not None and training:
-                    run_other_backwards()
+            # in evaluation only an output that is itself a weight requires a gradient
+            if training:
+                with randomness.backward(0):
+                    _run_backward([t for t in results if t.requires_grad])
+                    if run_other_backwards is not None:
+                        run_other_backwards()
         changed = [name for name, b in model.named_buffers() if not _is_same(b, before[name])]
         for name, p in model.named_parameters():
             tensors[f"gradient {name}"] = None if p.grad is None else p.grad.clone()

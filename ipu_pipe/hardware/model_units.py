@@ -85,6 +85,7 @@ def count_units(
     later = {*cut_points[1:], *begins} - {first}
     starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in later]]
     names = [first, *[seen.calls[i].name for i in starts[1:]]]
+    seen.unread = order.unread
     parameters_by_call = _count_parameters(model, seen)
     # storage -> the last unit that keeps it
     last_keeper: dict[int, int] = {}

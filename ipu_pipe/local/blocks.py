@@ -393,15 +393,17 @@ def verify_losses(
             )
         elif piece is pieces[-1]:
             stages.append(LossStage(piece.stage, [piece], piece))
-    place = "on processes the last stage computes it alone"
+    place = "where the model is cut the last stage computes it alone"
     remedy = (
-        "put the term into the model's output, or into a layer's backward by an autograd function, "
-        "or use backend:"
-        " {name: emulator}"
+        "compute the term in the forward of that stage and return it with the model's output, let "
+        "the model itself hold a weight that only the loss reads, or use backend: {name: emulator}"
     )
     if blocks is not None:
         place = "block {stage} computes it alone"
-        remedy += " with a method that has no blocks"
+        remedy = (
+            "put the term into a layer's backward by an autograd function, or use backend: "
+            "{name: emulator} with a method that has no blocks"
+        )
     randomness = KeyedRandomness(model, draws, 0, get_first_tensor(example[0]).device)
     try:
         raise_faults(

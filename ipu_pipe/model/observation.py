@@ -21,7 +21,7 @@ import bisect
 import contextlib
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Container, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -93,7 +93,8 @@ class Observation:
     backward. A backward that reads newer weights finds them in the parameters' own storage, but a
     tensor derived from a weight alone (`w * 1`, weight norm, InstanceNorm's repeated scale,
     autocast's low-precision copy) keeps the old values, and the method would silently be another
-    one.
+    one. `last_running`: the modules that run when the last call begins. `unread`: names of the
+    weights that no operation of a forward reads (`find_home`); only `observe_execution` finds them.
     """
 
     calls: list[ModuleCall] = field(default_factory=list)
@@ -102,6 +103,8 @@ class Observation:
     backward: bool = False
     derived: list[str] = field(default_factory=list)
     effects: ForwardEffects = ForwardEffects()
+    last_running: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
 
 
 def count_saved_bytes(calls: Sequence[ModuleCall]) -> int:
@@ -263,20 +266,23 @@ def _watch_calls(
 
     def begin_module(module: nn.Module, inputs: Any, keywords: Any) -> None:
         name = names[id(module)]
-        observation.runs.append(name)
         running.append(module)
+        # no stage can begin at a module that the loss calls: its costs count for the last call
+        if running[0] is not model:
+            return
+        observation.runs.append(name)
         if name not in call_by_name:
             owns_weights = any(True for _ in module.parameters(recurse=False))
             call_by_name[name] = ModuleCall(name, module, owns_weights)
             observation.calls.append(call_by_name[name])
+            observation.last_running = [names[id(m)] for m in running]
             on_call()
 
     def end_module(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
         running.pop()
         if FlopCounterMode is None:
-            call_by_name[names[id(module)]].flops += count_by_formula(
-                module, [*inputs, *keywords.values()], output
-            )
+            call = call_by_name.get(names[id(module)], observation.calls[-1])
+            call.flops += count_by_formula(module, [*inputs, *keywords.values()], output)
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
@@ -473,17 +479,20 @@ class _Counter:
 def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> Observation:
     """Observe the order in which all modules run; `counted`: with their costs.
 
-    One forward runs in evaluation mode, which has no random depth. If modules did not run there, a
-    second forward runs in training mode, and counts if it runs more modules (auxiliary heads).
+    One forward runs in evaluation mode, which has no random depth. If modules did not run or
+    weights were not read there, a second forward runs in training mode, and counts if it runs more
+    modules (auxiliary heads).
     """
     observation = _observe(model, example, False, counted)
     can_run = {
         name for name, m in model.named_modules() if type(m).forward is not nn.Module.forward
     }
-    if can_run - set(observation.runs):
+    if can_run - set(observation.runs) or observation.unread:
         more = _observe(model, example, True, False)
+        unread = observation.unread & more.unread
         if set(more.runs) - set(observation.runs):
             observation = _observe(model, example, True, counted) if counted else more
+        observation.unread = unread
     return observation
 
 
@@ -501,16 +510,49 @@ def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> O
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.training = False
-        return observe_costs(model, x, lambda: call_model(model, x), counted)
+        # the forward may bind other tensors to these names
+        named = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+        read: set[int] = set()
+
+        def note_reads(func: Any, args: Any, kwargs: Any) -> Any:
+            read.update(get_storage(t) for t in list_tensors((*args, *kwargs.values())))
+            return func(*args, **kwargs)
+
+        def forward() -> Any:
+            with OperationWatch(note_reads):
+                return call_model(model, x)
+
+        observation = observe_costs(model, x, forward, counted)
+        order = {call.name: i for i, call in enumerate(observation.calls)}
+        # a module that ends before the last call may read its weights in another forward, as a
+        # mixture reads the experts that no token of this one reached
+        observation.unread = {
+            name
+            for name, tensor in named
+            if get_storage(tensor) not in read
+            and find_running_ancestor(name, order) in observation.last_running
+        }
+        return observation
 
 
 def find_running_ancestor(name: str, running: Mapping[str, int]) -> str:
-    """Return the nearest module around `name`, or `name` itself, among the `running` modules: it
-    computes with its parameters.
-    """
+    """Return the nearest module around `name`, or `name` itself, among the `running` modules."""
     while name not in running:
         name = name.rpartition(".")[0]
     return name
+
+
+def find_home(weight: str, homes: Mapping[str, int], unread: Container[str], last: int) -> int:
+    """Return the stage, or the call, to which a parameter or buffer belongs.
+
+    `homes`: running module -> the stage, or call, of its first run. A weight belongs to the nearest
+    running module around it. But one that no operation of the forward reads (`unread`), such as a
+    head that the loss calls, belongs to the `last`, where the loss runs.
+    """
+    return last if weight in unread else homes[find_running_ancestor(weight, homes)]
 
 
 def join_name(module: str, name: str) -> str:
@@ -534,7 +576,8 @@ def find_weight_uses(model: nn.Module, observation: Observation) -> dict[str, li
     """Return the uses of every parameter.
 
     A parameter is used by the nearest running module around it, at each of its runs, and by other
-    modules that hold the same parameter, if no module runs inside them.
+    modules that hold the same parameter, if no module runs inside them. One that the forward does
+    not read counts as used in the last call.
     """
     order = {call.name: i for i, call in enumerate(observation.calls)}
     names = {id(p): name for name, p in model.named_parameters()}
@@ -547,9 +590,10 @@ def find_weight_uses(model: nn.Module, observation: Observation) -> dict[str, li
             continue
         for name, parameter in owner.named_parameters(module, recurse=False):
             weight = names[id(parameter)]
-            uses[weight].append(WeightUse(order[user], order[user], name))
+            home = find_home(name, order, observation.unread, len(order) - 1)
+            uses[weight].append(WeightUse(home, home, name))
             if id(owner) not in known:
-                owned.setdefault(user, []).append((weight, name))
+                owned.setdefault(observation.calls[home].name, []).append((weight, name))
         known.add(id(owner))
     ran: set[str] = set()
     reached = 0
@@ -561,19 +605,20 @@ def find_weight_uses(model: nn.Module, observation: Observation) -> dict[str, li
     return uses
 
 
-def group_weights(
-    model: nn.Module,
-    calls: list[ModuleCall],
-) -> list[tuple[ModuleCall, list[str]]]:
+def group_weights(model: nn.Module, observation: Observation) -> list[tuple[ModuleCall, list[str]]]:
     """Return (running module, parameter names) of each weight in the order of execution; a bias
-    joins the weight before it.
+    joins the weight before it, and weights that the forward does not read join the last one.
     """
+    calls = observation.calls
     order = {call.name: i for i, call in enumerate(calls)}
     owned: list[list[list[str]]] = [[] for _ in calls]
+    unread: list[str] = []
     for module, owner in model.named_modules():
         for name, _ in owner.named_parameters(module, recurse=False):
-            groups = owned[order[find_running_ancestor(module, order)]]
-            if (
+            groups = owned[find_home(name, order, observation.unread, len(calls) - 1)]
+            if name in observation.unread:
+                unread.append(name)
+            elif (
                 groups
                 and "bias" in name.rpartition(".")[2]
                 and groups[-1][0].rpartition(".")[0] == module
@@ -581,4 +626,9 @@ def group_weights(
                 groups[-1].append(name)
             else:
                 groups.append([name])
-    return [(call, group) for call, groups in zip(calls, owned) for group in groups]
+    weights = [(call, group) for call, groups in zip(calls, owned) for group in groups]
+    if unread:
+        # no stage can begin at them
+        call, group = weights.pop() if weights else (calls[-1], [])
+        weights.append((call, [*group, *unread]))
+    return weights

@@ -93,7 +93,7 @@ def partition(
         part = build_partition(model, observation, open_stages(observation.calls, set(stages)))
     else:
         count, by, finest = _read_choice(stages)
-        groups = group_weights(model, observation.calls)
+        groups = group_weights(model, observation)
         if finest:
             part = spread_weights(model, observation, groups, count or len(groups))
         elif count > len(groups):
@@ -410,6 +410,7 @@ def spread_weights(
         stage_of.update(dict.fromkeys(names, stage))
         if stage and call.name not in begins and stage not in begins.values():
             begins[call.name] = stage
+    stage_of.update(dict.fromkeys(observation.unread, count - 1))
     part = build_partition(model, observation, begins, stage_of)
     empty = tuple(PartitionStage(s, "", ()) for s in range(len(part), count))
     return replace(part, stages=part.stages + empty, spread=True)

@@ -123,7 +123,7 @@ def choose_stages(
     x, y = example
     units = count_units(model, take_samples(x, FEW), (), loss, take_samples(y, FEW)).units
     if count is not None and count <= len(units):
-        most = len(group_weights(model, observe_execution(model, take_samples(x, FEW)).calls))
+        most = len(group_weights(model, observe_execution(model, take_samples(x, FEW))))
         raise_faults([explain_too_many(count, most)] if count > most else [])
     blocks = _count_blocks(config, method, model, x, units)
     starts: Sequence[int] | None

@@ -101,8 +101,8 @@ def copy_piece(piece: Piece) -> nn.Module:
         _make_path(root, owner)._modules[last] = copy.deepcopy(called, memo)
     for name, partial in zip(piece.cut.owners[piece.stage], piece.partial):
         module = _make_path(root, name)
-        module._parameters.update(copy.deepcopy(partial._parameters, memo))
-        module._buffers.update(copy.deepcopy(partial._buffers, memo))
+        module._parameters.update(copy.deepcopy(dict(partial._parameters), memo))
+        module._buffers.update(copy.deepcopy(dict(partial._buffers), memo))
     return root
 
 

@@ -334,10 +334,7 @@ class Evaluation:
         # finish the messages of training: waiting for them must not count as evaluation
         self._mail.flush()
         sums = torch.zeros(layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
-        modules = [m for model in self._models for m in (model.piece, model.head) if m is not None]
-        with torch.no_grad(), restore_modes(*modules):
-            for module in modules:
-                module.eval()
+        with self._enter_evaluation():
             if layout.replica == 0:
                 sums = self._sum_by_stage(split)
         if layout.replicas > 1:
@@ -359,11 +356,8 @@ class Evaluation:
         """Return the output of the last stage for inputs `x`, on every rank."""
         layout = self._layout
         last = self._layout.stages - 1
-        modules = [m for model in self._models for m in (model.piece, model.head) if m is not None]
         outputs: list[Any] = [None]
-        with torch.no_grad(), restore_modes(*modules):
-            for module in modules:
-                module.eval()
+        with self._enter_evaluation():
             if layout.replica == 0:
                 crossings = self._prepare(x)
                 for model in self._models:
@@ -381,6 +375,17 @@ class Evaluation:
         with detect_lost_rank(limit=self._mail.limit):
             dist.broadcast_object_list(outputs, src=layout.placement[last])
         return outputs[0]
+
+    @contextlib.contextmanager
+    def _enter_evaluation(self) -> Iterator[None]:
+        """Turn gradients off and put all modules into evaluation mode inside the context."""
+        # the loss may call modules of the model that no piece calls
+        modules = [self._job.model]
+        modules += [m for model in self._models for m in (model.piece, model.head) if m is not None]
+        with torch.no_grad(), restore_modes(*modules):
+            for module in modules:
+                module.eval()
+            yield
 
     def _prepare(self, x: Any) -> Sequence[Crossing]:
         """Return the tensors that cross each cut in the evaluation of inputs `x`."""
