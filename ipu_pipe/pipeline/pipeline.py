@@ -71,7 +71,16 @@ from ipu_pipe.pipeline.device_check import require_device
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.gradients import OwnGradients
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
-from ipu_pipe.pipeline.seam import EMPTY, LIVE, Change, Objects, Seam, get_treatment, refuse
+from ipu_pipe.pipeline.seam import (
+    NEVER,
+    REBUILT,
+    Change,
+    Objects,
+    Seam,
+    explain_refusal,
+    get_treatment,
+    sum_tensors,
+)
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
 from ipu_pipe.replay.work import require_finite
 from ipu_pipe.report.memory import build_memory_record
@@ -510,14 +519,38 @@ class Pipeline:
                     torch.save(model.state_dict(), "weights.pt")
 
         Other ranks get None, and the model with `everywhere=True`, with the running statistics
-        (BatchNorm) of their replica in their own stages. The modules' modes are restored.
+        (BatchNorm) of their replica in their own stages. The modules' modes are restored. Weights
+        and buffers that are changed inside are trained on from there; on processes every rank makes
+        the same change, with `everywhere=True`. Raise `RuntimeError` where a change is not taken
+        over.
         """
         job, engine = self._pause("whole_model", None)
         with self._break_on_error("whole_model"):
-            with engine.hold_whole_model(
-                everywhere
-            ), job.precision.put_masters_in_place(), restore_modes(self.model):
+            with engine.hold_whole_model(everywhere), job.precision.put_masters_in_place(
+                loads=True
+            ), restore_modes(self.model):
+                before = sum_tensors(self.model)
                 yield self.model if everywhere or engine.is_main else None
+                has_changed = sum_tensors(self.model) != before
+            if has_changed:
+                self._take_tensors(everywhere)
+
+    def _take_tensors(self, everywhere: bool) -> None:
+        """Train on from the weights and buffers that the caller has changed in the whole model."""
+        facts = self._config.backend.facts
+        flow = self._require_flow()
+        if facts.uses_processes and not everywhere:
+            raise RuntimeError(
+                "whole_model: weights or buffers were changed on one rank: use "
+                "whole_model(everywhere=True), and make the same change on every rank"
+            )
+        if facts.loads_poptorch_state:
+            raise RuntimeError(
+                "whole_model: weights or buffers were changed, which the IPUs would not see: use "
+                "pipe.load_state_dict()"
+            )
+        if flow.engine.leaves_weights_stale:
+            flow.engine.reopen(flow.given, is_loaded=True)
 
     # ---- state
 
@@ -968,24 +1001,22 @@ class Pipeline:
         """Take over what the caller has changed since the last call. Raise `RuntimeError`, naming
         the change, if the backend cannot.
         """
-        changes = [] if self._seam is None else self._seam.list_changes()
-        changes = [change for change in changes if not self._reads_live(change)]
         backend = self._config.backend.name
-        for change in changes:
-            if self.in_flight or get_treatment(backend, change.kind) != EMPTY:
-                raise refuse(backend, change, self.in_flight)
-        if changes:
+        must_rebuild = False
+        for change in [] if self._seam is None else self._seam.list_changes():
+            treatment = get_treatment(backend, change.kind)
+            if self.in_flight or treatment == NEVER:
+                raise RuntimeError(explain_refusal(backend, change, self.in_flight))
+            must_rebuild |= treatment == REBUILT and not self._runs_whole(change)
+        if must_rebuild:
             self._rebuild()
 
-    def _reads_live(self, change: Change) -> bool:
-        """Return whether the next passes read a change anyway.
-
-        On processes a module that a cut goes through runs as recorded pieces; others run whole and
-        read their own values.
+    def _runs_whole(self, change: Change) -> bool:
+        """Return whether a value is that of a module that runs whole on its process, and so is read
+        by the next forward; a module that a cut goes through runs as recorded pieces.
         """
-        backend = self._config.backend.name
-        if change.kind != "value" or backend != "distributed":
-            return get_treatment(backend, change.kind) == LIVE
+        if change.kind != "value" or not self._config.backend.facts.uses_processes:
+            return False
         begins = self._require_job().partition.begin_names()
         cut_modules = {
             ".".join(name.split(".")[:depth]) or "model"

@@ -156,6 +156,15 @@ def _list_values_of(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, function.__globals__[name]
 
 
+def sum_tensors(model: nn.Module) -> Picture:
+    """Return two sums of each weight and buffer, which a write through `.data` changes, too."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        doubles = {name: t.detach().double() for name, t in tensors.items() if not t.is_complex()}
+        # repr, because not a number is unequal to itself
+        return {name: repr((t.sum().item(), t.abs().sum().item())) for name, t in doubles.items()}
+
+
 def enumerate_names(name: str, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Yield values with numbered names."""
     for i, value in enumerate(values):
@@ -222,22 +231,26 @@ LOOKS: Mapping[str, Kind] = {
 
 # ---- what a backend does with a change
 
-LIVE = "live"  # the next passes read it anyway: not looked at
-EMPTY = "empty"  # taken over by building again while no update is in flight, else refused
+LIVE = "live"  # the next batch reads it, and no earlier one: not looked at
+DRAINED = (
+    "drained"  # the next passes read it, of whatever batch: refused while updates are in flight
+)
+REBUILT = "rebuilt"  # taken over by building again: refused while updates are in flight
 NEVER = "never"  # refused
 
 # A kind that a row does not name is refused.
 TAKEN_OVER: Mapping[str, Mapping[str, str]] = {
+    # all passes of a batch run in its own step
     "emulator": {
         **dict.fromkeys(("value", "weight", "buffer", "hook", "optimizer", "loss"), LIVE),
-        **dict.fromkeys(("mode", "module", "requires_grad"), EMPTY),
+        **dict.fromkeys(("mode", "module", "requires_grad"), REBUILT),
     },
     # torch refuses to write weights of other ranks, which have no memory here
     "distributed": {
-        **dict.fromkeys(("weight", "buffer", "hook", "optimizer", "loss"), LIVE),
-        **dict.fromkeys(("mode", "value", "requires_grad"), EMPTY),
+        **dict.fromkeys(("weight", "buffer", "hook", "optimizer", "loss"), DRAINED),
+        **dict.fromkeys(("mode", "value", "requires_grad"), REBUILT),
     },
-    "xla": dict.fromkeys(("mode", "value", "loss"), EMPTY),
+    "xla": dict.fromkeys(("mode", "value", "loss"), REBUILT),
     "poptorch": {},
 }
 
@@ -266,17 +279,18 @@ class Seam:
 
 
 def get_treatment(backend: str, kind: str) -> str:
-    """Return what a backend does with a kind of change: `LIVE`, `EMPTY` or `NEVER`."""
+    """Return what a backend does with a kind of change."""
     return TAKEN_OVER.get(backend, {}).get(kind, NEVER)
 
 
-def refuse(backend: str, change: Change, in_flight: int) -> RuntimeError:
-    """Return the error for a change that a backend cannot take over now."""
-    if get_treatment(backend, change.kind) == EMPTY:
-        why = f"{in_flight} updates are in flight: call pipe.drain() before the change"
-        return RuntimeError(f"step: {change.where}: was changed while {why}, or set it back")
-    remedy = LOOKS[change.kind].remedy
-    return RuntimeError(
-        f"step: {change.where}: was changed after the last call, and backend {backend} would not "
-        f"see it: {remedy}, or set it back"
+def explain_refusal(backend: str, change: Change, in_flight: int) -> str:
+    """Return the line for a change that a backend cannot take over now."""
+    if get_treatment(backend, change.kind) == NEVER:
+        return (
+            f"step: {change.where}: was changed after the last call, and backend {backend} would "
+            f"not see it: {LOOKS[change.kind].remedy}, or set it back"
+        )
+    return (
+        f"step: {change.where}: was changed while {in_flight} updates are in flight: call "
+        f"pipe.drain() before the change, or set it back"
     )
