@@ -392,10 +392,9 @@ def run_rank(folder: str, backend: str) -> None:
         leave()
     except Exception as error:
         # a rank that fails later fails because the first one is gone
-        if not getattr(error, "is_reported", None):
-            file = Path(folder) / FIRST_ERROR
-            with contextlib.suppress(FileExistsError), open(file, "x", encoding="utf-8") as stream:
-                stream.write(summarize(error))
+        file = Path(folder) / FIRST_ERROR
+        with contextlib.suppress(FileExistsError), open(file, "x", encoding="utf-8") as stream:
+            stream.write(summarize(error))
         raise
 
 
