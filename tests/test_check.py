@@ -149,7 +149,7 @@ def test_the_rank_that_failed_first_is_shown(monkeypatch: Any, tmp_path: Path) -
 
 
 def test_a_killed_rank_is_shown_by_its_exit_code(tmp_path: Path) -> None:
-    line = "rank 1 ended with exit code -9 before it could report an error"
+    line = "rank 1 ended with exit code -9 and reported no error"
     assert machine_check.find_first_error(tmp_path, KILLED) == line
     # torchrun itself failed
     text = "Traceback (most recent call last):\n  ...\nOSError: no port"

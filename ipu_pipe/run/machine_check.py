@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from ipu_pipe.config.load import configure, merge_keys
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import summarize
 from ipu_pipe.job.factories import make_data, make_model
+from ipu_pipe.launcher import describe_end
 from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.randomness import RandomStates, derive_seed
 from ipu_pipe.report.analysis.text import format_table
@@ -363,18 +363,12 @@ def _run_on_processes(where: str, backend: dict[str, Any]) -> Iterator[Row]:
 
 
 def find_first_error(folder: Path, output: str) -> str:
-    """Return why the ranks ended: the error of the first one that failed, or how it was ended.
-
-    `output`: torchrun's, whose last line is a ruler where a rank has failed.
+    """Return why the ranks ended: the error of the first one that failed, or how it ended by
+    torchrun's output.
     """
     with contextlib.suppress(FileNotFoundError):
         return (folder / FIRST_ERROR).read_text(encoding="utf-8")
-    # torchrun lists the failure that it observed first at the end
-    failures = re.findall(r"rank +: (\d+).*\s+exitcode +: (-?\d+)", output)
-    if failures:
-        rank, code = failures[-1]
-        return f"rank {rank} ended with exit code {code} before it could report an error"
-    return (output.strip().splitlines() or ["the processes left no checkpoint"])[-1]
+    return describe_end(output) or "the processes left no checkpoint"
 
 
 def run_rank(folder: str, backend: str) -> None:
