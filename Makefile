@@ -49,7 +49,7 @@ FLOOR ?= $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.8.
 IS_FLOOR := -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))'
 FLOOR_VENV := .venv-ipu-floor
 IPU_TESTS := tests/test_ipu_options.py tests/test_poptorch_backend.py tests/test_poptorch_starts.py tests/test_poptorch_double.py \
-    tests/test_poptorch_loop.py
+    tests/test_poptorch_loop.py tests/test_check.py
 
 test-ipu-floor: $(FLOOR_VENV)/.installed
 	$(FLOOR_VENV)/bin/python -m pytest -m 'not browser' $(IPU_TESTS)

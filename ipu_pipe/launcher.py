@@ -5,6 +5,7 @@ process that it started.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -100,6 +101,18 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         is_one_of_several="RANK" in variables and "WORLD_SIZE" in variables,
         faults=tuple(faults),
     )
+
+
+def describe_end(output: str) -> str:
+    """Return how the rank ended that torchrun saw end first, from torchrun's own output; the last
+    line of the output, '' if it is empty, where torchrun reports no rank.
+    """
+    # each rank has a block, the first to end the last one; below it is a ruler
+    ends = re.findall(r"rank +: (\d+).*\s+exitcode +: (-?\d+)", output)
+    if ends:
+        rank, code = ends[-1]
+        return f"rank {rank} ended with exit code {code} and reported no error"
+    return "".join(output.strip().splitlines()[-1:])
 
 
 def announce_rank(rank: int, world: int) -> None:

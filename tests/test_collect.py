@@ -164,6 +164,10 @@ def test_processes_are_started_and_measured_beside_what_was_planned(tmp_path: Pa
     [
         ("torchrun says much\nerror: update 0: the training loss is nan\nmore\n", "the training loss is nan"),
         ("Killed\n", "Killed"),
+        (
+            "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)  (SIGKILL)\n=======\n",
+            "rank 1 ended with exit code -9 and reported no error",
+        ),
         ("", "exit code 1"),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ipu_pipe.model.stages import partition
 from models import mlp as mlps
 from models import resnet as resnets
+from models.convnet import convnet
 from models.losses import smoothed_cross_entropy
 from tests.support.models import build_on_meta, count_weights, find_unreached_weights
 from tests.support.runs import list_faults
@@ -236,6 +237,8 @@ SMALL: Dict[str, Callable[[], nn.Module]] = {
     "preact_resnet20, group": lambda: resnets.preact_resnet20(),
     "preact_resnet20, batch": lambda: resnets.preact_resnet20(norm="batch"),
     "mlp": lambda: mlps.mlp(inputs=3 * 32 * 32),
+    "convnet, batch": lambda: convnet(),
+    "convnet, group": lambda: convnet(norm="group"),
 }
 
 
@@ -264,6 +267,8 @@ def test_convolutions_start_with_he_initialization_by_fan_out_and_norms_as_the_i
     (resnets.preact_resnet110, {"norm": "None"}, "norm: None: must be batch or group"),
     (mlps.mlp, {"width": 0}, "mlp: width: 0: must be at least 1"),
     (mlps.mlp, {"classes": 0}, "mlp: classes: 0: must be at least 1"),
+    (convnet, {"classes": 0}, "convnet: classes: 0: must be at least 1"),
+    (convnet, {"norm": "layer"}, "convnet: norm: layer: must be batch or group"),
 ])  # fmt: skip
 def test_impossible_arguments_are_refused(
     make: Callable[..., nn.Module], args: Dict[str, Any], message: str

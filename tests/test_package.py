@@ -102,7 +102,9 @@ def test_models_come_with_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path:
     package: Any = ModuleType("ipu_pipe.models")
     package.__path__ = [str(ROOT / "models")]
     monkeypatch.setitem(sys.modules, "ipu_pipe.models", package)
-    assert resolve_entry("models.mlp:mlp", "model.entry").__module__ == "ipu_pipe.models.mlp"
+    for name in ("mlp", "convnet"):  # the second one imports another model
+        made = resolve_entry(f"models.{name}:{name}", "model.entry")
+        assert made.__module__ == f"ipu_pipe.models.{name}"
     with pytest.raises(BadInput, match="no module models.none in the current folder"):
         resolve_entry("models.none:mlp", "model.entry")
 

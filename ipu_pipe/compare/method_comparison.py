@@ -25,6 +25,7 @@ from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput, RunFault, raise_faults
 from ipu_pipe.files import write_json
 from ipu_pipe.job.record import Job
+from ipu_pipe.launcher import describe_end
 from ipu_pipe.model.flops import BACKWARD, HOW
 from ipu_pipe.report.analysis.text import format_table
 from ipu_pipe.report.memory import plan_memory
@@ -250,8 +251,9 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
     summary = read_summary(out)
     if finished.returncode or summary is None:
         lines = finished.stderr.splitlines()
-        errors = [line[len(ERROR) :] for line in lines if line.startswith(ERROR)] or lines[-1:]
-        reason = "; ".join(errors) or f"exit code {finished.returncode}"
+        errors = [line[len(ERROR) :] for line in lines if line.startswith(ERROR)]
+        reason = "; ".join(errors) or describe_end(finished.stderr)
+        reason = reason or f"exit code {finished.returncode}"
         raise RunFault(f"{config.method} on {processes} processes: {reason}")
     return summary
 

@@ -28,6 +28,8 @@ from typing import Any, Dict, Iterator
 
 import pytest
 
+from ipu_pipe.backends.ipu.placement import initialize_popdist
+
 PATH = str(Path(__file__).resolve().parent / "path")
 PACKAGES = ("poptorch", "popdist", "pva")
 _loaded: Dict[str, ModuleType] = {}  # imported once, for the time that it saves
@@ -68,6 +70,7 @@ def forget_records() -> None:
     device.holder_by_id.clear()
     device.largest[:] = [0]
     _loaded["popdist"]._initialised = False
+    initialize_popdist.cache_clear()
 
 
 def remove_modules() -> None:

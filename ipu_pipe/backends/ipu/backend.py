@@ -20,6 +20,7 @@ from ipu_pipe.backends.ipu.blocks import BlockEngine
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
 from ipu_pipe.backends.ipu.model_facts import observe_model
 from ipu_pipe.backends.ipu.placement import (
+    initialize_popdist,
     is_pipelined,
     is_under_poprun,
     place_stages,
@@ -125,7 +126,7 @@ def _read_poprun_group() -> dict[str, Any]:
     """
     import popdist
 
-    popdist.init()
+    initialize_popdist()
     rank = popdist.getInstanceIndex()
     world = popdist.getNumInstances()
     launch = read_launch()

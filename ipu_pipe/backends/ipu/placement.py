@@ -16,6 +16,7 @@ torch nor PopTorch.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 from typing import Any, Callable, NamedTuple
@@ -131,6 +132,14 @@ def is_under_poprun() -> bool:
     return bool(popdist.isPopdistEnvSet())
 
 
+@functools.lru_cache(maxsize=None)
+def initialize_popdist() -> None:
+    """Call `popdist.init()`, once a process: nothing says that it may be called again."""
+    import popdist
+
+    popdist.init()
+
+
 class PoprunShare(NamedTuple):
     """This process's replicas: `replicas` of them, from number `first` on.
 
@@ -151,7 +160,7 @@ def read_poprun_share(config: Config) -> PoprunShare:
     import popdist
     import popdist.poptorch
 
-    popdist.init()
+    initialize_popdist()
     local = popdist.getNumLocalReplicas()
     total = popdist.getNumTotalReplicas()
     if total != config.replicas:

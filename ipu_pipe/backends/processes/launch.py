@@ -38,6 +38,15 @@ RANKS_MAY_DIFFER = ("data.root", "backend.threads")
 Request = Dict[str, Any]
 
 
+def describe_missing_support() -> str:
+    """Return why this PyTorch cannot train on processes, '' if it can."""
+    if not dist.is_available():
+        return "this PyTorch was built without torch.distributed"
+    if read_torch_version() < (2, 4):
+        return f"needs torch 2.4 or later, this is {torch.__version__}"
+    return ""
+
+
 def join(config: Config, options: Mapping[str, object]) -> None:
     """Join the process group (gloo).
 
@@ -52,14 +61,9 @@ def join(config: Config, options: Mapping[str, object]) -> None:
             "backend.name: distributed: each stage runs in a process of its own: start it with"
             " torchrun --nproc_per_node STAGES tools/train.py CONFIG --set backend.name=distributed"
         )
-    if not dist.is_available():
-        raise BadInput(
-            "backend.name: distributed: this PyTorch was built without torch.distributed"
-        )
-    if read_torch_version() < (2, 4):
-        raise BadInput(
-            f"backend.name: distributed: needs torch 2.4 or later, this is {torch.__version__}"
-        )
+    missing_support = describe_missing_support()
+    if missing_support:
+        raise BadInput(f"backend.name: distributed: {missing_support}")
     request = make_request(config, options)
     if dist.is_initialized():
         carried = dist.get_backend_config()

@@ -12,6 +12,8 @@ _initialised = False
 
 def init() -> None:
     global _initialised
+    if _initialised:  # [U] PopDist's reaction
+        raise RuntimeError("popdist.init() was called twice")
     _initialised = True
 
 
