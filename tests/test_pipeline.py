@@ -646,11 +646,11 @@ def step_under_autocast(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
 
 
 def step_in_another_mode(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
-    pipe.model[3].eval()
+    pipe.model.eval()
     try:
         pipe.step(x, y)
     finally:
-        pipe.model[3].train()
+        pipe.model.train()
 
 
 def step_with_other_parameters(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:

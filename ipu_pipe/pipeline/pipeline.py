@@ -1006,10 +1006,23 @@ class Pipeline:
         for change in [] if self._seam is None else self._seam.list_changes():
             treatment = get_treatment(backend, change.kind)
             if self.in_flight or treatment == NEVER:
-                raise RuntimeError(explain_refusal(backend, change, self.in_flight))
+                raise RuntimeError(explain_refusal("step", backend, change, self.in_flight))
             must_rebuild |= treatment == REBUILT and not self._runs_whole(change)
         if must_rebuild:
             self._rebuild()
+
+    def _require_unchanged(self, call: str) -> None:
+        """Raise `RuntimeError` if a drain would run passes of earlier batches with what the caller
+        has changed since; they run in the modes of their steps.
+        """
+        if self._seam is None or not self.in_flight:
+            return
+        if not self._config.backend.facts.uses_processes:
+            return
+        for change in self._seam.list_changes():
+            if change.kind != "mode":
+                line = explain_refusal(call, self._config.backend.name, change, self.in_flight)
+                raise RuntimeError(line)
 
     def _runs_whole(self, change: Change) -> bool:
         """Return whether a value is that of a module that runs whole on its process, and so is read
@@ -1069,6 +1082,7 @@ class Pipeline:
         if undrainable is not None:
             raise ValueError(f"{call}: {undrainable}")
         _require_no_autocast(call)
+        self._require_unchanged(call)
         # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has
         # backwards to run
         with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
@@ -1175,11 +1189,13 @@ class Pipeline:
         """
         try:
             with self._calls.enter(f"step {self.updates}" if call == "step" else call):
+                if self._seam is not None and call != "step":
+                    self._seam.begin_other_call()
                 self._absent.show()
                 yield
                 self._absent.hide()
             if self._seam is not None:
-                self._seam.note()
+                self._seam.note_step() if call == "step" else self._seam.note_other_call()
         except BaseException as error:
             # what was refused before the job was built has changed nothing in this process, but
             # other ranks may have gone on

@@ -1,8 +1,8 @@
 """The seam between two calls: what the caller's objects look like now, against the last call's end.
 
-    end of a call    note()            a picture of what this backend does not read live
+    end of a call    note_step()       a picture of what this backend does not read live
     next `step`      list_changes()    what the caller has changed since, by name
-    then             settle            each change is taken over, or refused with the remedy
+    then                               each change is taken over, or refused with the remedy
 
 The engine itself moves weights, counters and buffers during a call, so the picture is taken at its
 end. A change is not seen if it is inside an object of the caller's own, in a class's attribute, in
@@ -255,21 +255,41 @@ TAKEN_OVER: Mapping[str, Mapping[str, str]] = {
 }
 
 
+# what a call does not change itself: compared with the last step, whatever was called since
+STEADY = ("mode", "module", "requires_grad", "hook")
+
+
 class Seam:
     """The pictures that a backend needs, of the kinds that it does not read live."""
 
     def __init__(self, backend: str, objects: Objects) -> None:
         self._objects = objects
-        self._kinds = [kind for kind in LOOKS if get_treatment(backend, kind) != LIVE]
-        self.note()
+        kinds = [kind for kind in LOOKS if get_treatment(backend, kind) != LIVE]
+        self._moving = [kind for kind in kinds if kind not in STEADY]
+        self._pictures: dict[str, Picture] = {}
+        # what the caller has changed before another call than a step
+        self._waiting: list[Change] = []
+        self._note(kinds)
 
-    def note(self) -> None:
-        """Take the pictures, at the end of a call."""
-        self._pictures = {kind: LOOKS[kind].look(self._objects) for kind in self._kinds}
+    def _note(self, kinds: Sequence[str]) -> None:
+        self._pictures.update({kind: LOOKS[kind].look(self._objects) for kind in kinds})
+
+    def note_step(self) -> None:
+        """Take the pictures at the end of a step, which has taken all changes over."""
+        self._waiting = []
+        self._note(list(self._pictures))
+
+    def begin_other_call(self) -> None:
+        """Keep the caller's changes for the next step: another call begins."""
+        self._waiting = [c for c in self.list_changes() if c.kind in self._moving]
+
+    def note_other_call(self) -> None:
+        """Take the pictures of what another call may have changed itself."""
+        self._note(self._moving)
 
     def list_changes(self) -> list[Change]:
-        """List what has changed since the pictures were taken."""
-        changes = []
+        """List what the caller has changed since the last step."""
+        changes = list(self._waiting)
         for kind, before in self._pictures.items():
             now = LOOKS[kind].look(self._objects)
             if now != before:
@@ -283,14 +303,14 @@ def get_treatment(backend: str, kind: str) -> str:
     return TAKEN_OVER.get(backend, {}).get(kind, NEVER)
 
 
-def explain_refusal(backend: str, change: Change, in_flight: int) -> str:
+def explain_refusal(call: str, backend: str, change: Change, in_flight: int) -> str:
     """Return the line for a change that a backend cannot take over now."""
     if get_treatment(backend, change.kind) == NEVER:
         return (
-            f"step: {change.where}: was changed after the last call, and backend {backend} would "
+            f"{call}: {change.where}: was changed after the last call, and backend {backend} would "
             f"not see it: {LOOKS[change.kind].remedy}, or set it back"
         )
     return (
-        f"step: {change.where}: was changed while {in_flight} updates are in flight: call "
+        f"{call}: {change.where}: was changed while {in_flight} updates are in flight: call "
         f"pipe.drain() before the change, or set it back"
     )
