@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,6 +43,7 @@ MOMENTUM = 0.9
 PLAIN = "plain"
 # name in the output -> whether neighboring equal blocks are one loop of XLA
 COMPILED = {"jit": False, "scan": True}
+CONTESTANTS = (*PIPELINES, PLAIN, *COMPILED)
 # name -> seconds of a clock
 CLOCKS: Dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -74,6 +75,12 @@ def make_parser() -> Parser:
         help="comma-separated (default mlp,transformer): equal blocks of mlp, transformer; four "
         "stages of digits (4 microbatches of 16), resnet20 (2 of 16)",
     )
+    p.add_argument(
+        "--contestants",
+        default=",".join(CONTESTANTS),
+        help=f"of models of equal blocks, comma-separated, slot among them (default "
+        f"{','.join(CONTESTANTS)})",
+    )
     p.add_argument("--blocks", default="8,32,64", help="equal blocks (default 8,32,64)")
     p.add_argument("--sizes", default="1,8", help="samples of a microbatch (default 1,8)")
     p.add_argument("--rounds", type=int, default=5, help="turns of each (default 5)")
@@ -99,6 +106,10 @@ def main() -> None:
         for m in models
         if m not in BLOCKS + STAGED
     ]
+    chosen = args.contestants.split(",")
+    if "slot" not in chosen or not set(chosen) <= set(CONTESTANTS):
+        allowed = f"must be slot and others of {', '.join(CONTESTANTS)}"
+        faults.append(f"--contestants: {args.contestants}: {allowed}")
     numbers = {"--blocks": args.blocks, "--sizes": args.sizes}
     faults += [
         f"{name}: {text}: must be numbers from 1 on, comma-separated"
@@ -126,12 +137,8 @@ def main() -> None:
     for name in [m for m in BLOCKS if m in models]:
         for blocks in map(int, args.blocks.split(",")):
             for size in map(int, args.sizes.split(",")):
-                times = measure(
-                    *make_contestants(make_task(name, blocks, size)),
-                    args.rounds,
-                    args.updates,
-                    CLOCKS[args.clock],
-                )
+                contestants, data = make_contestants(make_task(name, blocks, size), chosen)
+                times = measure(contestants, data, args.rounds, args.updates, CLOCKS[args.clock])
                 row = {"model": name, "blocks": blocks, "size": size}
                 rows.append({**row, **find_medians(times), "ratios": compare_turns(times)})
                 if not args.json:
@@ -185,34 +192,38 @@ def make_staged(name: str, method: str) -> Tuple[Dict[str, Callable[..., Any]], 
     return contestants, [batch] * 4
 
 
-def make_contestants(task: Task) -> Tuple[Dict[str, Callable[..., Any]], List[Any]]:
+def make_contestants(
+    task: Task, chosen: Sequence[str]
+) -> Tuple[Dict[str, Callable[..., Any]], List[Any]]:
     """Return the steps of pipelines, and of plain SGD, on a model of equal blocks, and its data."""
     import torch
 
     import ipu_pipe
 
-    contestants: Dict[str, Callable[..., Any]] = {}
-    for name, settings in PIPELINES.items():
+    def make_step(name: str) -> Callable[..., Any]:
         torch.manual_seed(0)
+        if name in COMPILED:
+            return CompiledTraining(task, COMPILED[name]).step
         model = task.make()
         optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM)
-        pipe = ipu_pipe.Pipeline(
-            model, task.loss, optimizer, "pipelined_backprop", microbatches=1, **settings
-        )
-        contestants[name] = pipe.step
-    model = task.make()
-    optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM)
+        if name in PIPELINES:
+            return ipu_pipe.Pipeline(
+                model,
+                task.loss,
+                optimizer,
+                "pipelined_backprop",
+                microbatches=1,
+                **PIPELINES[name],
+            ).step
 
-    def train_plainly(x: Any, y: Any) -> None:
-        task.loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        def train_plainly(x: Any, y: Any) -> None:
+            task.loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    contestants[PLAIN] = train_plainly
-    for name, scans in COMPILED.items():
-        torch.manual_seed(0)
-        contestants[name] = CompiledTraining(task, scans).step
-    return contestants, task.data
+        return train_plainly
+
+    return {name: make_step(name) for name in chosen}, task.data
 
 
 class CompiledTraining:
