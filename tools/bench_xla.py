@@ -137,8 +137,8 @@ def main() -> None:
     for name in [m for m in BLOCKS if m in models]:
         for blocks in map(int, args.blocks.split(",")):
             for size in map(int, args.sizes.split(",")):
-                contestants, data = make_contestants(make_task(name, blocks, size), chosen)
-                times = measure(contestants, data, args.rounds, args.updates, CLOCKS[args.clock])
+                steps, data = make_contestants(make_task(name, blocks, size), chosen)
+                times = measure(steps, data, args.rounds, args.updates, CLOCKS[args.clock])
                 row = {"model": name, "blocks": blocks, "size": size}
                 rows.append({**row, **find_medians(times), "ratios": compare_turns(times)})
                 if not args.json:
