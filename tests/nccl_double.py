@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-PATIENCE = timedelta(seconds=20)
+PATIENCE = timedelta(seconds=60)
 
 
 class Transfer:

@@ -175,6 +175,16 @@ def test_recompute_stash_of_the_papers_example() -> None:
     assert count_recompute_stash(7, 3).tolist() == [12, 2, 0, 6, 0, 2, 0]  # segments of 3, 2, 2
 
 
+@pytest.mark.parametrize("root", [2, 3, 7, 10])
+def test_activations_have_the_orders_of_table_4(root: int) -> None:
+    """PipeMare, Table 4, states P^2 and, with recomputation by sqrt(P) segments, P^(3/2)."""
+    P = root**2
+    flying = count_in_flight("pipemare", P, 3 * P)
+    kept_counts = count_kept_by_segments(flying, root, 1)
+    assert sum(flying) == P**2 + P
+    assert (kept_counts.inputs + kept_counts.activations).sum() == 2 * root**3
+
+
 @pytest.mark.parametrize(
     "P, segments, order, counted",
     [
@@ -263,7 +273,7 @@ def test_worker_footprint_equals_the_counts_of_the_schedules() -> None:
 
 @pytest.mark.parametrize("P, N, percent", [(107, 8, 7), (107, 16, 13), (93, 19, 17), (91, 116, 56)])
 def test_gpipe_utilization(P: int, N: int, percent: int) -> None:
-    """PipeMare's Table 2 states these percentages."""
+    """PipeMare's Table 1 states the formula, its Table 2 these percentages."""
     busy = compute_utilization(METHODS["gpipe"], P, N)
     assert busy == pytest.approx(N / (N + P - 1), rel=1e-12) and round(100 * busy) == percent
 

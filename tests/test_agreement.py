@@ -50,7 +50,7 @@ def make_net_arguments(model: nn.Module, **keys: Any) -> Dict[str, Any]:
     }  # fmt: skip
     batches = draw_net_batches()
     config = ipu_pipe.configure(**{**settings, **keys})
-    config = config.model_copy(update={"backend": BackendConfig(name="distributed", deadline=30)})
+    config = config.model_copy(update={"backend": BackendConfig(name="distributed", deadline=60)})
     return {
         "config": config, "model": model, "data": ipu_pipe.from_loader(batches, batches[:1]), "optimizer": SGD, "quiet": True,
     }  # fmt: skip

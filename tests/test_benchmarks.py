@@ -7,7 +7,9 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.runs import ROOT, needs_processes
 
@@ -35,3 +37,34 @@ def test_benchmarks_run(tool: str, arguments: str) -> None:
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)
+
+
+@needs_jax
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_plain_training_compiled_by_xla_is_plain_training(name: str) -> None:
+    """Slots were compared with PyTorch's plain SGD alone, which XLA did not compile."""
+    from tools import bench_xla
+
+    task = bench_xla.make_task(name, 4, 2)
+    torch.manual_seed(0)
+    model = task.make()
+    optimizer = torch.optim.SGD(model.parameters(), bench_xla.RATE, momentum=bench_xla.MOMENTUM)
+    for x, y in task.data:
+        optimizer.zero_grad()
+        task.loss(model(x), y).backward()
+        optimizer.step()
+    stages = {}
+    for way, scans in bench_xla.COMPILED.items():
+        torch.manual_seed(0)
+        training = bench_xla.CompiledTraining(task, scans)
+        for x, y in task.data:
+            training.step(x, y)
+        weights = training.export_weights()
+        assert sorted(weights) == sorted(dict(model.named_parameters()))
+        for weight_name, p in model.named_parameters():
+            compiled = torch.from_numpy(np.array(weights[weight_name]))
+            assert torch.allclose(compiled, p, rtol=0, atol=1e-6), (way, weight_name)
+        stages[way] = [len(group) for group in training.groups]
+    # the perceptron's first block returns no gradient of its input
+    assert max(stages["jit"]) == 1
+    assert max(stages["scan"]) == {"mlp": 3, "transformer": 4}[name]

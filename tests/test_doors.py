@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ipu_pipe
+from ipu_pipe.cli import COMMANDS
 from ipu_pipe.report.provenance import find_commit
 from tests.command_line import run_here
 from tests.support.runs import ROOT
@@ -232,13 +233,14 @@ steps: 2
 evaluate: null
 """
 # row of the table in docs/configuration.md, "A config is code" -> a command line
-COMMANDS = {
+LINES = {
     "`train CONFIG`": "train c.yaml --out again --overwrite --quiet",
     "`train CONFIG --dry-run`": "train c.yaml --dry-run",
     "`collect CONFIG`": "collect c.yaml --methods METHOD --steps 0 --out compared --overwrite",
     "`train CONFIG --evaluate PATH`": "train c.yaml --evaluate run",
     "`stability CONFIG`": "stability c.yaml --curvature 1",
     "`plan CONFIG`": "plan c.yaml --hardware v100x8",
+    "`rehearse CONFIG`": "rehearse c.yaml",
     "`export RUN --to FOLDER`": "export run --to folder",
     "`export RUN --to FILE.safetensors`": "export run --to METHOD.safetensors",
     "`analyze RUN`": "analyze run",
@@ -284,7 +286,7 @@ def test_commands_import_the_documented_modules(
 
     imported: Dict[str, Set[str]] = {
         "`predict(RUN, ...)`": set(),
-        **{row: set() for row in COMMANDS},
+        **{row: set() for row in LINES},
     }
     for values in VARIANTS:
         config_text = CONFIG
@@ -297,7 +299,7 @@ def test_commands_import_the_documented_modules(
         list_imported()
         ipu_pipe.predict("run", torch.zeros(2, 64))
         imported["`predict(RUN, ...)`"] |= list_imported()
-        for row, line in COMMANDS.items():
+        for row, line in LINES.items():
             command, *arguments = line.replace("METHOD", values["METHOD"]).split()
             module: Any = importlib.import_module(f"ipu_pipe.cli.{command}")
             result = run_here(module, *arguments, monkeypatch=monkeypatch, capsys=capsys)
@@ -310,12 +312,34 @@ def test_commands_import_the_documented_modules(
     assert imported == read_documented_imports()
 
 
+def name_command(row: str) -> str:
+    """Return the command of a row of the table, as its module is named."""
+    return re.split(r"[^\w-]", row.strip("`"))[0].replace("-", "_")
+
+
+def test_every_command_that_reads_a_config_is_tried() -> None:
+    """Story: `rehearse` was added to the commands, and neither list had it."""
+    reading = set()
+    for name in COMMANDS:
+        module: Any = importlib.import_module(f"ipu_pipe.cli.{name}")
+        # a run's folder holds a config
+        if {"config", "run"} & set(module.main.make_parser().list_positional()):
+            reading.add(name)
+    assert set(map(name_command, LINES)) == reading
+
+
+def test_the_page_lists_every_command() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    section = text.partition("## Commands\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[\w-]+`) \|", section, re.MULTILINE)
+    assert set(map(name_command, rows)) == set(COMMANDS)
+
+
 def test_readme_names_the_commands_that_import() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     importing, _, harmless = (
         readme.partition("A config names code to import")[2].partition("\n\n")[0].partition(". ")
     )
     for row, keys in read_documented_imports().items():
-        command = re.split(r"\W", row.strip("`"))[0]
-        assert f"`{command}" in (importing if keys else harmless), row
+        assert f"`{name_command(row)}" in (importing if keys else harmless), row
     assert "--dry-run" in importing

@@ -205,7 +205,7 @@ def test_the_lock_ends_with_its_holder_and_leaves_no_run(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A worker that loads data may outlive a killed run by seconds, and must not keep the lock."""
-    body = "child = os.fork()\nif not child:\n    import time; time.sleep(30); os._exit(0)\n"
+    body = "child = os.fork()\nif not child:\n    import time; time.sleep(600); os._exit(0)\n"
     body += "print('locked', child, flush=True); input()"
     with hold_lock(tmp_path, "print('locked', flush=True)\n" + body) as other:
         assert other.stdout is not None

@@ -25,7 +25,7 @@ from tests.support.runs import ROOT
 REPEATS = int(os.environ.get("IPU_PIPE_INTERRUPTS", "4"))
 JOBS = int(os.environ.get("IPU_PIPE_INTERRUPT_JOBS", "2"))
 PATIENCE = (
-    30.0  # seconds from Ctrl-C to the end on a machine as busy as may be; what hung took up to 120
+    60.0  # seconds from Ctrl-C to the end on a machine as busy as may be; what hung took up to 120
 )
 STARTUP = 0.2  # seconds until the tool's first lines have run
 # Python's own start, in which it answers Ctrl-C by itself, is not the tool's: a run counts as started after that

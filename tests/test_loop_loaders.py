@@ -32,7 +32,7 @@ def make_loader_samples() -> TensorDataset:
 
 def make_two_rank_pipeline(model: nn.Module, optimizer: Any, **keys: Any) -> ipu_pipe.Pipeline:
     """Return a pipeline of two stages on processes."""
-    where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 20}}
+    where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
     return ipu_pipe.Pipeline(
         model, cross_entropy, optimizer, "pipedream", **{"stages": ["5"], **where, **keys}
     )
@@ -91,7 +91,7 @@ def read_other_batches(rank: int, folder: Path, make_loader: Callable[[int], Any
     loader = make_loader(rank)
     if make_loader is shard_mappings:
         model: nn.Module = OwnLoss()
-        where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 20}}
+        where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
         pipe = ipu_pipe.Pipeline(
             model, None, make_sgd(model.parameters()), "pipedream", stages=["layers.5"], **where
         )
@@ -136,7 +136,7 @@ def give_a_short_batch(rank: int, folder: Path) -> None:
     models = []
     for sizes in ([8, 8, 8, 8], [8, 8, 4, 8, 8]):
         loop = Loop(
-            Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 20}
+            Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 60}
         )
         k = 0
         for size in sizes:
@@ -260,7 +260,7 @@ def evaluate_without_gradients(rank: int, folder: Path) -> None:
     losses: List[Any] = []
     for context in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
         loop = Loop(
-            Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 20}
+            Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 60}
         )
         loop.run(0, 5, drains=False)
         assert loop.pipe.in_flight

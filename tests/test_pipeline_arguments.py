@@ -26,7 +26,7 @@ from tests.support.loops import (
     make_sgd,
     take_share,
 )
-from tests.support.processes import end_rank, run_in_group
+from tests.support.processes import end_rank, run_in_group, wait_for_file
 from tests.support.runs import assert_same, needs_processes
 from tests.support.slow import mark_slow
 
@@ -119,22 +119,23 @@ def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.Monkey
 
 
 def call_late(rank: int, folder: Path) -> None:
-    loop = Loop(PIPEDREAM, backend="distributed", deadline=2)
+    loop = Loop(PIPEDREAM, backend="distributed", deadline=5)
     loop.run(0, 3, drains=False)
     if rank == 0:
-        # longer than the other rank waits for step 3
-        time.sleep(12)
+        # as long as the other rank waits for step 3
+        wait_for_file(folder / "1.waited")
     else:
         with pytest.raises(
             RunFault, match="rank 0 has not called step 3 .*this rank waits in step 3"
         ):
             loop.pipe.step(*make_loop_batch(loop.case, 3))
+        (folder / "1.waited").touch()
     loop.pipe.abort()
     end_rank(folder, rank)
 
 
 def call_another_method(rank: int, folder: Path) -> None:
-    loop = Loop(PIPEDREAM, backend="distributed", deadline=2)
+    loop = Loop(PIPEDREAM, backend="distributed", deadline=5)
     loop.run(0, 3, drains=False)
     batch = make_loop_batch(loop.case, 3)
     with pytest.raises(
@@ -146,7 +147,7 @@ def call_another_method(rank: int, folder: Path) -> None:
 
 
 def fail_in_a_call(rank: int, folder: Path) -> None:
-    loop = Loop(PIPEDREAM, backend="distributed", deadline=20)
+    loop = Loop(PIPEDREAM, backend="distributed", deadline=60)
     loop.run(0, 3, drains=False)
     x, y = make_loop_batch(loop.case, 3)
     with pytest.raises(IndexError if rank else RunFault) as fault:
@@ -169,7 +170,7 @@ def test_a_lost_rank_is_named_with_its_missing_call(work: Any, tmp_path: Path) -
 
 
 def call_late_within_the_deadline(rank: int, folder: Path) -> None:
-    loop = Loop(PIPEDREAM, backend="distributed", deadline=20)
+    loop = Loop(PIPEDREAM, backend="distributed", deadline=60)
     for k in range(5):
         # long enough for the place to be published, and taken back
         time.sleep(1.5 if rank == k % 2 else 0)

@@ -3,7 +3,6 @@ and the steps that return an update are equal bit for bit."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
@@ -27,7 +26,7 @@ from tests.support.loops import (
     make_sgd,
     take_share,
 )
-from tests.support.processes import end_rank, run_in_group
+from tests.support.processes import end_rank, run_in_group, wait_for_file
 from tests.support.runs import assert_same, needs_processes
 from tests.support.slow import mark_slow
 from tests.test_pipeline import CASES
@@ -179,7 +178,7 @@ def compare_ends(rank: int, folder: Path) -> None:
         for steps in (1, 5):
             expected = torch.load(folder / f"{name}-{steps}.pt")
             loop = close_within_round(
-                name, steps, backend="distributed", backend_args={"deadline": 20}
+                name, steps, backend="distributed", backend_args={"deadline": 60}
             )
             assert_same(expected["state"], loop.model.state_dict())
             assert loop.losses == expected["losses"] and len(loop.losses) == steps
@@ -243,7 +242,7 @@ def test_functions_are_called_after_updates_as_on_the_emulator(tmp_path: Path) -
 
 
 def shuffle_on_each_rank(rank: int, folder: Path) -> None:
-    loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 20})
+    loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 60})
     with pytest.raises(RunFault) as fault:
         for k in range(8):
             loop.pipe.step(*make_loop_batch(loop.case, k + 100 * rank))
@@ -253,7 +252,7 @@ def shuffle_on_each_rank(rank: int, folder: Path) -> None:
 
 
 def fail_on_one_rank(rank: int, folder: Path) -> None:
-    loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 20})
+    loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 60})
     loop.run(0, 3, drains=False)
     # labels that the loss refuses, on the rank that has it
     with pytest.raises(IndexError if rank else RunFault) as fault:
@@ -269,14 +268,15 @@ def fail_on_one_rank(rank: int, folder: Path) -> None:
 
 
 def call_differently(rank: int, folder: Path) -> None:
-    loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 2})
+    loop = Loop(ON_PROCESSES["pipedream"], backend="distributed", backend_args={"deadline": 5})
     loop.run(0, 3, drains=False)
     if rank == 0:
-        # longer than the other rank waits for step 3
-        time.sleep(8)
+        # as long as the other rank waits for step 3
+        wait_for_file(folder / "1.waited")
     else:
         with pytest.raises(RunFault, match="rank 0 .* this rank waits in step 3"):
             loop.pipe.step(*make_loop_batch(loop.case, 3))
+        (folder / "1.waited").touch()
     loop.pipe.abort()
     end_rank(folder, rank)
 
@@ -299,7 +299,7 @@ def pass_different_arguments(rank: int, folder: Path) -> None:
             model,
             make_sgd(model.parameters()),
             backend="distributed",
-            backend_args={"deadline": 20},
+            backend_args={"deadline": 60},
         )
 
 

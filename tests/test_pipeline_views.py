@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import html
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any, Dict
 
@@ -12,12 +14,14 @@ import pytest
 import torch
 
 import ipu_pipe
+from ipu_pipe.cli import analyze
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.report.analysis.analyze import read_and_analyze
 from ipu_pipe.trace.events import find_updates
+from tests.command_line import run_here
 from tests.support.loops import Loop
 from tests.support.processes import run_in_group
-from tests.support.runs import assert_same, needs_processes
+from tests.support.runs import ROOT, assert_same, needs_processes
 from tests.test_pipeline import CASES
 from tests.test_pipeline_processes import ON_PROCESSES, take_share
 
@@ -91,6 +95,26 @@ def test_a_notebook_shows_the_page_of_a_trace(tmp_path: Path) -> None:
     loop.close()
     with pytest.raises(RunFault, match="closed"):
         loop.pipe.trace()
+
+
+def test_the_page_on_traces_says_how_a_loop_writes_its_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Story: the page said that `Pipeline` writes its trace by itself, as `train` does."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "traces.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("|") and "`Pipeline" in line]
+    command, construction, call = re.findall(r"`([^`]+)`", row)
+    assert construction == "Pipeline(..., trace=True)"
+    loop = Loop(CASES["pipedream"], trace=True)
+    loop.run(0, 5, drains=False)
+    assert list(tmp_path.iterdir()) == []
+    eval(call, {"pipe": loop.pipe})
+    words = shlex.split(command)
+    assert words[:2] == ["ipu-pipe", "analyze"]
+    analyzed = run_here(analyze, *words[2:], monkeypatch=monkeypatch, capsys=capsys)
+    assert analyzed.returncode == 0 and "pipedream" in analyzed.stdout
+    loop.close()
 
 
 def test_a_trace_that_was_not_recorded(tmp_path: Path) -> None:

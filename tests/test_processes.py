@@ -289,7 +289,7 @@ def test_a_rank_without_progress_ends_the_job_at_the_deadline(tmp_path: Path) ->
         "checkpoint.every=20",
         "stages=3",
         "evaluate.every=0",
-        "backend.deadline=3",
+        "backend.deadline=10",
     ]
     with start_torchrun(3, tmp_path / "run", *how) as process:
         wait_until(process, (tmp_path / "run" / "checkpoints" / "step-20").is_dir)
@@ -299,7 +299,7 @@ def test_a_rank_without_progress_ends_the_job_at_the_deadline(tmp_path: Path) ->
         fault = next(line for line in process.stderr if line.startswith("error: "))
         os.kill(stuck, signal.SIGKILL)  # which the launcher would do after half a minute
         process.communicate(timeout=60)
-    assert process.returncode != 0 and "rank 2 is lost, or made no progress within 3 s" in fault
+    assert process.returncode != 0 and "rank 2 is lost, or made no progress within 10 s" in fault
 
 
 def _is_running(pid: int) -> bool:
@@ -332,7 +332,7 @@ def test_ranks_end_with_their_launcher_and_the_run_resumes(tmp_path: Path) -> No
         assert len(ranks) == 2
         process.send_signal(signal.SIGKILL)
         try:
-            assert _wait_for_end(ranks, 30)
+            assert _wait_for_end(ranks, 60)
         finally:  # they have no launcher any more by which `launched` could find them
             for rank in filter(_is_running, ranks):
                 os.kill(rank, signal.SIGKILL)
@@ -359,7 +359,7 @@ def test_a_folder_in_use_is_reported_once_and_ctrl_c_to_the_launcher_ends_all(
         ranks = _list_children(process.pid)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
-        assert process.returncode != 0 and _wait_for_end(ranks, 30)
+        assert process.returncode != 0 and _wait_for_end(ranks, 60)
     assert not [
         line for line in error.splitlines() if "tools/train.py" in line and "File" in line
     ], error

@@ -126,7 +126,7 @@ def train_each_method(rank: int, folder: Path) -> None:
     """Train each method as a rank of a group of two, and save the weights of the caller's model."""
     for method in OWN:
         model = make_counting_model()
-        overrides = ["backend.name=distributed", "backend.deadline=20", STOPS]
+        overrides = ["backend.name=distributed", "backend.deadline=60", STOPS]
         report = train_own_model(folder / method, method, *overrides, model=model, quiet=True)
         assert report["restored_step"] < report["steps"]
         torch.save(model.state_dict(), folder / f"{method}-{rank}.pt")

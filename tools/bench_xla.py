@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -39,7 +39,13 @@ PIPELINES: Dict[str, Dict[str, Any]] = {
     "action": {"backend": "xla", "backend_args": {"devices": 1, "program": "action"}},
     "slot": {"backend": "xla", "backend_args": {"devices": 1, "program": "slot"}},
 }
+MOMENTUM = 0.9
 PLAIN = "plain"
+# name in the output -> whether neighboring equal blocks are one loop of XLA
+COMPILED = {"jit": False, "scan": True}
+CONTESTANTS = (*PIPELINES, PLAIN, *COMPILED)
+# name -> seconds of a clock
+CLOCKS: Dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Task(NamedTuple):
@@ -56,11 +62,12 @@ def make_parser() -> Parser:
         prog="tools/bench_xla.py",
         description="Time updates of pipelined backpropagation with one microbatch each: the "
         "emulator, XLA with a program\n"
-        "for each action, XLA with a program for each slot, and plain SGD without a pipeline in "
-        "PyTorch. Turns\n"
-        "alternate, so that a slow moment of the machine hits all. Of the models of four stages: "
-        "GPipe and PipeDream on the\n"
-        "emulator, on four XLA devices and on one.",
+        "for each action, XLA with a program for each slot; and plain SGD without a pipeline: in "
+        "PyTorch, and compiled by XLA\n"
+        "into one program (jit; scan: with a loop over equal blocks). Turns alternate, so that a slow "
+        "moment of the machine\n"
+        "hits all. Of the models of four stages: GPipe and PipeDream on the emulator, on four XLA "
+        "devices and on one.",
     )
     p.add_argument(
         "--models",
@@ -68,11 +75,24 @@ def make_parser() -> Parser:
         help="comma-separated (default mlp,transformer): equal blocks of mlp, transformer; four "
         "stages of digits (4 microbatches of 16), resnet20 (2 of 16)",
     )
+    p.add_argument(
+        "--contestants",
+        default=",".join(CONTESTANTS),
+        help=f"of models of equal blocks, comma-separated, slot among them (default "
+        f"{','.join(CONTESTANTS)})",
+    )
     p.add_argument("--blocks", default="8,32,64", help="equal blocks (default 8,32,64)")
     p.add_argument("--sizes", default="1,8", help="samples of a microbatch (default 1,8)")
     p.add_argument("--rounds", type=int, default=5, help="turns of each (default 5)")
     p.add_argument("--updates", type=int, default=40, help="updates per turn (default 40)")
     p.add_argument("--threads", type=int, default=1, help="of PyTorch (default 1)")
+    p.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="wall, or the processor time of all threads, which a busy machine changes less "
+        "(default wall)",
+    )
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
 
@@ -86,6 +106,10 @@ def main() -> None:
         for m in models
         if m not in BLOCKS + STAGED
     ]
+    chosen = args.contestants.split(",")
+    if "slot" not in chosen or not set(chosen) <= set(CONTESTANTS):
+        allowed = f"must be slot and others of {', '.join(CONTESTANTS)}"
+        faults.append(f"--contestants: {args.contestants}: {allowed}")
     numbers = {"--blocks": args.blocks, "--sizes": args.sizes}
     faults += [
         f"{name}: {text}: must be numbers from 1 on, comma-separated"
@@ -103,18 +127,20 @@ def main() -> None:
     for name in [m for m in STAGED if m in models]:
         for method in ("gpipe", "pipedream"):
             contestants = make_staged(name, method)
-            times = measure(*contestants, args.rounds, args.updates)
-            rows.append({"model": name, "method": method, **times})
+            medians = find_medians(
+                measure(*contestants, args.rounds, args.updates, CLOCKS[args.clock])
+            )
+            rows.append({"model": name, "method": method, **medians})
             if not args.json:
-                figures = "  ".join(f"{key} {ms:7.2f}" for key, ms in times.items())
+                figures = "  ".join(f"{key} {ms:7.2f}" for key, ms in medians.items())
                 print(f"{name:9s} {method:9s}  ms an update: {figures}", flush=True)
     for name in [m for m in BLOCKS if m in models]:
         for blocks in map(int, args.blocks.split(",")):
             for size in map(int, args.sizes.split(",")):
-                times = measure(
-                    *make_contestants(make_task(name, blocks, size)), args.rounds, args.updates
-                )
-                rows.append({"model": name, "blocks": blocks, "size": size, **times})
+                steps, data = make_contestants(make_task(name, blocks, size), chosen)
+                times = measure(steps, data, args.rounds, args.updates, CLOCKS[args.clock])
+                row = {"model": name, "blocks": blocks, "size": size}
+                rows.append({**row, **find_medians(times), "ratios": compare_turns(times)})
                 if not args.json:
                     print(format_row(rows[-1]), flush=True)
     if args.json:
@@ -158,7 +184,7 @@ def make_staged(name: str, method: str) -> Tuple[Dict[str, Callable[..., Any]], 
     for key, settings in STAGES.items():
         torch.manual_seed(0)
         model = mlp(64, 64, 4) if name == "digits" else preact_resnet20(norm="batch")
-        optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM)
         pipe = ipu_pipe.Pipeline(
             model, cross_entropy, optimizer, method, stages=4, microbatches=count, **settings
         )
@@ -166,37 +192,144 @@ def make_staged(name: str, method: str) -> Tuple[Dict[str, Callable[..., Any]], 
     return contestants, [batch] * 4
 
 
-def make_contestants(task: Task) -> Tuple[Dict[str, Callable[..., Any]], List[Any]]:
+def make_contestants(
+    task: Task, chosen: Sequence[str]
+) -> Tuple[Dict[str, Callable[..., Any]], List[Any]]:
     """Return the steps of pipelines, and of plain SGD, on a model of equal blocks, and its data."""
     import torch
 
     import ipu_pipe
 
-    contestants: Dict[str, Callable[..., Any]] = {}
-    for name, settings in PIPELINES.items():
+    def make_step(name: str) -> Callable[..., Any]:
         torch.manual_seed(0)
+        if name in COMPILED:
+            return CompiledTraining(task, COMPILED[name]).step
         model = task.make()
-        optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
-        pipe = ipu_pipe.Pipeline(
-            model, task.loss, optimizer, "pipelined_backprop", microbatches=1, **settings
+        optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM)
+        if name in PIPELINES:
+            return ipu_pipe.Pipeline(
+                model,
+                task.loss,
+                optimizer,
+                "pipelined_backprop",
+                microbatches=1,
+                **PIPELINES[name],
+            ).step
+
+        def train_plainly(x: Any, y: Any) -> None:
+            task.loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return train_plainly
+
+    return {name: make_step(name) for name in chosen}, task.data
+
+
+class CompiledTraining:
+    """Plain SGD with momentum on a model of equal blocks, without a pipeline: forward, backward and
+    update of the whole model are one program of XLA.
+
+    It is made of the same operations as the pipelines' passes. `scans`: neighboring equal stages are
+    a loop (`jax.lax.scan`) over their stacked weights.
+    """
+
+    def __init__(self, task: Task, scans: bool) -> None:
+        import numpy as np
+
+        from ipu_pipe import trace_stages
+        from ipu_pipe.backends.xla.devices import import_jax
+        from ipu_pipe.backends.xla.player import make_passes
+        from ipu_pipe.model.stages import partition
+
+        jax = import_jax()
+        model = task.make()
+        begins = partition(model, task.data[0][0]).begin_names()
+        stages = trace_stages(model, begins, task.data[0], task.loss)
+        all_passes = make_passes(stages, jax.devices("cpu")[:1] * len(stages), is_split=False)
+        parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
+        self.groups: List[List[Any]] = []
+        for passes in all_passes:
+            if scans and self.groups and self.groups[-1][0].description == passes.description:
+                self.groups[-1].append(passes)
+            else:
+                self.groups.append([passes])
+        # of each group the weights of its stages, stacked (stages, ...)
+        self._weights: List[List[Any]] = []
+        for group in self.groups:
+            by_stage = [[parameters[name] for name in passes.graphs.weights] for passes in group]
+            self._weights.append([np.stack(same) for same in zip(*by_stage)])
+        self._momenta = jax.tree.map(np.zeros_like, self._weights)
+        self._update = jax.jit(self._make_update, donate_argnums=(0, 1))
+
+    def step(self, x: Any, y: Any) -> Any:
+        """Queue an update; return its loss."""
+        self._weights, self._momenta, loss = self._update(
+            self._weights, self._momenta, x.numpy(), y.numpy()
         )
-        contestants[name] = pipe.step
-    model = task.make()
-    optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
+        return loss
 
-    def train_plainly(x: Any, y: Any) -> None:
-        task.loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def export_weights(self) -> Dict[str, Any]:
+        """Return the newest weights by name."""
+        return {
+            name: weight[i]
+            for group, weights in zip(self.groups, self._weights)
+            for i, passes in enumerate(group)
+            for name, weight in zip(passes.graphs.weights, weights)
+        }
 
-    contestants[PLAIN] = train_plainly
-    return contestants, task.data
+    def _make_update(self, weights: Any, momenta: Any, x: Any, y: Any) -> Any:
+        """Return the weights and momenta after an update, and its loss; jax traces it."""
+        import jax.numpy as jnp
+
+        value = x
+        all_saved = []
+        for group, stacked in zip(self.groups, weights):
+            passes = group[0]
+
+            def forward(entering: Any, mine: Any, passes: Any = passes) -> Any:
+                labels = [y] if passes.graphs.labels else []
+                (leaving, *_), _, saved = passes.forward(mine, [], [entering, *labels])
+                return leaving, saved
+
+            value, saved = run_stages(forward, value, stacked)
+            all_saved.append(saved)
+        loss, gradient = value, jnp.ones_like(value)
+        for i, group in reversed(list(enumerate(self.groups))):
+            passes = group[0]
+
+            def backward(leaving: Any, mine: Any, passes: Any = passes) -> Any:
+                gradients, entering = passes.backward(*mine, [leaving])
+                # the first stage has nothing to return
+                return (entering or [leaving])[0], gradients
+
+            gradient, gradients = run_stages(
+                backward, gradient, (weights[i], all_saved[i]), reverse=True
+            )
+            momenta[i] = [MOMENTUM * m + g for m, g in zip(momenta[i], gradients)]
+            weights[i] = [w - RATE * m for w, m in zip(weights[i], momenta[i])]
+        return weights, momenta, loss
+
+
+def run_stages(run: Callable[..., Any], carry: Any, stacked: Any, reverse: bool = False) -> Any:
+    """Run neighboring equal stages one after another, with the arrays of each in `stacked`. Return
+    what leaves the last, and what each one gives, stacked."""
+    import jax
+
+    if len(jax.tree.leaves(stacked)[0]) > 1:
+        return jax.lax.scan(run, carry, stacked, reverse=reverse)
+    carry, given = run(carry, jax.tree.map(lambda array: array[0], stacked))
+    return carry, jax.tree.map(lambda array: array[None], given)
 
 
 def measure(
-    contestants: Dict[str, Callable[..., Any]], data: List[Any], rounds: int, updates: int
-) -> Dict[str, float]:
-    """Return the median milliseconds of an update of each contestant over `rounds` turns."""
+    contestants: Dict[str, Callable[..., Any]],
+    data: List[Any],
+    rounds: int,
+    updates: int,
+    clock: Callable[[], float],
+) -> Dict[str, List[float]]:
+    """Return the milliseconds of an update of each contestant in each of `rounds` turns."""
     import jax
 
     # until all stages have work, and twice as long, so that the buffers are warm
@@ -206,23 +339,41 @@ def measure(
     times: Dict[str, List[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, step in contestants.items():
-            start = time.perf_counter()
+            start = clock()
             for i in range(updates):
                 step(*data[i % len(data)])
             for array in jax.live_arrays():
                 array.block_until_ready()
-            times[name].append(1000 * (time.perf_counter() - start) / updates)
+            times[name].append(1000 * (clock() - start) / updates)
+    return times
+
+
+def find_medians(times: Dict[str, List[float]]) -> Dict[str, float]:
+    """Return the median of each contestant's turns."""
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def compare_turns(times: Dict[str, List[float]]) -> Dict[str, List[float]]:
+    """Return how many times the slot's time each contestant takes: least, median and greatest of
+    the turns, of which each has its own ratio."""
+    ratios = {}
+    for name, values in times.items():
+        by_turn = sorted(ms / slot for ms, slot in zip(values, times["slot"]))
+        ratios[name] = [by_turn[0], statistics.median(by_turn), by_turn[-1]]
+    return ratios
 
 
 def format_row(row: Dict[str, Any]) -> str:
     """Format the figures of a case."""
-    names = [*PIPELINES, PLAIN]
-    figures = "  ".join(f"{name} {row[name]:7.2f}" for name in names)
-    ratios = "  ".join(f"{row[name] / row['slot']:.2f}" for name in names if name != "slot")
+    figures = "  ".join(f"{name} {row[name]:7.2f}" for name in row["ratios"])
+    ratios = "  ".join(
+        f"{name} {median:.2f} ({least:.2f} to {greatest:.2f})"
+        for name, (least, median, greatest) in row["ratios"].items()
+        if name != "slot"
+    )
     return (
         f"{row['model']:11s} {row['blocks']:3d} blocks  microbatch {row['size']:2d}  ms an update: "
-        f"{figures}  as many times the slot's: {ratios}"
+        f"{figures}\n  as many times the slot's, median (least to greatest of the turns): {ratios}"
     )
 
 

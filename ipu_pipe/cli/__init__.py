@@ -72,7 +72,8 @@ def run(command: str | None = None) -> NoReturn:
             type=lambda name: name.replace("_", "-"),
             choices=summaries,
         )
-        chosen = parser.parse_args(sys.argv[1:2]).command
+        # who types the name alone asks what there is
+        chosen = parser.parse_args(sys.argv[1:2] or ["--help"]).command
         del sys.argv[1]
         importlib.import_module(f"{__name__}.{chosen.replace('-', '_')}").main()
 

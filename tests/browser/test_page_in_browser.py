@@ -43,7 +43,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options.binary_location = shutil.which("chromium") or ""
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    driver.set_page_load_timeout(30)
+    driver.set_page_load_timeout(60)
     yield driver
     driver.quit()
 
@@ -66,7 +66,7 @@ class BrowserPage:
     def run_script(self, code: str, *args: Any) -> Any:
         return self.driver.execute_script(code, *args)
 
-    def wait_until(self, true: Callable[[], Any], seconds: float = 20) -> Any:
+    def wait_until(self, true: Callable[[], Any], seconds: float = 60) -> Any:
         end = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < end, (

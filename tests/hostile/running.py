@@ -61,7 +61,7 @@ TOOLS = (
     *("fetch_data", "completion", "export", "rehearse", "check"),
 )
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 30  # of a case
+SECONDS = 60  # of a case
 MORE_MEMORY = 3 * 2**30  # address space of a case beyond what the imports take, in bytes
 MOST_WRITTEN = 2**28  # of a file
 LONGEST = 2100  # characters of a fault's line

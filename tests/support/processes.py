@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, Mapping, Sequence
@@ -32,6 +33,14 @@ def end_rank(folder: Path, rank: int) -> None:
     """Record that a rank has finished, then end its process as a script that raises does."""
     (folder / f"{rank}.ended").touch()
     end_process(0)
+
+
+def wait_for_file(file: Path) -> None:
+    """Wait until another process has made a file; fail after two minutes."""
+    end = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < end, file
+        time.sleep(0.02)
 
 
 def enable_interrupts() -> None:
