@@ -207,6 +207,15 @@ def test_an_undecided_bottleneck_names_no_stage_anywhere_in_the_text() -> None:
     assert "move about 14% of their work" in analysis["bottleneck"]["do"]
 
 
+def test_the_pass_to_shorten_is_named_only_beyond_the_spread() -> None:
+    """Stage 1 is slowest in both; whether its backward or its forward saves more is within the second spread."""
+    for spread, named in ((0.1, True), (1.2, False)):
+        text = format_analysis(analyze(make_trace([1.0, 2.5], [spread] * 2), "x"))
+        assert "Critical path: stage 1" in text
+        assert ("if the backward passes of stage 1 were 10% shorter" in text) is named
+        assert (" passes of stage " in text) is named
+
+
 def test_stages_of_one_device_are_told_apart_beyond_their_spread_alone() -> None:
     """Device 0 is slowest in both; which of its stages 0 and 2 is only beyond the spread."""
     for last, named, equals in ((3.0, 2, []), (2.02, None, [0, 2])):
@@ -234,7 +243,7 @@ def test_a_boundary_is_advised_only_if_it_gains_more_than_the_spread() -> None:
 
 
 def test_stages_within_a_wide_spread_are_to_be_timed_again() -> None:
-    trace = make_trace([1.0, 1.0], [0.3, 0.3], method=None)
+    trace = make_trace([1.0, 1.2], [0.3, 0.3], method=None)
     assert "balanced within the spread of 30.0%" in analyze(trace, "x")["bottleneck"]["do"]
 
 

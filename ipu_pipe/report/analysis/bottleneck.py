@@ -7,8 +7,8 @@ The bottleneck is the first of these of which the condition holds:
     communication   all devices together, and the slowest one, spend more time on messages alone than on computing
     stage           otherwise: the stage of the device that computes longest for a microbatch
 
-A modelled time has a spread. Where another device is as slow within it, no device is named, and where
-another stage of the device is, no stage; no cut is advised that gains less than the spread.
+A modelled time has a spread. Where another device is as slow within it, no device is named, and
+where another stage of the device is, no stage; no cut is advised that gains less than the spread.
 
 The remedy for a slow stage is usually another cut. `find_best_move` divides each stage's measured
 time among its units in proportion to their FLOPs, cuts the units anew, and plays both cuts by the
@@ -307,8 +307,8 @@ def _advise(
         mean = sum(loads.values()) / len(loads)
         excess = 1 - mean / max(loads.values())
         return (
-            f"move about {excess:.0%} of {whose} work to other stages, which would then compute for "
-            f"{format_time(mean)} each: with equal stages {hope} "
+            f"move about {excess:.0%} of {whose} work to other stages, which would then compute "
+            f"for {format_time(mean)} each: with equal stages {hope} "
             f"(which boundary to move is not known: {move['why_no_gain']})"
         )
     if (
