@@ -40,6 +40,7 @@ from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_part
 
 # ---- profile: time each stage's passes and updates after training
 
+
 def time_stages(run: Run) -> StageSeconds:
     """Return the least times of passes of the run's example, or only the reason if the user's code
     cannot do another pass.
