@@ -130,9 +130,7 @@ def _profile(config: Path) -> Any:
     costed = None
     for size in PROFILED:
         x, y = setup.move_to_device(*setup.data.train_batch(0, 0, size))
-        costed = measure_units(
-            costed or count_units(setup.model, x), setup.model, setup.loss, x, y, repeats=15
-        )
+        costed = measure_units(costed or count_units(setup.model, x), setup.model, setup.loss, x, y)
     assert costed is not None
     hardware = read_hardware("this").with_devices(2)
     return Problem(costed.units, 4.0 * 3 * 32 * 32, hardware, 1e12, "float32", 1)

@@ -273,7 +273,7 @@ def _describe_throughput(
     """
 
     def compute_median(key: str, runs: Sequence[Mapping[str, Any]] = runs) -> float | None:
-        values = [run[key] for run in runs if run[key] is not None]
+        values = [run[key] for run in runs if run.get(key) is not None]
         return statistics.median(values) if values else None
 
     def divide(value: float | None, other: float | None) -> float | None:
@@ -289,6 +289,7 @@ def _describe_throughput(
         "gradient_accumulation": accumulate,
         "utilization": compute_median("utilization"),
         "modelled_utilization": compute_median("modelled_utilization"),
+        "modelled_spread": compute_median("modelled_spread"),
         "planned_utilization": job.compute_planned_utilization(),
         "planned_utilization_steady": timelines.compute_utilization(
             job.method, len(job.partition), accumulate
@@ -415,8 +416,9 @@ def make_comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
             "on this machine.",
             "busy: share of time in passes and updates: measured on processes; modelled: the "
             "simulated schedule with the",
-            "measured passes of each stage; planned: the schedule's unit slots. traffic: per "
-            "microbatch, over all links.",
+            "measured passes of each stage, ± the share by which repeated passes differ; planned: "
+            "the schedule's unit slots.",
+            "traffic: per microbatch, over all links.",
             f"speedup: relative to the first method; modelled: the simulated schedule with times "
             f"from each stage's FLOPs ({HOW}).",
         ]
@@ -433,15 +435,16 @@ def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> list[st
     ]
     links = [*traffic["links"], *traffic.get("shared_layer_links", ())]
     is_measured = throughput["measured_speedup"] is not None
+    spread = throughput["modelled_spread"]
+    within = "" if spread is None else f" ± {spread:.1%}"
     link_mib = sum(link["bytes_per_microbatch"] for link in links) / MIB if is_measured else None
     return [
         name,
         _show(throughput["samples_per_second"], ".1f"),
         f"{min(rates):.1f} to {max(rates):.1f}" if len(rates) > 1 else "-",
-        *(
-            _show(throughput[key], ".1%")
-            for key in ("utilization", "modelled_utilization", "planned_utilization")
-        ),
+        _show(throughput["utilization"], ".1%"),
+        _show(throughput["modelled_utilization"], ".1%") + within,
+        _show(throughput["planned_utilization"], ".1%"),
         *(_show(throughput[key], ".2f") for key in ("measured_speedup", "modelled_speedup")),
         _show(max(peaks, default=None), ".1f"),
         f"{max(device['bytes'] for device in devices) / MIB:.1f}",

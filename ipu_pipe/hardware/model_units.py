@@ -36,7 +36,7 @@ from ipu_pipe.model.observation import (
 from ipu_pipe.model.precision import get_uncast_loss, restore_forward
 from ipu_pipe.model.restoring import restore_all
 from ipu_pipe.model.stages import list_top_cut_points
-from ipu_pipe.model.timing import time_passes
+from ipu_pipe.model.timing import combine_spreads, time_passes
 
 # samples of a real forward; a batch norm refuses one sample
 FEW = 2
@@ -167,13 +167,11 @@ def measure_units(
     loss: Loss,
     x: Any,
     y: Any,
-    warm_up: int = 2,
-    repeats: int = 5,
 ) -> CountedUnits:
     """Return the units with the seconds of their passes of the microbatch `x`, `y` on its device.
 
-    Medians of `repeats` after a `warm_up`. The model is left as it was. On torch 2.0 a backward's
-    time is divided in proportion to the FLOPs of the backwards.
+    The least of repeated passes. The model is left as it was. On torch 2.0 a backward's time is
+    divided in proportion to the FLOPs of the backwards.
     """
     begins = {unit.name: i for i, unit in enumerate(counted.units)}
     seconds = time_passes(
@@ -181,9 +179,9 @@ def measure_units(
         lambda: [loss(call_model(model, clone_tensors(x)), y)],
         begins,
         [unit.backward_flops for unit in counted.units],
-        repeats,
-        warm_up,
     )
+    unit_seconds = [f + b for f, b in zip(seconds.forward, seconds.backward)]
+    spread = combine_spreads(unit_seconds, seconds.spread)
     passes = [
         MeasuredPasses(count_samples(x), *times) for times in zip(seconds.forward, seconds.backward)
     ]
@@ -194,5 +192,5 @@ def measure_units(
     return CountedUnits(
         tuple(measured),
         f"{counted.how}; seconds measured with {count_samples(x)} samples on "
-        f"{get_first_tensor(x).device.type}",
+        f"{get_first_tensor(x).device.type}, which repeat within {spread:.1%}",
     )

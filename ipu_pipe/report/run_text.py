@@ -341,9 +341,11 @@ def format_busy(report: Mapping[str, Any]) -> str:
     """Format the share of the devices' time in passes and updates, from a summary, each figure with
     its origin.
     """
+    spread = report.get("modelled_spread")
+    repeat = "" if spread is None else f", which repeat within {spread:.1%}"
     origins = {
         "utilization": "measured on the devices",
-        "modelled_utilization": "modelled (the schedule with the stages' measured passes)",
+        "modelled_utilization": f"modelled (the schedule with the stages' measured passes{repeat})",
         "planned_utilization": "planned (of the schedule's unit slots)",
     }
     return ", ".join(

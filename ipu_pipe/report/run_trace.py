@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.job.record import Job, make_trace_metadata
 from ipu_pipe.model.flops import BACKWARD
-from ipu_pipe.model.timing import StageSeconds
+from ipu_pipe.model.timing import StageSeconds, combine_spreads
 from ipu_pipe.report.position import Position
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind, get_pass_needs
 from ipu_pipe.schedule.clock import Costs, Times, clock, estimate_run_time
@@ -285,20 +285,26 @@ def _count_in_flight(device: int, forward_ends: IntArray, last_ends: IntArray) -
 
 
 class StageCosts(NamedTuple):
-    """The clock's costs in seconds, a sentence on their source, and whether they were measured."""
+    """The clock's costs in seconds, a sentence on their source, and whether they were measured.
+
+    `spread`: how far the time of each stage may be off by chance, as a share of it; None if the
+    costs were not measured.
+    """
 
     costs: Costs
     origin: str
     are_measured: bool
+    spread: tuple[float, ...] | None = None
 
 
 class ModelledRates(NamedTuple):
-    """Rates of a simulated run: the share of the devices' time in passes and updates, and the
-    samples per second.
+    """Rates of a simulated run: the share of the devices' time in passes and updates, the samples
+    per second, and how far both may be off by chance, as a share of them.
     """
 
     utilization: float
     samples_per_second: float
+    spread: float | None
 
 
 def write_measured_trace(job: Job, path: Path, measured: Report) -> None:
@@ -332,6 +338,8 @@ def write_modelled_trace(job: Job, folder: Path, costs: StageCosts) -> None:
     batch = job.schedule.accumulate
     count = min(schedule.microbatches, job.traced_updates.stop * batch)
     metadata = {**make_trace_metadata(job), "modelled": True, "why_modelled": costs.origin}
+    if costs.spread is not None:
+        metadata["spread"] = list(costs.spread)
     events, counters = build_modelled_events(
         clock(schedule, costs.costs, count, job.placement),
         (job.table.forward(0, count), job.table.backward(0, count)),
@@ -360,7 +368,10 @@ def choose_stage_costs(job: Job, seconds: StageSeconds | None, position: Positio
     if seconds is not None and seconds.forward and any(seconds.forward + seconds.backward):
         costs = Costs(seconds.forward, seconds.backward, seconds.update)
         return StageCosts(
-            costs, f"{why} each stage's passes measured on this machine ({seconds.how})", True
+            costs,
+            f"{why} each stage's passes measured on this machine ({seconds.how})",
+            True,
+            seconds.spread,
         )
     reason = f", since {seconds.how}" if seconds is not None and not seconds.forward else ""
     forward = list(job.footprint.forward_flops)
@@ -382,9 +393,11 @@ def choose_stage_costs(job: Job, seconds: StageSeconds | None, position: Positio
     )
 
 
-def compute_modelled_rates(job: Job, costs: Costs) -> ModelledRates:
+def compute_modelled_rates(
+    job: Job, costs: Costs, spread: Sequence[float] | None = None
+) -> ModelledRates:
     """Return busy / (devices x span) and samples / span. The phases of a run, such as a warm-up by
-    GPipe, are played separately."""
+    GPipe, are played separately. `spread`: of the time of each stage."""
     busy = span = 0.0
     for _, updates, schedule in job.list_phases():
         microbatches = updates * schedule.accumulate
@@ -392,6 +405,9 @@ def compute_modelled_rates(job: Job, costs: Costs) -> ModelledRates:
             costs.update
         )
         span += estimate_run_time(schedule, costs, microbatches, job.placement)
+    loads = [f + b for f, b in zip(costs.forward, costs.backward)]
     return ModelledRates(
-        busy / (span * len(set(job.placement))), job.updates * job.global_batch_size / span
+        busy / (span * len(set(job.placement))),
+        job.updates * job.global_batch_size / span,
+        None if spread is None else combine_spreads(loads, spread),
     )

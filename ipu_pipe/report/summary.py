@@ -107,7 +107,7 @@ def compute_busy_shares(
     Measured: the time in passes and updates divided by the whole span, summed over the devices. The
     rest is the bubble, which includes waits and communication. Planned: the share of the schedule's
     unit slots, or PopTorch's own figure. Modelled: by the clock with measured costs, None if costs
-    were not measured.
+    were not measured; `modelled_spread` is how far they may be off by chance, as a share of them.
     """
     planned = (
         job.compute_planned_utilization() if measured.utilization is None else measured.utilization
@@ -115,7 +115,7 @@ def compute_busy_shares(
     span = sum(device.span_ns for device in measured.times or ())
     busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
     modelled = (
-        compute_modelled_rates(job, costs.costs)
+        compute_modelled_rates(job, costs.costs, costs.spread)
         if costs is not None and costs.are_measured
         else None
     )
@@ -126,6 +126,7 @@ def compute_busy_shares(
         "planned_bubble_fraction": 1 - planned,
         "modelled_utilization": None if modelled is None else modelled.utilization,
         "modelled_samples_per_second": None if modelled is None else modelled.samples_per_second,
+        "modelled_spread": None if modelled is None else modelled.spread,
     }
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import statistics
-import time
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
+import numpy as np
 import torch
 
 from ipu_pipe.backends.emulator.replay import Emulator
@@ -24,26 +23,33 @@ from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_s
 from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
-from ipu_pipe.model.timing import REPEATS, PassSeconds, StageSeconds, time_passes
+from ipu_pipe.model.timing import (
+    SECONDS_OF_STAGE,
+    BestSeconds,
+    Clock,
+    FloatArray,
+    PassSeconds,
+    StageSeconds,
+    compute_share,
+    repeat_until_close,
+    time_passes,
+)
 from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work, list_exactness_faults
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
 
 # ---- profile: time each stage's passes and updates after training
 
-# seconds of repeats; few are enough because the process has trained and is warm
-ENOUGH = 0.5
-
 
 def time_stages(run: Run) -> StageSeconds:
-    """Return median times over passes of the run's example, or only the reason if the user's code
+    """Return the least times of passes of the run's example, or only the reason if the user's code
     cannot do another pass.
 
     Weights, buffers, gradients and random states stay as they are.
     """
     try:
         passes = _time_passes(run)
-        update = _time_updates(run)
+        updates = _time_updates(run)
     # the user's code may raise anything, which must not lose a finished run
     except Exception as error:
         return StageSeconds((), (), (), f"its stages could not be timed ({summarize(error)})")
@@ -51,11 +57,19 @@ def time_stages(run: Run) -> StageSeconds:
     # a backward includes its recomputation
     if run.table.method.segments is not None:
         backward = [f + b for f, b in zip(passes.forward, backward)]
-    note = (
-        f"medians of {passes.repeats} passes of {count_samples(run.example[0])} samples after "
-        f"training"
+    pass_seconds = np.add(passes.forward, backward)
+    update_seconds = updates.least[0] / run.table.schedule.accumulate
+    excess = np.array(passes.spread) * pass_seconds + updates.spread * update_seconds
+    spread = compute_share(excess, pass_seconds + update_seconds)
+    # without the number of passes, which depends on how busy the machine was
+    note = f"the least of repeated passes of {count_samples(run.example[0])} samples after training"
+    return StageSeconds(
+        tuple(passes.forward),
+        tuple(backward),
+        tuple(updates.least[0].tolist()),
+        note,
+        tuple(spread.tolist()),
     )
-    return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), note)
 
 
 def _time_passes(run: Run) -> PassSeconds:
@@ -66,39 +80,40 @@ def _time_passes(run: Run) -> PassSeconds:
     def run_forward() -> list[torch.Tensor]:
         return compute_losses(run.loss, call_model(run.model, clone_tensors(x)), clone_tensors(y))
 
-    return time_passes(run.model, run_forward, run.partition.begins, flops, enough=ENOUGH)
+    seconds = SECONDS_OF_STAGE * len(run.partition)
+    return time_passes(run.model, run_forward, run.partition.begins, flops, seconds)
 
 
-def _time_updates(run: Run) -> list[float]:
+def _time_updates(run: Run) -> BestSeconds:
     """Return the time of a step of a copy of the optimizer for each stage, without the update
     rules.
 
     It is 0 for an optimizer that is not from torch.optim, because a copy of it may share state with
     the original.
     """
-    seconds = [0.0] * len(run.partition)
     optimizers = list_parts(run.optimizer)
     if not all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in optimizers):
+        nothing = np.zeros((1, len(run.partition)))
+        return BestSeconds(nothing, nothing[0])
+    copies = copy.deepcopy(optimizers)
+    groups_of_copy = [optimizer.param_groups for optimizer in copies]
+    for p in (p for groups in groups_of_copy for group in groups for p in group["params"]):
+        p.grad = torch.zeros_like(p)
+    kind = get_kind(run.device.type)
+
+    def time_steps(read_seconds: Clock) -> FloatArray:
+        seconds = np.zeros((1, len(run.partition)))
+        for optimizer, groups in zip(copies, groups_of_copy):
+            for stage in range(len(run.partition)):
+                optimizer.param_groups = [group for group in groups if group["stage"] == stage]
+                if any(group["params"] for group in optimizer.param_groups):
+                    start = read_seconds()
+                    optimizer.step()
+                    kind.synchronize()
+                    seconds[0, stage] += read_seconds() - start
         return seconds
-    for optimizer in copy.deepcopy(optimizers):
-        groups = optimizer.param_groups
-        for stage in range(len(run.partition)):
-            optimizer.param_groups = [group for group in groups if group["stage"] == stage]
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            for p in parameters:
-                p.grad = torch.zeros_like(p)
-            if parameters:
-                seconds[stage] += statistics.median(
-                    _time_step(optimizer, run.device.type) for _ in range(REPEATS)
-                )
-    return seconds
 
-
-def _time_step(optimizer: torch.optim.Optimizer, device: str) -> float:
-    start = time.perf_counter()
-    optimizer.step()
-    get_kind(device).synchronize()
-    return time.perf_counter() - start
+    return repeat_until_close(time_steps, kind, SECONDS_OF_STAGE)
 
 
 # ---- engine and backend

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Dict
 
 from ipu_pipe.files import parse_path
+from ipu_pipe.model.timing import combine_spreads
 from ipu_pipe.report.analysis.bottleneck import find_best_move, find_bottleneck
 from ipu_pipe.report.analysis.critical_path import MOST_WALKED, measure_critical_path
 from ipu_pipe.report.analysis.devices import (
@@ -20,6 +21,7 @@ from ipu_pipe.report.analysis.devices import (
 )
 from ipu_pipe.report.analysis.metadata import RunMetadata, validate_metadata
 from ipu_pipe.report.analysis.stages import (
+    measure_device_spreads,
     measure_stages,
     measure_staleness,
     measure_update_noise,
@@ -41,6 +43,11 @@ def analyze(trace: Trace, source: str) -> Analysis:
     begin, end = find_span(events)
     devices, overlap = measure_devices(events, run.devices, (begin, end))
     stages, stragglers = measure_stages(events, begin, run.sum_flops())
+    if run.modelled:
+        # all passes of a stage take its one time: that they are equal says nothing of its spread
+        spreads = dict(enumerate(run.spread or ()))
+        for row in stages:
+            row.update(noise=None, spread=spreads.get(row["index"]))
     links = measure_links(events, has_latencies=run.messages_end_late is None)
     training_ns = sum(end - begin - device["outside_ns"] for device in devices)
     utilization = (
@@ -57,6 +64,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         # a message under compute is in the trace until it is waited for, however early it arrived
         overlap.update(hidden_ns=None, share=None)
     loads = sum_busy_by_device(stages)
+    spreads_of_devices = measure_device_spreads(stages)
     analysis: Analysis = {
         "source": source,
         "method": run.method,
@@ -65,7 +73,10 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "why_modelled": run.why_modelled,
         "span_ns": end - begin,
         "begin_ns": begin,
-        "noise": measure_update_noise(events, run.accumulate),
+        "noise": None if run.modelled else measure_update_noise(events, run.accumulate),
+        "spread": combine_spreads(list(loads.values()), list(spreads_of_devices.values()))
+        if spreads_of_devices
+        else None,
         "devices": devices,
         "utilization": utilization,
         "bubble_fraction": None if utilization is None else 1 - utilization,
@@ -159,6 +170,10 @@ def _list_notes(analysis: Analysis, run: RunMetadata) -> list[str]:
         (
             analysis["critical_path"] is None and not has_one_device,
             f"no critical path: the trace has more than {MOST_WALKED:,} events",
+        ),
+        (
+            run.modelled and analysis["spread"] is None,
+            "the trace has no spread of its modelled times: stages may differ by chance",
         ),
         (not analysis["links"], "no message has a source and a target: no links"),
         (not analysis["memory"], "no memory counters"),

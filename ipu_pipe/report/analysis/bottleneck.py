@@ -7,6 +7,9 @@ The bottleneck is the first of these of which the condition holds:
     communication   all devices together, and the slowest one, spend more time on messages alone than on computing
     stage           otherwise: the stage of the device that computes longest for a microbatch
 
+A modelled time has a spread. Where another device is as slow within it, no device is named, and
+where another stage of the device is, no stage; no cut is advised that gains less than the spread.
+
 The remedy for a slow stage is usually another cut. `find_best_move` divides each stage's measured
 time among its units in proportion to their FLOPs, cuts the units anew, and plays both cuts by the
 run's schedule. For example stage 0 takes 4 ms and has the units a, b, c with 1, 2 and 1 GFLOP, and
@@ -19,7 +22,7 @@ stage 1 takes 2 ms for the unit d:
 from __future__ import annotations
 
 from itertools import product
-from typing import Callable, Iterator, NamedTuple, Sequence
+from typing import Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +32,7 @@ from ipu_pipe.model.balance import find_best_cut
 from ipu_pipe.plan.batch_times import BatchTimes
 from ipu_pipe.report.analysis.devices import HOST
 from ipu_pipe.report.analysis.metadata import RunMetadata
+from ipu_pipe.report.analysis.stages import find_longest, measure_device_spreads
 from ipu_pipe.report.analysis.text import Analysis, Row, describe_origin, format_share, format_time
 from ipu_pipe.schedule.clock import Costs, Transfer, clock
 from ipu_pipe.schedule.methods import Timeline
@@ -47,11 +51,11 @@ WORTHWHILE = 0.02
 
 
 class Cause(NamedTuple):
-    """A bottleneck: the `device`, `what` of it (STAGE, LINK, ...), and the sentences `why` and
-    `do`, without a full stop.
+    """A bottleneck: the `device` (None if it cannot be told), `what` of it (STAGE, LINK, ...), and
+    the sentences `why` and `do`, without a full stop.
     """
 
-    device: int
+    device: int | None
     what: str
     why: str
     do: str
@@ -74,25 +78,79 @@ def find_bottleneck(
     if not by_device or not busy[slowest]:
         return None
     stages = [stage for stage in analysis["stages"] if slowest in stage["devices"]]
-    stage = max(stages, key=lambda stage: stage["busy_ns"])["index"] if stages else None
+    longest_stages = _find_longest_stages(stages)
     cause = _find_time_outside(analysis, slowest)
     if cause is None and analysis["devices"][0].get("covers"):
         return None
     cause = cause or _find_slow_link(analysis, loads, slowest)
     cause = cause or _find_communication(analysis, slowest, run)
-    if cause is None:
+    spreads = measure_device_spreads(analysis["stages"])
+    longest = find_longest(by_device, spreads)
+    if cause is None and len(longest) > 1:
+        cause, longest_stages = _describe_equals(analysis, longest, spreads, by_device, move, run)
+    elif cause is None:
         unit = "per microbatch" if loads else "in all"
-        on_device = f" with stage {stage}" if stage is not None else ""
-        others = ", ".join(str(other["index"]) for other in stages if other["index"] != stage)
+        on_device = f" with stage{_list_words(longest_stages)}" if stages else ""
+        others = ", ".join(str(s["index"]) for s in stages if s["index"] not in longest_stages)
         place = f"device {slowest}{on_device}{others and f' (and {others})'}"
         computes = f"{place} computes for {format_time(by_device[slowest])} {unit}"
         why = "; ".join([computes + _compare(slowest, by_device), *_explain(analysis, slowest)])
-        cause = Cause(slowest, STAGE, why, _advise(analysis, by_device, move, run))
-    if cause.device != slowest:
+        cause = Cause(slowest, STAGE, why, _advise(analysis, by_device, move, run, "its"))
+    elif cause.device != slowest:
         # one subject: the stage of the device that is named
-        stages = [stage for stage in analysis["stages"] if cause.device in stage["devices"]]
-        stage = max(stages, key=lambda stage: stage["busy_ns"])["index"] if stages else None
-    return {"stage": stage, **cause._asdict(), **move}
+        longest_stages = _find_longest_stages(
+            [stage for stage in analysis["stages"] if cause.device in stage["devices"]]
+        )
+    is_one = len(longest_stages) == 1
+    return {
+        "stage": longest_stages[0] if is_one else None,
+        "within_spread": [] if is_one else longest_stages,
+        **cause._asdict(),
+        **move,
+    }
+
+
+def _find_longest_stages(stages: Sequence[Row]) -> list[int]:
+    """Return the stage, of those of a device, that computes longest; several if they are as long
+    within their spread.
+    """
+    if not stages:
+        return []
+    is_known = all(stage["spread"] is not None for stage in stages)
+    return find_longest(
+        {stage["index"]: stage["busy_ns"] for stage in stages},
+        {stage["index"]: stage["spread"] for stage in stages} if is_known else {},
+    )
+
+
+def _describe_equals(
+    analysis: Analysis,
+    longest: Sequence[int],
+    spreads: Mapping[int, float],
+    loads: Mapping[int, float],
+    move: Row,
+    run: RunMetadata,
+) -> tuple[Cause, list[int]]:
+    """Return a cause without a device, for the devices `longest` that are as slow as one another
+    within the spread, and their stages.
+    """
+    stages = [
+        stage["index"]
+        for stage in analysis["stages"]
+        if not set(longest).isdisjoint(stage["devices"])
+    ]
+    noun = "stage" if len(stages) == len(longest) else "device"
+    equals = stages if noun == "stage" else sorted(longest)
+    spread = max(spreads[device] for device in longest)
+    name = f"no one {noun} is slowest: {noun}{_list_words(equals)} are within the spread of "
+    why = "; ".join([f"{name}{spread:.1%}", *_explain(analysis, None)])
+    return Cause(None, STAGE, why, _advise(analysis, loads, move, run, "their")), stages
+
+
+def _list_words(numbers: Sequence[int]) -> str:
+    """Format numbers after a noun in the singular: " 1", "s 1 and 2", "s 0, 1 and 3"."""
+    *first, last = map(str, numbers)
+    return f"s {', '.join(first)} and {last}" if first else f" {last}"
 
 
 def _find_time_outside(analysis: Analysis, slowest: int) -> Cause | None:
@@ -163,7 +221,7 @@ def _find_communication(analysis: Analysis, slowest: int, run: RunMetadata) -> C
     return Cause(talking["index"], COMMUNICATION, why, do)
 
 
-def _compare(slowest: int, loads: dict[int, float]) -> str:
+def _compare(slowest: int, loads: Mapping[int, float]) -> str:
     """Compare the load of the slowest device with the other devices' loads."""
     others = [load for device, load in loads.items() if device != slowest]
     mean = sum(others) / len(others) if others else 0.0
@@ -174,8 +232,8 @@ def _compare(slowest: int, loads: dict[int, float]) -> str:
     return f", {loads[slowest] / mean:.3g} times the mean of the others ({format_time(mean)})"
 
 
-def _explain(analysis: Analysis, slowest: int) -> Iterator[str]:
-    """Yield further findings about a run whose bottleneck is the device `slowest`."""
+def _explain(analysis: Analysis, slowest: int | None) -> Iterator[str]:
+    """Yield further findings about a run whose bottleneck is the device `slowest`, if it is one."""
     devices = analysis["devices"]
     span = analysis["span_ns"]
     waiting = max(devices, key=lambda device: device["waits_for"].get(str(slowest), 0))
@@ -205,11 +263,15 @@ def _explain(analysis: Analysis, slowest: int) -> Iterator[str]:
         )
 
 
-def _advise(analysis: Analysis, loads: dict[int, float], move: Row, run: RunMetadata) -> str:
+def _advise(
+    analysis: Analysis, loads: Mapping[int, float], move: Row, run: RunMetadata, whose: str
+) -> str:
+    """Return what to do about the slowest device or devices: `whose` work is too much."""
     gain = move["gain"]
     even = move["gain_if_balanced"]
+    spread = analysis["spread"] or 0.0
     planned = analysis["planned_bubble_fraction"]
-    if gain is not None and gain >= WORTHWHILE:
+    if gain is not None and gain >= max(WORTHWHILE, spread):
         pairs = enumerate(zip(move["move"]["begins_now"], move["move"]["begins_then"]))
         moves = " and ".join(
             f"stage {s} at {then} instead of {now}" for s, (now, then) in pairs if now != then
@@ -232,10 +294,11 @@ def _advise(analysis: Analysis, loads: dict[int, float], move: Row, run: RunMeta
         return "let the host keep the device busy: larger or fewer operations, data loaded ahead"
     if len(analysis["devices"]) == 1:
         return "there is one device: use more devices, or a smaller model"
-    if max(loads.values()) > (1 + EVEN) * sum(loads.values()) / len(loads):
+    if max(loads.values()) > (1 + max(EVEN, spread)) * sum(loads.values()) / len(loads):
         if gain is not None:
+            much = f"more than the spread of {spread:.1%}" if spread > WORTHWHILE else "much"
             return (
-                "no other boundary helps by much: if a single unit is too large, let a stage "
+                f"no other boundary helps by {much}: if a single unit is too large, let a stage "
                 "begin inside it"
             )
         hope = (
@@ -244,8 +307,8 @@ def _advise(analysis: Analysis, loads: dict[int, float], move: Row, run: RunMeta
         mean = sum(loads.values()) / len(loads)
         excess = 1 - mean / max(loads.values())
         return (
-            f"move about {excess:.0%} of its work to other stages, which would then compute for "
-            f"{format_time(mean)} each: with equal stages {hope} "
+            f"move about {excess:.0%} of {whose} work to other stages, which would then compute "
+            f"for {format_time(mean)} each: with equal stages {hope} "
             f"(which boundary to move is not known: {move['why_no_gain']})"
         )
     if (
@@ -255,6 +318,11 @@ def _advise(analysis: Analysis, loads: dict[int, float], move: Row, run: RunMeta
         and run.known_method.flushes
     ):
         return "use more microbatches per update, or a method that does not drain the pipeline"
+    if spread > EVEN:
+        return (
+            f"stages are balanced within the spread of {spread:.1%}: time them again while the "
+            "machine does nothing else, or use faster devices, or more of them"
+        )
     return "stages are balanced: use faster devices, or more of them"
 
 

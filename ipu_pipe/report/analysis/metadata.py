@@ -18,6 +18,7 @@ MOST_DEVICES = 1 << 16
 
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Flops = Annotated[float, Field(ge=0, lt=1e30)]
+Spread = Annotated[float, Field(ge=0, lt=1e30)]
 Device = Annotated[int, Field(ge=0, lt=1 << 20)]
 
 
@@ -52,6 +53,9 @@ class RunMetadata(BaseModel):
     messages_end_late: Optional[bool] = None
     # of other tools: the ranks of the run, of which the trace may have fewer
     ranks: Optional[Count] = None
+    # how far the modelled times of each stage may be off by chance, as a share of them; traces
+    # before it was recorded, and costs that were not measured, have none
+    spread: Optional[List[Spread]] = None
     planned_bubble_fraction: Optional[Annotated[float, Field(ge=0, lt=1 << 31)]] = None
     units: Optional[List[UnitMetadata]] = None
     _resolved: Tuple[Optional[Method], str] = PrivateAttr((None, ""))

@@ -93,6 +93,7 @@ def _measure_stage(
         "busy_ns": busy_ns,
         "busy_ns_per_microbatch": usual_ns / forwards if forwards else None,
         "noise": measure_noise(_sum_by_microbatch(passes, times)),
+        "spread": None,
         "of_greatest": None,
         "flops_per_microbatch": flops,
         "flops_per_second": flops * forwards / passes_ns * 1e9
@@ -215,6 +216,34 @@ def sum_busy_by_device(stages: Sequence[Row]) -> dict[int, float]:
                 busy_by_device.get(device, 0.0) + stage["busy_ns_per_microbatch"]
             )
     return busy_by_device
+
+
+# ---- the spread of modelled times
+
+
+def measure_device_spreads(stages: Sequence[Row]) -> dict[int, float]:
+    """Return how far the compute time of each device may be off by chance, as a share of it; empty
+    if it is not known.
+    """
+    if any(stage["spread"] is None for stage in stages):
+        return {}
+    loads = sum_busy_by_device(stages)
+    excess = dict.fromkeys(loads, 0.0)
+    for stage in stages if loads else ():
+        for device in stage["devices"]:
+            excess[device] += stage["spread"] * stage["busy_ns_per_microbatch"]
+    return {device: excess[device] / load if load else 0.0 for device, load in loads.items()}
+
+
+def find_longest(times: Mapping[int, float], spreads: Mapping[int, float]) -> list[int]:
+    """Return the key of the longest time, and of every other time that is as long within the spread
+    of either; `spreads` is empty where times have none.
+    """
+    longest = max(times, key=lambda key: times[key])
+    if not spreads:
+        return [longest]
+    spread = {key: max(spreads[key], spreads[longest]) for key in times}
+    return [key for key, time in times.items() if time * (1 + spread[key]) >= times[longest]]
 
 
 # ---- staleness

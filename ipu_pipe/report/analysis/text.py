@@ -4,6 +4,7 @@ by side.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Dict, Iterator, Sequence
 
 from ipu_pipe.text import escape_lines, format_bytes, list_some
@@ -36,6 +37,7 @@ STAGE_HEAD = (
     "update",
     "per microbatch",
     "of slowest",
+    "spread",
     "GFLOP/s",
     "forward delay",
     "backward delay",
@@ -83,6 +85,12 @@ def format_percent(value: float | None) -> str:
 def describe_origin(analysis: Analysis) -> str:
     """Return whether the times of an analysis were modelled or measured."""
     return "modelled" if analysis["modelled"] else "measured"
+
+
+def describe_spread(analysis: Analysis) -> str:
+    """Return whether times were modelled or measured, and the spread of modelled ones."""
+    spread = analysis["spread"]
+    return describe_origin(analysis) + ("" if spread is None else f", spread {spread:.1%}")
 
 
 def _format_size(size: float | None) -> str:
@@ -148,7 +156,7 @@ def describe_busy(analysis: Analysis) -> str:
     busy = analysis["utilization"]
     known = []
     if busy is not None:
-        origin = describe_origin(analysis)
+        origin = describe_spread(analysis)
         bubble = analysis["bubble_fraction"]
         known.append(
             f"devices are busy {format_percent(busy)} of the time, bubble {format_percent(bubble)} "
@@ -169,7 +177,7 @@ def _format_head(analysis: Analysis) -> list[str]:
     line = (
         f"{analysis['source']}: {analysis['method'] or 'unknown method'}, "
         f"{stages}{count_devices(analysis)}, "
-        f"{format_time(analysis['span_ns'])}, {describe_origin(analysis)}"
+        f"{format_time(analysis['span_ns'])}, {describe_spread(analysis)}"
     )
     return [line] + ([f"modelled: {analysis['why_modelled']}"] if analysis["why_modelled"] else [])
 
@@ -184,7 +192,7 @@ def _format_answer(analysis: Analysis) -> list[str]:
         ]
     if worst is None:
         return ["no device computes anything"]
-    device = f"device {worst['device']}"
+    device = "not known" if worst["device"] is None else f"device {worst['device']}"
     place = {
         "stage": f"stage {worst['stage']} on {device}" if worst["stage"] is not None else device,
         "link": f"the link from {device}",
@@ -204,9 +212,11 @@ def _format_answer(analysis: Analysis) -> list[str]:
 
 
 def _format_path(analysis: Analysis) -> list[str]:
-    """Format the critical path in two lines: its shares, and the pass to shorten first."""
+    """Format the critical path in two lines: its shares, and the pass to shorten first. Another
+    stage would be on it by chance where several are as slow within the spread.
+    """
     path = analysis["critical_path"]
-    if path is None:
+    if path is None or (analysis["bottleneck"] or {}).get("within_spread"):
         return []
     parts = [(f"stage {row['stage']}", row["share"]) for row in path["stages"]]
     parts += [(f"link {row['src']} -> {row['dst']}", row["share"]) for row in path["links"]]
@@ -218,8 +228,11 @@ def _format_path(analysis: Analysis) -> list[str]:
         + (", ".join(f"{name} {share:.1%}" for name, share in parts) or "no stage")
         + rest
     ]
-    if path["what_if"]:
-        best = path["what_if"][0]
+    best, *others = path["what_if"] or [None]
+    rivals = [other["saves_ns"] * (1 + (analysis["spread"] or 0.0)) for other in others[:1]]
+    if best is not None and (
+        analysis["spread"] is None or best["saves_ns"] > max(rivals, default=0)
+    ):
         lines.append(
             f"  if the {best['kind']} passes of stage {best['stage']} were {best['shorter']:.0%} "
             f"shorter: {format_time(best['saves_ns'])} ({best['share']:.1%}) less (predicted)"
@@ -260,14 +273,18 @@ def _format_stages(analysis: Analysis) -> list[str]:
                 ),
                 *map(format_time, (s["update_ns"], s["busy_ns_per_microbatch"])),
                 format_percent(s["of_greatest"]),
+                format_percent(s["spread"]),
                 "-" if rate is None else f"{rate / 1e9:.3g}",
                 *(_format_lag(stale.get(key)) for key in ("forward_versions", "backward_versions")),
                 format_time((stale.get("time_ns") or {}).get("median")),
             ]
         )
-    is_split = any(s[key] is not None for s in analysis["stages"] for key in HALVES.values())
+    optional = {**HALVES, "spread": "spread"}
+    hidden = [
+        name for name, key in optional.items() if all(s[key] is None for s in analysis["stages"])
+    ]
     table = [
-        [cell for cell, name in zip(row, STAGE_HEAD) if is_split or name not in HALVES]
+        [cell for cell, name in zip(row, STAGE_HEAD) if name not in hidden]
         for row in (STAGE_HEAD, *rows)
     ]
     return format_table(
@@ -397,13 +414,10 @@ def format_comparison(
         lines.append(
             f"different settings (this | other): {list_some(settings, MOST_ROWS) or 'none'}"
         )
-    noise = analysis["noise"], other["noise"]
-    rows = [_compare_times("span", analysis["span_ns"], other["span_ns"], noise)]
-    bubble = analysis["bubble_fraction"]
-    other_bubble = other["bubble_fraction"]
-    is_known = bubble is not None and other_bubble is not None
-    points = f"{100 * (bubble - other_bubble):+.1f} points" if is_known else "-"
-    rows.append(["bubble", format_percent(bubble), format_percent(other_bubble), points])
+    rows = [
+        _compare_times("span", analysis["span_ns"], other["span_ns"], (analysis, other)),
+        _compare_bubbles(analysis, other),
+    ]
     rows += _compare_rows(
         "stage {index}, per microbatch",
         "busy_ns_per_microbatch",
@@ -443,8 +457,7 @@ def _compare_rows(
             difference = abs(time - other_time)
         elif time is None and other_time is None:
             continue
-        noise = row.get("noise"), other.get("noise")
-        compared.append((difference, _compare_times(label, time, other_time, noise)))
+        compared.append((difference, _compare_times(label, time, other_time, (row, other))))
     compared.sort(key=lambda item: -item[0])
     lines = [line for _, line in compared[:MOST_COMPARED]]
     if len(compared) > MOST_COMPARED:
@@ -456,18 +469,46 @@ def _compare_times(
     name: str,
     time: float | None,
     other: float | None,
-    noise: tuple[float | None, float | None] = (None, None),
+    rows: tuple[Row, Row],
 ) -> list[str]:
-    """Return a row of two times and their difference in percent of the second. `noise`: how far
-    each may be off by chance, as a share of it.
+    """Return a row of two times and their difference in percent of the second. `rows`: those of the
+    times, whose noise or spread is how far each may be off by chance, as a share of it.
     """
     difference = "-"
     if time is not None and other:
         change = (time - other) / other
         difference = f"{change:+.1%}"
-        if noise[0] is not None and noise[1] is not None:
-            spread = (noise[0] ** 2 + noise[1] ** 2) ** 0.5
-            within = ", within noise" if abs(change) <= spread else ""
-            # times that were the same each time have none
-            difference += f" (noise {spread:.1%}{within})" if spread >= 0.0005 else ""
+        doubts = [doubt for doubt in map(_get_doubt, rows) if doubt is not None]
+        if len(doubts) == len(rows):
+            difference += _describe_doubt(rows, abs(change), math.hypot(*doubts))
     return [name, format_time(time), format_time(other), difference]
+
+
+def _compare_bubbles(analysis: Analysis, other: Analysis) -> list[str]:
+    """Return the row of two bubbles and their difference in points."""
+    bubbles = analysis["bubble_fraction"], other["bubble_fraction"]
+    points = "-"
+    if None not in bubbles:
+        change = bubbles[0] - bubbles[1]
+        points = f"{100 * change:+.1f} points"
+        spreads = analysis["spread"], other["spread"]
+        if None not in spreads:
+            doubts = [(1 - bubble) * spread for bubble, spread in zip(bubbles, spreads)]
+            points += _describe_doubt((analysis, other), abs(change), math.hypot(*doubts))
+    return ["bubble", *map(format_percent, bubbles), points]
+
+
+def _get_doubt(row: Row) -> float | None:
+    """Return how far the time of a row may be off by chance, as a share of it."""
+    spread: float | None = row.get("spread")
+    return row.get("noise") if spread is None else spread
+
+
+def _describe_doubt(rows: tuple[Row, Row], change: float, doubt: float) -> str:
+    """Return how far a difference may be off by chance, and whether it is within that."""
+    # times that were the same each time have none
+    if doubt < 0.0005:
+        return ""
+    name = "noise" if all(row.get("spread") is None for row in rows) else "spread"
+    within = f", within {name}" if change <= doubt else ""
+    return f" ({name} {doubt:.1%}{within})"

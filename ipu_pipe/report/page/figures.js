@@ -43,7 +43,7 @@ function answer(analysis, measured) {
     const onDevice = known(worst.device) ? ` on device ${worst.device}` : "";
     const where = worst.what === "link" ? `the link from device ${worst.device}` : worst.what === "communication" ? "communication"
       : worst.what === "outside" ? "evaluation, checkpoints and pauses"
-      : known(worst.stage) ? stageName(analysis, worst.stage) + onDevice : worst.what || "not known";
+      : known(worst.stage) ? stageName(analysis, worst.stage) + onDevice : known(worst.device) ? `device ${worst.device}` : "not known";
     at.append(make("p", {class: "lead", id: "bottleneck"}, make("b", {}, capital(where)), worst.why ? `: ${worst.why}` : "", " ", badge(measured)));
     if (worst.do) at.append(make("p", {class: "lead"}, capital(worst.do)));
     if (worst.why_no_gain) at.append(make("p", {class: "hint"}, `What moving boundaries would gain is not known: ${worst.why_no_gain}`));
@@ -60,6 +60,7 @@ function answer(analysis, measured) {
     ["Utilization of the schedule", percent(known(planned) ? planned : known(missing) ? 1 - missing : null), "planned"],
     ["Bubble: time not computing", percent(analysis.bubble_fraction), measured],
     ["Span", duration(analysis.span_ns), measured],
+    ...(known(analysis.spread) ? [["Spread of the stages' times", percent(analysis.spread), measured]] : []),
     ["Gain by moving boundaries", worst && known(worst.gain) ? "+" + percent(worst.gain) : "not known", "predicted"],
     ["Gain if stages were equal", worst && known(worst.gain_if_balanced) ? "+" + percent(worst.gain_if_balanced) : "not known", "predicted"],
     ["Imbalance of devices", percent(analysis.imbalance), measured],
@@ -73,7 +74,8 @@ function answer(analysis, measured) {
 // The chain that decides the span: a strip with its pieces, and what shorter passes would save.
 function criticalPath(analysis, measured) {
   const path = analysis.critical_path;
-  if (!path || !list(path.pieces).length) return;
+  // where several stages are as slow within the spread, another one would be on the path by chance
+  if (!path || !list(path.pieces).length || list((analysis.bottleneck || {}).within_spread).length) return;
   const ink = kind => ["recv", "message"].includes(kind) ? "send" : kind === "host" || kind === "compute" ? "idle" : slug(kind), span = analysis.span_ns || 1;
   const strip = make("div", {class: "stacked", id: "path", role: "img", "aria-label": list(path.stages).map(row => `stage ${row.stage} ${percent(row.share)}`).join(", ")},
     ...path.pieces.map(piece => make("i", {style: {width: 100 * piece.duration_ns / span + "%", "background-color": `var(--${ink(piece.kind)})`},
@@ -201,10 +203,11 @@ function stages(analysis, measured) {
   const found = list(analysis.stages), stale = list(analysis.staleness);
   const most = greatest(found.map(stage => stage.busy_ns_per_microbatch || 0)), worst = (analysis.bottleneck || {}).what === "stage" ? analysis.bottleneck.stage : null;
   const halves = [["input gradient", "input_gradient_ns"], ["weight gradient", "weight_gradient_ns"]].filter(([, key]) => found.some(stage => known(stage[key])));
+  const spreads = found.some(stage => known(stage.spread)) ? ["spread"] : [];
   section("stages", "Imbalance of the stages", measured, found.length ? make("div", {class: "scroll"}, table("What each stage computes for a microbatch; passes and updates: medians",
-    ["Stage", "devices", "", "a microbatch", "of the greatest", "forward", "backward", ...halves.map(([name]) => name), "update", "FLOP/s"], found.map(stage => [
+    ["Stage", "devices", "", "a microbatch", "of the greatest", ...spreads, "forward", "backward", ...halves.map(([name]) => name), "update", "FLOP/s"], found.map(stage => [
       stageName(analysis, stage.index), list(stage.devices).join(", "), meter(stage.busy_ns_per_microbatch, most, stage.index === worst ? "mark" : "forward"), duration(stage.busy_ns_per_microbatch),
-      percent(stage.of_greatest), duration(stage.forward_ns), duration(stage.backward_ns), ...halves.map(([, key]) => duration(stage[key])), duration(stage.update_ns),
+      percent(stage.of_greatest), ...spreads.map(() => percent(stage.spread)), duration(stage.forward_ns), duration(stage.backward_ns), ...halves.map(([, key]) => duration(stage[key])), duration(stage.update_ns),
       known(stage.flops_per_second) ? withUnit(stage.flops_per_second, [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1, ""]]) : "not known",
     ]))) : make("p", {class: "note"}, "Not known."));
   const versions = one => one ? `${plain(one.mean)} (at most ${plain(one.greatest)})` : "not known";

@@ -1,0 +1,303 @@
+"""Check the spread of modelled times: when passes are repeated, and that nothing is named inside it.
+
+Story: eight traces of one unchanged pipeline named stages 3, 1, 0, 1, 0, 2, 2 and 5 as the slowest."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Sequence
+
+import numpy as np
+import pytest
+
+from ipu_pipe.cli import analyze as analyze_command
+from ipu_pipe.model import timing
+from ipu_pipe.model.devices import DeviceKind
+from ipu_pipe.model.timing import (
+    BEST,
+    MOST_REPEATS,
+    BestSeconds,
+    Clock,
+    combine_spreads,
+    repeat_until_close,
+)
+from ipu_pipe.report.analysis.analyze import analyze
+from ipu_pipe.report.analysis.text import format_analysis, format_comparison
+from ipu_pipe.report.run_trace import (
+    build_modelled_events,
+)
+from ipu_pipe.run.train import train
+from ipu_pipe.schedule.clock import Costs, clock
+from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.trace.events import Trace
+from tests.command_line import run_here
+from tests.support.runs import list_faults, read_summary
+from tests.test_modelled import load_modelled_config
+
+CPU = DeviceKind("cpu")
+FOREVER = 1e9
+RECORDED = json.loads((Path(__file__).parent / "noisy_stage_times.json").read_text())
+# the first pass of each series of passes that is cut from a recorded one
+FIRST = range(0, len(RECORDED["even"]) - MOST_REPEATS + 1, 4)
+
+
+def find_best_of(series: Sequence[Any]) -> BestSeconds:
+    """Return the best of passes (ways, stages) that take the recorded seconds, one after another."""
+    passes = iter(series)
+    return repeat_until_close(lambda clock: np.array(next(passes)), CPU, FOREVER)
+
+
+def make_trace(seconds: Sequence[float], spreads: Any, devices: Any = None, **more: Any) -> Trace:
+    """Make the modelled trace of GPipe on stages whose passes take `seconds`, a third of it forward."""
+    count = len(seconds)
+    method = METHODS["gpipe"]
+    schedule = make_schedule(method, count, 8, 4)
+    table = VersionTable(schedule, method)
+    costs = Costs([s / 3 for s in seconds], [2 * s / 3 for s in seconds], [0.0] * count)
+    versions = table.forward(0, 8), table.backward(0, 8)
+    device_of_stage = list(devices or range(count))
+    events, counters = build_modelled_events(
+        clock(schedule, costs, None, device_of_stage), versions, 1e9, device_of_stage, [100] * count
+    )
+    metadata: Dict[str, Any] = {
+        "method": "gpipe", "stages": count, "accumulate": 4, "modelled": True,
+        "device_of_stage": device_of_stage, **more,
+    }  # fmt: skip
+    if spreads is not None:
+        metadata["spread"] = list(spreads)
+    return Trace(events, counters, metadata)
+
+
+def analyze_recorded(name: str, first: int) -> Dict[str, Any]:
+    """Analyze the modelled trace of the recorded series `name` from its pass `first` on."""
+    best = find_best_of(1e-6 * np.array(RECORDED[name][first:], float))
+    return analyze(make_trace(best.least.sum(axis=0).tolist(), best.spread.tolist()), name)
+
+
+# ---- recorded times
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_no_stage_is_named_where_the_slowest_one_changes(first: int) -> None:
+    """The medians of three passes of this series name stage 7 or 0."""
+    analysis = analyze_recorded("even", first)
+    worst = analysis["bottleneck"]
+    assert worst["stage"] is worst["device"] is None and worst["what"] == "stage"
+    assert {0, 7} <= set(worst["within_spread"])
+    assert worst["why"].startswith("no one stage is slowest: stages 0")
+    assert f"are within the spread of {find_greatest_spread(analysis):.1%}" in worst["why"]
+
+
+def find_greatest_spread(analysis: Dict[str, Any]) -> float:
+    """Return the greatest spread of the stages that are as slow as one another."""
+    named = analysis["bottleneck"]["within_spread"]
+    return max(row["spread"] for row in analysis["stages"] if row["index"] in named)
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_a_stage_that_is_clearly_slowest_is_named(first: int) -> None:
+    analysis = analyze_recorded("slow", first)
+    worst = analysis["bottleneck"]
+    assert (worst["stage"], worst["device"], worst["within_spread"]) == (3, 3, [])
+    assert "device 3 with stage 3 computes for" in worst["why"]
+
+
+def test_medians_of_three_recorded_passes_name_several_stages() -> None:
+    """The recorded series are of the kind that the story tells of."""
+    passes = np.array(RECORDED["even"], float).sum(axis=1)
+    assert len({int(np.median(passes[i : i + 3], axis=0).argmax()) for i in range(58)}) > 1
+
+
+# ---- how often passes are repeated
+
+
+def test_equal_passes_are_repeated_a_few_times_and_noisy_ones_at_most_forty_times() -> None:
+    equal, alternating = [[[1.0, 2.0]]] * 99, [[[1.0, 2.0 + 0.5 * i]] for i in range(99)]
+    for series, count in ((equal, BEST), (alternating[::-1], MOST_REPEATS)):
+        passes = iter(series)
+        repeat_until_close(lambda clock, passes=passes: np.array(next(passes)), CPU, FOREVER)  # type: ignore[misc]
+        assert len(series) - len(list(passes)) == count
+
+
+def test_passes_end_with_the_seconds_that_they_may_take() -> None:
+    """Two passes are the fewest, since one has no spread."""
+    passes = iter([[[1.0]], [[1.5]], [[9.0]]])
+    best = repeat_until_close(lambda clock: np.array(next(passes)), CPU, 0.0)
+    assert best.least.tolist() == [[1.0]] and best.spread.tolist() == [0.5]
+    assert list(passes) == [[[9.0]]]
+
+
+def test_the_spread_is_that_of_the_five_least_passes() -> None:
+    """Times of both ways count; slow passes do not."""
+    passes = (4.0, 1.1, 1.0, 1.2, 9.0, 1.05, 1.15)
+    best = timing.find_best([np.array([[a], [2 * a]]) for a in passes])
+    assert best.least.tolist() == [[1.0], [2.0]] and best.spread == pytest.approx([0.2])
+    assert timing.find_best([np.zeros((1, 2))] * 2).spread.tolist() == [0.0, 0.0]
+
+
+def test_a_short_stage_does_not_make_a_pipeline_doubtful() -> None:
+    """A stage that takes a hundredth of the longest one may be off by half of its time."""
+    assert combine_spreads([1.0, 0.01], [0.02, 0.5]) == 0.02 and combine_spreads([], []) == 0.0
+    series = iter([[[1.0, 0.01 + 0.001 * i]] for i in range(99)])
+    repeat_until_close(lambda clock: np.array(next(series)), CPU, FOREVER)
+    assert len(list(series)) == 99 - BEST
+
+
+@pytest.mark.parametrize(
+    "waits, kind, expected",
+    [
+        ((3, 3), "cpu", time.thread_time),
+        ((3, 4), "cpu", time.perf_counter),
+        ((None, None), "cpu", time.perf_counter),
+        ((3, 3), "cuda", time.perf_counter),
+    ],
+)
+def test_the_processor_time_counts_where_a_pass_does_not_wait(
+    waits: Any, kind: str, expected: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that sleeps or waits for a device has its time by the wall clock."""
+    counts: Iterator[Any] = iter(waits)
+    monkeypatch.setattr(timing, "_count_waits", lambda: next(counts))
+    clocks: List[Clock] = []
+
+    def measure(clock: Clock) -> Any:
+        clocks.append(clock)
+        return np.ones((1, 1))
+
+    repeat_until_close(measure, DeviceKind(kind), FOREVER)
+    assert clocks == [time.perf_counter] + [expected] * (BEST - 1)
+
+
+def test_a_sleep_is_a_wait() -> None:
+    before = timing._count_waits()
+    time.sleep(0.001)
+    after = timing._count_waits()
+    assert before is None or after is None or after > before
+
+
+# ---- the spread reaches text, JSON and advice
+
+
+def test_the_spread_is_in_the_figures_and_the_text_of_an_analysis() -> None:
+    analysis = analyze(make_trace([1.0, 2.0], [0.03, 0.04]), "x")
+    assert [row["spread"] for row in analysis["stages"]] == [0.03, 0.04]
+    assert analysis["spread"] == pytest.approx(0.04)
+    # all passes of a stage take its one time, which is no measure of noise
+    assert analysis["noise"] is None and {row["noise"] for row in analysis["stages"]} == {None}
+    text = format_analysis(analysis)
+    assert text.count("(modelled, spread 4.0%)") == 1 and ", modelled, spread 4.0%\n" in text
+    table = next(line for line in text.splitlines() if line.startswith("stage "))
+    assert "of slowest  spread" in table and "Bottleneck: stage 1 on device 1" in text
+    assert "Critical path: stage 1" in text
+
+
+def test_an_undecided_bottleneck_names_no_stage_anywhere_in_the_text() -> None:
+    analysis = analyze(make_trace([1.0, 1.9, 2.0, 1.95], [0.03, 0.12, 0.05, 0.01]), "x")
+    text = format_analysis(analysis)
+    assert (
+        "Bottleneck: not known\n"
+        "  why: no one stage is slowest: stages 1, 2 and 3 are within the spread of 12.0%\n" in text
+    )
+    answer = text[: text.index("\n\ndevice ")]
+    assert "Critical path" not in answer and "waits for it" not in answer
+    assert "move about 14% of their work" in analysis["bottleneck"]["do"]
+
+
+def test_the_pass_to_shorten_is_named_only_beyond_the_spread() -> None:
+    """Stage 1 is slowest in both; whether its backward or its forward saves more is within the second spread."""
+    for spread, named in ((0.1, True), (1.2, False)):
+        text = format_analysis(analyze(make_trace([1.0, 2.5], [spread] * 2), "x"))
+        assert "Critical path: stage 1" in text
+        assert ("if the backward passes of stage 1 were 10% shorter" in text) is named
+        assert (" passes of stage " in text) is named
+
+
+def test_stages_of_one_device_are_told_apart_beyond_their_spread_alone() -> None:
+    """Device 0 is slowest in both; which of its stages 0 and 2 is only beyond the spread."""
+    for last, named, equals in ((3.0, 2, []), (2.02, None, [0, 2])):
+        trace = make_trace([2.0, 1.0, last, 1.0], [0.05] * 4, devices=(0, 1, 0, 1))
+        worst = analyze(trace, "x")["bottleneck"]
+        assert (worst["device"], worst["stage"], worst["within_spread"]) == (0, named, equals)
+    trace = make_trace([2.0, 2.0, 1.0, 1.01], [0.05] * 4, devices=(0, 1, 0, 1))
+    why = analyze(trace, "x")["bottleneck"]["why"]
+    assert why.startswith("no one device is slowest: devices 0 and 1 are within the spread of 5.0%")
+
+
+UNITS = [
+    {"name": f"layer{i}", "stage": int(i > 2), "forward_flops": 1.0, "backward_flops": 2.0, "crossing_bytes": 1}
+    for i in range(5)
+]  # fmt: skip
+
+
+def test_a_boundary_is_advised_only_if_it_gains_more_than_the_spread() -> None:
+    """Stage 0 has three equal layers and stage 1 two quicker ones: moving one gains a third."""
+    for spread, advised in ((0.01, True), (0.25, True), (0.4, False)):
+        worst = analyze(make_trace([4.0, 1.0], [spread] * 2, units=UNITS), "x")["bottleneck"]
+        assert 0.25 < worst["gain"] < 0.4 and worst["stage"] == 0
+        assert ("begin stage 1 at layer2" in worst["do"]) is advised
+        assert ("more than the spread of 40.0%" in worst["do"]) is not advised
+
+
+def test_stages_within_a_wide_spread_are_to_be_timed_again() -> None:
+    trace = make_trace([1.0, 1.2], [0.3, 0.3], method=None)
+    assert "balanced within the spread of 30.0%" in analyze(trace, "x")["bottleneck"]["do"]
+
+
+def test_a_difference_of_two_traces_is_told_from_their_spread() -> None:
+    first = analyze(make_trace([1.0, 2.0], [0.03, 0.03]), "a")
+    near, far = (analyze(make_trace(s, [0.04, 0.04]), "b") for s in ([1.0, 2.08], [1.0, 3.0]))
+    assert format_comparison(first, near).count("within spread)") == 4
+    far_text = format_comparison(first, far)
+    assert "(spread 5.0%)" in far_text and "-33.3% (spread 5.0%)" in far_text
+    bubbles = [line for line in far_text.splitlines() if line.startswith("bubble")]
+    assert "points (spread " in bubbles[0] and "within" not in bubbles[0]
+    # a measured trace has noise, and a modelled one of old none
+    old = analyze(make_trace([1.0, 2.0], None), "old")
+    assert "spread" not in format_comparison(first, old)
+
+
+def test_a_trace_without_a_spread_is_read_and_says_so() -> None:
+    analysis = analyze(make_trace([1.0, 1.0, 1.01], None), "x")
+    assert analysis["bottleneck"]["stage"] == 2 and analysis["bottleneck"]["within_spread"] == []
+    assert analysis["spread"] is None and "of slowest  GFLOP/s" in format_analysis(analysis)
+    assert any("no spread of its modelled times" in note for note in analysis["notes"])
+
+
+@pytest.mark.parametrize("spread", [[-0.1, 0.1], "wide", [None, 0.1], [float("nan"), 0.1]])
+def test_a_damaged_spread_is_refused(spread: Any) -> None:
+    trace = make_trace([1.0, 2.0], None, spread=spread)
+    (fault,) = list_faults(analyze, trace, "x")
+    assert fault.startswith("x: metadata: spread: ")
+
+
+def test_too_few_spreads_are_none() -> None:
+    analysis = analyze(make_trace([1.0, 2.0], [0.1]), "x")
+    assert analysis["spread"] is None and analysis["bottleneck"]["stage"] == 1
+
+
+# ---- of a run
+
+
+def test_a_run_records_and_prints_its_spread(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(load_modelled_config("stages=3"), tmp_path / "run")
+    summary = read_summary(tmp_path / "run")
+    spread = summary["modelled_spread"]
+    assert spread >= 0
+    assert f"(the schedule with the stages' measured passes, which repeat within {spread:.1%})" in (
+        capsys.readouterr().out
+    )
+    code, output, _ = run_here(
+        analyze_command, tmp_path / "run", "--json", monkeypatch=monkeypatch, capsys=capsys
+    )
+    analysis = json.loads(output)
+    assert code == 0 and len(analysis["stages"]) == 3
+    assert all(row["spread"] >= 0 for row in analysis["stages"]) and analysis["spread"] >= 0
+    assert analysis["why_modelled"].endswith(
+        "(the least of repeated passes of 8 samples after training)"
+    )
