@@ -62,6 +62,7 @@ def format_opening(job: Job, done: int = 0) -> str:
             else "data of unknown length"
         ),
     ]
+    lines += [job.advice] if job.advice else []
     return "\n".join(lines)
 
 
@@ -297,8 +298,8 @@ def format_closing(
         )
     if trend is not None:
         lines.append(
-            f"  finding: {trend}; stability {folder / 'config.yaml'} prints which learning rates "
-            f"are stable under these delays"
+            f"  finding: {trend}; a lower optimizer.lr may help: python tools/stability.py "
+            f"{folder / 'config.yaml'} measures the curvature at this run's checkpoints"
         )
     measured = report["throughput_samples_per_second"]
     if predicted is not None and measured is not None:

@@ -34,12 +34,13 @@ def summarize(
     tested: Sequence[EvaluationResult] = (),
     costs: StageCosts | None = None,
     stopped: str | None = None,
+    diverged_after: int | None = None,
 ) -> dict[str, Any]:
     """Return the contents of `summary.json`.
 
     `final`: the last evaluation by the names in `metrics.jsonl`; `tested`: the last test by block;
     `costs`: of the stages, if no device has a clock; `stopped`: why the run ended before its last
-    planned update.
+    planned update; `diverged_after`: the updates after which the training loss diverged.
     """
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
@@ -66,6 +67,7 @@ def summarize(
         "steps": position.update,
         "planned_steps": job.updates,
         "stopped": stopped,
+        "diverged_after": diverged_after,
         "best": position.best,
         "samples": position.update * job.global_batch_size,
         "updates_per_epoch": job.updates_per_epoch,

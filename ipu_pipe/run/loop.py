@@ -202,6 +202,8 @@ class TrainingLoop:
             run.forget_after(done, self.progress.say)
         # written first: a restarted process recognizes its run by this file
         start = {**describe_start(job.data_fingerprints), "first_update": done}
+        if job.advice:
+            start["advice"] = job.advice
         write_json(
             self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start]
         )
@@ -229,6 +231,7 @@ class TrainingLoop:
             self.test_results,
             costs,
             self.moment.stopped,
+            None if self.loss_trend is None else self.loss_trend.find_divergence(),
         )
         if restored is not None:
             report["restored_step"] = restored
