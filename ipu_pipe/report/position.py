@@ -73,9 +73,7 @@ class Position:
 
 def describe_divergence(update: int) -> str:
     """Return the words on a run that diverged after this many updates."""
-    return (
-        f"the run diverged after update {update}: its training loss rose and stayed above its start"
-    )
+    return f"diverged after update {update}: the training loss rose and stayed far above its start"
 
 
 TENTHS = 10
@@ -147,7 +145,7 @@ class LossTrend:
         """
         diverged_after = self.find_divergence()
         if diverged_after is not None:
-            return describe_divergence(diverged_after)
+            return f"the run {describe_divergence(diverged_after)}"
         tenths = [i for i, count in enumerate(self._counts) if count == self._size]
         knows_start = self._first is not None and tenths[:1] == [0]
         if not knows_start or self._update_count < LEAST_UPDATES or len(tenths) < 3:

@@ -231,7 +231,7 @@ class TrainingLoop:
             self.test_results,
             costs,
             self.moment.stopped,
-            None if self.loss_trend is None else self.loss_trend.find_divergence(),
+            self.loss_trend,
         )
         if restored is not None:
             report["restored_step"] = restored
@@ -252,8 +252,7 @@ class TrainingLoop:
         # an emulator does the work of all devices in one process, so its rate is not comparable
         # with a prediction
         predicted = None if job.config.backend.facts.emulates else predict_rate(job)
-        trend = None if self.loss_trend is None else self.loss_trend.describe()
-        self.progress.say(format_closing(report, out, predicted, trend))
+        self.progress.say(format_closing(report, out, predicted))
         return report
 
     def _write_averages(self) -> None:
