@@ -216,3 +216,25 @@ def test_slots_of_several_stages_a_device_are_not_compared(tmp_path: Path) -> No
         with pytest.raises(BadInput, match="^--against: zbv: "):
             train_against(one, other, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_diverged_is_named_and_advised_rates_are_scaled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: 32 microbatches at eight times the rate ended at a loss of 1.6e14, unsaid."""
+    short = ["steps=60", "log.tensorboard=false", "evaluate={every: 0, subset: 64}", "stages=4"]
+    config = load_config(DIGITS, [*short, "method=pipedream", "micro_batch_size=8"])
+    other = load_config(DIGITS, [*short, "method=gpipe", "micro_batch_size=8"])
+    printed = train_against(config, other, tmp_path / "a", [8], quiet=True)
+    record = read_json(tmp_path / "a" / "against.json")
+    rates = [record[key]["rate"] for key in ("run", "same_samples")]
+    assert rates == [0.025, 0.05] and record["same_time"][0]["rate"] == 0.1
+    assert "diverged" not in printed
+    high = ["micro_batch_size=8", "optimizer.lr=2", "allow_nonfinite=true"]
+    configs = [
+        load_config(DIGITS, [*short, *high, f"method={name}"]) for name in ("gpipe", "pipedream")
+    ]
+    printed = train_against(*configs, tmp_path / "b", quiet=True)
+    record = read_json(tmp_path / "b" / "against.json")
+    assert record["run"]["diverged"].startswith("diverged after update ")
+    assert f"  gpipe: {record['run']['diverged']}" in printed

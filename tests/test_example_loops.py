@@ -48,7 +48,9 @@ def test_accelerate_has_the_same_losses_and_rates_on_two_ranks(tmp_path: Path) -
 def test_a_loop_of_lightning_runs(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     printed = run_script([str(EXAMPLES / "lightning_loop.py"), "60"], tmp_path)
-    assert "after 60 updates: test accuracy 0." in printed
+    (accuracy,) = re.findall(r"after 60 updates: test accuracy (\S+)", printed)
+    # 0.1 by chance
+    assert float(accuracy) >= 0.3
 
 
 README = EXAMPLES.parent / "README.md"

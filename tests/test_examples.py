@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,9 @@ def test_a_notebook_runs_and_prints_its_progress_as_lines(
     training: List[Any] = [cell for cell in cells if "throughput: " in read_output(cell, "stdout")]
     assert len(training) == 1
     lines = read_output(training[0], "stdout")
+    # 0.1 by chance; two epochs reach at least twice that
+    accuracies = re.findall(r"\), test accuracy (\S+)", read_output(cells[-1], "stdout"))
+    assert len(accuracies) == 2 and min(map(float, accuracies)) >= 0.2
     assert "\nupdate 1/" in lines and "\r" not in lines and "\x1b" not in lines
     assert list_shown(cells, "image/png")
 
@@ -123,6 +127,9 @@ def test_the_notebook_of_a_loop_of_ones_own_runs(
     printed = "".join(read_output(cell, "stdout") for cell in cells)
     assert "pipemare: staleness by stage [8, 7, 6, 5, 4, 3, 2, 1]" in printed
     assert printed.count("largest stable") >= 2
+    # 0.1 by chance
+    shares = re.findall(r": (\S+) of the training set right", printed)
+    assert len(shares) == 2 and min(map(float, shares)) >= 0.6
 
 
 @pytest.mark.parametrize("file, launcher", [("slurm.sbatch", "srun"), ("poprun.sh", "poprun")])

@@ -79,6 +79,17 @@ def test_losses_that_are_not_finite_do_not_count_as_a_fall() -> None:
     assert describe_trend([2.3] * 60 + [math.nan] * 40) is not None
 
 
+@pytest.mark.parametrize("high", [7.5, 1.6e14, math.inf, math.nan])
+def test_a_run_that_diverged_says_after_which_update(high: float) -> None:
+    """Story: a run at a loss of 1.6e14 ended with "did not fall below its start"."""
+    text = describe_trend([2.3, 2.2, 9.0, *[2.0] * 17, *[high] * 4])
+    assert "diverged after update 20:" in text and "did not fall" not in text
+    # a peak at the end is shorter than a tenth of the run
+    assert "diverged" not in str(describe_trend([2.3, *[1.0] * 38, high]))
+    # thrice the first loss is the limit
+    assert "diverged" not in describe_trend([2.3] * 20 + [6.8] * 4)
+
+
 @pytest.mark.slow
 def test_a_run_that_learns_nothing_is_reported(
     tmp_path: Path, monkeypatch: Any, capsys: Any

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from ipu_pipe import begin_stage
-from ipu_pipe.config.load import configure
+from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.run.stability import analyze_job, measure_curvature
+from ipu_pipe.run.train import train
 from ipu_pipe.stability.advice import StageDynamics, compute_margins, describe_margins
 from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
 from tests import forked
@@ -336,6 +337,32 @@ def test_a_config_is_described_stage_by_stage(
     assert content["stages"][0]["margin"] < 1 < content["stages"][0]["raised_by"][0]["margin"]
     table = run_stability_command(capsys, *arguments, "--curvature", "0.3")
     assert "largest stable" in table and "t1 (" in table
+
+
+def test_a_run_that_diverged_is_not_called_stable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Story: the command called a run's rate 1/2.64 of the limit, by the curvature of its initial
+    weights; the run had diverged.
+    """
+    monkeypatch.chdir(ROOT)
+    changes = ["method=gpipe", "optimizer.lr=2", "allow_nonfinite=true", "steps=40"]
+    short = ["log.tensorboard=false", "evaluate.every=0", "checkpoint.every=20"]
+    config = load_config(DIGITS, [*changes, *short])
+    summary = train(config, tmp_path, quiet=True)
+    assert summary["diverged_after"] is not None and "diverged" in summary["finding"]
+    place = f"diverged after update {summary['diverged_after']}"
+    arguments = ["--samples", "64", "--iterations", "20"]
+    for name in (str(tmp_path), str(tmp_path / "config.yaml")):
+        printed = run_stability_command(capsys, name, *arguments)
+        assert place in printed and "no stage exceeds" not in printed
+        assert "  initial weights: " in printed and "  checkpoint of update 20: " in printed
+    content = json.loads(run_stability_command(capsys, str(tmp_path), *arguments, "--json"))
+    greatest = max(point.get("curvature", 0) for point in content["checkpoints"])
+    assert content["curvature"]["value"] == greatest and content["advice"][0].endswith("start")
+    # of a config it is known for the initial weights alone
+    before = run_stability_command(capsys, DIGITS, *arguments)
+    assert " at the initial weights (" in before and "does not say that the run" in before
 
 
 @pytest.mark.parametrize("arguments, line", [

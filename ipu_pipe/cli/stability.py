@@ -15,7 +15,8 @@ examples:
   python tools/stability.py configs/mlp_digits.yaml --json --set method=pipemare optimizer.lr=0.5
 
 The curvature is the largest eigenvalue of the training loss's Hessian at the start of the run (init_from sets another start),
-found by power iteration, or given by --curvature. docs/stability.md states the theory's assumptions. The papers' figures are
+found by power iteration, or given by --curvature. In place of CONFIG, a run's folder has it measured at the run's checkpoints
+too, and the greatest counts. docs/stability.md states the theory's assumptions. The papers' figures are
 drawn from a clone, as that page says.
 """
 CURVATURE = (
@@ -61,21 +62,28 @@ def main(args: argparse.Namespace) -> None:
 
 
 def examine_config(name: str, args: argparse.Namespace) -> None:
-    """Print the limits of each stage of the run that the config `name` describes, by the options of
-    `args`.
+    """Print the limits of each stage of the run that the config `name` describes, or that is in the
+    folder `name`, by the options of `args`.
     """
     if args.by_stage and args.curvature is not None:
         why = "--by-stage measures one value per stage, --curvature gives one for all"
         raise BadInput(f"--by-stage: cannot be combined with --curvature: {why}")
     from ipu_pipe.config.load import load_config
-    from ipu_pipe.run.stability import analyze_config, format_stability
+    from ipu_pipe.run.stability import analyze_config, analyze_run, format_stability
 
-    config = load_config(find_config(name), args.set)
+    path = find_config(name)
+    path = path / "config.yaml" if path.is_dir() else path
+    config = load_config(path, args.set)
     options = {
         key: getattr(args, key)
         for key in ("samples", "iterations", "seed", "curvature", "by_stage")
     }
-    result = {"config": name, **analyze_config(config, **options)}
+    # every run begins with its record
+    is_run = (path.parent / "record.json").is_file()
+    analysis = (
+        analyze_run(config, path.parent, **options) if is_run else analyze_config(config, **options)
+    )
+    result = {"config": name, **analysis}
     if args.json:
         print(json.dumps(result, indent=1))
     else:

@@ -26,6 +26,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, Divergence
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import open_figure
+from ipu_pipe.report.position import describe_divergence
 from ipu_pipe.report.run_text import format_busy, format_number, format_throughput
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.train import check, reserve_folder, train
@@ -40,7 +41,7 @@ Summary = Mapping[str, Any]
 
 class ComparedRun(NamedTuple):
     """A run that has ended; `curve` has (slots, test loss, test accuracy) of each evaluation,
-    `diverged` why it ended early.
+    `diverged` the words on a run that diverged.
     """
 
     method: str
@@ -95,7 +96,9 @@ def train_against(
     say(f"\n{other.method} on as many samples:")
     other = keep_recorded_choices(load_recorded(out / "config.yaml"), other)
     other_summary = train(other, same_samples_folder, quiet=quiet, **starts[same_samples_folder])
-    run = read_run(config, summary, out)
+    # learning rates that the method advised
+    other = keep_recorded_choices(load_recorded(same_samples_folder / "config.yaml"), other)
+    run = read_run(load_recorded(out / "config.yaml"), summary, out)
     same_samples = read_run(other, other_summary, same_samples_folder)
     same_time: list[ComparedRun] = []
     if takes_longer(same_samples, run):
@@ -228,6 +231,8 @@ def read_run(config: Config, summary: Summary, folder: Path) -> ComparedRun:
     """Return a run from its summary and its metrics.jsonl."""
     slots = count_slots(summary)
     steps = summary["steps"]
+    # a run of an earlier version has no such key
+    diverged_after = summary.get("diverged_after")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = [
         (slots * line["step"] / steps, line["test_loss"], line["test_accuracy"])
@@ -243,6 +248,7 @@ def read_run(config: Config, summary: Summary, folder: Path) -> ComparedRun:
         slots,
         summary["final"],
         curve,
+        None if diverged_after is None else describe_divergence(diverged_after),
     )
 
 
@@ -295,6 +301,7 @@ def describe(
         f"{same_samples.method} {same_samples.slots:,.0f}",
         at_equal_time,
     ]
+    lines += [f"  {one.method}: {one.diverged}" for one in (run, same_samples) if one.diverged]
     for one in same_time:
         rate = "" if one.rate is None else f", rate {one.rate:g}"
         lines.append(

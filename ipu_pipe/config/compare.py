@@ -77,9 +77,12 @@ def keep_recorded_choices(old: Config, new: Config) -> Config:
 
     Stages: if `new` would measure or plan the same number again, since times differ from one
     measurement to the next. On processes the planner is asked again: there may be others. Blocks
-    and replicas: if the method is the same. The size of a microbatch, which may be that of a
-    loader's batches.
+    and replicas: if the method is the same, and learning rates if the optimizers are as many. The
+    size of a microbatch, which may be that of a loader's batches.
     """
+    if new.method == old.method and len(new.optimizer.members) == len(old.optimizer.members):
+        rates = [one.lr for one in old.optimizer.members]
+        new = new.model_copy(update={"optimizer": new.optimizer.fill_rates(rates)})
     if "micro_batch_size" not in new.model_fields_set:
         new = new.model_copy(update={"micro_batch_size": old.micro_batch_size})
     balanced_by = new.stages.get("by") if isinstance(new.stages, dict) else None

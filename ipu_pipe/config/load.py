@@ -304,7 +304,7 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
 
 def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[str]) -> None:
     """Leave out settings of an optimizer or of a schedule of rates that a later file or option has
-    replaced by another one.
+    replaced by another one, and the microbatches of an update that a later method does not have.
 
     `files`: extended files first; options come after all of them. A setting that comes with the new
     name, or after it, stays, and is a fault if it does not fit. Warn of those that are left out.
@@ -332,6 +332,15 @@ def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[
                 f"{show(settings.get('name'))}",
                 stacklevel=2,
             )
+    method = methods.METHODS.get(str(raw.get("method")))
+    key = "gradient_accumulation"
+    updates_alone = method is not None and (method.history or method.rounds)
+    if updates_alone and key in origins and find_layer(key) < find_layer("method"):
+        warnings.warn(
+            f"{origins[key]}: {key}: {show_value(raw.pop(key))}: left out, because each microbatch "
+            f"of {raw['method']} is an update",
+            stacklevel=2,
+        )
 
 
 def _find_misfit(schema: Type[Section], settings: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ evaluation, logs, stages, method.
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from pydantic import (
     BaseModel,
@@ -153,7 +153,7 @@ class OptimizerSettings(Section):
     """An optimizer of torch.optim by its name, and its settings."""
 
     name: str = "sgd"
-    lr: Optional[NotNegative] = 0.05
+    lr: Optional[NotNegative] = None
     momentum: Optional[Share] = None
     nesterov: Optional[StrictBool] = None
     weight_decay: Optional[NotNegative] = None
@@ -162,18 +162,6 @@ class OptimizerSettings(Section):
     # null in the manifests of runs that had no such key
     args: Optional[Dict[str, Any]] = None
     by_stage: Optional[Dict[str, Any]] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_rate(cls, value: Any) -> Any:
-        """Leave the learning rate of another optimizer to its own default if it is not given."""
-        if (
-            isinstance(value, Mapping)
-            and is_entry(value.get("name"), OPTIMIZERS)
-            and "lr" not in value
-        ):
-            return {**value, "lr": None}
-        return value
 
     @field_validator("name", mode="before")
     @classmethod
@@ -218,7 +206,6 @@ class OptimizerSettings(Section):
     def list_cases(self) -> Iterator[Case]:
         if self.name in (GIVEN, GROUPS):
             return
-        yield Case(self.lr is None and not self.is_other, "lr", "must be a number >= 0")
         yield Case(
             self.args and not self.is_other,
             "args",
@@ -266,7 +253,8 @@ class OptimizerGroup(OptimizerSettings):
 class OptimizerConfig(OptimizerSettings):
     """A torch.optim optimizer. Settings that are null have PyTorch's defaults. `name`: sgd, adam,
     adamw, a class such as torch.optim.RMSprop, or "module:callable" of parameter groups. `args`:
-    its other keyword arguments. `lr`: learning rate. `momentum`, `nesterov`: of sgd.
+    its other keyword arguments. `lr`: learning rate; null: the rate that the method advises, see
+    docs/rules.md, or the default of a class. `momentum`, `nesterov`: of sgd.
     `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and
     adamw. `by_stage`: settings that differ by stage, see docs/loop.md. `no_decay`: parameters
     without weight decay: name patterns, or norms_and_biases. `reference_batch_size`: the samples
@@ -282,13 +270,13 @@ class OptimizerConfig(OptimizerSettings):
     @model_validator(mode="before")
     @classmethod
     def _name_groups(cls, value: Any) -> Any:
-        """Set the name of an optimizer with groups, which has no learning rate itself."""
+        """Set the name of an optimizer with groups."""
         if (
             isinstance(value, Mapping)
             and value.get("groups")
             and value.get("name") in (None, GROUPS)
         ):
-            return {**value, "name": GROUPS, "lr": value.get("lr")}
+            return {**value, "name": GROUPS}
         return value
 
     @field_validator("no_decay", mode="before")
@@ -337,6 +325,21 @@ class OptimizerConfig(OptimizerSettings):
     def members(self) -> Sequence[OptimizerSettings]:
         """The optimizers of the groups, or the one for all parameters."""
         return self.groups or [self]
+
+    @property
+    def leaves_rate_open(self) -> bool:
+        """Whether a member leaves its learning rate to the method."""
+        return any(one.lr is None and not one.is_other for one in self.members)
+
+    def fill_rates(self, rates: Iterable[Optional[float]]) -> "OptimizerConfig":
+        """Return the same optimizers. Members that leave their learning rate to the method get
+        theirs of `rates`, which has one for each member.
+        """
+        filled = [
+            one.model_copy(update={"lr": rate}) if one.lr is None and not one.is_other else one
+            for one, rate in zip(self.members, rates)
+        ]
+        return self.model_copy(update={"groups": filled}) if self.groups else filled[0]  # type: ignore[return-value]
 
     def scale_rate(self, factor: float) -> "OptimizerConfig":
         """Return the same optimizers with their learning rates times `factor`. Rates that are not

@@ -173,7 +173,8 @@ class Job(Setup):
     for its groups and never steps. `base_rate` and `rate(k)`: learning rates before the update
     rules; `plateau`: the one that follows evaluations. `updates_per_epoch`: None for data without a
     length. `example`: the first microbatch; `observation`: of a training pass of it. `note`: a
-    message about the stages. `done`: updates before this start, where the pipeline is empty.
+    message about the stages; `advice`: about the learning rate that the method advised. `done`:
+    updates before this start, where the pipeline is empty.
     `used`: the optimizer and the loss, described.
 
     `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients.
@@ -201,6 +202,7 @@ class Job(Setup):
     footprint: Footprint
     observation: Observation
     note: str = ""
+    advice: str = ""
     done: int = 0
     used: Given = Given()
     plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None

@@ -73,6 +73,7 @@ from ipu_pipe.update.optimizer import (
     select_stage,
 )
 from ipu_pipe.update.rates import (
+    advise_rate,
     choose_anneal_updates,
     get_present_rate,
     make_plateau,
@@ -278,7 +279,8 @@ class Resolved(NamedTuple):
     `observation`: of a training pass of it. `per_epoch`, `updates`: the updates of an epoch (None
     if the data has no length) and of the run. `switch`: the updates of the synchronous warm-up.
     `table`: the schedule and the weight versions that its passes read. `optimizer`: of the stages
-    that this process trains; `full_optimizer`: of all.
+    that this process trains; `full_optimizer`: of all. `advice`: a line about the learning rate that
+    the method advised; empty if the config has its own.
     """
 
     setup: Setup
@@ -293,6 +295,7 @@ class Resolved(NamedTuple):
     table: VersionTable
     optimizer: torch.optim.Optimizer
     full_optimizer: torch.optim.Optimizer
+    advice: str
 
 
 def resolve(
@@ -339,6 +342,8 @@ def resolve(
             [re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]
         ) from None
     table = VersionTable(schedule, method, config.seed)
+    setup, advice = _fill_open_rates(setup, objects, table)
+    config = setup.config
     optimizer, full_optimizer = _make_optimizers(setup, objects, placed, table, open_run)
     if objects.optimizer is not None:
         described = describe_given(config, {"optimizer": describe_optimizer(full_optimizer)})
@@ -356,7 +361,31 @@ def resolve(
         table,
         optimizer,
         full_optimizer,
+        advice,
     )
+
+
+def _fill_open_rates(setup: Setup, objects: Overrides, table: VersionTable) -> tuple[Setup, str]:
+    """Set the learning rates that the config leaves to the method; return a line about them.
+
+    The delays of methods that update single stages count all stages' updates, of which a stage makes
+    one in P.
+    """
+    optimizer = setup.config.optimizer
+    if not optimizer.leaves_rate_open:
+        return setup, ""
+    lags = table.rule_lag() / (len(table.rule_lag()) if table.method.history is not None else 1)
+    # an optimizer from Python has a rate of its own, and its config the same one under each method
+    is_given = objects.optimizer is not None
+    delay = 0.0 if is_given else float(lags.max())
+    rate = advise_rate(delay)
+    rates = [rate] * len(optimizer.members)
+    config = setup.config.model_copy(update={"optimizer": optimizer.fill_rates(rates)})
+    line = (
+        f"optimizer.lr: {rate:g}, advised for {table.method.name} (greatest delay {delay:g} "
+        f"updates); --set optimizer.lr=X sets another"
+    )
+    return replace(setup, config=config), "" if is_given else line
 
 
 def _resolve_method(config: Config) -> Method:
@@ -498,6 +527,7 @@ def assemble(
         footprint=resolved.footprint,
         observation=resolved.observation,
         note=placed.note,
+        advice=resolved.advice,
         done=done,
         used=Given(optimizer=describe_optimizer(full_optimizer), loss=_describe_loss(setup.loss)),
         pieces=placed.pieces,

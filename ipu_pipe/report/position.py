@@ -70,10 +70,19 @@ class Position:
 
 # ---- the training loss over a run
 
+
+def describe_divergence(update: int) -> str:
+    """Return the words on a run that diverged after this many updates."""
+    return f"diverged after update {update}: the training loss rose and stayed far above its start"
+
+
 TENTHS = 10
 # fewer updates tell nothing
 LEAST_UPDATES = 20
 STANDARD_ERRORS = 3.0
+# a run whose last tenth has only losses that exceed the first one by more than twice its magnitude
+# has diverged: a classifier that guesses at first is then far worse than guessing
+DIVERGED = 2.0
 
 
 class LossTrend:
@@ -82,7 +91,8 @@ class LossTrend:
         tenths of the run   | 0 | 1 | 2 | ... | 9 |     w updates each
         means               m_0 m_1 m_2       m_9       s: the deviation of losses within a tenth
 
-    The loss fell if the least of the later means is below m_0 by more than 3 s sqrt(2 / w), three
+    The run diverged if all losses of its last tenth are far above the first one, see `DIVERGED`. The
+    loss fell if the least of the later means is below m_0 by more than 3 s sqrt(2 / w), three
     standard errors of their difference, or below the first update's loss by more than
     3 s sqrt(1 + 1 / w): a run may learn within its first tenth.
     """
@@ -91,6 +101,8 @@ class LossTrend:
         self._size = max(1, updates // TENTHS)
         self._first: float | None = None
         self._update_count = 0
+        # the number of updates up to the last whose loss did not exceed the limit of `DIVERGED`
+        self._bounded = 0
         # by tenth: the number of finite losses, and the sums of their distances from the first loss
         # and of the squares of these
         self._counts: list[int] = []
@@ -106,19 +118,34 @@ class LossTrend:
             self._sums.append(0.0)
             self._squares.append(0.0)
         self._update_count += 1
+        if loss is None:
+            self._bounded = self._update_count
         if loss is None or not math.isfinite(loss):
             return
         if self._first is None:
             self._first = loss
         distance = loss - self._first
+        if distance <= DIVERGED * abs(self._first):
+            self._bounded = self._update_count
         self._counts[-1] += 1
         self._sums[-1] += distance
         self._squares[-1] += distance * distance
 
-    def describe(self) -> str | None:
-        """Return a sentence if the loss did not fall, None if it fell or the updates are too
-        few.
+    def find_divergence(self) -> int | None:
+        """Return the number of updates after which the run diverged, None if it did not, or if the
+        updates are too few.
         """
+        is_long = self._update_count >= LEAST_UPDATES and self._first is not None
+        stayed_above = self._update_count - self._bounded >= self._size
+        return self._bounded if is_long and stayed_above else None
+
+    def describe(self) -> str | None:
+        """Return a sentence if the run diverged or its loss did not fall, None if it fell or the
+        updates are too few.
+        """
+        diverged_after = self.find_divergence()
+        if diverged_after is not None:
+            return f"the run {describe_divergence(diverged_after)}"
         tenths = [i for i, count in enumerate(self._counts) if count == self._size]
         knows_start = self._first is not None and tenths[:1] == [0]
         if not knows_start or self._update_count < LEAST_UPDATES or len(tenths) < 3:

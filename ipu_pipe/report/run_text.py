@@ -62,6 +62,7 @@ def format_opening(job: Job, done: int = 0) -> str:
             else "data of unknown length"
         ),
     ]
+    lines += [job.advice] if job.advice else []
     return "\n".join(lines)
 
 
@@ -258,11 +259,9 @@ def format_closing(
     report: Mapping[str, Any],
     folder: Path,
     predicted: tuple[str, float] | None = None,
-    trend: str | None = None,
 ) -> str:
     """Format the readable summary at the end of a run; its last line is the throughput.
-    `predicted`: a hardware's name, and the samples per second predicted on it; `trend`: that the
-    training loss did not fall, if it did not.
+    `predicted`: a hardware's name, and the samples per second predicted on it.
     """
     first = report["initial"]
     last = report["final"]
@@ -295,10 +294,10 @@ def format_closing(
             f"  ended after {report['steps']} of {report['planned_steps']} updates: "
             f"{report['stopped']}",
         )
-    if trend is not None:
+    if report["finding"] is not None:
         lines.append(
-            f"  finding: {trend}; stability {folder / 'config.yaml'} prints which learning rates "
-            f"are stable under these delays"
+            f"  finding: {report['finding']}; another optimizer.lr may help: stability "
+            f"{folder / 'config.yaml'} measures the curvature at this run's checkpoints"
         )
     measured = report["throughput_samples_per_second"]
     if predicted is not None and measured is not None:

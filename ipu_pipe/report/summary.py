@@ -10,7 +10,7 @@ from ipu_pipe.job.numerics import record_numerics
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
-from ipu_pipe.report.position import Position
+from ipu_pipe.report.position import LossTrend, Position
 from ipu_pipe.report.run_text import get_model_name
 from ipu_pipe.report.run_trace import StageCosts, compute_modelled_rates
 
@@ -34,12 +34,13 @@ def summarize(
     tested: Sequence[EvaluationResult] = (),
     costs: StageCosts | None = None,
     stopped: str | None = None,
+    trend: LossTrend | None = None,
 ) -> dict[str, Any]:
     """Return the contents of `summary.json`.
 
     `final`: the last evaluation by the names in `metrics.jsonl`; `tested`: the last test by block;
     `costs`: of the stages, if no device has a clock; `stopped`: why the run ended before its last
-    planned update.
+    planned update; `trend`: of the training loss of a run that is known from its start.
     """
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
@@ -66,6 +67,8 @@ def summarize(
         "steps": position.update,
         "planned_steps": job.updates,
         "stopped": stopped,
+        "diverged_after": None if trend is None else trend.find_divergence(),
+        "finding": None if trend is None else trend.describe(),
         "best": position.best,
         "samples": position.update * job.global_batch_size,
         "updates_per_epoch": job.updates_per_epoch,

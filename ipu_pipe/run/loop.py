@@ -202,6 +202,8 @@ class TrainingLoop:
             run.forget_after(done, self.progress.say)
         # written first: a restarted process recognizes its run by this file
         start = {**describe_start(job.data_fingerprints), "first_update": done}
+        if job.advice:
+            start["advice"] = job.advice
         write_json(
             self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start]
         )
@@ -229,6 +231,7 @@ class TrainingLoop:
             self.test_results,
             costs,
             self.moment.stopped,
+            self.loss_trend,
         )
         if restored is not None:
             report["restored_step"] = restored
@@ -249,8 +252,7 @@ class TrainingLoop:
         # an emulator does the work of all devices in one process, so its rate is not comparable
         # with a prediction
         predicted = None if job.config.backend.facts.emulates else predict_rate(job)
-        trend = None if self.loss_trend is None else self.loss_trend.describe()
-        self.progress.say(format_closing(report, out, predicted, trend))
+        self.progress.say(format_closing(report, out, predicted))
         return report
 
     def _write_averages(self) -> None:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, List, Sequence
+from pathlib import Path
+from typing import Any, Callable, ContextManager, List, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
 from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.files import replace_nonfinite
 from ipu_pipe.job.record import Job
@@ -37,6 +39,8 @@ from ipu_pipe.stability.advice import (
     find_largest_joint_rate,
 )
 from ipu_pipe.stability.recurrences import Floats
+from ipu_pipe.store.checkpoint import list_steps
+from ipu_pipe.store.folder import read_summary
 
 # ---- the largest eigenvalue of the Hessian of a loss on a batch, by power iteration
 
@@ -219,6 +223,10 @@ def _measure_discrepancy(
 
 # ---- stability of a run
 
+CURVATURE_GROWS = (
+    "curvature changes in training: a margin above 1 at these weights does not say that the run "
+    "stays stable"
+)
 # the most updates at which the rate is evaluated
 MOST_RATES = 1000
 
@@ -234,6 +242,48 @@ def analyze_config(config: Config, **options: Any) -> dict[str, Any]:
             " --set backend.name=emulator"
         )
     return analyze_job(build(config), **options)
+
+
+def analyze_run(config: Config, folder: Path, **options: Any) -> dict[str, Any]:
+    """Return the stability of the run in `folder`, measured where its curvature is greatest: at its
+    initial weights or at one of its checkpoints.
+
+    `checkpoints` has what was measured at each of them. A run that diverged, or whose loss did not
+    fall, is not called stable. Raise `BadInput`.
+    """
+    analyses = [analyze_config(config, **options)]
+    points = [_describe_point("initial weights", analyses[0])]
+    checkpoints = folder / "checkpoints"
+    # a given curvature is the same everywhere
+    steps = list_steps(checkpoints) if options.get("curvature") is None else []
+    for step in filter(None, steps):
+        weights = InitFrom(path=str(checkpoints / f"step-{step}"))
+        name = f"checkpoint of update {step}"
+        try:
+            analysis = analyze_config(config.model_copy(update={"init_from": weights}), **options)
+        # such as weights that are not finite
+        except BadInput as error:
+            points.append({"weights": name, "fault": error.faults[0]})
+        else:
+            points.append(_describe_point(name, analysis))
+            analyses.append(analysis)
+    sharpest = max(analyses, key=lambda analysis: float(analysis["curvature"]["value"]))
+    result = {**sharpest, "checkpoints": points}
+    summary = read_summary(folder)
+    outcome = "this run has not ended, or ended by a fault" if summary is None else None
+    if summary is not None and summary.get("finding") is not None:
+        outcome = f"of this run: {summary['finding']}"
+    if outcome is not None:
+        # the first line says that no stage exceeds its limit, if none does
+        is_over = any((stage["margin"] or 0.0) < 1 for stage in result["stages"])
+        result["advice"] = [outcome, *result["advice"][0 if is_over else 1 :]]
+    return result
+
+
+def _describe_point(weights: str, analysis: Mapping[str, Any]) -> dict[str, Any]:
+    whole = analysis["whole"]
+    margin = None if whole is None else whole["margin"]
+    return {"weights": weights, "curvature": analysis["curvature"]["value"], "margin": margin}
 
 
 def analyze_job(
@@ -285,7 +335,7 @@ def analyze_job(
             "rates_of_update": rate_updates,
             "stages": [_describe_stage(margin, share) for margin, share in zip(margins, shares)],
             "whole": whole,
-            "advice": describe_margins(margins),
+            "advice": [*describe_margins(margins), *([CURVATURE_GROWS] if measured else [])],
         }
     )
     return stability
@@ -398,13 +448,21 @@ def format_stability(stability: dict[str, Any]) -> str:
     """Return the stability as text: the curvature, a table of stages, and advice."""
     curvature = stability["curvature"]
     how = curvature["how"]
+    where = ""
     if "iterations" in curvature:
-        words = (
-            ": {iterations} iterations, residual {residual:.2g}, seed {seed}, {samples} "
-            "samples, weights {weights}"
-        )
+        words = ": {iterations} iterations, residual {residual:.2g}, seed {seed}, {samples} samples"
         how += words.format(**curvature)
-    lines = [f"{stability['method']}: curvature {curvature['value']:.4g} ({how})"]
+        weights = curvature["weights"]
+        where = (
+            " at the initial weights" if weights == "initial" else f" at the weights of {weights}"
+        )
+    lines = [f"{stability['method']}: curvature {curvature['value']:.4g}{where} ({how})"]
+    for point in stability.get("checkpoints", ()):
+        measured = (
+            point.get("fault")
+            or f"curvature {point['curvature']:.4g}, margin {_show(point['margin'])}"
+        )
+        lines.append(f"  {point['weights']}: {measured}")
     if curvature.get("discrepancy") is not None:
         lines.append(
             f"discrepancy (PipeMare's Delta): {curvature['discrepancy']:.3g} of the curvature"

@@ -81,6 +81,22 @@ def scale_for_update_size(
     return lr * (1 - scaled) * size / ((1 - momentum) * reference), scaled
 
 
+# the rate of a method without delay where a config sets none
+DEFAULT_RATE = 0.05
+
+
+def advise_rate(delay: float) -> float:
+    """Return the learning rate for a run that sets none, whose greatest delay is `delay` updates.
+
+        DEFAULT_RATE sin(pi / (4 D + 2)),      D = `delay`
+
+    With a delay of D updates, plain SGD is stable up to (2 / curvature) sin(pi / (4 D + 2))
+    (PipeMare, Lemma 1). So the rate is the same share of the limit as DEFAULT_RATE is without delay.
+    It is rounded to four digits, so that the printed rate is the whole rate.
+    """
+    return float(f"{DEFAULT_RATE * math.sin(math.pi / (4 * delay + 2)):.4g}")
+
+
 def choose_anneal_updates(first_milestone: int | None, warmup: int, updates: int) -> int:
     """Return the default of T1's K, in updates (PipeMare, section 3.1).
 

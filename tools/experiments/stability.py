@@ -59,9 +59,9 @@ def main(args: argparse.Namespace) -> None:
     # `--set a=1 CONFIG`: the config was taken for an override
     if not args.what and args.set and "=" not in args.set[-1]:
         args.what = [args.set.pop()]
-    if len(args.what) == 1 and (
-        args.what[0].endswith((".yaml", ".yml")) or find_config(args.what[0]).is_file()
-    ):
+    path = find_config(args.what[0]) if len(args.what) == 1 else None
+    is_run = path is not None and (path / "config.yaml").is_file()
+    if path is not None and (path.suffix in (".yaml", ".yml") or path.is_file() or is_run):
         if args.out is not None:
             raise BadInput(
                 f"--out: {args.out}: is where figures go; of a config nothing is written"
