@@ -1,7 +1,7 @@
 """Refusals as records, and the two languages in which a border says them: the arguments of
 `Pipeline`, and a config's keys.
 
-    Refusal("clip", "global", f"... is not known: use {Setting('clip', (0.7, 'stage'))}")
+    Refusal("clip", "global", f"... is not known: use {Argument('clip', (0.7, 'stage'))}")
 
     Pipeline    clip: global: ... is not known: use clip=(0.7, "stage")
     a config    clip.scope: global: ... is not known: use clip: {scope: stage, norm: 0.7}
@@ -21,7 +21,7 @@ BEGIN = "\u27e6"
 END = "\u27e7"
 
 
-class Setting(NamedTuple):
+class Argument(NamedTuple):
     """An argument of `Pipeline` in the sentence of a refusal, with its value if a remedy sets it.
 
     Its text is a mark that waits for a `Language`. `value`: None, or Python literals.
@@ -46,7 +46,7 @@ class Refusal(NamedTuple):
 
     def __str__(self) -> str:
         value = self.value if isinstance(self.value, str) else show(self.value)
-        return f"{Setting(self.argument)}: {value}: {self.reason}"
+        return f"{Argument(self.argument)}: {value}: {self.reason}"
 
 
 class Language(NamedTuple):

@@ -38,7 +38,7 @@ from ipu_pipe.model.precision import get_uncast_loss, get_user_loss
 from ipu_pipe.model.randomness import find_unkeyed_draws
 from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.plan.config_cut import list_shortages
-from ipu_pipe.refusals import Setting
+from ipu_pipe.refusals import Argument
 from ipu_pipe.text import describe_kind, list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
@@ -118,7 +118,7 @@ def _find_single_stage_conflicts(job: Job) -> dict[str, Any]:
         alone = f"{method.name} has replicas that step by themselves (method_args.replicas)"
     return {
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
-        f"{Setting('microbatches')}: {accumulation}: {alone}: must be 1": alone
+        f"{Argument('microbatches')}: {accumulation}: {alone}: must be 1": alone
         and accumulation > 1,
         "method_args.delay_compensation: cannot be combined with loss_weight: it uses the gradient "
         "of a "
@@ -126,9 +126,9 @@ def _find_single_stage_conflicts(job: Job) -> dict[str, Any]:
         "earlier stages do not know its weight: must be null": job.loss_weight
         and job.rules.compensates
         and job.schedule.accumulate * replicas > 1,
-        f"{Setting('clip')}: {scope}: {alone}: use {by_stage}": alone
+        f"{Argument('clip')}: {scope}: {alone}: use {by_stage}": alone
         and scope not in (None, "stage"),
-        f"{Setting('clip')}: delayed_global: cannot be combined with {Setting('warmup')}, whose "
+        f"{Argument('clip')}: delayed_global: cannot be combined with {Argument('warmup')}, whose "
         f"norms are not delayed: "
         f"use {by_stage}": scope == "delayed_global" and "warmup" in config.method_settings(),
     }
@@ -210,7 +210,7 @@ def _find_block_conflicts(job: Job) -> dict[str, Any]:
     gathers = bool(config.method_args.block_accumulation)
     overlaps = structure is not None and structure.overlap
     return {
-        f"{Setting('clip')}: {clip and clip.scope}: a block knows only its own gradients: use {by_stage}": clip
+        f"{Argument('clip')}: {clip and clip.scope}: a block knows only its own gradients: use {by_stage}": clip
         and clip.scope != "stage",
         f"replicas: {config.replicas}: not with method_args.block_accumulation: use "
         f"gradient_accumulation": gathers and config.replicas > 1,

@@ -208,7 +208,7 @@ def _describe_tensor(tensor: torch.Tensor) -> Any:
     return _Same(tensor), version, tensor.data_ptr()
 
 
-class Kind(NamedTuple):
+class Look(NamedTuple):
     """A kind of change: the function that takes its picture, and how a caller does it instead."""
 
     look: Callable[[Objects], Picture]
@@ -217,16 +217,16 @@ class Kind(NamedTuple):
 
 IN_WHOLE_MODEL = "change it inside `with pipe.whole_model():`"
 WITH_THE_BATCH = "pass it with the batch, or keep it in a buffer"
-LOOKS: Mapping[str, Kind] = {
-    "mode": Kind(_look_at_modes, "set it back"),
-    "value": Kind(_look_at_values, WITH_THE_BATCH),
-    "module": Kind(_look_at_modules, "make a new pipeline"),
-    "weight": Kind(_look_at_weights, IN_WHOLE_MODEL),
-    "buffer": Kind(_look_at_buffers, IN_WHOLE_MODEL),
-    "requires_grad": Kind(_look_at_training_of_weights, "make a new pipeline"),
-    "hook": Kind(_look_at_hooks, "register it before the first step"),
-    "optimizer": Kind(_look_at_optimizer, "use pipe.state_dict() and pipe.load_state_dict()"),
-    "loss": Kind(_look_at_loss, WITH_THE_BATCH),
+LOOKS: Mapping[str, Look] = {
+    "mode": Look(_look_at_modes, "set it back"),
+    "value": Look(_look_at_values, WITH_THE_BATCH),
+    "module": Look(_look_at_modules, "make a new pipeline"),
+    "weight": Look(_look_at_weights, IN_WHOLE_MODEL),
+    "buffer": Look(_look_at_buffers, IN_WHOLE_MODEL),
+    "requires_grad": Look(_look_at_training_of_weights, "make a new pipeline"),
+    "hook": Look(_look_at_hooks, "register it before the first step"),
+    "optimizer": Look(_look_at_optimizer, "use pipe.state_dict() and pipe.load_state_dict()"),
+    "loss": Look(_look_at_loss, WITH_THE_BATCH),
 }
 
 # ---- what a backend does with a change

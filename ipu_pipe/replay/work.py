@@ -17,7 +17,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.model.batch import get_first_tensor
 from ipu_pipe.model.loss import Loss
-from ipu_pipe.refusals import Refusal, Setting
+from ipu_pipe.refusals import Argument, Refusal
 from ipu_pipe.replay.replays import (
     RandomizedReplays,
     Replays,
@@ -226,7 +226,7 @@ def _explain_clipping(job: Job) -> list[Refusal]:
                 "clip",
                 "delayed_global",
                 f"with {method.name} the global norm itself is known: use "
-                f"{Setting('clip', (clip.norm, 'global'))}",
+                f"{Argument('clip', (clip.norm, 'global'))}",
             )
         ]
     stages = len(job.partition)
@@ -239,7 +239,7 @@ def _explain_clipping(job: Job) -> list[Refusal]:
             "global",
             f"with {method.name} a stage updates before the others' gradients exist, so the global "
             f"norm is not known: use {explain_stage_scope(clip.norm, stages)}, "
-            f"{Setting('clip', (clip.norm, 'delayed_global'))}, or a synchronous method",
+            f"{Argument('clip', (clip.norm, 'delayed_global'))}, or a synchronous method",
         )
     ]
 

@@ -12,7 +12,7 @@ from typing import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from ipu_pipe.refusals import Setting
+from ipu_pipe.refusals import Argument
 from ipu_pipe.schedule.table import Kind, Schedule
 
 
@@ -22,7 +22,7 @@ def explain_stage_scope(norm: float, stages: int) -> str:
     """
     by_stage = norm / math.sqrt(stages)
     return (
-        f"{Setting('clip', (float(f'{by_stage:.4g}'), 'stage'))} (norm / sqrt(stages): together "
+        f"{Argument('clip', (float(f'{by_stage:.4g}'), 'stage'))} (norm / sqrt(stages): together "
         f"{stages} stages stay within {norm:g})"
     )
 

@@ -8,7 +8,7 @@ import torch
 
 from ipu_pipe.cut.graphs import trace_pieces
 from ipu_pipe.job.record import Job
-from ipu_pipe.refusals import Setting
+from ipu_pipe.refusals import Argument
 from ipu_pipe.replay.work import list_exactness_faults
 from ipu_pipe.text import list_some
 from ipu_pipe.update.optimizer import get_kind
@@ -20,7 +20,7 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-REMEDY = f"use {Setting('backend', 'emulator')}"
+REMEDY = f"use {Argument('backend', 'emulator')}"
 
 
 def list_faults(job: Job) -> list[str]:
@@ -31,7 +31,7 @@ def list_faults(job: Job) -> list[str]:
         *(f"{fault}: {REMEDY}" for fault, applies in _list_settings(job).items() if applies),
         *(f"{fault}: {REMEDY}" for fault in _list_optimizer_faults(job)),
         # of clipping, which is refused above, nothing more
-        *(fault for fault in list_exactness_faults(job) if str(Setting("clip")) not in fault),
+        *(fault for fault in list_exactness_faults(job) if str(Argument("clip")) not in fault),
     ]
     if job.config.backend.program == "slot":
         from ipu_pipe.backends.xla.slots import list_slot_faults
