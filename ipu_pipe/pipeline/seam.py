@@ -13,7 +13,7 @@ view). So weights that are elsewhere have no memory here: torch refuses to write
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Dict, Iterator, Mapping, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -27,8 +27,8 @@ LONGEST = 100
 # levels of lists, tuples and dictionaries that are looked into
 DEPTH = 2
 
-# the place of a thing, such as "0.weight.requires_grad" -> what it is now
-Picture = Dict[str, Any]
+# (module, attribute), such as ("0", "weight") -> what it is now
+Picture = Dict[Tuple[str, str], Any]
 
 
 class Change(NamedTuple):
@@ -38,29 +38,51 @@ class Change(NamedTuple):
     where: str
 
 
-class Objects(NamedTuple):
-    """The caller's objects."""
+class Objects:
+    """The caller's objects. The names of modules are kept, because walking over a large model takes
+    longer than looking at it.
+    """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss: Any
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = loss
+        self._children: list[Any] = []
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.hooks: list[tuple[str, str, Mapping[Any, Any]]] = []
+
+    def refresh(self) -> None:
+        """Walk over the model again if a module was added, removed or replaced."""
+        if self.modules and self._children == self._list_children():
+            return
+        self.modules = list(self.model.named_modules())
+        self._children = self._list_children()
+        self.hooks = [(n, key, m.__dict__[key]) for n, m in self.modules for key in HOOKS]
+
+    def _list_children(self) -> list[Any]:
+        return [list(module._modules.values()) for _, module in self.modules]
+
+    def list_parameters(self) -> list[tuple[str, str, nn.Parameter]]:
+        """List the parameters, each with the name of its module and its own."""
+        return [
+            (name, key, parameter)
+            for name, module in self.modules
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
 
 
 # ---- pictures, one function a kind
 
 
-def _name(module: str, attribute: str) -> str:
-    return f"{module}.{attribute}" if module else f"model.{attribute}"
-
-
 def _look_at_modes(objects: Objects) -> Picture:
-    return {_name(n, "training"): m.training for n, m in objects.model.named_modules()}
+    return {(name, "training"): module.training for name, module in objects.modules}
 
 
 def _look_at_values(objects: Objects) -> Picture:
     return {
-        _name(name, key): _describe(value)
-        for name, module in objects.model.named_modules()
+        (name, key): _describe(value)
+        for name, module in objects.modules
         for key, value in module.__dict__.items()
         if key not in OF_TORCH
     }
@@ -68,35 +90,35 @@ def _look_at_values(objects: Objects) -> Picture:
 
 def _look_at_modules(objects: Objects) -> Picture:
     return {
-        _name(name, child): module
-        for name, parent in objects.model.named_modules()
-        for child, module in parent._modules.items()
+        (name, key): child
+        for name, module in objects.modules
+        for key, child in module._modules.items()
     }
 
 
 def _look_at_weights(objects: Objects) -> Picture:
-    return {name: _describe_tensor(p) for name, p in objects.model.named_parameters()}
+    return {(n, key): _describe_tensor(p) for n, key, p in objects.list_parameters()}
 
 
 def _look_at_buffers(objects: Objects) -> Picture:
-    return {name: _describe_tensor(b) for name, b in objects.model.named_buffers()}
+    return {
+        (name, key): _describe_tensor(buffer)
+        for name, module in objects.modules
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    }
 
 
 def _look_at_training_of_weights(objects: Objects) -> Picture:
-    return {f"{n}.requires_grad": p.requires_grad for n, p in objects.model.named_parameters()}
+    return {(n, f"{key}.requires_grad"): p.requires_grad for n, key, p in objects.list_parameters()}
 
 
 def _look_at_hooks(objects: Objects) -> Picture:
-    of_modules = {
-        _name(name, f"hooks[{key[1:]}]"): list(module.__dict__[key])
-        for name, module in objects.model.named_modules()
-        for key in HOOKS
-        if module.__dict__.get(key)
-    }
+    of_modules = {(name, key): list(hooks) for name, key, hooks in objects.hooks if hooks}
     of_weights = {
-        f"{name}'s hooks": [list(hooks) for hooks in _list_hooks_of_tensor(p)]
-        for name, p in objects.model.named_parameters()
-        if any(_list_hooks_of_tensor(p))
+        (name, f"{key}'s hooks"): [list(hooks) for hooks in _list_hooks_of_tensor(p)]
+        for name, key, p in objects.list_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
     }
     return {**of_modules, **of_weights}
 
@@ -107,18 +129,18 @@ def _list_hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
 
 
 def _look_at_optimizer(objects: Objects) -> Picture:
-    names = {parameter: name for name, parameter in objects.model.named_parameters()}
-    picture = {
-        f"optimizer.state of {names.get(parameter, 'a parameter')}": _describe(state)
-        for parameter, state in objects.optimizer.state.items()
+    names: dict[Any, tuple[str, str]] = {p: (n, key) for n, key, p in objects.list_parameters()}
+    picture: Picture = {
+        ("optimizer.state", ".".join(names.get(p, ("", "a parameter")))): _describe(state)
+        for p, state in objects.optimizer.state.items()
     }
     for key in HOOKS_OF_OPTIMIZER:
-        picture[f"optimizer's hooks ({key})"] = list(getattr(objects.optimizer, key, ()))
+        picture["optimizer", key] = list(getattr(objects.optimizer, key, ()))
     return picture
 
 
 def _look_at_loss(objects: Objects) -> Picture:
-    return {f"loss: {name}": _describe(value) for name, value in _list_values_of(objects.loss)}
+    return {("loss", name): _describe(value) for name, value in _list_values_of(objects.loss)}
 
 
 def _list_values_of(function: Any) -> Iterator[tuple[str, Any]]:
@@ -134,7 +156,7 @@ def _list_values_of(function: Any) -> Iterator[tuple[str, Any]]:
         for name, module in function.named_modules():
             for key, value in module.__dict__.items():
                 if key not in OF_TORCH or key == "training":
-                    yield _name(name, key), value
+                    yield _name((name, key)), value
         yield from function.named_parameters()
         yield from function.named_buffers()
         return
@@ -156,7 +178,7 @@ def _list_values_of(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, function.__globals__[name]
 
 
-def sum_tensors(model: nn.Module) -> Picture:
+def sum_tensors(model: nn.Module) -> dict[str, str]:
     """Return two sums of each weight and buffer, which a write through `.data` changes, too."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
@@ -175,6 +197,9 @@ def _describe(value: Any, depth: int = DEPTH) -> Any:
     """Return what can be compared later without keeping what may change: numbers and strings as
     they are, tensors by identity and version, short containers by their elements, else the object.
     """
+    if isinstance(value, (int, float, complex, str, bytes, type(None))):
+        # True is not 1 here, and not a number is itself
+        return type(value), value if value == value else None
     if isinstance(value, torch.Tensor):
         return _describe_tensor(value)
     if isinstance(value, (list, tuple, set, frozenset, dict)):
@@ -183,9 +208,6 @@ def _describe(value: Any, depth: int = DEPTH) -> Any:
         if isinstance(value, dict):
             return [(_describe(k, 0), _describe(v, depth - 1)) for k, v in value.items()]
         return [type(value), *(_describe(element, depth - 1) for element in value)]
-    if isinstance(value, (int, float, complex, str, bytes, type(None))):
-        # True is not 1 here, and not a number is itself
-        return type(value), repr(value)
     return _Same(value)
 
 
@@ -206,6 +228,12 @@ def _describe_tensor(tensor: torch.Tensor) -> Any:
     # torch counts no version of a tensor that was made in inference mode
     version = None if tensor.is_inference() else tensor._version
     return _Same(tensor), version, tensor.data_ptr()
+
+
+def _name(where: tuple[str, str]) -> str:
+    """Return a place as a caller writes it."""
+    module, attribute = where
+    return f"{module or 'model'}.{attribute}"
 
 
 class Look(NamedTuple):
@@ -272,6 +300,7 @@ class Seam:
         self._note(kinds)
 
     def _note(self, kinds: Sequence[str]) -> None:
+        self._objects.refresh()
         self._pictures.update({kind: LOOKS[kind].look(self._objects) for kind in kinds})
 
     def note_step(self) -> None:
@@ -290,11 +319,13 @@ class Seam:
     def list_changes(self) -> list[Change]:
         """List what the caller has changed since the last step."""
         changes = list(self._waiting)
+        self._objects.refresh()
         for kind, before in self._pictures.items():
             now = LOOKS[kind].look(self._objects)
             if now != before:
                 places = [*before, *(where for where in now if where not in before)]
-                changes += [Change(kind, w) for w in places if before.get(w) != now.get(w)]
+                changed = [where for where in places if before.get(where) != now.get(where)]
+                changes += [Change(kind, _name(where)) for where in changed]
         return changes
 
 
