@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import weakref
 from collections.abc import MutableMapping
 from typing import Any, Callable, Iterator, Mapping
@@ -20,9 +21,9 @@ from typing import Any, Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.pipeline.arguments import require_head_settings
-from ipu_pipe.text import describe_kind
+from ipu_pipe.text import describe_kind, show
 from ipu_pipe.update.optimizer import Groups
 
 # keys of a caller's parameter group that are not settings of a step
@@ -32,6 +33,20 @@ NOT_SETTINGS = ("params", "initial_lr")
 def copy_setting(value: Any) -> Any:
     """Copy a setting; a learning rate may be a tensor that its scheduler changes in place."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Return whether a setting may stand for its default: a number, or numbers, for the same."""
+    if isinstance(default, (tuple, list)):
+        is_sequence = isinstance(value, (tuple, list)) and len(value) == len(default)
+        return is_sequence and all(map(_is_like, value, default))
+    if isinstance(default, bool) or not isinstance(default, (int, float, torch.Tensor)):
+        return True
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    # torch takes no whole number beyond 64 bits
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and (isinstance(value, float) or abs(value) < 2**63)
 
 
 class SharedState(MutableMapping):  # type: ignore[type-arg]
@@ -106,6 +121,16 @@ class OptimizerView(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
 
+def _list_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that have something to share, the weights and the buffers, with names."""
+    for name, module in model.named_modules():
+        # an activation without weights may be in many models
+        if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+            yield name or type(module).__name__, module
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
 class OptimizerHandle:
     """The caller's optimizer: `copy_for(groups)` makes the one that steps, `record(k)` copies the
     settings for update k.
@@ -155,10 +180,12 @@ class OptimizerHandle:
                 f"{why}"
             )
         self.optimizer = optimizer
+        self._model = model
         self._heads = heads
         self._member_of = {
             id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
+        self._count = len(optimizer.param_groups)
         self._settings: dict[int, list[dict[str, Any]]] = {}
         self._is_stepping = False
         # the optimizer's `step` that has been called so that schedulers have seen it
@@ -179,10 +206,33 @@ class OptimizerHandle:
                 "optimizer: another Pipeline steps it: close() that one first, or make a new "
                 "optimizer"
             )
+        shared = self._find_shared()
+        if shared:
+            # a pipeline that was dropped is in a cycle with its own functions
+            gc.collect()
+            shared = self._find_shared()
+        if shared:
+            raise BadInput(
+                f"model: {shared}: another open Pipeline has it: close() that one first, or give "
+                f"each a model with modules and weights of its own"
+            )
         self._in_use[self.optimizer] = weakref.ref(self)
         # registered on the caller's handle alone: the optimizer that steps has the caller's other
         # hooks
         self._hook = self.optimizer.register_step_pre_hook(self._refuse_step)
+
+    def _find_shared(self) -> str:
+        """Return the name of a module, weight or buffer that is in the model of another open
+        pipeline, too; "" if there is none.
+        """
+        handles = [reference() for reference in self._in_use.values()]
+        theirs = {
+            id(part)
+            for handle in handles
+            if handle is not None and handle is not self
+            for _, part in _list_parts(handle._model)
+        }
+        return next((name for name, part in _list_parts(self._model) if id(part) in theirs), "")
 
     @property
     def group_count(self) -> int:
@@ -262,13 +312,27 @@ class OptimizerHandle:
         """Raise `RuntimeError` if the caller has added a group, or changed the parameters of
         one.
         """
-        if [id(p) for group in self.optimizer.param_groups for p in group["params"]] != list(
-            self._member_of
-        ):
+        groups = self.optimizer.param_groups
+        parameters = [id(p) for group in groups for p in group.get("params", ())]
+        if len(groups) != self._count or parameters != list(self._member_of):
             raise RuntimeError(
                 "step: the optimizer has other parameters than when the pipeline was made: make a "
                 "new pipeline"
             )
+
+    def require_settings(self) -> None:
+        """Raise `RuntimeError` for a number among the settings that is no number any more: an
+        optimizer would fail on it in the middle of an update.
+        """
+        for group in self.optimizer.param_groups:
+            for key, default in self.optimizer.defaults.items():
+                value = group.get(key)
+                # most are unchanged, and a look costs less than a test
+                if value is not default and not _is_like(value, default):
+                    raise RuntimeError(
+                        f"step: optimizer: {key}: {show(value)}: must be of the kind of "
+                        f"{show(default)}"
+                    )
 
     def record(self, k: int) -> None:
         """Copy the settings of all groups as those of update k."""
@@ -317,6 +381,13 @@ class OptimizerHandle:
             for group in self.optimizer.param_groups:
                 group["params"] = []
             self.optimizer.step()
+        # an optimizer of the user's own may raise anything
+        except Exception as error:
+            raise BadInput(
+                f"optimizer: {type(self.optimizer).__name__}: its step() without a closure raises "
+                f"{summarize(error)}: a pipeline cannot evaluate the loss again, as SAM does: use "
+                f"another"
+            ) from error
         finally:
             for group, group_parameters in zip(self.optimizer.param_groups, parameters):
                 group["params"] = group_parameters
