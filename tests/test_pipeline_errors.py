@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ipu_pipe
-from ipu_pipe.errors import BadInput, Divergence, RunFault
+from ipu_pipe.errors import BadInput, Divergence
+from ipu_pipe.pipeline.batches import Microbatch, copy_memory
 from ipu_pipe.schedule.methods import METHODS
 from tests.support.loops import make_perceptron
 from tests.support.processes import run_in_group
@@ -237,3 +238,154 @@ def test_pipelines_over_models_of_their_own_take_turns() -> None:
     alone.close()
     for pipe in together:
         assert torch.equal(flatten_weights(pipe.model), flatten_weights(alone.model))
+
+
+# ---- everyday messages
+
+
+def make_float_net(*_: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "SAM needs a closure"
+
+
+def make_meta_model() -> nn.Module:
+    with torch.device("meta"):
+        return make_float_net()
+
+
+def step_once(batch: Any = None, optimizer: Any = None, **keys: Any) -> Any:
+    """Return the updates of a first step of small batches in float32."""
+    model = keys.pop("model", None) or make_float_net()
+    make_optimizer = optimizer or torch.optim.SGD
+    arguments = {"stages": 2, "microbatches": 2, **keys}
+    pipe = ipu_pipe.Pipeline(
+        model, cross_entropy, make_optimizer(model.parameters(), lr=0.1), **arguments
+    )
+    x, y = make_batch(0)
+    return pipe.step(*((x.float(), y) if batch is None else batch))
+
+
+X, Y = make_batch(0)
+NAN = X.float().clone()
+NAN[3, 2] = float("nan")
+# what is given -> the beginning of the line, and its remedy
+LINES: Dict[str, Tuple[Dict[str, Any], str, str]] = {
+    "bf16": ({"precision": "bf16"}, "precision: bf16: ", "bfloat16_mixed or bfloat16"),
+    "float16 model": ({"model": make_float_net().half()}, "model: float16: ", "bfloat16_mixed"),
+    "meta model": ({"model": make_meta_model()}, "model: 0.weight, .* meta device", "to_empty"),
+    "pair": ({"batch": ((X.float(), Y),)}, "step: y is None", r"step\(\*batch\)"),
+    "more stages than layers": ({"stages": 9, "microbatches": None}, "stages: 9: ", "at most 3"),
+    "not a number": ({"batch": (NAN, Y)}, "update 0 of .* nan; its batch has numbers", "the data"),
+    "SAM": ({"optimizer": NeedsClosure}, "optimizer: NeedsClosure: ", "closure"),
+    "sparse": ({"batch": (X.to_sparse(), Y)}, "step: a tensor of the batch is sparse", "to_dense"),
+    "example": ({"example": 5}, "example: 5: must be a pair", r"\(x, y\)"),
+    "warmup": ({"warmup": None}, "warmup: None: ", "number of updates"),
+    "method_args": ({"method_args": [1]}, "method_args: .*1.*: must be a mapping", "None"),
+    "clip": ({"clip": "1"}, "clip: 1: must be a norm", "pair"),
+}
+
+
+@pytest.mark.parametrize("name", list(LINES))
+def test_an_everyday_mistake_is_named_with_its_remedy(name: str) -> None:
+    keys, beginning, remedy = LINES[name]
+    with pytest.raises((BadInput, ValueError, Divergence), match=rf"^{beginning}.*{remedy}"):
+        step_once(**keys)
+
+
+@pytest.mark.parametrize("value", ["x", [1.0], True, 10**30, 1j, torch.zeros(2)])
+def test_a_setting_that_is_no_number_is_refused_before_the_batch_is_given(value: Any) -> None:
+    pipe = make_pipeline()
+    train(pipe, 1)
+    group = pipe.optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], value
+    with pytest.raises(RuntimeError, match="^step: optimizer: lr: "):
+        train(pipe, 1)
+    group["lr"] = rate
+    train(pipe, 1)
+    assert pipe.updates == 2
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "local_greedy", "local_sgd"])
+def test_a_norm_alone_has_the_scope_that_the_method_can_clip_by(method: str) -> None:
+    scope = "global" if METHODS[method].flushes else "stage"
+    microbatches = None if method == "local_sgd" else 2
+    weights = []
+    for clip in (0.5, (0.5, scope)):
+        pipe = make_pipeline(method, clip=clip, stages=["5"], microbatches=microbatches)
+        train(pipe, 4)
+        pipe.close()
+        weights.append(flatten_weights(pipe.model))
+    assert torch.equal(*weights)
+
+
+def test_a_pipeline_shows_what_it_trains_and_how_far() -> None:
+    pipe = make_pipeline()
+    train(pipe, 2)
+    assert repr(pipe) == (
+        "Pipeline(method='pipedream', stages=3, microbatches=2, backend='emulator', updates=2, "
+        "in_flight=1)"
+    )
+    pipe.close()
+    assert repr(pipe).endswith("in_flight=0, closed)")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_a_prefix_of_weights_is_named_once(prefix: str) -> None:
+    # story: one "missing" for each tensor, and nobody named the prefix
+    pipe = make_pipeline()
+    train(pipe, 1)
+    state = pipe.state_dict()
+    state["model"] = {prefix + name: value for name, value in state["model"].items()}
+    with pytest.raises(
+        BadInput, match=rf"begins with {prefix}, .*name\[{len(prefix)}:\]"
+    ) as caught:
+        make_pipeline().load_state_dict(state)
+    assert len(caught.value.faults) == 1
+
+
+# ---- batches that stay in flight
+
+
+def train_from_a_ring(rank: int, folder: Path, method: str, ring: bool) -> None:
+    """Train on two ranks with batches in memory of their own, or in memory that is used again."""
+    pipe = make_pipeline(method, stages=["5"], backend="distributed", deadline=60)
+    x, y = make_batch(0)
+    for k in range(6):
+        new_x, new_y = make_batch(k)
+        if ring:
+            x.copy_(new_x)
+            y.copy_(new_y)
+            pipe.step(x, y)
+            x.fill_(99.0)
+            y.fill_(0)
+        else:
+            pipe.step(new_x, new_y)
+    pipe.close()
+    torch.save(flatten_weights(pipe.model), folder / f"{rank}-{ring}.pt")
+
+
+@needs_processes
+@pytest.mark.parametrize("method", ["pipedream", "gpipe"])
+def test_the_memory_of_a_batch_may_be_used_again_on_processes(tmp_path: Path, method: str) -> None:
+    # story: autograd's in-place error, or "ranks have different labels: do not shard"
+    for ring in (False, True):
+        folder = tmp_path / str(ring)
+        folder.mkdir()
+        run_in_group(2, train_from_a_ring, folder, method, ring)
+    weights = [torch.load(tmp_path / str(ring) / f"0-{ring}.pt") for ring in (False, True)]
+    assert torch.equal(*weights)
+
+
+def test_copies_of_a_batch_have_its_strides() -> None:
+    base = torch.arange(60.0).reshape(6, 10)
+    views = (base, base.T, base[:, 1:7:2], base.expand(3, 6, 10), base[0].unfold(0, 4, 1), base[:0])
+    for view in views:
+        copied = copy_memory(Microbatch(view, None)).x
+        assert torch.equal(copied, view) and copied.stride() == view.stride()
+        if view.numel():
+            assert copied.data_ptr() != view.data_ptr()

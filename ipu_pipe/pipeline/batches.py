@@ -166,7 +166,9 @@ class GivenBatches:
             return iter(self._test_batches)
         # a model that has its own loss takes no labels: a pair (batch, None) is that batch
         return (
-            batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 and batch[1] is None else batch
+            batch[0]
+            if isinstance(batch, (tuple, list)) and len(batch) == 2 and batch[1] is None
+            else batch
             for batch in self._test_batches
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import copy
 import gc
+import inspect
 import weakref
 from collections.abc import MutableMapping
 from typing import Any, Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from typing import Any, Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from ipu_pipe.errors import BadInput, summarize
+from ipu_pipe.errors import BadInput
 from ipu_pipe.pipeline.arguments import require_head_settings
 from ipu_pipe.text import describe_kind, show
 from ipu_pipe.update.optimizer import Groups
@@ -131,6 +132,14 @@ def _list_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from model.named_buffers()
 
 
+def explain_closure(optimizer: torch.optim.Optimizer) -> str:
+    """Return the fault of an optimizer whose step needs a closure, such as LBFGS and SAM."""
+    return (
+        f"optimizer: {type(optimizer).__name__}: its step evaluates the loss again, by a closure, "
+        f"which a pipeline cannot: use another"
+    )
+
+
 class OptimizerHandle:
     """The caller's optimizer: `copy_for(groups)` makes the one that steps, `record(k)` copies the
     settings for update k.
@@ -163,11 +172,11 @@ class OptimizerHandle:
                 f"optimizer: {describe_kind(optimizer)}: must be a torch.optim.Optimizer over the "
                 f"model's parameters"
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise BadInput(
-                "optimizer: LBFGS: evaluates the loss several times in a step, which a pipeline "
-                "cannot: use another"
-            )
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        needs_closure = closure is not None and closure.default is closure.empty
+        # SAM's two halves of a step
+        if needs_closure or hasattr(optimizer, "second_step"):
+            raise BadInput(explain_closure(optimizer))
         if heads is not None:
             require_head_settings(heads, optimizer)
         trained = {id(p) for p in model.parameters()}
@@ -381,13 +390,6 @@ class OptimizerHandle:
             for group in self.optimizer.param_groups:
                 group["params"] = []
             self.optimizer.step()
-        # an optimizer of the user's own may raise anything
-        except Exception as error:
-            raise BadInput(
-                f"optimizer: {type(self.optimizer).__name__}: its step() without a closure raises "
-                f"{summarize(error)}: a pipeline cannot evaluate the loss again, as SAM does: use "
-                f"another"
-            ) from error
         finally:
             for group, group_parameters in zip(self.optimizer.param_groups, parameters):
                 group["params"] = group_parameters

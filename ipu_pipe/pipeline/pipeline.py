@@ -77,7 +77,7 @@ from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
 from ipu_pipe.pipeline.device_check import require_device
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.gradients import OwnGradients
-from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
+from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView, explain_closure
 from ipu_pipe.pipeline.seam import (
     NEVER,
     REBUILT,
@@ -788,9 +788,7 @@ class Pipeline:
             return []
         updates: list[Update] = []
         if not self._is_broken:
-            updates = (
-                self._drain_and_take("close") if self.can_drain else self._end_within_round()
-            )
+            updates = self._drain_and_take("close") if self.can_drain else self._end_within_round()
             self._is_closed = True
             if self._flow is not None:
                 with self._break_on_error("close"):
@@ -1146,7 +1144,9 @@ class Pipeline:
             except Divergence as error:
                 if all(bool(total.isfinite()) for total in sums):
                     raise
-                advice = "its batch has numbers that are not finite: mend the data, or skip the batch"
+                advice = (
+                    "its batch has numbers that are not finite: mend the data, or skip the batch"
+                )
                 raise Divergence(error.reason, advice) from None
             updates.append(Update(k, result.loss, result.accuracy, result.blocks))
         self._handle.forget_before(self.finished)
@@ -1281,13 +1281,13 @@ class Pipeline:
                 self._seam.note_step() if call == "step" else self._seam.note_other_call()
         except BaseException as error:
             # a fault of the backend's own, such as a lost device, is not the caller's
-            has_changed = self._flow is not None and (
-                not only_reads or isinstance(error, RunFault)
-            )
+            has_changed = self._flow is not None and (not only_reads or isinstance(error, RunFault))
             # other ranks may have gone on
             self._is_broken |= has_changed or self._config.backend.facts.uses_processes
             if not self._is_broken:
                 self._absent.hide()
+            if isinstance(error, AssertionError) and "closure" in str(error):
+                raise BadInput(explain_closure(self._handle.optimizer)) from error
             if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):
                 raise RunFault(
                     f"{error}; {self._calls.explain(error.__cause__.ranks)}"
