@@ -21,6 +21,8 @@ from ipu_pipe.schedule.methods import METHODS
 from tests.support.loops import make_perceptron
 from tests.support.processes import run_in_group
 from tests.support.runs import needs_processes
+from tests.test_example_loops import PAGE
+from tests.test_tutorials import list_blocks
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
 
@@ -389,3 +391,62 @@ def test_copies_of_a_batch_have_its_strides() -> None:
         assert torch.equal(copied, view) and copied.stride() == view.stride()
         if view.numel():
             assert copied.data_ptr() != view.data_ptr()
+
+
+# ---- two pipelines of one training: the page's GAN
+
+GanBatches = List[Tuple[torch.Tensor, torch.Tensor]]
+
+
+def make_gan() -> Tuple[nn.Module, nn.Module, GanBatches]:
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    batches = [
+        (torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64))
+        for _ in range(4)
+    ]
+    return generator, critic, batches
+
+
+def train_gan_plainly() -> torch.Tensor:
+    measure = nn.functional.binary_cross_entropy_with_logits
+    generator, critic, batches = make_gan()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, critic)]
+    ones, zeros = torch.ones(8, 1).double(), torch.zeros(8, 1).double()
+    for z, real in batches:
+        samples = torch.cat([real, generator(z).detach()])
+        losses = (
+            lambda: measure(critic(generator(z)), ones),  # noqa: B023
+            lambda: measure(critic(samples), torch.cat([ones, zeros])),  # noqa: B023
+        )
+        for i in (1, 0):
+            optimizers[i].zero_grad()
+            losses[i]().backward()
+            optimizers[i].step()
+    return torch.cat([flatten_weights(generator), flatten_weights(critic)])
+
+
+def train_gan_of_the_page(**keys: Any) -> torch.Tensor:
+    (block,) = (one for one in list_blocks(PAGE) if one.file == "gan.py")
+    names: Dict[str, Any] = {}
+    exec(compile(block.text, str(PAGE), "exec"), names)
+    generator, critic, batches = make_gan()
+    names["train"](generator, critic, batches, stages=["2"], **keys)
+    return torch.cat([flatten_weights(generator), flatten_weights(critic)])
+
+
+def save_gan(rank: int, folder: Path) -> None:
+    torch.save(
+        train_gan_of_the_page(backend="distributed", deadline=60), folder / f"weights-{rank}.pt"
+    )
+
+
+def test_the_gan_of_the_page_has_plain_pytorchs_weights() -> None:
+    assert torch.equal(train_gan_plainly(), train_gan_of_the_page())
+
+
+@needs_processes
+def test_the_gan_of_the_page_has_plain_pytorchs_weights_on_processes(tmp_path: Path) -> None:
+    run_in_group(2, save_gan, tmp_path)
+    assert torch.equal(train_gan_plainly(), torch.load(tmp_path / "weights-1.pt"))

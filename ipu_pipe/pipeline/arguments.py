@@ -86,7 +86,9 @@ def require_weights_for(model: nn.Module, stages: Any) -> None:
         raise BadInput(explain_too_many(count, len(layers)))
 
 
-def require_kinds(method_args: Any, backend_args: Any, warmup: Any, example: Any) -> None:
+def require_kinds(
+    method_args: Any, backend_args: Any, warmup: Any, example: Any, deadline: Any
+) -> None:
     """Raise `BadInput` for arguments that are not of the kind that they must be."""
     mappings = {"method_args": method_args, "backend_args": backend_args}
     faults: dict[str, Any] = {
@@ -96,6 +98,8 @@ def require_kinds(method_args: Any, backend_args: Any, warmup: Any, example: Any
     }
     is_count = isinstance(warmup, int) and not isinstance(warmup, bool) and warmup >= 0
     faults[f"warmup: {show(warmup)}: must be a number of updates"] = not is_count
+    is_number = isinstance(deadline, (int, float))
+    faults[f"deadline: {show(deadline)}: must be a number of seconds"] = not is_number
     is_pair = isinstance(example, (tuple, list)) and len(example) == 2
     faults[f"example: {describe_kind(example)}: must be a pair (x, y), or None"] = (
         example is not None and not is_pair
@@ -124,7 +128,7 @@ def require_iterable(call: str, name: str, value: Any) -> None:
 def _is_device(device: str | torch.device) -> bool:
     try:
         torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         return False
     return True
 

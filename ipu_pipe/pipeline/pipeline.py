@@ -273,7 +273,7 @@ class Pipeline:
                 f"loss: {type(loss).__name__}: must be a function of outputs and labels, or None "
                 f"for the model's own"
             )
-        require_kinds(method_args, backend_args, warmup, example)
+        require_kinds(method_args, backend_args, warmup, example, deadline)
         self.model = model
         self._loss = loss
         stage_count = _count_stages(model, stages)
