@@ -78,7 +78,9 @@ ALSO_CALLED = {
     **dict.fromkeys(("zbvzerobubble", "schedulezbvzerobubble"), "zbv"),
     "scheduleinterleavedzerobubble": "interleaved_zb",
     **dict.fromkeys(("dualpipe", "dualpipev", "scheduledualpipev"), "dualpipe_v"),
-    **dict.fromkeys(("bf16", "bf16_true", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("bf16_true", "torch.bfloat16"), "bfloat16"),
+    # autocast is meant by most
+    "bf16": "bfloat16_mixed bfloat16",
     **dict.fromkeys(("float16", "fp16", "half", "16", "torch.float16"), "float16 bfloat16_mixed"),
     **dict.fromkeys(
         ("bf16_mixed", "16_mixed", "mixed", "mixed_precision", "amp", "autocast"), "bfloat16_mixed"

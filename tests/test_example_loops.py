@@ -143,7 +143,7 @@ def test_the_blocks_of_the_page_run(
             (words,) = split_commands(block.text)
             assert words[:3] == ["torchrun", "--nproc_per_node", "2"]
             assert run_script([*TWO_RANKS, *words[3:]], tmp_path).startswith("loss ")
-    assert languages == ["python", "python", "python", "bash"]
+    assert languages == ["python", "python", "python", "bash", "python"]
     assert names["outputs"].shape == (10, 10)
     # two epochs, with a rate that falls after 40 updates
     assert names["pipe"].finished == 92 and names["optimizer"].param_groups[0][

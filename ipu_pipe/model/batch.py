@@ -118,7 +118,10 @@ def get_first_tensor(nest: Any) -> torch.Tensor:
 
 def count_samples(nest: Any) -> int:
     """Return the number of samples of a batch: the first dimension of its tensors."""
-    return len(get_first_tensor(nest))
+    tensor = get_first_tensor(nest)
+    if not tensor.dim():
+        raise BadInput("data: a tensor of no dimensions: the first dimension must be the samples")
+    return len(tensor)
 
 
 def clone_tensors(nest: Any) -> Any:

@@ -6,7 +6,7 @@ checks      the settings that cannot be combined, and models that cannot be trai
 seam        what the caller changes between two calls: taken over, or refused by name: `Seam`
 absent      weights that are on other devices: hidden between calls: `AbsentWeights`
 flow        the batches on their way: which were given, which have left, the cuts: `Flow`
-batches     divides a batch into microbatches, and hands them to the backend
+batches, turns  divides a batch into microbatches; one call at a time: `take_turn`
 gradients   the gradients in flight, lent to `p.grad` for a call: `OwnGradients`
 optimizer   the caller's optimizer, shared with the one that steps: `OptimizerHandle`
 device_check  whether a run's device is here, and reads the weights it must: `try_device`

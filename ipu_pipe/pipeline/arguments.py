@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from torch import nn
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.model.devices import get_kind
+from ipu_pipe.model.stages import explain_too_many
 from ipu_pipe.refusals import PYTHON
+from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import describe_kind, list_some, show
 
 # seconds; as in a config
@@ -46,21 +48,87 @@ def make_backend_section(
     return section
 
 
-def make_clip_section(clip: Any) -> dict[str, Any] | None:
-    """Return the config's section of clipping. Raise `BadInput` unless `clip` is a pair, or None
-    for no clipping.
+def make_clip_section(clip: Any, method: Any) -> dict[str, Any] | None:
+    """Return the config's section of clipping. Raise `BadInput` unless `clip` is a norm, a pair of
+    it and a scope, or None for no clipping.
+
+    A norm alone is of all gradients, as in a plain loop, if the method flushes, else of a stage's.
     """
     if clip is None:
         return None
+    if isinstance(clip, (int, float)) and not isinstance(clip, bool):
+        row = METHODS.get(method) if isinstance(method, str) else None
+        return {"norm": clip, "scope": "global" if row is not None and row.flushes else "stage"}
     if not isinstance(clip, (tuple, list)) or len(clip) != 2:
-        raise BadInput(f'clip: {show(clip)}: must be a pair (norm, scope), such as (1.0, "stage")')
+        raise BadInput(
+            f'clip: {show(clip)}: must be a norm, or a pair (norm, scope), such as (1.0, "stage")'
+        )
     return {"norm": clip[0], "scope": clip[1]}
+
+
+def require_values(model: nn.Module) -> None:
+    """Raise `BadInput` for a model on the meta device, whose weights have no values."""
+    absent = [name for name, p in model.named_parameters() if p.is_meta]
+    if absent:
+        raise BadInput(
+            f"model: {list_some(absent)}: on the meta device, without values: call "
+            f"model.to_empty(device=...), and load or initialize its weights"
+        )
+
+
+def require_weights_for(model: nn.Module, stages: Any) -> None:
+    """Raise `BadInput` for more stages than layers with weights. Otherwise a batch, whose
+    microbatches are as many by default, would be blamed.
+    """
+    count = stages.get("count") if isinstance(stages, Mapping) else stages
+    layers = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
+    if isinstance(count, int) and count > max(len(layers), 1):
+        raise BadInput(explain_too_many(count, len(layers)))
+
+
+def require_kinds(
+    method_args: Any, backend_args: Any, warmup: Any, example: Any, deadline: Any
+) -> None:
+    """Raise `BadInput` for arguments that are not of the kind that they must be."""
+    mappings = {"method_args": method_args, "backend_args": backend_args}
+    faults: dict[str, Any] = {
+        f"{name}: {show(value)}: must be a mapping, or None": value is not None
+        and not isinstance(value, Mapping)
+        for name, value in mappings.items()
+    }
+    is_count = isinstance(warmup, int) and not isinstance(warmup, bool) and warmup >= 0
+    faults[f"warmup: {show(warmup)}: must be a number of updates"] = not is_count
+    is_number = isinstance(deadline, (int, float))
+    faults[f"deadline: {show(deadline)}: must be a number of seconds"] = not is_number
+    is_pair = isinstance(example, (tuple, list)) and len(example) == 2
+    faults[f"example: {describe_kind(example)}: must be a pair (x, y), or None"] = (
+        example is not None and not is_pair
+    )
+    raise_faults(faults)
+
+
+def require_metrics(metrics: Any) -> Any:
+    """Return the metrics of `evaluate`; none for None. Raise `BadInput` for another kind than a list
+    or a mapping.
+    """
+    if metrics is not None and not isinstance(metrics, (list, tuple, Mapping)):
+        raise BadInput(
+            f"evaluate: metrics: {show(metrics)}: must be a list, or a mapping from names, such as "
+            f'["accuracy"]'
+        )
+    return metrics or ()
+
+
+def require_iterable(call: str, name: str, value: Any) -> None:
+    """Raise `BadInput` for an argument of a call that cannot be iterated over."""
+    if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
+        raise BadInput(f"{call}: {name}: {describe_kind(value)}: must be an iterable of batches")
 
 
 def _is_device(device: str | torch.device) -> bool:
     try:
         torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         return False
     return True
 

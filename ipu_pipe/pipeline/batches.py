@@ -4,7 +4,13 @@ asks for them by number.
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, NamedTuple, Sequence
+import itertools
+
+# not from typing: its isinstance is slow
+from collections.abc import Iterable
+from typing import Any, Iterator, NamedTuple, Sequence
+
+import torch
 
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.model.batch import clone_tensors, count_samples, list_tensors, map_tensors
@@ -30,6 +36,8 @@ def divide_batch(x: Any, y: Any, count: int) -> list[Microbatch]:
         raise ValueError(
             "step: x and y hold no tensors: must be tensors, or mappings, tuples and lists of them"
         )
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        raise ValueError("step: a tensor of the batch is sparse: must be dense, as of to_dense()")
     sizes = {len(tensor) for tensor in tensors if tensor.dim()}
     if len(sizes) > 1:
         raise ValueError(
@@ -57,9 +65,13 @@ def take_pairs(pairs: Iterable[Any], count: int) -> list[Microbatch]:
     """Return `count` microbatches of pairs (x, y). Raise `ValueError` if they are not as many, or
     one is not a pair.
     """
-    batch = list(pairs)
+    if not isinstance(pairs, Iterable):
+        raise ValueError(f"step: microbatches: {describe_kind(pairs)}: must be {count} pairs")
+    # an endless iterator is read no further
+    batch = list(itertools.islice(pairs, count + 1))
     if len(batch) != count:
-        raise ValueError(f"step: {len(batch)} microbatches: must be {count}")
+        given = f"more than {count}" if len(batch) > count else len(batch)
+        raise ValueError(f"step: {given} microbatches: must be {count}")
     wrong = [
         i for i, pair in enumerate(batch) if not isinstance(pair, (tuple, list)) or len(pair) != 2
     ]
@@ -82,6 +94,34 @@ def require_samples(batch: Sequence[Microbatch], samples: int) -> None:
                 f"{samples}: processes take one"
                 " size (DataLoader(..., drop_last=True) leaves out a smaller last batch)"
             )
+
+
+def copy_memory(microbatch: Microbatch) -> Microbatch:
+    """Return a microbatch in memory of its own, with the same strides: another layout could give
+    other bits.
+    """
+    return Microbatch(*(map_tensors(_copy_span, part) for part in microbatch))
+
+
+def _copy_span(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.requires_grad or not tensor.numel():
+        return tensor.clone()
+    # of views too that repeat or leave out memory, such as those of expand and unfold
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    memory = tensor.as_strided((span,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def sum_floats(nest: Any) -> list[torch.Tensor]:
+    """Return the sum of each floating-point tensor: not finite if one of its numbers is not.
+
+    Nobody reads them unless a loss is not finite, so that no device is waited for.
+    """
+    return [
+        tensor.detach().sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
+        for tensor in list_tensors(nest)
+        if tensor.is_floating_point()
+    ]
 
 
 class GivenBatches:
@@ -122,7 +162,15 @@ class GivenBatches:
 
     def test_batches(self, batch_size: int) -> Iterator[Any]:
         """Yield the batches of the evaluation as they were given."""
-        return iter(self._test_batches)
+        if not self._passes_whole:
+            return iter(self._test_batches)
+        # a model that has its own loss takes no labels: a pair (batch, None) is that batch
+        return (
+            batch[0]
+            if isinstance(batch, (tuple, list)) and len(batch) == 2 and batch[1] is None
+            else batch
+            for batch in self._test_batches
+        )
 
     def compute_checksum(self, batch: Any) -> int:
         """Return a checksum of a microbatch's labels, of all of it if they are inside, 0 if this

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
+import inspect
 import weakref
 from collections.abc import MutableMapping
 from typing import Any, Callable, Iterator, Mapping
@@ -22,7 +24,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.pipeline.arguments import require_head_settings
-from ipu_pipe.text import describe_kind
+from ipu_pipe.text import describe_kind, show
 from ipu_pipe.update.optimizer import Groups
 
 # keys of a caller's parameter group that are not settings of a step
@@ -32,6 +34,20 @@ NOT_SETTINGS = ("params", "initial_lr")
 def copy_setting(value: Any) -> Any:
     """Copy a setting; a learning rate may be a tensor that its scheduler changes in place."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Return whether a setting may stand for its default: a number, or numbers, for the same."""
+    if isinstance(default, (tuple, list)):
+        is_sequence = isinstance(value, (tuple, list)) and len(value) == len(default)
+        return is_sequence and all(map(_is_like, value, default))
+    if isinstance(default, bool) or not isinstance(default, (int, float, torch.Tensor)):
+        return True
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    # torch takes no whole number beyond 64 bits
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and (isinstance(value, float) or abs(value) < 2**63)
 
 
 class SharedState(MutableMapping):  # type: ignore[type-arg]
@@ -106,6 +122,24 @@ class OptimizerView(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
 
+def _list_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that have something to share, the weights and the buffers, with names."""
+    for name, module in model.named_modules():
+        # an activation without weights may be in many models
+        if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+            yield name or type(module).__name__, module
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def explain_closure(optimizer: torch.optim.Optimizer) -> str:
+    """Return the fault of an optimizer whose step needs a closure, such as LBFGS and SAM."""
+    return (
+        f"optimizer: {type(optimizer).__name__}: its step evaluates the loss again, by a closure, "
+        f"which a pipeline cannot: use another"
+    )
+
+
 class OptimizerHandle:
     """The caller's optimizer: `copy_for(groups)` makes the one that steps, `record(k)` copies the
     settings for update k.
@@ -138,11 +172,11 @@ class OptimizerHandle:
                 f"optimizer: {describe_kind(optimizer)}: must be a torch.optim.Optimizer over the "
                 f"model's parameters"
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise BadInput(
-                "optimizer: LBFGS: evaluates the loss several times in a step, which a pipeline "
-                "cannot: use another"
-            )
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        needs_closure = closure is not None and closure.default is closure.empty
+        # SAM's two halves of a step
+        if needs_closure or hasattr(optimizer, "second_step"):
+            raise BadInput(explain_closure(optimizer))
         if heads is not None:
             require_head_settings(heads, optimizer)
         trained = {id(p) for p in model.parameters()}
@@ -155,10 +189,12 @@ class OptimizerHandle:
                 f"{why}"
             )
         self.optimizer = optimizer
+        self._model = model
         self._heads = heads
         self._member_of = {
             id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
+        self._count = len(optimizer.param_groups)
         self._settings: dict[int, list[dict[str, Any]]] = {}
         self._is_stepping = False
         # the optimizer's `step` that has been called so that schedulers have seen it
@@ -179,10 +215,33 @@ class OptimizerHandle:
                 "optimizer: another Pipeline steps it: close() that one first, or make a new "
                 "optimizer"
             )
+        shared = self._find_shared()
+        if shared:
+            # a pipeline that was dropped is in a cycle with its own functions
+            gc.collect()
+            shared = self._find_shared()
+        if shared:
+            raise BadInput(
+                f"model: {shared}: another open Pipeline has it: close() that one first, or give "
+                f"each a model with modules and weights of its own"
+            )
         self._in_use[self.optimizer] = weakref.ref(self)
         # registered on the caller's handle alone: the optimizer that steps has the caller's other
         # hooks
         self._hook = self.optimizer.register_step_pre_hook(self._refuse_step)
+
+    def _find_shared(self) -> str:
+        """Return the name of a module, weight or buffer that is in the model of another open
+        pipeline, too; "" if there is none.
+        """
+        handles = [reference() for reference in self._in_use.values()]
+        theirs = {
+            id(part)
+            for handle in handles
+            if handle is not None and handle is not self
+            for _, part in _list_parts(handle._model)
+        }
+        return next((name for name, part in _list_parts(self._model) if id(part) in theirs), "")
 
     @property
     def group_count(self) -> int:
@@ -262,13 +321,27 @@ class OptimizerHandle:
         """Raise `RuntimeError` if the caller has added a group, or changed the parameters of
         one.
         """
-        if [id(p) for group in self.optimizer.param_groups for p in group["params"]] != list(
-            self._member_of
-        ):
+        groups = self.optimizer.param_groups
+        parameters = [id(p) for group in groups for p in group.get("params", ())]
+        if len(groups) != self._count or parameters != list(self._member_of):
             raise RuntimeError(
                 "step: the optimizer has other parameters than when the pipeline was made: make a "
                 "new pipeline"
             )
+
+    def require_settings(self) -> None:
+        """Raise `RuntimeError` for a number among the settings that is no number any more: an
+        optimizer would fail on it in the middle of an update.
+        """
+        for group in self.optimizer.param_groups:
+            for key, default in self.optimizer.defaults.items():
+                value = group.get(key)
+                # most are unchanged, and a look costs less than a test
+                if value is not default and not _is_like(value, default):
+                    raise RuntimeError(
+                        f"step: optimizer: {key}: {show(value)}: must be of the kind of "
+                        f"{show(default)}"
+                    )
 
     def record(self, k: int) -> None:
         """Copy the settings of all groups as those of update k."""

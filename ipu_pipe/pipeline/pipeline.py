@@ -37,7 +37,7 @@ from ipu_pipe.backends.ranks import are_joined, run_on_main
 from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
@@ -57,20 +57,27 @@ from ipu_pipe.pipeline.arguments import (
     name_arguments,
     require_current_gpu,
     require_group_of_all,
+    require_iterable,
+    require_kinds,
+    require_metrics,
+    require_values,
+    require_weights_for,
 )
 from ipu_pipe.pipeline.batches import (
     GivenBatches,
     Microbatch,
+    copy_memory,
     divide_batch,
     interleave_replicas,
     require_samples,
+    sum_floats,
     take_pairs,
 )
 from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
 from ipu_pipe.pipeline.device_check import require_device
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.gradients import OwnGradients
-from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView
+from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView, explain_closure
 from ipu_pipe.pipeline.seam import (
     NEVER,
     REBUILT,
@@ -82,6 +89,7 @@ from ipu_pipe.pipeline.seam import (
     sum_tensors,
 )
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
+from ipu_pipe.pipeline.turns import Turns, take_turn
 from ipu_pipe.replay.work import require_finite
 from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.schedule.methods import DefaultAccumulate, Method, resolve_method
@@ -89,6 +97,7 @@ from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.store.checkpoint import load_weights
+from ipu_pipe.text import describe_kind
 from ipu_pipe.update.optimizer import import_state
 
 PRECISIONS = {torch.float64: "float64", torch.bfloat16: "bfloat16"}
@@ -162,7 +171,8 @@ class Pipeline:
                 first group, such as {"lr": 0.1}; these stay as they are when a scheduler changes
                 the group.
     clip:       (norm, scope), such as (1.0, "stage"); scope "stage", "global" (methods that flush)
-                or "delayed_global".
+                or "delayed_global". A norm alone has the scope "global" with methods that flush,
+                else "stage".
     precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own
                 dtype.
     seed:       of dropout and of the methods that draw.
@@ -238,7 +248,7 @@ class Pipeline:
         microbatches: int | None = None,
         method_args: Mapping[str, Any] | None = None,
         warmup: int = 0,
-        clip: tuple[float, str] | None = None,
+        clip: float | tuple[float, str] | None = None,
         precision: str | None = None,
         recompute: bool = False,
         replicas: int = 1,
@@ -257,14 +267,17 @@ class Pipeline:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise BadInput(f"model: {type(model).__name__}: must be a torch.nn.Module")
+        require_values(model)
         if loss is not None and not callable(loss):
             raise BadInput(
                 f"loss: {type(loss).__name__}: must be a function of outputs and labels, or None "
                 f"for the model's own"
             )
+        require_kinds(method_args, backend_args, warmup, example, deadline)
         self.model = model
         self._loss = loss
         stage_count = _count_stages(model, stages)
+        require_weights_for(model, stages)
         args = {key: value for key, value in (method_args or {}).items() if value is not None}
         if "warmup" in args:
             raise BadInput("method_args.warmup: use the argument warmup, a number of updates")
@@ -275,7 +288,7 @@ class Pipeline:
             "method_args": args,
             "stages": stages,
             "stages_per_device": stages_per_device,
-            "precision": precision or _find_precision(model),
+            "precision": _find_precision(model) if precision is None else precision,
             "recompute": recompute,
             "replicas": replicas,
             "reduction": reduction,
@@ -285,7 +298,7 @@ class Pipeline:
             "allow_nonfinite": allow_nonfinite,
             "loss": "model" if loss is None else None,
             "loss_weight": loss_weight if isinstance(loss_weight, str) else None,
-            "clip": make_clip_section(clip),
+            "clip": make_clip_section(clip, method),
             "evaluate": {"every": 0},
             "checkpoint": None,
             "metrics": [],
@@ -315,8 +328,11 @@ class Pipeline:
         self._seam: Seam | None = None
         # updates that left in a drain that `evaluate` and the like have made
         self._pending: list[Update] = []
+        # of the batches of updates in flight
+        self._sums: dict[int, list[torch.Tensor]] = {}
         self._callbacks: list[Callable[[UpdateNumber, int, list[nn.Parameter]], None]] = []
         self._is_broken = self._is_closed = False
+        self._turns = Turns()
         self._loaded: Mapping[str, Any] | None = None
         # the modules' modes in training, from the first step on
         self._modes: dict[nn.Module, bool] = {}
@@ -326,6 +342,7 @@ class Pipeline:
 
     # ---- the loop
 
+    @take_turn
     def step(
         self,
         x: Any = None,
@@ -352,16 +369,21 @@ class Pipeline:
         if self._flow is not None and not self.model.training:
             raise RuntimeError("step: the model is in evaluation mode: call model.train() first")
         self._handle.require_parameters()
+        self._handle.require_settings()
         self._settle()
         batch = self._divide(x, y, microbatches)
+        self._handle.count_as_stepped()
+        sums = sum_floats(batch if microbatches is not None else (x, y))
         with self._break_on_error("step"):
             job, flow = self._build(batch[0])
             self._require_parts(batch)
-            self._handle.count_as_stepped()
+            if self._outlives_step(job):
+                batch = [copy_memory(part) for part in batch]
             size = len(batch) // self.updates_per_call
             for i in range(self.updates_per_call):
                 k = flow.given + i
                 self._handle.record(k)
+                self._sums[k] = sums
                 self._data.give(self._number(batch[i * size : (i + 1) * size], k))
             # the first step has made the lender
             with self._gradients.lend():
@@ -369,6 +391,7 @@ class Pipeline:
                     flow.give()
                 return self._report(job, flow.take())
 
+    @take_turn
     def drain(self) -> list[Update]:
         """Run the pipeline empty. Return the updates that left it and were not returned yet; the
         next step fills it again.
@@ -378,7 +401,10 @@ class Pipeline:
         drain (`can_drain`).
         """
         self._require_usable("drain")
-        self._drain("drain")
+        return self._drain_and_take("drain")
+
+    def _drain_and_take(self, call: str) -> list[Update]:
+        self._drain(call)
         pending = self._pending
         self._pending = []
         return pending
@@ -480,6 +506,7 @@ class Pipeline:
 
     # ---- evaluation and prediction
 
+    @take_turn
     def evaluate(self, batches: Iterable[Any], metrics: Any = None) -> dict[str, float | None]:
         """Drain, and return the mean loss and the metrics over `batches`, pairs (x, y) of any size.
 
@@ -488,22 +515,26 @@ class Pipeline:
         None: the loss alone. All ranks pass the same batches and get the same values. A batch
         counts by its samples. The modules' modes are restored.
         """
-        job, engine = self._pause("evaluate", batches)
-        metric_list = [] if metrics is None else metrics
-        with self._break_on_error("evaluate"):
-            job.metrics = make_metrics(metric_list)
+        self._require_usable("evaluate")
+        # before anything runs: the same faults on all ranks break nothing
+        chosen = make_metrics(require_metrics(metrics))
+        require_iterable("evaluate", "batches", batches)
+        job, engine = self._pause("evaluate")
+        with self._break_on_error("evaluate", only_reads=True):
+            job.metrics = chosen
             self._data.set_test_batches(
                 batches if isinstance(batches, (list, tuple)) else iter(batches)
             )
             result = engine.evaluate()[-1]
         return {"loss": result.loss, **result.metrics}
 
+    @take_turn
     def predict(self, x: Any) -> Any:
         """Drain, and return the model's output for inputs `x` in evaluation mode, on every rank,
         without gradients.
         """
-        job, engine = self._pause("predict", None)
-        with self._break_on_error("predict"):
+        job, engine = self._pause("predict")
+        with self._break_on_error("predict", only_reads=True):
             inputs, _ = (
                 job.move_to_device(x, None) if self._loss is None else (_move_inputs(job, x), None)
             )
@@ -524,16 +555,17 @@ class Pipeline:
         the same change, with `everywhere=True`. Raise `RuntimeError` where a change is not taken
         over.
         """
-        job, engine = self._pause("whole_model", None)
-        with self._break_on_error("whole_model"):
-            with engine.hold_whole_model(everywhere), job.precision.put_masters_in_place(
-                loads=True
-            ), restore_modes(self.model):
-                before = sum_tensors(self.model)
-                yield self.model if everywhere or engine.is_main else None
-                has_changed = sum_tensors(self.model) != before
-            if has_changed:
-                self._take_tensors(everywhere)
+        with self._turns.take("whole_model"):
+            job, engine = self._pause("whole_model")
+            with self._break_on_error("whole_model", only_reads=True):
+                with engine.hold_whole_model(everywhere), job.precision.put_masters_in_place(
+                    loads=True
+                ), restore_modes(self.model):
+                    before = sum_tensors(self.model)
+                    yield self.model if everywhere or engine.is_main else None
+                    has_changed = sum_tensors(self.model) != before
+                if has_changed:
+                    self._take_tensors(everywhere)
 
     def _take_tensors(self, everywhere: bool) -> None:
         """Train on from the weights and buffers that the caller has changed in the whole model."""
@@ -554,6 +586,7 @@ class Pipeline:
 
     # ---- state
 
+    @take_turn
     def state_dict(self, *, drain: bool = True, sharded: bool = False) -> dict[str, Any]:
         """Drain, and return what `load_state_dict` needs to continue bit for bit; all ranks call
         it, rank 0 gets the state.
@@ -579,7 +612,7 @@ class Pipeline:
                 "state_dict: no step was made yet: save the states of the model and the optimizer "
                 "themselves"
             )
-        with self._break_on_error("state_dict"):
+        with self._break_on_error("state_dict", only_reads=True):
             state = (
                 flow.engine.collect_part(every_replica=True)
                 if sharded
@@ -609,6 +642,7 @@ class Pipeline:
             "drains": list(flow.drains),
         }
 
+    @take_turn
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, on any backend and number of ranks; every rank
         passes the whole state.
@@ -661,6 +695,7 @@ class Pipeline:
 
     # ---- what others see
 
+    @take_turn
     def on_update(self, call: Callable[[UpdateNumber, int, list[nn.Parameter]], None]) -> None:
         """Call `call(update, stage, parameters)` in the stage's process after each of its updates,
         with its trained parameters.
@@ -672,6 +707,10 @@ class Pipeline:
         why = self._config.backend.facts.why_weights_are_hidden
         if why:
             raise BadInput(f"on_update: {why}: use whole_model() between steps, or another backend")
+        if not callable(call):
+            raise BadInput(
+                f"on_update: {describe_kind(call)}: must be a function (update, stage, parameters)"
+            )
         self._callbacks.append(call)
 
     @property
@@ -687,6 +726,7 @@ class Pipeline:
         """The weight version that each pass of `schedule` reads."""
         return self._plan_job("versions").table
 
+    @take_turn
     def trace(self, path: str | Path | None = None) -> PipelineTrace | None:
         """Write the events of the updates `trace` of the pipeline so far, and a page that shows
         them; all ranks call it.
@@ -710,9 +750,10 @@ class Pipeline:
                 f"made so far"
             )
         folder = Path(tempfile.mkdtemp(prefix="ipu_pipe-") if path is None else path)
-        with self._break_on_error("trace"):
+        with self._break_on_error("trace", only_reads=True):
             return write_trace(replace(job, folder=folder), self._require_flow().engine, folder)
 
+    @take_turn
     def memory(self) -> dict[str, Any]:
         """Return the planned bytes of each stage and device, and measured peaks; all ranks call it,
         others than 0 get {}.
@@ -723,7 +764,7 @@ class Pipeline:
         """
         self._require_usable("memory")
         job = self._plan_job("memory")
-        with self._break_on_error("memory"):
+        with self._break_on_error("memory", only_reads=True):
             measured = self._require_flow().engine.report()
         return {} if measured is None else build_memory_record(job, measured)
 
@@ -734,6 +775,7 @@ class Pipeline:
 
     # ---- the end
 
+    @take_turn
     def close(self) -> list[Update]:
         """Drain, and leave the model as an ordinary one with the newest weights on every rank.
         Return the last updates.
@@ -746,7 +788,7 @@ class Pipeline:
             return []
         updates: list[Update] = []
         if not self._is_broken:
-            updates = self.drain() if self.can_drain else self._end_within_round()
+            updates = self._drain_and_take("close") if self.can_drain else self._end_within_round()
             self._is_closed = True
             if self._flow is not None:
                 with self._break_on_error("close"):
@@ -754,6 +796,7 @@ class Pipeline:
         self._end()
         return updates
 
+    @take_turn
     def abort(self) -> None:
         """End at once, without waiting for other ranks; the model has the weights of this
         moment.
@@ -773,6 +816,24 @@ class Pipeline:
         if self._job is not None:
             self._job.precision.give_back(keep=True)
         self._handle.release()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled."""
+        raise TypeError(
+            "Pipeline: cannot be copied or pickled, since it drives the model's own tensors: save "
+            "pipe.state_dict(), and load it into a new Pipeline over a copied model"
+        )
+
+    def __repr__(self) -> str:
+        """Return what is trained how, and how far."""
+        stages = self._stage_count if self._job is None else len(self._job.partition)
+        state = ", closed" if self._is_closed else ", broken" if self._is_broken else ""
+        return (
+            f"Pipeline(method={self._config.method!r}, stages={stages}, "
+            f"microbatches={self._config.gradient_accumulation}, "
+            f"backend={self._config.backend.name!r}, updates={self.updates}, "
+            f"in_flight={self.in_flight}{state})"
+        )
 
     def __enter__(self) -> Pipeline:
         return self
@@ -839,7 +900,7 @@ class Pipeline:
         stepped = [p for group in job.optimizer.param_groups for p in group["params"]]
         self._gradients = OwnGradients(job.model.parameters(), stepped)
         for line in describe_modes(self.model, job.came_evaluating):
-            warnings.warn(line, stacklevel=3)
+            warnings.warn(line, stacklevel=4)
         self._modes = {module: module.training for module in self.model.modules()}
         self._stage_count = len(job.partition)
         backend = self._config.backend.name
@@ -903,6 +964,7 @@ class Pipeline:
         self._handle.forget()
         self._data.forget()
         self._gradients.forget()
+        self._sums.clear()
         flow.restart(int(state["updates"]), [int(k) for k in state["drains"]])
 
     # ---- inside: batches
@@ -930,6 +992,14 @@ class Pipeline:
             self._require_size(batch)
         return batch
 
+    def _outlives_step(self, job: Job) -> bool:
+        """Return whether passes read a batch after its step, when the caller may use its memory
+        again.
+        """
+        engine = self._require_flow().engine
+        is_read_at_once = engine.makes_updates_at_once or engine.is_empty_after_calls
+        return not (is_read_at_once or job.method.flushes)
+
     def _require_size(self, batch: list[Microbatch]) -> None:
         """Raise `ValueError` if a microbatch has another number of samples than the program is
         compiled for.
@@ -954,9 +1024,12 @@ class Pipeline:
         }
         for name, is_needed in needed.items():
             if is_needed and any(getattr(microbatch, name) is None for microbatch in batch):
+                x = batch[0].x
+                is_pair = name == "y" and isinstance(x, (tuple, list)) and len(x) == 2
+                hint = ": x is a pair: unpack a batch, as in step(*batch)" if is_pair else ""
                 raise ValueError(
                     f"step: {name} is None: this process needs it (pipe.takes_inputs, "
-                    f"pipe.takes_labels)"
+                    f"pipe.takes_labels){hint}"
                 )
 
     @property
@@ -1065,7 +1138,16 @@ class Pipeline:
         updates = self._pending
         self._pending = []
         for k, result in results:
-            require_finite(job, k, [loss for loss, _ in result.blocks] or [result.loss])
+            sums = self._sums.pop(k, [])
+            try:
+                require_finite(job, k, [loss for loss, _ in result.blocks] or [result.loss])
+            except Divergence as error:
+                if all(bool(total.isfinite()) for total in sums):
+                    raise
+                advice = (
+                    "its batch has numbers that are not finite: mend the data, or skip the batch"
+                )
+                raise Divergence(error.reason, advice) from None
             updates.append(Update(k, result.loss, result.accuracy, result.blocks))
         self._handle.forget_before(self.finished)
         return updates
@@ -1106,7 +1188,7 @@ class Pipeline:
     def _end_within_round(self) -> list[Update]:
         """Run the pipeline empty within a round, which does not end. Return the updates."""
         assert self._job is not None and self._flow is not None
-        warnings.warn(f"close: {self._find_undrainable()}: closes without that step", stacklevel=4)
+        warnings.warn(f"close: {self._find_undrainable()}: closes without that step", stacklevel=5)
         with self._break_on_error("close"), self._set_modes_of_steps(), self._gradients.lend():
             return self._report(self._job, self._flow.finish())
 
@@ -1146,7 +1228,7 @@ class Pipeline:
             f"after {following}"
         )
 
-    def _pause(self, call: str, batches: Any) -> tuple[Job, Engine]:
+    def _pause(self, call: str) -> tuple[Job, Engine]:
         """Drain for a call between two steps, and return what it works with."""
         self._require_usable(call)
         if self._example is not None:
@@ -1164,8 +1246,8 @@ class Pipeline:
             raise RunFault(f"{call}: the pipeline is closed")
         if self._is_broken:
             raise RunFault(
-                f"{call}: an earlier call has failed, so weights and messages are unfinished: make "
-                f"a new pipeline"
+                f"{call}: an earlier call has failed, so weights and messages are unfinished: "
+                f"close() this pipeline, and make a new one"
             )
 
     def _require_built(self, call: str) -> Job:
@@ -1183,9 +1265,10 @@ class Pipeline:
         return self._flow
 
     @contextlib.contextmanager
-    def _break_on_error(self, call: str) -> Iterator[None]:
-        """Break the object if an exception leaves the context, unless it is built in this process
-        alone and was refused. Name the call that a lost rank has not made.
+    def _break_on_error(self, call: str, only_reads: bool = False) -> Iterator[None]:
+        """Break the object if an exception leaves the context, unless nothing was changed: in one
+        process alone, before the object is built, or in a call that `only_reads`. Name the call
+        that a lost rank has not made.
         """
         try:
             with self._calls.enter(f"step {self.updates}" if call == "step" else call):
@@ -1197,9 +1280,14 @@ class Pipeline:
             if self._seam is not None:
                 self._seam.note_step() if call == "step" else self._seam.note_other_call()
         except BaseException as error:
-            # what was refused before the job was built has changed nothing in this process, but
+            # a fault of the backend's own, such as a lost device, is not the caller's
+            has_changed = self._flow is not None and (not only_reads or isinstance(error, RunFault))
             # other ranks may have gone on
-            self._is_broken = self._flow is not None or are_joined()
+            self._is_broken |= has_changed or self._config.backend.facts.uses_processes
+            if not self._is_broken:
+                self._absent.hide()
+            if isinstance(error, AssertionError) and "closure" in str(error):
+                raise BadInput(explain_closure(self._handle.optimizer)) from error
             if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):
                 raise RunFault(
                     f"{error}; {self._calls.explain(error.__cause__.ranks)}"
@@ -1275,9 +1363,14 @@ def _choose_microbatches(name: str, args: Mapping[str, Any], stage_count: int | 
 
 def _find_precision(model: nn.Module) -> str:
     """Return the precision of the model's own dtype: that of all its floating-point parameters,
-    else float32.
+    else float32. Raise `BadInput` for float16.
     """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if torch.float16 in dtypes:
+        raise BadInput(
+            'model: float16: unsupported: use model.float() with precision="bfloat16_mixed" '
+            "(autocast), or model.bfloat16()"
+        )
     return PRECISIONS.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
 
 

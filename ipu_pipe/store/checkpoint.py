@@ -447,10 +447,32 @@ def load_weights(
             left_out[name] = "is complex, the model's is real"
     fitting = {name: value for name, value in tensors.items() if name not in left_out}
     if strict or not fitting:
+        prefix = _find_prefix(state, tensors)
+        if prefix:
+            raise BadInput(
+                f"{source}: every name begins with {prefix}, as wrappers such as "
+                f"DistributedDataParallel and torch.compile save it: leave it out: "
+                f"{{name[{len(prefix)}:]: value for name, value in weights.items()}}"
+            )
         missing = [f"{name}: missing, the model needs it" for name in state if name not in tensors]
         raise_first_faults(source, missing + [f"{name}: {why}" for name, why in left_out.items()])
     load_state(model, {**state, **fitting})
     return Loaded(left_out, [name for name in state if name not in fitting])
+
+
+def _find_prefix(state: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
+    """Return the prefix of all names without which a name is one of the model's; "" if there is
+    none.
+    """
+    if any(name in state for name in tensors):
+        return ""
+    for name in tensors:
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            prefix = ".".join(parts[:i]) + "."
+            if name[len(prefix) :] in state and all(other.startswith(prefix) for other in tensors):
+                return prefix
+    return ""
 
 
 def _join_pairs(value: torch.Tensor) -> torch.Tensor:

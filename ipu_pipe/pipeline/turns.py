@@ -1,0 +1,65 @@
+"""One call of a pipeline at a time: a call inside another one, or beside one of another thread, is
+refused by name.
+
+    step ................................    whole_model ......................
+        on_update, loss or model                 predict, evaluate    allowed
+            step, drain, close    refused        step, drain, close   refused
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import Any, Callable, Iterator, TypeVar, cast
+
+# calls that may be made inside the body of `with pipe.whole_model():`
+IN_WHOLE_MODEL = ("evaluate", "predict")
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+class Turns:
+    """The call that is under way, of whichever thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._call = ""
+        self._thread = 0
+
+    @contextlib.contextmanager
+    def take(self, call: str) -> Iterator[None]:
+        """Make `call` the one under way. Raise `RuntimeError` if there is one already."""
+        # never wait: a call inside another one of the same thread would wait forever
+        if self._lock.acquire(blocking=False):
+            self._call = call
+            self._thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._lock.release()
+            return
+        is_nested = self._thread == threading.get_ident()
+        if is_nested and self._call == "whole_model" and call in IN_WHOLE_MODEL:
+            yield
+            return
+        if is_nested:
+            raise RuntimeError(
+                f"{call}: called inside {self._call}, by a callback, a loss, a model or the body "
+                f"of a `with`: call it when {self._call} has returned"
+            )
+        raise RuntimeError(
+            f"{call}: another thread is in {self._call}: a pipeline makes one call at a time: use "
+            f"one thread, or a lock"
+        )
+
+
+def take_turn(call: Call) -> Call:
+    """Let a method of `Pipeline` take its turn, under its own name."""
+
+    @functools.wraps(call)
+    def take(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._turns.take(call.__name__):
+            return call(self, *args, **kwargs)
+
+    return cast(Call, take)

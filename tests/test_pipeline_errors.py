@@ -1,0 +1,452 @@
+"""Check what a wrong call costs: it is refused by one line that names the remedy, and whatever was
+not changed goes on with the same bits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Tuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput, Divergence
+from ipu_pipe.pipeline.batches import Microbatch, copy_memory
+from ipu_pipe.schedule.methods import METHODS
+from tests.support.loops import make_perceptron
+from tests.support.processes import run_in_group
+from tests.support.runs import needs_processes
+from tests.test_example_loops import PAGE
+from tests.test_tutorials import list_blocks
+
+Batch = Tuple[torch.Tensor, torch.Tensor]
+
+
+def make_batch(k: int, samples: int = 4) -> Batch:
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 5, (samples,), generator=generator)
+
+
+def make_pipeline(
+    method: str = "pipedream", loss: Any = cross_entropy, model: Any = None, **keys: Any
+) -> ipu_pipe.Pipeline:
+    model = model or make_perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return ipu_pipe.Pipeline(
+        model, loss, optimizer, method, **{"stages": ["2", "5"], "microbatches": 2, **keys}
+    )
+
+
+def flatten_weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def train(pipe: ipu_pipe.Pipeline, batches: int, first: int = 0) -> None:
+    for k in range(first, first + batches):
+        pipe.step(*make_batch(k))
+
+
+# ---- a call that changed nothing breaks nothing
+
+
+def raise_in_loader() -> Any:
+    yield make_batch(90)
+    raise OSError("the disk is gone")
+
+
+def raise_in_metric(output: Any, y: Any) -> float:
+    raise KeyError("mine")
+
+
+FAILING: Dict[str, Callable[[ipu_pipe.Pipeline], Any]] = {
+    "unknown metric": lambda pipe: pipe.evaluate([make_batch(9)], ["acc"]),
+    "metrics of another kind": lambda pipe: pipe.evaluate([make_batch(9)], 5),
+    "no batches": lambda pipe: pipe.evaluate(5),
+    "loader": lambda pipe: pipe.evaluate(raise_in_loader()),
+    "metric": lambda pipe: pipe.evaluate([make_batch(9)], [raise_in_metric]),
+    "batch": lambda pipe: pipe.evaluate([(torch.zeros(2, 3), torch.zeros(2))]),
+    "inputs": lambda pipe: pipe.predict(torch.zeros(2, 3, dtype=torch.float64)),
+    "trace": lambda pipe: pipe.trace(),
+    "callback": lambda pipe: pipe.on_update(5),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", list(FAILING))
+def test_a_call_that_changed_nothing_breaks_nothing(name: str) -> None:
+    # story: `evaluate(batches, ["acc"])` ended the training: "make a new pipeline"
+    pipe, expected = make_pipeline(), make_pipeline()
+    for one in (pipe, expected):
+        train(one, 3)
+        # a call that fails after its drain has drained
+        one.drain()
+    with pytest.raises(Exception):  # noqa: B017
+        FAILING[name](pipe)
+    assert pipe.state_dict()["updates"] == 3
+    for one in (pipe, expected):
+        train(one, 3, first=3)
+        one.close()
+    assert torch.equal(flatten_weights(pipe.model), flatten_weights(expected.model))
+
+
+def test_metrics_are_read_before_the_drain() -> None:
+    pipe = make_pipeline()
+    train(pipe, 2)
+    in_flight = pipe.in_flight
+    assert in_flight
+    with pytest.raises(BadInput, match="^metrics: acc: nearest is accuracy"):
+        pipe.evaluate([make_batch(9)], ["acc"])
+    assert pipe.in_flight == in_flight
+
+
+class WithOwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_perceptron()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.body(x), y)
+
+
+def test_a_pair_without_labels_is_evaluated_by_the_models_own_loss() -> None:
+    pipe = make_pipeline(model=WithOwnLoss(), loss=None, stages=["body.2", "body.5"])
+    x, y = make_batch(0)
+    pipe.step({"x": x, "y": y})
+    batch = {"x": x, "y": y}
+    assert pipe.evaluate([(batch, None)]) == pipe.evaluate([batch])
+
+
+# ---- calls inside a call
+
+
+CALLS: Dict[str, Callable[[ipu_pipe.Pipeline], Any]] = {
+    "step": lambda pipe: pipe.step(*make_batch(50)),
+    "drain": lambda pipe: pipe.drain(),
+    "evaluate": lambda pipe: pipe.evaluate([make_batch(50)]),
+    "predict": lambda pipe: pipe.predict(make_batch(50)[0]),
+    "state_dict": lambda pipe: pipe.state_dict(),
+    "load_state_dict": lambda pipe: pipe.load_state_dict({}),
+    "close": lambda pipe: pipe.close(),
+    "abort": lambda pipe: pipe.abort(),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_call_inside_another_is_refused_by_name(name: str) -> None:
+    pipe, expected = make_pipeline(), make_pipeline()
+    lines: List[str] = []
+
+    def call_again(*_: Any) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            CALLS[name](pipe)
+        lines.append(str(caught.value))
+
+    for one in (pipe, expected):
+        train(one, 1)
+    pipe.on_update(call_again)
+    for one in (pipe, expected):
+        train(one, 4, first=1)
+        one.close()
+    assert lines and all(line.startswith(f"{name}: called inside ") for line in lines)
+    assert torch.equal(flatten_weights(pipe.model), flatten_weights(expected.model))
+
+
+def test_the_whole_model_may_be_evaluated_and_not_trained() -> None:
+    pipe = make_pipeline()
+    train(pipe, 2)
+    with pipe.whole_model():
+        pipe.evaluate([make_batch(9)])
+        pipe.predict(make_batch(9)[0])
+        with pytest.raises(RuntimeError, match="^step: called inside whole_model"):
+            train(pipe, 1)
+    train(pipe, 1)
+
+
+def test_a_second_thread_is_refused_by_name() -> None:
+    entered, may_end = threading.Event(), threading.Event()
+
+    def wait_in_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            assert may_end.wait(60)
+        return cross_entropy(output, y)
+
+    pipe = make_pipeline("gpipe", wait_in_loss)
+    train(pipe, 1)
+    thread = threading.Thread(target=train, args=(pipe, 1))
+    thread.start()
+    assert entered.wait(60)
+    with pytest.raises(RuntimeError, match="^evaluate: another thread is in step"):
+        pipe.evaluate([make_batch(9)])
+    may_end.set()
+    thread.join()
+    assert pipe.updates == 2
+    train(pipe, 1)
+
+
+# ---- copies, and pipelines that share
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused_with_the_remedy(make_copy: Callable[[Any], Any]) -> None:
+    # story: the copy's `close` freed the caller's optimizer
+    pipe = make_pipeline()
+    train(pipe, 1)
+    with pytest.raises(TypeError, match=r"^Pipeline: cannot be copied or pickled.*state_dict\(\)"):
+        make_copy(pipe)
+    train(pipe, 1)
+
+
+def test_two_open_pipelines_share_no_modules_and_no_weights() -> None:
+    # story: the second one trained the first one's weight versions, 0.124 off
+    first = make_pipeline()
+    model = first.model
+    assert isinstance(model, nn.Sequential)
+    tied = make_perceptron()
+    tied[2].weight = model[2].weight
+    sharing = {"Sequential": model, "0": nn.Sequential(model[0], nn.Linear(8, 5)), "2.weight": tied}
+    for name, other in sharing.items():
+        with pytest.raises(BadInput, match=rf"^model: {name}: another open Pipeline.*close\(\)"):
+            make_pipeline(model=other, stages=1)
+    # an activation has nothing to share
+    apart = nn.Sequential(nn.Linear(6, 8), model[1], nn.Linear(8, 5)).double()
+    make_pipeline(model=apart, stages=["2"]).close()
+    train(first, 1)
+    first.close()
+    train(make_pipeline(model=model), 1)
+
+
+def test_pipelines_over_models_of_their_own_take_turns() -> None:
+    torch.manual_seed(0)
+    activation = nn.Tanh()
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 8), activation, nn.Linear(8, 5)).double()
+
+    together = [make_pipeline(model=make_model(), stages=["1"]) for _ in range(2)]
+    for k in range(4):
+        for pipe in together:
+            pipe.step(*make_batch(k))
+    for pipe in together:
+        pipe.close()
+    alone = make_pipeline(model=make_model(), stages=["1"])
+    train(alone, 4)
+    alone.close()
+    for pipe in together:
+        assert torch.equal(flatten_weights(pipe.model), flatten_weights(alone.model))
+
+
+# ---- everyday messages
+
+
+def make_float_net(*_: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "SAM needs a closure"
+
+
+def make_meta_model() -> nn.Module:
+    with torch.device("meta"):
+        return make_float_net()
+
+
+def step_once(batch: Any = None, optimizer: Any = None, **keys: Any) -> Any:
+    """Return the updates of a first step of small batches in float32."""
+    model = keys.pop("model", None) or make_float_net()
+    make_optimizer = optimizer or torch.optim.SGD
+    arguments = {"stages": 2, "microbatches": 2, **keys}
+    pipe = ipu_pipe.Pipeline(
+        model, cross_entropy, make_optimizer(model.parameters(), lr=0.1), **arguments
+    )
+    x, y = make_batch(0)
+    return pipe.step(*((x.float(), y) if batch is None else batch))
+
+
+X, Y = make_batch(0)
+NAN = X.float().clone()
+NAN[3, 2] = float("nan")
+# what is given -> the beginning of the line, and its remedy
+LINES: Dict[str, Tuple[Dict[str, Any], str, str]] = {
+    "bf16": ({"precision": "bf16"}, "precision: bf16: ", "bfloat16_mixed or bfloat16"),
+    "float16 model": ({"model": make_float_net().half()}, "model: float16: ", "bfloat16_mixed"),
+    "meta model": ({"model": make_meta_model()}, "model: 0.weight, .* meta device", "to_empty"),
+    "pair": ({"batch": ((X.float(), Y),)}, "step: y is None", r"step\(\*batch\)"),
+    "more stages than layers": ({"stages": 9, "microbatches": None}, "stages: 9: ", "at most 3"),
+    "not a number": ({"batch": (NAN, Y)}, "update 0 of .* nan; its batch has numbers", "the data"),
+    "SAM": ({"optimizer": NeedsClosure}, "optimizer: NeedsClosure: ", "closure"),
+    "sparse": ({"batch": (X.to_sparse(), Y)}, "step: a tensor of the batch is sparse", "to_dense"),
+    "example": ({"example": 5}, "example: 5: must be a pair", r"\(x, y\)"),
+    "warmup": ({"warmup": None}, "warmup: None: ", "number of updates"),
+    "method_args": ({"method_args": [1]}, "method_args: .*1.*: must be a mapping", "None"),
+    "clip": ({"clip": "1"}, "clip: 1: must be a norm", "pair"),
+}
+
+
+@pytest.mark.parametrize("name", list(LINES))
+def test_an_everyday_mistake_is_named_with_its_remedy(name: str) -> None:
+    keys, beginning, remedy = LINES[name]
+    with pytest.raises((BadInput, ValueError, Divergence), match=rf"^{beginning}.*{remedy}"):
+        step_once(**keys)
+
+
+@pytest.mark.parametrize("value", ["x", [1.0], True, 10**30, 1j, torch.zeros(2)])
+def test_a_setting_that_is_no_number_is_refused_before_the_batch_is_given(value: Any) -> None:
+    pipe = make_pipeline()
+    train(pipe, 1)
+    group = pipe.optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], value
+    with pytest.raises(RuntimeError, match="^step: optimizer: lr: "):
+        train(pipe, 1)
+    group["lr"] = rate
+    train(pipe, 1)
+    assert pipe.updates == 2
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "local_greedy", "local_sgd"])
+def test_a_norm_alone_has_the_scope_that_the_method_can_clip_by(method: str) -> None:
+    scope = "global" if METHODS[method].flushes else "stage"
+    microbatches = None if method == "local_sgd" else 2
+    weights = []
+    for clip in (0.5, (0.5, scope)):
+        pipe = make_pipeline(method, clip=clip, stages=["5"], microbatches=microbatches)
+        train(pipe, 4)
+        pipe.close()
+        weights.append(flatten_weights(pipe.model))
+    assert torch.equal(*weights)
+
+
+def test_a_pipeline_shows_what_it_trains_and_how_far() -> None:
+    pipe = make_pipeline()
+    train(pipe, 2)
+    assert repr(pipe) == (
+        "Pipeline(method='pipedream', stages=3, microbatches=2, backend='emulator', updates=2, "
+        "in_flight=1)"
+    )
+    pipe.close()
+    assert repr(pipe).endswith("in_flight=0, closed)")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_a_prefix_of_weights_is_named_once(prefix: str) -> None:
+    # story: one "missing" for each tensor, and nobody named the prefix
+    pipe = make_pipeline()
+    train(pipe, 1)
+    state = pipe.state_dict()
+    state["model"] = {prefix + name: value for name, value in state["model"].items()}
+    with pytest.raises(
+        BadInput, match=rf"begins with {prefix}, .*name\[{len(prefix)}:\]"
+    ) as caught:
+        make_pipeline().load_state_dict(state)
+    assert len(caught.value.faults) == 1
+
+
+# ---- batches that stay in flight
+
+
+def train_from_a_ring(rank: int, folder: Path, method: str, ring: bool) -> None:
+    """Train on two ranks with batches in memory of their own, or in memory that is used again."""
+    pipe = make_pipeline(method, stages=["5"], backend="distributed", deadline=60)
+    x, y = make_batch(0)
+    for k in range(6):
+        new_x, new_y = make_batch(k)
+        if ring:
+            x.copy_(new_x)
+            y.copy_(new_y)
+            pipe.step(x, y)
+            x.fill_(99.0)
+            y.fill_(0)
+        else:
+            pipe.step(new_x, new_y)
+    pipe.close()
+    torch.save(flatten_weights(pipe.model), folder / f"{rank}-{ring}.pt")
+
+
+@needs_processes
+@pytest.mark.parametrize("method", ["pipedream", "gpipe"])
+def test_the_memory_of_a_batch_may_be_used_again_on_processes(tmp_path: Path, method: str) -> None:
+    # story: autograd's in-place error, or "ranks have different labels: do not shard"
+    for ring in (False, True):
+        folder = tmp_path / str(ring)
+        folder.mkdir()
+        run_in_group(2, train_from_a_ring, folder, method, ring)
+    weights = [torch.load(tmp_path / str(ring) / f"0-{ring}.pt") for ring in (False, True)]
+    assert torch.equal(*weights)
+
+
+def test_copies_of_a_batch_have_its_strides() -> None:
+    base = torch.arange(60.0).reshape(6, 10)
+    views = (base, base.T, base[:, 1:7:2], base.expand(3, 6, 10), base[0].unfold(0, 4, 1), base[:0])
+    for view in views:
+        copied = copy_memory(Microbatch(view, None)).x
+        assert torch.equal(copied, view) and copied.stride() == view.stride()
+        if view.numel():
+            assert copied.data_ptr() != view.data_ptr()
+
+
+# ---- two pipelines of one training: the page's GAN
+
+GanBatches = List[Tuple[torch.Tensor, torch.Tensor]]
+
+
+def make_gan() -> Tuple[nn.Module, nn.Module, GanBatches]:
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    batches = [
+        (torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64))
+        for _ in range(4)
+    ]
+    return generator, critic, batches
+
+
+def train_gan_plainly() -> torch.Tensor:
+    measure = nn.functional.binary_cross_entropy_with_logits
+    generator, critic, batches = make_gan()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, critic)]
+    ones, zeros = torch.ones(8, 1).double(), torch.zeros(8, 1).double()
+    for z, real in batches:
+        samples = torch.cat([real, generator(z).detach()])
+        losses = (
+            lambda: measure(critic(generator(z)), ones),  # noqa: B023
+            lambda: measure(critic(samples), torch.cat([ones, zeros])),  # noqa: B023
+        )
+        for i in (1, 0):
+            optimizers[i].zero_grad()
+            losses[i]().backward()
+            optimizers[i].step()
+    return torch.cat([flatten_weights(generator), flatten_weights(critic)])
+
+
+def train_gan_of_the_page(**keys: Any) -> torch.Tensor:
+    (block,) = (one for one in list_blocks(PAGE) if one.file == "gan.py")
+    names: Dict[str, Any] = {}
+    exec(compile(block.text, str(PAGE), "exec"), names)
+    generator, critic, batches = make_gan()
+    names["train"](generator, critic, batches, stages=["2"], **keys)
+    return torch.cat([flatten_weights(generator), flatten_weights(critic)])
+
+
+def save_gan(rank: int, folder: Path) -> None:
+    torch.save(
+        train_gan_of_the_page(backend="distributed", deadline=60), folder / f"weights-{rank}.pt"
+    )
+
+
+def test_the_gan_of_the_page_has_plain_pytorchs_weights() -> None:
+    assert torch.equal(train_gan_plainly(), train_gan_of_the_page())
+
+
+@needs_processes
+def test_the_gan_of_the_page_has_plain_pytorchs_weights_on_processes(tmp_path: Path) -> None:
+    run_in_group(2, save_gan, tmp_path)
+    assert torch.equal(train_gan_plainly(), torch.load(tmp_path / "weights-1.pt"))
