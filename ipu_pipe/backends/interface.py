@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Sequence
 
 import torch
@@ -43,11 +44,15 @@ class StepResult:
 
 
 class CheckpointState(NamedTuple):
-    """The state of the model and the optimizer for a checkpoint, by unsplit names."""
+    """The state of the model and the optimizer for a checkpoint, by unsplit names, and that of a
+    loss which is a module.
+    """
 
     model: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
     plain: dict[str, Any]
+    # one for all that have none, which nobody writes to
+    loss: Mapping[str, Any] = MappingProxyType({})
 
 
 class DeviceTimes(NamedTuple):

@@ -31,7 +31,8 @@ from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.model.batch import count_samples, map_tensors
 from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.randomness import RandomStates, derive_seed, restore_random_states
-from ipu_pipe.pipeline.pipeline import FORMAT, Pipeline, Update
+from ipu_pipe.pipeline.pipeline import Pipeline, Update
+from ipu_pipe.pipeline.state import FIRST_FORMAT
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.text import show
 from ipu_pipe.update.optimizer import export_state, import_state
@@ -506,7 +507,7 @@ class PipelineTrainer(Trainer):
         # a process keeps the state of its own stages alone
         self._optimizer.state.clear()
         return {
-            "format": FORMAT,
+            "format": FIRST_FORMAT,
             "method": self._config.method,
             "model": model.state_dict(),
             "optimizer": tensors,

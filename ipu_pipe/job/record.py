@@ -56,6 +56,15 @@ class InitialWeights(NamedTuple):
     new: list[str]
 
 
+class ComparedSettings(NamedTuple):
+    """Settings of a loop's optimizer that ranks compare: their `names`, and `digest(k)`, a checksum
+    of each in update k.
+    """
+
+    names: Sequence[str] = ()
+    digest: Callable[[int], list[int]] = lambda k: []
+
+
 @dataclass
 class Setup:
     """Model, loss and data of a run on its device, as evaluation needs them.
@@ -183,8 +192,8 @@ class Job(Setup):
     each stage. `open_table`: the versions of the schedule that runs, whose end is open and which
     has the drains so far; None while the planned `table` runs. `is_open`: a loop of the caller's
     own gives the batches, so the run's end is not known. `after_update`: as of `Work`, called
-    there. `stage_graphs`: of the pieces, once a backend that compiles them has traced them
-    (`ipu_pipe.cut.graphs`).
+    there. `compared`: what ranks compare with each result. `stage_graphs`: of the pieces, once a
+    backend that compiles them has traced them (`ipu_pipe.cut.graphs`).
     """
 
     partition: Partition
@@ -215,6 +224,7 @@ class Job(Setup):
     open_table: VersionTable | None = None
     is_open: bool = False
     after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
+    compared: ComparedSettings = ComparedSettings()
     stage_graphs: Sequence[Any] = ()
 
     def list_trained(self, stage: int) -> dict[str, nn.Parameter]:

@@ -58,6 +58,16 @@ def get_user_loss(loss: Loss) -> Any:
     return get_uncast_loss(get_plain_loss(get_block_loss(loss)))
 
 
+def export_loss(loss: Any) -> dict[str, Any]:
+    """Return a copy of the state of a user's loss that is a module, on the host; {} for another."""
+    plain = get_user_loss(loss)
+    state = plain.state_dict() if isinstance(plain, nn.Module) else {}
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
+
+
 class ModelPrecision:
     """A model in the precision of a run: the constructor converts it, `give_back` restores it.
 

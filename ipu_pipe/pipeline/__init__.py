@@ -4,6 +4,7 @@ pipeline    the object, and the updates that a step returns: `Pipeline`, `Update
 build       makes a model, its stages, schedule and rules from a config and objects: `build`
 checks      the settings that cannot be combined, and models that cannot be trained
 seam        what the caller changes between two calls: taken over, or refused by name: `Seam`
+state       a saved state, read whole before anything of it is set: `parse_state`
 absent      weights that are on other devices: hidden between calls: `AbsentWeights`
 flow        the batches on their way: which were given, which have left, the cuts: `Flow`
 batches, turns  divides a batch into microbatches; one call at a time: `take_turn`

@@ -38,7 +38,7 @@ from ipu_pipe.job.factories import (
 from ipu_pipe.job.metrics import make_metrics, prefers_greater
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe_optimizer
-from ipu_pipe.job.record import DTYPES, InitialWeights, Job, Setup, list_drains
+from ipu_pipe.job.record import DTYPES, ComparedSettings, InitialWeights, Job, Setup, list_drains
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks, verify_losses
@@ -261,7 +261,7 @@ class OpenRun(NamedTuple):
     rates are not known ahead.
 
     `warmup`: the updates of the synchronous warm-up. `choose_member`: the caller's parameter group
-    of each parameter. `settings`: as of `UpdateRules`. `after_update`: as of `Job`.
+    of each parameter. `settings`: as of `UpdateRules`. `after_update`, `compared`: as of `Job`.
     """
 
     warmup: int
@@ -269,6 +269,7 @@ class OpenRun(NamedTuple):
     choose_member: ChooseMember
     settings: GroupSettings
     after_update: Callable[[int, Sequence[int], bool], None]
+    compared: ComparedSettings
 
 
 class Resolved(NamedTuple):
@@ -536,6 +537,9 @@ def assemble(
     if open_run is not None:
         job.is_open = True
         job.after_update = open_run.after_update
+        # randomized methods count a stage's own updates, not the batches of the settings
+        if method.history is None:
+            job.compared = open_run.compared
     raise_faults(
         find_faults(job, () if objects.optimizer is not None else config.optimizer_faults())
     )

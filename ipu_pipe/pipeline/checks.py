@@ -40,8 +40,8 @@ from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.plan.config_cut import list_shortages
 from ipu_pipe.refusals import Argument
 from ipu_pipe.text import describe_kind, list_some, show
+from ipu_pipe.update import coupling, rules
 from ipu_pipe.update import optimizer as update
-from ipu_pipe.update import rules
 from ipu_pipe.update.clipping import explain_stage_scope
 
 
@@ -66,6 +66,16 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
         **(_find_block_conflicts(job) if job.method.structure is not None else {}),
     }
     faults = [*get_backend(job.config).list_faults(job)]
+    method = job.method
+    is_alone = method.structure is None and method.rounds is None and method.history is None
+    at_once = job.config.backend.facts.emulates and method.flushes and is_alone
+    faults += [
+        fault
+        for part in update.list_parts(job.full_optimizer)
+        for fault in coupling.list_faults(
+            part, at_once, len(job.partition) > 1, method.rounds is not None
+        )
+    ]
     faults += list_shortages(job) if job.config.hardware is not None else []
     faults += [fault for fault, applies in conflicts.items() if applies]
     # prefer the line that names the file of the key

@@ -13,27 +13,94 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import gc
 import inspect
+import math
+import operator
 import weakref
+import zlib
 from collections.abc import MutableMapping
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, summarize
+from ipu_pipe.job.record import ComparedSettings
 from ipu_pipe.pipeline.arguments import require_head_settings
 from ipu_pipe.text import describe_kind, show
-from ipu_pipe.update.optimizer import Groups
+from ipu_pipe.update.optimizer import ELEMENTWISE, Groups, RecordedSettings, copy_setting
 
 # keys of a caller's parameter group that are not settings of a step
 NOT_SETTINGS = ("params", "initial_lr")
+# and those of the pipeline's own groups
+NOT_WRITTEN = (*NOT_SETTINGS, "stage", "member")
+# methods of optimizers that train and evaluate other weights, such as schedule-free ones
+MODES = ("eval", "train")
 
 
-def copy_setting(value: Any) -> Any:
-    """Copy a setting; a learning rate may be a tensor that its scheduler changes in place."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+def is_same_setting(one: Any, other: Any) -> bool:
+    """Return whether two values of a setting are the same."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def describe_setting(value: Any) -> str:
+    """Return a setting as text that is the same in every process."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(describe_setting, value))})"
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value) if is_plain else type(value).__name__
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is one number that is not a bool or NaN; it may be in a tensor."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
+            return False
+        value = value.item()
+    return type(value) in (int, float) and value == value
+
+
+def _fits(present: Any, value: Any, is_strict: bool) -> bool:
+    """Return whether a saved setting may take the place of the present one; `is_strict`: None
+    stands for a choice of True or False alone.
+    """
+    if isinstance(present, bool) or (present is None and is_strict):
+        return value is None or isinstance(value, bool)
+    if isinstance(present, (list, tuple)):
+        return (
+            isinstance(value, (list, tuple))
+            and len(value) == len(present)
+            and all(map(_fits, present, value, [is_strict] * len(value)))
+        )
+    if isinstance(present, torch.Tensor) and present.numel() != 1:
+        return isinstance(value, torch.Tensor) and value.shape == present.shape
+    if isinstance(present, (int, float, torch.Tensor)):
+        return is_number(value)
+    return present is None or type(value) is type(present)
+
+
+def _ask_constructor(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> list[str]:
+    """Return why torch's own class refuses settings, which each class checks when it is made."""
+    kind = type(optimizer)
+    accepted = inspect.signature(kind.__init__).parameters
+    values = {
+        key: value
+        for key, value in settings.items()
+        if key in accepted and key != "params" and type(value) is not bool and value is not None
+    }
+    # nesterov asks for a momentum
+    values.update({key: settings[key] for key in ("nesterov", "amsgrad") if settings.get(key)})
+    try:
+        kind([nn.Parameter(torch.zeros(1))], **values)
+    except (TypeError, ValueError) as error:
+        return [summarize(error)]
+    return []
 
 
 def _is_like(value: Any, default: Any) -> bool:
@@ -195,7 +262,18 @@ class OptimizerHandle:
             id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
         self._count = len(optimizer.param_groups)
-        self._settings: dict[int, list[dict[str, Any]]] = {}
+        self._settings: dict[int, list[RecordedSettings]] = {}
+        # of each group: the settings as the caller's group had them last, and the newest record
+        self._seen: list[dict[str, Any]] = []
+        self._newest: list[RecordedSettings] = []
+        self._records = 0
+        # setting -> its values in all groups, and their checksum
+        self._digests: dict[str, tuple[list[Any], int]] = {}
+        # torch's own optimizers write nothing into their groups
+        self.may_write_settings = type(optimizer) not in ELEMENTWISE
+        # the method that switches the optimizer that steps to "eval" or "train"
+        self.switch: weakref.WeakMethod[Callable[[str], None]] | None = None
+        self.is_evaluating = False
         self._is_stepping = False
         # the optimizer's `step` that has been called so that schedulers have seen it
         self._counted_step: Callable[..., Any] | None = None
@@ -229,6 +307,18 @@ class OptimizerHandle:
         # registered on the caller's handle alone: the optimizer that steps has the caller's other
         # hooks
         self._hook = self.optimizer.register_step_pre_hook(self._refuse_step)
+        if all(callable(getattr(type(self.optimizer), name, None)) for name in MODES):
+            for name in MODES:
+                vars(self.optimizer)[name] = functools.partial(self._pass_on, name)
+
+    def _pass_on(self, mode: str) -> None:
+        """Switch the optimizer that steps to "eval" or "train"."""
+        switch = None if self.switch is None else self.switch()
+        if switch is None:
+            getattr(type(self.optimizer), mode)(self.optimizer)
+        else:
+            switch(mode)
+        self.is_evaluating = mode == "eval"
 
     def _find_shared(self) -> str:
         """Return the name of a module, weight or buffer that is in the model of another open
@@ -266,8 +356,12 @@ class OptimizerHandle:
         optimizer = self.optimizer
         inner = object.__new__(type(optimizer))
         inner.__dict__.update(optimizer.__dict__)
-        # a scheduler has put a wrapper there, which calls the caller's optimizer
-        inner.__dict__.pop("step", None)
+        # a scheduler and this handle have put wrappers there, which call the caller's optimizer
+        for name in ("step", *MODES):
+            inner.__dict__.pop(name, None)
+        # a new optimizer has been given no setting yet
+        self._seen = []
+        self._newest = []
         members = self._copy_all_settings()
         inner.param_groups = [{**members[group["member"]], **group} for group in groups]
         inner.state = SharedState(optimizer)  # type: ignore[assignment]
@@ -293,20 +387,62 @@ class OptimizerHandle:
         groups = copy.deepcopy(self.optimizer.state_dict()["param_groups"])
         return {"kind": type(self.optimizer).__name__, "groups": groups}
 
-    def require_settings_of_kind(self, saved: Mapping[str, Any]) -> None:
-        """Raise `BadInput` if settings of `export_settings` are another optimizer's."""
+    def parse_settings(self, saved: Any) -> dict[str, Any]:
+        """Return a copy of settings of `export_settings`. Raise `BadInput` if they are another
+        optimizer's, or do not fit it.
+        """
+        source = "load_state_dict: settings"
+        if not isinstance(saved, Mapping) or not {"kind", "groups"} <= set(saved):
+            raise BadInput(f"{source}: {show(saved)}: must have kind and groups")
         kind = type(self.optimizer).__name__
         groups = self.optimizer.param_groups
         if saved["kind"] != kind:
             raise BadInput(
-                f"load_state_dict: state of {saved['kind']}: this pipeline's optimizer is {kind}"
+                f"load_state_dict: state of {show(saved['kind'])}: this pipeline's optimizer is "
+                f"{kind}"
             )
+        is_list = isinstance(saved["groups"], (list, tuple))
+        if not is_list or not all(isinstance(group, Mapping) for group in saved["groups"]):
+            raise BadInput(f"{source}: groups: {show(saved['groups'])}: must be a list of groups")
         if len(saved["groups"]) != len(groups):
             count = len(saved["groups"])
             raise BadInput(
                 f"load_state_dict: {count} parameter groups: this pipeline's optimizer has "
                 f"{len(groups)}"
             )
+        for number, (group, settings) in enumerate(zip(groups, saved["groups"])):
+            place = f"{source}: groups: {number}"
+            faults = [
+                f"{place}: {key}: {show(value)}: {fault}"
+                for key, value in settings.items()
+                for fault in [self._find_fault(group, key, value)]
+                if fault
+            ]
+            if "lr" not in settings:
+                faults.append(f"{place}: lacks lr")
+            if not faults and not self.may_write_settings:
+                faults = [f"{place}: {why}" for why in _ask_constructor(self.optimizer, settings)]
+            if faults:
+                raise BadInput(faults[0])
+        return copy.deepcopy(dict(saved))
+
+    def _find_fault(self, group: Mapping[str, Any], key: Any, value: Any) -> str:
+        """Return what is wrong with a saved setting of a group, "" if nothing."""
+        if key == "params":
+            count = len(group["params"])
+            is_list = isinstance(value, (list, tuple)) and all(type(n) is int for n in value)
+            return (
+                "" if is_list and len(value) == count else f"must be numbers of {count} parameters"
+            )
+        if key in ("lr", "initial_lr"):
+            is_rate = is_number(value) and 0 <= float(value) < math.inf
+            return (
+                "" if is_rate or group.get(key) is None else "must be a finite number, at least 0"
+            )
+        if key not in group:
+            return ""
+        is_strict = not self.may_write_settings
+        return "" if _fits(group[key], value, is_strict) else f"this optimizer has {group[key]}"
 
     def import_settings(self, saved: Mapping[str, Any]) -> None:
         """Give the caller's groups the settings that were saved, as the optimizer's own
@@ -344,8 +480,89 @@ class OptimizerHandle:
                     )
 
     def record(self, k: int) -> None:
-        """Copy the settings of all groups as those of update k."""
-        self._settings[k] = self._copy_all_settings()
+        """Copy the settings of all groups as those of update k.
+
+        A setting that the caller has not changed keeps the number of its change, so that it is not
+        written over what the optimizer itself has made of it.
+        """
+        present = self._copy_all_settings()
+        self._seen = self._seen or [{} for _ in present]
+        newest = self._newest or [RecordedSettings() for _ in present]
+        self._records += 1
+        self._newest = [
+            self._note_changes(*of_group) for of_group in zip(present, self._seen, newest)
+        ]
+        self._settings[k] = self._newest
+
+    def _note_changes(
+        self, present: dict[str, Any], seen: dict[str, Any], last: RecordedSettings
+    ) -> RecordedSettings:
+        recorded = RecordedSettings()
+        for key, value in present.items():
+            if key not in seen or not is_same_setting(value, seen[key]):
+                seen[key] = copy_setting(value)
+                recorded[key] = value
+                recorded.changes[key] = self._records
+            # what the optimizer itself has added is not the caller's to set
+            elif key in last:
+                recorded[key] = last[key]
+                recorded.changes[key] = last.changes[key]
+        return recorded
+
+    def write_back(self, group: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+        """Give the caller's group what the optimizer has written into one of its own in a step;
+        `before`: the settings before the step.
+        """
+        member = group["member"]
+        # the settings of heads are not in the caller's groups
+        if member == len(self.optimizer.param_groups):
+            return
+        for key, value in group.items():
+            is_same = key in before and is_same_setting(value, before[key])
+            if key in NOT_WRITTEN or is_same:
+                continue
+            self.optimizer.param_groups[member][key] = copy_setting(value)
+            # a learning rate passes through rules, so it is taken as if the caller had set it
+            if key == "lr" or not self._seen:
+                continue
+            self._seen[member][key] = copy_setting(value)
+            # heads have the first group's settings where they have none of their own
+            if member == 0 and self._heads is not None and key not in self._heads:
+                self._seen[self.heads_member][key] = copy_setting(value)
+
+    # ---- the same settings on all ranks
+
+    @property
+    def compared(self) -> ComparedSettings:
+        """The settings that are compared between ranks, which the constructor of the optimizer
+        takes: what it adds itself may be at another update.
+        """
+        accepted = inspect.signature(type(self.optimizer).__init__).parameters
+        names = sorted(name for name in self.optimizer.defaults if name in accepted)
+        return ComparedSettings(names, lambda k: self._digest(k, names))
+
+    def describe_settings(self) -> dict[str, str]:
+        """Return the settings of all groups by place, as text."""
+        names = self.compared.names
+        return {
+            f"optimizer: group {number}: {name}": describe_setting(group[name])
+            for number, group in enumerate(self.optimizer.param_groups)
+            for name in names
+            if name in group
+        }
+
+    def _digest(self, k: int, names: Sequence[str]) -> list[int]:
+        """Return a checksum of each setting in update k, over all groups."""
+        groups = self._settings[k]
+        return [self._digest_setting(name, [g.get(name) for g in groups]) for name in names]
+
+    def _digest_setting(self, name: str, values: list[Any]) -> int:
+        # most settings are the same objects as in the update before
+        before, digest = self._digests.get(name, ([], 0))
+        if len(before) != len(values) or any(map(operator.is_not, before, values)):
+            digest = zlib.crc32("; ".join(map(describe_setting, values)).encode())
+            self._digests[name] = values, digest
+        return digest
 
     def get_settings(self, k: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the settings of one of the inner optimizer's groups for update k."""
@@ -398,6 +615,8 @@ class OptimizerHandle:
     def release(self) -> None:
         """Let the caller, or another pipeline, step the optimizer again."""
         self._hook.remove()
+        for name in MODES:
+            vars(self.optimizer).pop(name, None)
         reference = self._in_use.get(self.optimizer)
         # another handle may have claimed it since this one was released
         if reference is not None and reference() in (self, None):

@@ -26,12 +26,11 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.interface import (
-    POPTORCH_PREFIX,
     CheckpointState,
     Engine,
     StepResult,
 )
-from ipu_pipe.backends.processes.agreement import compare_inputs
+from ipu_pipe.backends.processes.agreement import compare_inputs, compare_settings, gather_objects
 from ipu_pipe.backends.processes.lost_ranks import CallRecord, LostRank
 from ipu_pipe.backends.ranks import are_joined, run_on_main
 from ipu_pipe.backends.table import launch
@@ -46,6 +45,7 @@ from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.batch import count_samples, map_tensors
 from ipu_pipe.model.devices import get_kind, read_autocast
 from ipu_pipe.model.modes import describe_modes
+from ipu_pipe.model.precision import export_loss, write_weights
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import record_modes, restore_modes
 from ipu_pipe.model.stages import Partition
@@ -88,6 +88,17 @@ from ipu_pipe.pipeline.seam import (
     get_treatment,
     sum_tensors,
 )
+from ipu_pipe.pipeline.state import (
+    SavedState,
+    cast_entries,
+    check_layout,
+    check_loss,
+    check_tensors,
+    describe_state,
+    drop_loaded,
+    drop_written,
+    parse_state,
+)
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
 from ipu_pipe.pipeline.turns import Turns, take_turn
 from ipu_pipe.replay.work import require_finite
@@ -98,11 +109,9 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.store.checkpoint import load_weights
 from ipu_pipe.text import describe_kind
-from ipu_pipe.update.optimizer import import_state
+from ipu_pipe.update.optimizer import copy_group, import_state
 
 PRECISIONS = {torch.float64: "float64", torch.bfloat16: "bfloat16"}
-# of the state that `state_dict` returns
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -321,6 +330,7 @@ class Pipeline:
         # a pipeline that was never built may be dropped without `close`
         weakref.finalize(self, self._handle.release).atexit = False
         self._view = OptimizerView(optimizer)
+        self._handle.switch = weakref.WeakMethod(self._switch_optimizer)
         self._job: Job | None = None
         self._flow: Flow | None = None
         self._gradients = OwnGradients((), ())
@@ -333,7 +343,7 @@ class Pipeline:
         self._callbacks: list[Callable[[UpdateNumber, int, list[nn.Parameter]], None]] = []
         self._is_broken = self._is_closed = False
         self._turns = Turns()
-        self._loaded: Mapping[str, Any] | None = None
+        self._loaded: SavedState | None = None
         # the modules' modes in training, from the first step on
         self._modes: dict[nn.Module, bool] = {}
         # of the events that this process records, until they are written
@@ -370,6 +380,10 @@ class Pipeline:
             raise RuntimeError("step: the model is in evaluation mode: call model.train() first")
         self._handle.require_parameters()
         self._handle.require_settings()
+        if self._handle.is_evaluating:
+            raise RuntimeError(
+                "step: the optimizer is in evaluation mode: call optimizer.train() first"
+            )
         self._settle()
         batch = self._divide(x, y, microbatches)
         self._handle.count_as_stepped()
@@ -427,7 +441,7 @@ class Pipeline:
         count.
         """
         if self._loaded is not None:
-            return int(self._loaded["updates"])
+            return self._loaded.updates
         return self._flow.given if self._flow is not None else 0
 
     @property
@@ -439,7 +453,7 @@ class Pipeline:
     def finished(self) -> int:
         """The updates that have left the pipeline."""
         if self._loaded is not None:
-            return int(self._loaded["updates"])
+            return self._loaded.updates
         return self._flow.left if self._flow is not None else 0
 
     @property
@@ -608,39 +622,71 @@ class Pipeline:
         self._drain("state_dict")
         flow = self._flow
         if flow is None:
-            raise RunFault(
-                "state_dict: no step was made yet: save the states of the model and the optimizer "
-                "themselves"
-            )
+            return self._describe_loaded(sharded)
         with self._break_on_error("state_dict", only_reads=True):
             state = (
                 flow.engine.collect_part(every_replica=True)
                 if sharded
                 else flow.engine.collect_state()
             )
-        layout = (
-            {"layout": self._describe_layout(self._require_job())}
-            if sharded and are_joined()
-            else {}
-        )
-        return {**layout, **self._describe_state(state)} if state is not None else {}
+            settings = self._collect_settings()
+        is_part = sharded and are_joined()
+        layout = self._describe_layout(self._require_job()) if is_part else None
+        return self._describe_state(state, settings, layout)
 
-    def _describe_state(self, state: CheckpointState | None) -> dict[str, Any]:
+    def _describe_state(
+        self, state: CheckpointState | None, settings: Any, layout: Any = None
+    ) -> dict[str, Any]:
         """Return the state of an engine with the settings and the position; {} for None."""
         if state is None:
             return {}
         flow = self._require_flow()
-        clone = torch.Tensor.clone
-        return {
-            "format": FORMAT,
-            "method": self._config.method,
-            "model": {name: clone(value) for name, value in state.model.items()},
-            "optimizer": {name: clone(value) for name, value in state.optimizer.items()},
-            "plain": copy.deepcopy(state.plain),
-            "settings": self._handle.export_settings(),
-            "updates": flow.given,
-            "drains": list(flow.drains),
+        return describe_state(state, self._config.method, settings, flow.given, flow.drains, layout)
+
+    def _describe_loaded(self, sharded: bool) -> dict[str, Any]:
+        """Return the state that was loaded before the first step, with the weights and settings of
+        now.
+        """
+        saved = self._loaded
+        if saved is None:
+            raise RunFault(
+                "state_dict: no step was made yet: save the states of the model and the optimizer "
+                "themselves"
+            )
+        is_part = saved.layout is not None
+        if are_joined() and is_part != sharded:
+            form = "a part" if is_part else "a whole state"
+            raise RunFault(f"state_dict: {form} was loaded: make a step first, or ask for that")
+        if are_joined() and not is_part and _get_rank():
+            return {}
+        model = {} if is_part else self.model.state_dict()
+        weights = {**model, **drop_written(saved, self.model).model}
+        loss = saved.loss if is_part else export_loss(self._loss)
+        state = CheckpointState(weights, saved.optimizer, saved.plain, loss)
+        settings = self._handle.export_settings()
+        return describe_state(
+            state, self._config.method, settings, saved.updates, saved.drains, saved.layout
+        )
+
+    def _collect_settings(self) -> dict[str, Any]:
+        """Return the settings of the caller's groups. On processes, all ranks take those that the
+        optimizer itself has written from a rank with parameters of the group.
+        """
+        settings = self._handle.export_settings()
+        if not (self._handle.may_write_settings and are_joined()):
+            return settings
+        here = {
+            group["member"]
+            for group in self._require_job().optimizer.param_groups
+            if any(p.numel() for p in group["params"])
         }
+        groups = settings["groups"]
+        for other in gather_objects(
+            {member: groups[member] for member in here if member < len(groups)}
+        ):
+            for member, group in other.items():
+                groups[member] = group
+        return settings
 
     @take_turn
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -651,47 +697,57 @@ class Pipeline:
         and stages. The optimizer's groups get the settings that they had, as in its own
         `load_state_dict`: load a scheduler's state too. Updates in flight are finished first, and
         their results dropped. Before the first step `evaluate` needs the pipeline's `example`.
+
+        Raise `BadInput` for a state that does not fit, before anything has changed. The state is
+        copied. Weights that are written after it, before the first step, are trained on; those of a
+        part are loaded with the first step.
         """
         self._require_usable("load_state_dict")
-        wanted = ("format", "method", "model", "optimizer", "plain", "updates", "drains")
-        missing = [key for key in wanted if not isinstance(state, Mapping) or key not in state]
-        if missing:
-            source = "Pipeline.state_dict on rank 0, or with sharded=True"
-            raise BadInput(
-                f"load_state_dict: lacks {', '.join(missing)}: must be a result of {source}"
-            )
-        if state["format"] != FORMAT:
-            raise BadInput(
-                f"load_state_dict: format {state['format']}: this version reads {FORMAT}"
-            )
-        is_poptorchs = any(f"/{POPTORCH_PREFIX}:" in key for key in state["optimizer"])
-        if is_poptorchs and not self._config.backend.facts.loads_poptorch_state:
-            raise BadInput(
-                'load_state_dict: the optimizer state is PopTorch\'s: only backend="poptorch" can load it'
-            )
-        if state["method"] != self._config.method:
-            raise BadInput(
-                f"load_state_dict: state of method {state['method']}: this pipeline has "
-                f"{self._config.method}"
-            )
-        # states of earlier versions have no settings
-        settings = state.get("settings")
-        if settings is not None:
-            self._handle.require_settings_of_kind(settings)
+        saved = self._parse_state(state)
         self._drain("load_state_dict")
-        self._loaded = state
         self._pending = []
-        if settings is not None:
-            self._handle.import_settings(settings)
-        if self._flow is None and "layout" in state:
-            # the stages of this rank, which a part must fit, are known with the first step
-            return
-        if self._flow is None:
-            # weights first, so that everything is built from them; the rest when there is an engine
-            load_weights(self.model, _select_model_state(state), "load_state_dict")
-            return
-        with self._break_on_error("load_state_dict"):
-            self._load(self._require_job(), self._flow)
+        if saved.settings is not None:
+            self._handle.import_settings(saved.settings)
+        self._loaded = saved
+        if self._flow is not None:
+            with self._break_on_error("load_state_dict"):
+                self._load(self._require_job(), self._flow)
+        # the stages of this rank, which a part must fit, are known with the first step
+        elif saved.layout is None:
+            weights = {n: value for n, value in saved.model.items() if not n.startswith(HEADS)}
+            load_weights(self.model, weights, "load_state_dict")
+            self._load_loss(saved)
+            self._loaded = drop_loaded(saved, self.model)
+
+    def _parse_state(self, state: Any) -> SavedState:
+        """Return a copy of a state. Raise `BadInput` if it does not fit; nothing has changed
+        then.
+        """
+        handle = self._handle
+        facts = self._config.backend.facts
+        saved = parse_state(state, self._config.method, handle, facts.loads_poptorch_state)
+        check_loss(saved.loss, self._loss)
+        job = self._job
+        is_elementwise = not handle.may_write_settings
+        # weights that are elsewhere still have their shapes
+        self._absent.show()
+        try:
+            if job is None:
+                names = dict(self.model.named_parameters(remove_duplicate=False))
+                check_tensors(saved, self.model, names, is_elementwise)
+            else:
+                if saved.layout is not None:
+                    here = self._describe_layout(job) if are_joined() else None
+                    check_layout(saved.layout, here)
+                check_tensors(saved, job.model, job.get_trained(), is_elementwise)
+        finally:
+            self._absent.hide()
+        return saved
+
+    def _load_loss(self, saved: SavedState) -> None:
+        if saved.loss:
+            assert isinstance(self._loss, nn.Module)
+            self._loss.load_state_dict(saved.loss)
 
     # ---- what others see
 
@@ -876,7 +932,11 @@ class Pipeline:
             choose_member=self._choose_member,
             settings=self._handle.get_settings,
             after_update=self._call_back,
+            compared=self._handle.compared,
         )
+        if self._loaded is not None:
+            # before the model is converted
+            self._loaded = drop_written(self._loaded, self.model)
         with name_arguments(), attribute_faults(
             lambda: "before training"
         ), contextlib.ExitStack() as undo:
@@ -886,6 +946,9 @@ class Pipeline:
             undo.callback(record_modes(self.model))
             with restore_random_states():
                 compare_inputs(x)
+                # later ones are compared with each result
+                if not self._modes:
+                    compare_settings(self._handle.describe_settings())
                 setup = set_up(objects.describe_in(config), **objects._asdict())
                 undo.callback(setup.precision.give_back)
                 resolved = resolve(setup, objects, open_run=open_run)
@@ -897,6 +960,8 @@ class Pipeline:
             undo.pop_all()
         self._job = job
         self._flow = flow
+        if self._handle.may_write_settings:
+            job.rules.after_step = self._handle.write_back
         stepped = [p for group in job.optimizer.param_groups for p in group["params"]]
         self._gradients = OwnGradients(job.model.parameters(), stepped)
         for line in describe_modes(self.model, job.came_evaluating):
@@ -935,37 +1000,34 @@ class Pipeline:
 
     def _load(self, job: Job, flow: Flow) -> None:
         """Put the state that was loaded into the model, the optimizer and the position."""
-        state = self._loaded
+        saved = self._loaded
         self._loaded = None
-        assert state is not None
-        is_part = "layout" in state
-        layout = self._describe_layout(job) if are_joined() else None
-        if is_part and state["layout"] != layout:
-            why = (
-                "a part fits its own rank with the same ranks and stages: load that, or a whole "
-                "state"
-            )
-            raise BadInput(
-                f"load_state_dict: layout {state['layout']}: this rank has {layout}: {why}"
-            )
+        assert saved is not None
+        if saved.layout is not None:
+            check_layout(saved.layout, self._describe_layout(job) if are_joined() else None)
 
         def load() -> None:
             with job.precision.put_masters_in_place(loads=True):
-                # what other ranks have is of no use here
-                rest = job.model.state_dict() if is_part else {}
-                load_weights(job.model, {**rest, **state["model"]}, "load_state_dict")
+                # what other ranks have is of no use here, and what was loaded before is there
+                weights = {**job.model.state_dict(), **saved.model}
+                load_weights(job.model, weights, "load_state_dict")
 
         flow.engine.load_weights(load)
-        names = {parameter: name for name, parameter in job.get_trained().items()}
+        self._load_loss(saved)
+        trained = job.get_trained()
+        names = {parameter: name for name, parameter in trained.items()}
         # copies, because an optimizer changes its state in place
-        tensors = {name: value.clone() for name, value in state["optimizer"].items()}
-        import_state(job.optimizer, names, tensors, copy.deepcopy(state["plain"]))
+        tensors = {name: value.clone() for name, value in saved.optimizer.items()}
+        if not self._handle.may_write_settings:
+            # as torch's own `load_state_dict` does
+            tensors = cast_entries(tensors, trained)
+        import_state(job.optimizer, names, tensors, copy.deepcopy(saved.plain))
         job.rules.forget_compensated()
         self._handle.forget()
         self._data.forget()
         self._gradients.forget()
         self._sums.clear()
-        flow.restart(int(state["updates"]), [int(k) for k in state["drains"]])
+        flow.restart(saved.updates, list(saved.drains))
 
     # ---- inside: batches
 
@@ -1119,15 +1181,50 @@ class Pipeline:
         job = self._require_job()
         engine = self._require_flow().engine
         with self._break_on_error("step"):
-            state = self._describe_state(engine.collect_state())
+            state = engine.collect_state()
+            saved = None if state is None else self._copy_state(state)
             # every rank loads the whole state
-            state = run_on_main(lambda: state)
+            saved = run_on_main(lambda: saved)
+            assert saved is not None
+            # the ranks of other stages have an old one
+            self._load_loss(saved)
             engine.close()
             job.precision.give_back(keep=True)
         self._absent.end()
         self._handle.release()
         self._job = self._flow = self._seam = None
-        self._loaded = state
+        self._loaded = saved
+
+    def _copy_state(self, state: CheckpointState) -> SavedState:
+        """Return a copy of an engine's state at the position of now."""
+        flow = self._require_flow()
+        return SavedState(
+            {name: value.clone() for name, value in state.model.items()},
+            {name: value.clone() for name, value in state.optimizer.items()},
+            copy.deepcopy(state.plain),
+            dict(state.loss),
+            None,
+            flow.given,
+            list(flow.drains),
+        )
+
+    def _switch_optimizer(self, mode: str) -> None:
+        """Switch the optimizer that steps to the weights of evaluation or training, of its own."""
+        job = self._job
+        inner = self._handle.optimizer if job is None else job.optimizer
+        call = f"optimizer.{mode}()"
+        switch = getattr(type(inner), mode)
+        if job is None or self._is_closed:
+            switch(inner)
+            return
+        self._require_usable(call)
+        self._drain(call)
+        with self._break_on_error(call):
+            before = [copy_group(group) for group in inner.param_groups]
+            switch(inner)
+            for group, settings in zip(inner.param_groups, before):
+                self._handle.write_back(group, settings)
+            write_weights(job.rules.weight_master_pairs)
 
     # ---- inside: results
 
@@ -1378,10 +1475,6 @@ def _move_inputs(job: Job, x: Any) -> Any:
     """Return inputs on the pipeline's device, in its precision."""
     dtype = job.precision.inputs
     return map_tensors(lambda t: t.to(job.device, dtype if t.is_floating_point() else t.dtype), x)
-
-
-def _select_model_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state["model"].items() if not name.startswith(HEADS)}
 
 
 def _require_no_autocast(call: str) -> None:

@@ -32,7 +32,7 @@ from ipu_pipe.report.run_trace import choose_stage_costs, write_measured_trace, 
 from ipu_pipe.report.summary import summarize
 from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
 from ipu_pipe.run.progress import Bar, Log, Progress, log_nothing, open_log
-from ipu_pipe.run.resume import make_manifest, restore
+from ipu_pipe.run.resume import join_loss, make_manifest, restore
 from ipu_pipe.store import checkpoint
 from ipu_pipe.store.folder import RunFolder, read_starts
 from ipu_pipe.store.saving import Saver
@@ -500,6 +500,7 @@ class TrainingLoop:
         state = engine.collect_state() if engine.checkpoint_group is None else engine.collect_part()
         manifest = {}
         if state is not None:
+            state = join_loss(state)
             manifest = make_manifest(
                 self.job, position, state.plain, self.callbacks.collect_states()
             )

@@ -6,13 +6,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
-from ipu_pipe.backends.interface import POPTORCH_PREFIX
+import torch
+from torch import nn
+
+from ipu_pipe.backends.interface import POPTORCH_PREFIX, CheckpointState
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.compare import compare_deciding, list_length_dependent, select_deciding
 from ipu_pipe.config.faults import show_value
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job
+from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.provenance import compare_data
@@ -23,6 +27,27 @@ from ipu_pipe.store.folder import read_starts
 from ipu_pipe.store.manifest import NEEDED
 from ipu_pipe.update.optimizer import import_state
 from ipu_pipe.update.rates import import_plateau
+
+# of the entries of a loss which is a module, among those of the optimizer in a checkpoint
+LOSS = "loss:"
+
+
+def join_loss(state: CheckpointState) -> CheckpointState:
+    """Return a state for a checkpoint's files, with the tensors of the loss among the optimizer's."""
+    loss = {
+        f"{LOSS}/{name}": value
+        for name, value in state.loss.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return state._replace(optimizer={**state.optimizer, **loss})
+
+
+def _split_loss(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the tensors of the optimizer and those of the loss, by its own names."""
+    loss = {key.split("/", 1)[1]: t for key, t in tensors.items() if key.startswith(f"{LOSS}/")}
+    return {key: t for key, t in tensors.items() if not key.startswith(f"{LOSS}/")}, loss
 
 
 def make_manifest(
@@ -74,7 +99,11 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     with job.precision.put_masters_in_place(loads=True):
         checkpoint.load_weights(job.model, saved.model, str(path))
     names = {parameter: name for name, parameter in job.get_trained().items()}
-    import_state(job.optimizer, names, saved.optimizer, saved.manifest["optimizer"])
+    tensors, loss_state = _split_loss(saved.optimizer)
+    import_state(job.optimizer, names, tensors, saved.manifest["optimizer"])
+    if loss_state:
+        loss = get_user_loss(job.loss)
+        loss.load_state_dict({**loss.state_dict(), **loss_state})
     callbacks.load(saved.manifest.get("callbacks"))
     position = dict(saved.manifest["position"])
     # old checkpoints compare by test loss only
@@ -161,7 +190,14 @@ def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> list[str]:
             f"optimizer: its state is PopTorch's, which only backend.name poptorch can load: "
             f"{remedy}"
         ]
-    for key, value in saved.optimizer.items():
+    tensors, loss_state = _split_loss(saved.optimizer)
+    loss = get_user_loss(job.loss)
+    own = loss.state_dict() if isinstance(loss, nn.Module) else {}
+    for name, value in loss_state.items():
+        if name not in own or _describe(own[name]) != _describe(value):
+            there = _describe(own[name]) if name in own else "no such state"
+            faults.append(f"loss: {name}: is {_describe(value)}, this run's loss has {there}")
+    for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
         parameter = parameters.get(name)
         if parameter is None:

@@ -400,11 +400,32 @@ def load_weights(
     heads_too: bool = True,
     strict: bool = True,
 ) -> Loaded:
-    """Copy a state dict into `model`. Raise `BadInput`, naming the `source`, if they do not fit.
+    """Copy a state dict into `model`. Raise `BadInput`, naming the `source`, if they do not fit:
+    nothing is copied then.
 
     `strict`: all names and shapes must agree; otherwise those that agree are loaded. `heads_too`:
     auxiliary heads of local losses must agree too; otherwise they are loaded if they are present
     and fit. A tied weight may be present under only one of its names.
+    """
+    state, fitting, loaded = _match_weights(model, tensors, source, heads_too, strict)
+    load_state(model, {**state, **fitting})
+    return loaded
+
+
+def check_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+    """Raise `BadInput`, naming the `source`, if `load_weights` would refuse a state dict."""
+    _match_weights(model, tensors, source, heads_too=True, strict=True)
+
+
+def _match_weights(
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    source: str,
+    heads_too: bool,
+    strict: bool,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Loaded]:
+    """Return the model's state, the tensors that fit it, and which do not; arguments as of
+    `load_weights`.
     """
     state = model.state_dict()
     pairs = {
@@ -456,8 +477,7 @@ def load_weights(
             )
         missing = [f"{name}: missing, the model needs it" for name in state if name not in tensors]
         raise_first_faults(source, missing + [f"{name}: {why}" for name, why in left_out.items()])
-    load_state(model, {**state, **fitting})
-    return Loaded(left_out, [name for name in state if name not in fitting])
+    return state, fitting, Loaded(left_out, [name for name in state if name not in fitting])
 
 
 def _find_prefix(state: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ipu_pipe.model.precision import Masters, collect_gradients, write_weights
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import IntArray
-from ipu_pipe.update.optimizer import get_kind
+from ipu_pipe.update.optimizer import RecordedSettings, copy_group, copy_setting, get_kind
 from ipu_pipe.update.rules import (
     BY_RATE,
     DIRECTIONS,
@@ -194,6 +194,11 @@ class UpdateRules:
         # called with each update and its stages at its beginning: after rules' `compensate`, before
         # clipping and their `gradient`
         self.observe: Callable[[int, Sequence[int]], None] | None = None
+        # called after a step with a group that the optimizer may have written into, and its
+        # settings before the step
+        self.after_step: Callable[[Mapping[str, Any], Mapping[str, Any]], None] | None = None
+        # the changes that were written into a group last, by its id
+        self._written: dict[int, Mapping[str, int]] = {}
         # entries that `compensate` changes with each microbatch
         self._compensated: dict[tuple[torch.nn.Parameter, str], torch.Tensor] = {}
         self._batches_per_step = chosen.batches_per_step
@@ -452,7 +457,7 @@ class UpdateRules:
                 for stage, rule, setting in active
                 if rule.step is not None
             ]
-            self.optimizer.step()
+            self._step_optimizer(others)
             steps = {s: _compute_step(self.stages[s], old) for s, old in before.items()}
             for change, setting, groups in changing:
                 for stepped in groups:
@@ -482,13 +487,36 @@ class UpdateRules:
         for p, gradient in other_gradients:
             p.grad = gradient
 
+    def _step_optimizer(self, others: Sequence[StageState]) -> None:
+        """Step the optimizer, and pass on what it has written into the groups of all stages but
+        `others`.
+        """
+        if self.after_step is None:
+            self.optimizer.step()
+            return
+        groups = [g for stage in self.stages.values() if stage not in others for g in stage.groups]
+        before = [copy_group(group) for group in groups]
+        self.optimizer.step()
+        for group, settings in zip(groups, before):
+            self.after_step(group, settings)
+
     def apply_settings(self, stage: StageState, k: int) -> None:
         """Write the settings of update k, and the learning rate that the rules make of it, into a
         stage's groups.
+
+        A recorded setting that the caller has not changed since is not written again: the optimizer
+        may have changed it in its group.
         """
         for group, share in zip(stage.groups, stage.shares):
             settings = self._settings(k, group)
-            group.update(settings)
+            if isinstance(settings, RecordedSettings):
+                written = self._written.get(id(group), {})
+                for key, change in settings.changes.items():
+                    if written.get(key) != change:
+                        group[key] = copy_setting(settings[key])
+                self._written[id(group)] = settings.changes
+            else:
+                group.update(settings)
             group["lr"] = float(self._stage_rate(stage.index, k, float(settings["lr"]))) * share
 
     # ---- the moving average of the weights, as in torch.optim.swa_utils.AveragedModel

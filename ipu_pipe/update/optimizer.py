@@ -8,6 +8,7 @@ joins them.
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import functools
 import inspect
@@ -246,8 +247,38 @@ KINDS = {
 }
 # state without a dimension; the second is NAdam's
 COUNTS = ("step", "mu_product")
+# torch's optimizers that step each element by itself, and keep nothing in their groups
+ELEMENTWISE = (
+    *KINDS,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+)
 # assumed for optimizers that `count_moments` does not know
 MOST_MOMENTS = 2
+
+
+def copy_setting(value: Any) -> Any:
+    """Copy a setting; a learning rate may be a tensor that its scheduler changes in place."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def copy_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the settings of a group."""
+    return {key: copy_setting(value) for key, value in group.items() if key != "params"}
+
+
+class RecordedSettings(Dict[str, Any]):
+    """The settings of a group for one update; `changes`: for each, the number of the record with
+    which the caller has changed it last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: dict[str, int] = {}
 
 
 class OptimizersByGroup(torch.optim.Optimizer):
@@ -500,8 +531,8 @@ def import_state(
 ) -> None:
     """Put back the state that `export_state` returned, whatever the number of stages was then.
 
-    State of parameters that this optimizer does not hold is skipped. Raise `BadInput` for a name
-    that the model does not have.
+    State of parameters that this optimizer does not hold is skipped; its parameters that had none
+    have none afterwards. Raise `BadInput` for a name that the model does not have.
     """
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: parameter for parameter, name in names.items()}
@@ -513,6 +544,9 @@ def import_state(
                 f"checkpoint: optimizer state of {name}: the model has no parameter of that name"
             )
         entries.setdefault(name, {})[entry] = value
+    for parameter, name in names.items():
+        if name not in entries and id(parameter) in group_of:
+            optimizer.state.pop(parameter, None)
     for name, state in entries.items():
         parameter = by_name[name]
         if id(parameter) not in group_of:

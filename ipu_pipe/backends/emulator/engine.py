@@ -23,6 +23,7 @@ from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_s
 from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
+from ipu_pipe.model.precision import export_loss
 from ipu_pipe.model.timing import (
     SECONDS_OF_STAGE,
     BestSeconds,
@@ -267,7 +268,9 @@ class EmulatorEngine(Engine):
         with self.run.precision.put_masters_in_place():
             model = self.run.model.state_dict()
         with self._emulator.export_replicas():
-            return CheckpointState(model, *export_state(self.run.optimizer, self.names))
+            return CheckpointState(
+                model, *export_state(self.run.optimizer, self.names), export_loss(self.run.loss)
+            )
 
     def report(self) -> Report | None:
         state = count_state_bytes(

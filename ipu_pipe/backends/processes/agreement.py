@@ -24,6 +24,7 @@ REMEDY = (
     "give all ranks the same model: make it from one seed (torch.manual_seed), or load the "
     "same weights"
 )
+SET_ALIKE = "give the optimizer the same settings on all ranks, and step its schedulers alike"
 READ_ALIKE = (
     "ranks of one pipeline must read the same batches: do not shard the loader by rank, and seed "
     "its shuffle alike "
@@ -82,6 +83,14 @@ def compare_inputs(x: Any) -> None:
         _raise_first_difference({"step: inputs of a microbatch": describe_tensors(x)}, READ_ALIKE)
 
 
+def compare_settings(settings: dict[str, str]) -> None:
+    """Raise `BadInput` on all ranks, with the first difference, if a rank's optimizer has other
+    settings than rank 0's.
+    """
+    if _are_several():
+        _raise_first_difference(settings, SET_ALIKE)
+
+
 def _are_several() -> bool:
     return are_joined() and dist.get_world_size() > 1
 
@@ -95,10 +104,10 @@ def _raise_first_difference(description: dict[str, str], remedy: str = REMEDY) -
     """Compare the ranks' descriptions: a hash of each, and all of them only if the hashes
     differ.
     """
-    digests = _gather(hashlib.sha256(json.dumps(description).encode()).hexdigest())
+    digests = gather_objects(hashlib.sha256(json.dumps(description).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    first, *others = _gather(description)
+    first, *others = gather_objects(description)
     for rank, other in enumerate(others, 1):
         faults = compare_requests(first, other, 0, rank)
         # optimizers number parameters in their order
@@ -111,7 +120,8 @@ def _raise_first_difference(description: dict[str, str], remedy: str = REMEDY) -
             raise BadInput(f"{fault}: {remedy}")
 
 
-def _gather(value: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
+    """Return every rank's value on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     with report_lost_rank():
         dist.all_gather_object(values, value)

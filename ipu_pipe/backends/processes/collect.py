@@ -33,6 +33,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples
 from ipu_pipe.model.loss import get_labels
+from ipu_pipe.model.precision import export_loss
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events
 from ipu_pipe.update import optimizer
@@ -85,21 +86,23 @@ def export_stages(
                     for key, value in model.head.state_dict().items()
                 }
             )
-    return CheckpointState(weights, {key: value.cpu() for key, value in tensors.items()}, plain)
+    # the loss runs on the last stage, and moves what it keeps there
+    has_loss = any(model.stage == len(job.partition) - 1 for model in models)
+    loss = export_loss(job.loss) if has_loss else {}
+    on_host = {key: value.cpu() for key, value in tensors.items()}
+    return CheckpointState(weights, on_host, plain, loss)
 
 
 def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
     """Merge the states of one replica's ranks into the state of the unsplit model."""
-    merged = CheckpointState({}, {}, {})
-    for rank_state in ranks:
-        for merged_part, part in zip(merged, rank_state):
-            merged_part.update(part)
+    model, tensors, plain, loss = (
+        {key: value for part in parts for key, value in part.items()} for parts in zip(*ranks)
+    )
     with job.precision.put_masters_in_place():
         # tensors that no piece uses are unchanged here
         state = job.model.state_dict()
-    return merged._replace(
-        model={name: merged.model.get(name, value) for name, value in state.items()}
-    )
+    whole = {name: model.get(name, value) for name, value in state.items()}
+    return CheckpointState(whole, tensors, plain, loss)
 
 
 def export_rest(job: Job, cut: Sequence[Piece]) -> dict[str, torch.Tensor]:

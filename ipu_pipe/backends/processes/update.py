@@ -19,7 +19,7 @@ from typing import (
 import torch
 
 from ipu_pipe.backends.interface import StepResult
-from ipu_pipe.backends.processes.agreement import READ_ALIKE
+from ipu_pipe.backends.processes.agreement import READ_ALIKE, SET_ALIKE
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import NORM, RESULT, SHARED, WEIGHTS, Mail, Message, Shapes
 from ipu_pipe.backends.processes.stage import Stage
@@ -476,8 +476,10 @@ class ResultCollection:
         # the microbatches of an update on one replica, and its samples on all replicas
         self._microbatches = job.schedule.accumulate
         self._samples = job.global_batch_size
-        columns = COLUMNS + (job.loss_weight is not None)
-        self._shapes = (TensorSpec((self._microbatches, columns + 1), torch.float64, False),)
+        self._columns = COLUMNS + (job.loss_weight is not None)
+        # then the checksum of a microbatch's batch, and those of the update's settings
+        columns = self._columns + 1 + len(job.compared.names)
+        self._shapes = (TensorSpec((self._microbatches, columns), torch.float64, False),)
         # update -> checksums of the first stage; (update, stage) -> table of a stage of this rank
         self._checksums: dict[int, torch.Tensor] = {}
         self._own_tables: dict[tuple[int, int], torch.Tensor] = {}
@@ -503,7 +505,9 @@ class ResultCollection:
             self._checksums[k] = column
         if table is None:
             return
-        results = torch.cat([table, column[:, None]], dim=1)
+        settings = torch.tensor(self._job.compared.digest(k), dtype=torch.float64)
+        settings = settings.expand(len(table), len(settings))
+        results = torch.cat([table, column[:, None], settings], dim=1)
         for collector in self._collectors:
             if collector != self._here:
                 self._mail.send(Message(RESULT, k, stage, collector), [results])
@@ -523,9 +527,11 @@ class ResultCollection:
             results = self._own_tables.pop((k, stage), None)
             if results is None:
                 results = self._mail.receive(Message(RESULT, k, stage, self._here))[0]
-            if checksums is not None and not torch.equal(checksums, results[:, -1]):
-                self._require_same_batches(k, stage, checksums * results[:, -1])
-            tables.append(results[:, :-1])
+            column = results[:, self._columns]
+            if checksums is not None and not torch.equal(checksums, column):
+                self._require_same_batches(k, stage, checksums * column)
+            self._require_same_settings(k, stage, results[0, self._columns + 1 :])
+            tables.append(results[:, : self._columns])
         table = torch.stack(tables)  # (blocks, microbatches, columns)
         if self._group is not None:
             start = self._recorder.mark()
@@ -535,6 +541,22 @@ class ResultCollection:
             table = torch.stack(replicas, dim=2).flatten(1, 2)
         blocks = [average(rows) for rows in table]
         return StepResult(*blocks[-1], self._samples, tuple(blocks) if len(blocks) > 1 else ())
+
+    def _require_same_settings(self, k: int, stage: int, digests: torch.Tensor) -> None:
+        """Raise `RunFault` if the rank of a stage has given the optimizer other settings for update
+        k than this rank.
+        """
+        compared = self._job.compared
+        other = digests.tolist()
+        here = compared.digest(k)
+        if here == other:
+            return
+        names = [name for name, a, b in zip(compared.names, here, other) if a != b]
+        ranks = self._layout.rank, self._layout.find_rank(stage)
+        raise RunFault(
+            f"step: optimizer: {', '.join(names)}: rank {ranks[0]} and rank {ranks[1]} have "
+            f"different settings for step {k}: {SET_ALIKE}"
+        )
 
     def _require_same_batches(self, k: int, stage: int, products: torch.Tensor) -> None:
         """Raise `RunFault` for the first stage and another one, which have different checksums of

@@ -20,6 +20,7 @@ from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots
 from ipu_pipe.job.evaluation import EvaluationResult, compute_outputs, enter_evaluation, evaluate
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
+from ipu_pipe.model.precision import export_loss
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.trace.events import concatenate_events
@@ -111,7 +112,9 @@ class XlaEngine(Engine):
         self._export()
         # copies, because a checkpoint may be written while training goes on
         model = {name: t.clone() for name, t in self.job.model.state_dict().items()}
-        return CheckpointState(model, *export_state(self.job.optimizer, self.names))
+        return CheckpointState(
+            model, *export_state(self.job.optimizer, self.names), export_loss(self.job.loss)
+        )
 
     # ---- measurements and the end
 

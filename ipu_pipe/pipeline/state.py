@@ -1,0 +1,387 @@
+"""A state of `Pipeline.state_dict`, read whole before anything of it is set.
+
+state (the caller's)     anything                                refused with one line, nothing has changed
+  parse_state            types, names, shapes, numbers
+SavedState               copies, which fit the model, the optimizer and the loss
+  Pipeline               sets all of it, or waits for the first step with what needs an engine
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import Any, Iterable, Iterator, Mapping, NamedTuple
+
+import torch
+from torch import nn
+
+from ipu_pipe.backends.interface import POPTORCH_PREFIX, CheckpointState
+from ipu_pipe.errors import BadInput
+from ipu_pipe.local.blocks import HEADS
+from ipu_pipe.pipeline.optimizer import OptimizerHandle
+from ipu_pipe.store.checkpoint import check_weights
+from ipu_pipe.text import list_some, show
+from ipu_pipe.update.optimizer import COUNTS
+
+# the first has no `contents`, no `loss` and maybe no `settings`; `state_dict` returns the newest
+FIRST_FORMAT = 1
+FORMAT = 2
+KEYS = {
+    1: ("method", "model", "optimizer", "plain", "updates", "drains"),
+    2: (
+        "method",
+        "model",
+        "optimizer",
+        "plain",
+        "loss",
+        "settings",
+        "updates",
+        "drains",
+        "contents",
+    ),
+}
+SOURCE = "load_state_dict"
+# no loop makes more updates; their microbatches are counted in 64 bits
+MOST_UPDATES = 1 << 40
+
+
+class SavedState(NamedTuple):
+    """A state that fits: copies of tensors, the settings of the optimizer's groups (None in states
+    of earlier versions), the position, and the place of a part (None for a whole state).
+
+    `is_in_model`: the model has the weights already.
+    """
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    plain: dict[str, Any]
+    loss: dict[str, Any]
+    settings: Mapping[str, Any] | None
+    updates: int
+    drains: list[int]
+    layout: Any = None
+    is_in_model: bool = False
+
+
+def describe_state(
+    state: CheckpointState,
+    method: str,
+    settings: Any,
+    updates: int,
+    drains: Iterable[int],
+    layout: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return a copy of an engine's state, with the settings, the position and the place of a part,
+    as `parse_state` reads it.
+    """
+    described = {
+        **({} if layout is None else {"layout": layout}),
+        "format": FORMAT,
+        "method": method,
+        "model": {name: value.clone() for name, value in state.model.items()},
+        "optimizer": {name: value.clone() for name, value in state.optimizer.items()},
+        "plain": copy.deepcopy(state.plain),
+        "loss": copy.deepcopy(dict(state.loss)),
+        "settings": settings,
+        "updates": updates,
+        "drains": list(drains),
+    }
+    return {**described, "contents": sorted(_list_paths(described))}
+
+
+def _list_paths(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of all leaves of mappings and lists."""
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    else:
+        yield path
+        return
+    for key, inner in items:
+        yield from _list_paths(inner, f"{path}/{key}" if path else str(key))
+
+
+def parse_state(
+    state: Any, method: str, handle: OptimizerHandle, loads_poptorch_state: bool
+) -> SavedState:
+    """Return a copy of a state. Raise `BadInput` if it is not a state of this method and optimizer.
+
+    The tensors are compared with the model by `check_tensors`.
+    """
+    state = _require_keys(state)
+    _require_contents(state)
+    model = _copy_tensors(state, "model")
+    optimizer = _copy_tensors(state, "optimizer")
+    plain = _require_mapping(state, "plain")
+    if state["method"] != method:
+        raise BadInput(
+            f"{SOURCE}: state of method {show(state['method'])}: this pipeline has {method}"
+        )
+    if any(f"/{POPTORCH_PREFIX}:" in key for key in optimizer) and not loads_poptorch_state:
+        raise BadInput(
+            f'{SOURCE}: the optimizer state is PopTorch\'s: only backend="poptorch" can load it'
+        )
+    updates = _require_count("updates", state["updates"])
+    drains = state["drains"]
+    if not isinstance(drains, (list, tuple)):
+        raise BadInput(f"{SOURCE}: drains: {show(drains)}: must be a list of updates")
+    drains = [_require_count("drains", k) for k in drains]
+    if drains != sorted(set(drains)) or drains[-1:] != [updates][: len(drains) or updates]:
+        raise BadInput(
+            f"{SOURCE}: drains: {drains}: must grow, and end with the updates, {updates}"
+        )
+    # states of earlier versions have no settings
+    settings = state.get("settings")
+    if "settings" in state:
+        settings = handle.parse_settings(settings)
+    if "layout" in state:
+        _require_mapping(state, "layout")
+    return SavedState(
+        model,
+        optimizer,
+        copy.deepcopy(dict(plain)),
+        copy.deepcopy(dict(_require_mapping(state, "loss"))) if "loss" in state else {},
+        settings,
+        updates,
+        drains,
+        copy.deepcopy(state.get("layout")),
+    )
+
+
+def _require_keys(state: Any) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping) or "format" not in state:
+        raise BadInput(
+            f"{SOURCE}: lacks format: must be a result of Pipeline.state_dict on rank 0, or with "
+            f"sharded=True"
+        )
+    number = state["format"]
+    if type(number) is not int or number not in KEYS:
+        raise BadInput(
+            f"{SOURCE}: format {show(number)}: this version reads {', '.join(map(str, KEYS))}"
+        )
+    missing = [key for key in KEYS[number] if key not in state]
+    if missing:
+        raise BadInput(
+            f"{SOURCE}: lacks {', '.join(missing)}: must be a result of Pipeline.state_dict on "
+            f"rank 0, or with sharded=True"
+        )
+    return state
+
+
+def _require_contents(state: Mapping[str, Any]) -> None:
+    """Raise `BadInput` if something has been taken out of a state since it was made."""
+    if "contents" not in state:
+        return
+    contents = state["contents"]
+    if not isinstance(contents, (list, tuple)) or not all(isinstance(c, str) for c in contents):
+        raise BadInput(f"{SOURCE}: contents: must be the list of names that state_dict has made")
+    present = set(_list_paths(state))
+    # a container that something else has replaced is named by the check of its type
+    leaves = {path for path in present if path not in contents}
+    missing = [
+        path
+        for path in contents
+        if path not in present and not any(path.startswith(f"{leaf}/") for leaf in leaves)
+    ]
+    if missing:
+        raise BadInput(
+            f"{SOURCE}: lacks {list_some(missing)}: must be the whole state that was saved"
+        )
+
+
+def _require_mapping(state: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = state[key]
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise BadInput(f"{SOURCE}: {key}: {type(value).__name__}: must map names to values")
+    return value
+
+
+def _copy_tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:
+    """Return copies, because the caller may go on to use its tensors."""
+    tensors = _require_mapping(state, key)
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise BadInput(f"{SOURCE}: {key}: {name}: {show(value)}: must be a tensor")
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            raise BadInput(f"{SOURCE}: {key}: {name}: must be a dense tensor with values")
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+def _require_count(key: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MOST_UPDATES:
+        raise BadInput(f"{SOURCE}: {key}: {show(value)}: must be a whole number of updates")
+    return value
+
+
+# ---- against the model, the optimizer's parameters and the loss
+
+
+def check_tensors(
+    saved: SavedState,
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    is_elementwise: bool,
+) -> None:
+    """Raise `BadInput` if the tensors of a state do not fit.
+
+    `parameters`: those that the optimizer may step, by name. `is_elementwise`: the optimizer's
+    state has the shape of its parameter, but for counts.
+    """
+    state = model.state_dict()
+    for name, value in saved.model.items():
+        if name in state and _get_kind(value) != _get_kind(state[name]):
+            raise BadInput(
+                f"{SOURCE}: model: {name}: is {_name(value.dtype)}, the model has "
+                f"{_name(state[name].dtype)}"
+            )
+    _require_one_dtype(
+        "model",
+        [
+            (name, _name(parameters[name].dtype), value)
+            for name, value in saved.model.items()
+            if name in parameters
+        ],
+    )
+    check_weights(model, saved.model if saved.layout is None else {**state, **saved.model}, SOURCE)
+    _check_optimizer(saved, parameters, is_elementwise)
+
+
+def _check_optimizer(
+    saved: SavedState, parameters: Mapping[str, nn.Parameter], is_elementwise: bool
+) -> None:
+    entries = []
+    for key, value in [*saved.optimizer.items(), *saved.plain.items()]:
+        name, _, entry = key.rpartition("/")
+        place = f"{SOURCE}: optimizer: {key}"
+        parameter = parameters.get(name)
+        if parameter is None:
+            # heads are made with the first step
+            if name.startswith(HEADS):
+                continue
+            raise BadInput(f"{place}: the model has no parameter of that name")
+        if entry.startswith(f"{POPTORCH_PREFIX}:") or not is_elementwise:
+            continue
+        # entries of replicas and of the outer optimizer have a prefix
+        kind = entry.rpartition(".")[2]
+        if kind in COUNTS:
+            _require_number(place, value)
+        elif value is not None:
+            if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+                raise BadInput(
+                    f"{place}: {_describe(value)}: the parameter has {tuple(parameter.shape)}"
+                )
+            entries.append((key, f"{entry} of {_name(parameter.dtype)}", value))
+            if not value.is_floating_point() and parameter.is_floating_point():
+                raise BadInput(f"{place}: is {_name(value.dtype)}: must be floating point")
+    _require_one_dtype("optimizer", entries)
+
+
+def _require_number(place: str, value: Any) -> None:
+    number = value
+    if isinstance(value, torch.Tensor):
+        if value.dim() or value.is_complex() or value.dtype == torch.bool:
+            raise BadInput(f"{place}: {_describe(value)}: must be one number")
+        number = value.item()
+    if type(number) not in (int, float) or not 0 <= number < math.inf:
+        raise BadInput(f"{place}: {show(number)}: must be a number, at least 0")
+
+
+def _require_one_dtype(where: str, entries: Iterable[tuple[str, str, torch.Tensor]]) -> None:
+    """Raise `BadInput` if entries (name, group, tensor) of one group have several dtypes: a state
+    of another precision has another one for all.
+    """
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for name, group, value in entries:
+        other, dtype = first.setdefault(group, (name, value.dtype))
+        if value.dtype != dtype:
+            raise BadInput(
+                f"{SOURCE}: {where}: {name}: is {_name(value.dtype)}, {other} is {_name(dtype)}"
+            )
+
+
+def check_loss(saved: Mapping[str, Any], loss: Any) -> None:
+    """Raise `BadInput` if the state of a loss does not fit the caller's."""
+    state = loss.state_dict() if isinstance(loss, nn.Module) else {}
+    for name, value in saved.items():
+        if name not in state:
+            raise BadInput(f"{SOURCE}: loss: {name}: this pipeline's loss has no such state")
+        if _describe(value) != _describe(state[name]):
+            raise BadInput(
+                f"{SOURCE}: loss: {name}: is {_describe(value)}, the loss has "
+                f"{_describe(state[name])}"
+            )
+    missing = [name for name in state if name not in saved]
+    if saved and missing:
+        raise BadInput(f"{SOURCE}: loss: lacks {list_some(missing)}")
+
+
+def check_layout(saved: Any, here: Mapping[str, Any] | None) -> None:
+    """Raise `BadInput` if a part of a state is another rank's, or of other stages."""
+    if json.dumps(saved, default=str) != json.dumps(here, default=str):
+        why = "a part fits its own rank with the same ranks and stages: load that, or a whole state"
+        raise BadInput(f"{SOURCE}: layout {saved}: this rank has {here}: {why}")
+
+
+def _get_kind(value: torch.Tensor) -> str:
+    """Return the kind of number: complex numbers may be saved as pairs."""
+    is_real = value.is_floating_point() or value.is_complex()
+    return "real" if is_real else "bool" if value.dtype == torch.bool else "integer"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{_name(value.dtype)} {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def cast_entries(
+    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """Return the optimizer's entries of its parameters' shapes in the parameters' dtypes."""
+    cast = {}
+    for key, value in tensors.items():
+        parameter = parameters.get(key.rpartition("/")[0])
+        is_like = parameter is not None and value.dim() and value.is_floating_point()
+        cast[key] = value.to(parameter.dtype) if is_like and parameter is not None else value
+    return cast
+
+
+# ---- between loading and the first step
+
+
+def drop_loaded(saved: SavedState, model: nn.Module) -> SavedState:
+    """Return a state whose weights are in the model, without them: it keeps those of heads, and
+    those that the model has rounded.
+    """
+    state = model.state_dict()
+    rest = {
+        name: value
+        for name, value in saved.model.items()
+        if name not in state or state[name].dtype != value.dtype
+    }
+    return saved._replace(model=rest, is_in_model=True)
+
+
+def drop_written(saved: SavedState, model: nn.Module) -> SavedState:
+    """Return a state without the weights that the caller has written since it was put into the
+    model.
+    """
+    if not saved.is_in_model:
+        return saved
+    state = model.state_dict()
+    rest = {
+        name: value
+        for name, value in saved.model.items()
+        if name not in state or _is_rounded(state[name], value)
+    }
+    return saved._replace(model=rest)
+
+
+def _is_rounded(now: torch.Tensor, saved: torch.Tensor) -> bool:
+    return now.shape == saved.shape and torch.equal(now, saved.to(now.device, now.dtype))
