@@ -70,8 +70,8 @@ def take_pairs(pairs: Iterable[Any], count: int) -> list[Microbatch]:
     # an endless iterator is read no further
     batch = list(itertools.islice(pairs, count + 1))
     if len(batch) != count:
-        given = f"more than {count}" if len(batch) > count else len(batch)
-        raise ValueError(f"step: {given} microbatches: must be {count}")
+        listed = f"more than {count}" if len(batch) > count else len(batch)
+        raise ValueError(f"step: {listed} microbatches: must be {count}")
     wrong = [
         i for i, pair in enumerate(batch) if not isinstance(pair, (tuple, list)) or len(pair) != 2
     ]

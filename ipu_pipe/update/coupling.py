@@ -79,8 +79,8 @@ def _try(
     values = torch.randn(shape, generator=numbers, dtype=torch.float64)[first:]
     trial = object.__new__(type(optimizer))
     left_out = ("param_groups", "state", "step", "eval", "train")
-    own = {key: value for key, value in vars(optimizer).items() if key not in left_out}
-    for key, value in own.items():
+    attributes = {key: value for key, value in vars(optimizer).items() if key not in left_out}
+    for key, value in attributes.items():
         # hooks are the caller's: they count real steps
         is_hooks = key.endswith("_hooks")
         vars(trial)[key] = collections.OrderedDict() if is_hooks else copy.deepcopy(value)
