@@ -430,7 +430,9 @@ class OptimizerHandle:
         """Return what is wrong with a saved setting of a group, "" if nothing."""
         if key == "params":
             count = len(group["params"])
-            is_list = isinstance(value, (list, tuple)) and all(type(n) is int for n in value)
+            is_list = isinstance(value, (list, tuple)) and all(
+                type(n) is int and n >= 0 for n in value
+            )
             return (
                 "" if is_list and len(value) == count else f"must be numbers of {count} parameters"
             )

@@ -175,7 +175,8 @@ def _require_contents(state: Mapping[str, Any]) -> None:
     if "contents" not in state:
         return
     contents = state["contents"]
-    if not isinstance(contents, (list, tuple)) or not all(isinstance(c, str) for c in contents):
+    is_list = isinstance(contents, (list, tuple)) and all(isinstance(c, str) for c in contents)
+    if not is_list or "format" not in contents:
         raise BadInput(f"{SOURCE}: contents: must be the list of names that state_dict has made")
     present = set(_list_paths(state))
     # a container that something else has replaced is named by the check of its type
@@ -236,12 +237,17 @@ def check_tensors(
                 f"{SOURCE}: model: {name}: is {_name(value.dtype)}, the model has "
                 f"{_name(state[name].dtype)}"
             )
+    present = [(name, value) for name, value in saved.model.items() if name in state]
     _require_one_dtype(
         "model",
         [
-            (name, _name(parameters[name].dtype), value)
-            for name, value in saved.model.items()
-            if name in parameters
+            # a module may keep its statistics in more bits than another
+            (
+                name,
+                _name(state[name].dtype) + ("" if name in parameters else name.rpartition(".")[0]),
+                value,
+            )
+            for name, value in present
         ],
     )
     check_weights(model, saved.model if saved.layout is None else {**state, **saved.model}, SOURCE)
@@ -267,6 +273,8 @@ def _check_optimizer(
         kind = entry.rpartition(".")[2]
         if kind in COUNTS:
             _require_number(place, value)
+            if isinstance(value, torch.Tensor):
+                entries.append((key, entry, value))
         elif value is not None:
             if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                 raise BadInput(

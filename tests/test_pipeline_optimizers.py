@@ -1,0 +1,338 @@
+"""Optimizers that are more than a rule for each tensor, and ranks whose settings differ."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Callable, List, Optional, Type
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.update.coupling import Coupling, find_coupling
+from ipu_pipe.update.optimizer import ELEMENTWISE
+from tests.support.processes import end_rank, run_in_group
+from tests.support.runs import needs_processes
+from tests.test_pipeline_state import flatten, make_batch, make_model, make_pipeline
+
+UPDATES = 5
+
+
+class Harmonic(torch.optim.Optimizer):
+    """A rate of lr / k; k is in the group, as Prodigy's d and schedule-free's k are."""
+
+    def __init__(self, params: Any, lr: float = 0.2, k: int = 0) -> None:
+        super().__init__(params, {"lr": lr, "k": k})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["made"] = group["k"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+
+class Averaging(torch.optim.Optimizer):
+    """Train weights y and evaluate their average x, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.2) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "trains": True})
+
+    @torch.no_grad()
+    def _switch(self, trains: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["trains"] != trains else ():
+                if "x" in self.state[p]:
+                    y = p.clone()
+                    p.copy_(self.state[p]["x"])
+                    self.state[p]["x"].copy_(y)
+            group["trains"] = trains
+
+    def eval(self) -> None:
+        self._switch(False)
+
+    def train(self) -> None:
+        self._switch(True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["trains"]
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"])
+                    x = self.state[p].setdefault("x", p.clone())
+                    x.lerp_(p, 1 / group["k"])
+
+
+class NormOfAll(torch.optim.SGD):
+    """Divide by the norm of all gradients, as timm's Lamb with max_grad_norm does."""
+
+    def __init__(self, params: Any, lr: float = 0.1, max_grad_norm: Optional[float] = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["max_grad_norm"] = max_grad_norm
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        norm = self.param_groups[0]["max_grad_norm"]
+        if norm:
+            every = [p for group in self.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(every, norm)
+        super().step()
+
+
+class NormOfGroup(torch.optim.SGD):
+    """Divide by the norm of the gradients of each group."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 1.0)
+        super().step()
+
+
+class Noisy(torch.optim.SGD):
+    """Add noise to gradients: other weights in every run, whatever the groups."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(torch.randn_like(p))
+        super().step()
+
+
+def train_plainly(
+    optimizer_class: Callable[..., torch.optim.Optimizer], change: Callable[[int, Any], None]
+) -> torch.Tensor:
+    """Train on two microbatches an update without a pipeline; `change(k, optimizer)` before each."""
+    model = make_model()
+    optimizer = optimizer_class(model.parameters())
+    for k in range(UPDATES):
+        change(k, optimizer)
+        optimizer.zero_grad()
+        for x, y in zip(*(part.chunk(2) for part in make_batch(k))):
+            (cross_entropy(model(x), y) / 2).backward()
+        optimizer.step()
+    return flatten(model)
+
+
+def train_in_pipeline(
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    change: Callable[[int, Any], None],
+    **keys: Any,
+) -> Any:
+    pipe = make_pipeline("gpipe", optimizer_class, **{"stages": ["2"], **keys})
+    optimizer = pipe.optimizer.optimizer
+    for k in range(UPDATES):
+        change(k, optimizer)
+        pipe.step(*make_batch(k))
+    pipe.close()
+    return flatten(pipe.model), optimizer
+
+
+def change_nothing(k: int, optimizer: Any) -> None:
+    """Leave the optimizer as it is."""
+
+
+def set_k_back(k: int, optimizer: Any) -> None:
+    """Begin k again, to the number that it had at the beginning."""
+    if k == 3:
+        optimizer.param_groups[0]["k"] = 0
+
+
+CHANGES = [change_nothing, set_k_back]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_an_optimizer_keeps_in_its_groups_is_kept(change: Any) -> None:
+    """The caller's old k was written over the optimizer's own before each step."""
+    weights, optimizer = train_in_pipeline(Harmonic, change)
+    assert torch.equal(weights, train_plainly(Harmonic, change))
+    group = optimizer.param_groups[0]
+    assert group["k"] == group["made"] == (2 if change is set_k_back else UPDATES)
+
+
+def test_groups_continue_from_a_saved_state_in_every_object() -> None:
+    straight = make_pipeline("pipedream", Harmonic)
+    for k in range(4):
+        straight.step(*make_batch(k))
+    state = straight.state_dict()
+    assert state["settings"]["groups"][0]["k"] == 4
+    ends = []
+    for steps in (None, 0, 2):
+        pipe = straight if steps is None else make_pipeline("pipedream", Harmonic)
+        for k in range(steps or 0):
+            pipe.step(*make_batch(k + 20))
+        if steps is not None:
+            pipe.load_state_dict(state)
+        for k in range(4, 7):
+            pipe.step(*make_batch(k))
+        pipe.close()
+        ends.append(flatten(pipe.model))
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+
+
+def test_replicas_with_weights_of_their_own_refuse_a_state_in_groups() -> None:
+    pipe = make_pipeline("local_sgd", Harmonic, method_args={"local_steps": 2}, microbatches=None)
+    with pytest.raises(BadInput, match="^optimizer: Harmonic: keeps a state in its groups"):
+        pipe.step(*(torch.cat([part] * 3) for part in make_batch(0)))
+
+
+# ---- weights of evaluation
+
+
+def evaluate_averages(rank: int, folder: Path, method: str, backend: str) -> None:
+    pipe = make_pipeline(method, Averaging, stages=["2"], backend=backend)
+    optimizer = pipe.optimizer.optimizer
+    losses: List[Any] = []
+    for k in range(UPDATES):
+        pipe.step(*make_batch(k))
+        if k == 2:
+            losses.append(pipe.evaluate([make_batch(90)])["loss"])
+            optimizer.eval()
+            losses.append(pipe.evaluate([make_batch(90)])["loss"])
+            with pytest.raises(RuntimeError, match="^step: the optimizer is in evaluation mode"):
+                pipe.step(*make_batch(k))
+            optimizer.train()
+            losses.append(pipe.evaluate([make_batch(90)])["loss"])
+    pipe.close()
+    assert not {"eval", "train"} & set(vars(optimizer))
+    if rank == 0:
+        torch.save((losses, flatten(pipe.model)), folder / f"{backend}.pt")
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream"])
+def test_eval_of_an_optimizer_reaches_the_weights_that_are_evaluated(
+    method: str, tmp_path: Path
+) -> None:
+    evaluate_averages(0, tmp_path, method, "emulator")
+    losses, weights = torch.load(tmp_path / "emulator.pt")
+    assert losses[0] == losses[2] != losses[1]
+    if method == "gpipe":
+        assert torch.equal(weights, train_plainly(Averaging, change_nothing))
+
+
+@needs_processes
+def test_eval_of_an_optimizer_reaches_all_ranks(tmp_path: Path) -> None:
+    evaluate_averages(0, tmp_path, "pipedream", "emulator")
+    run_in_group(
+        2, functools.partial(evaluate_averages, method="pipedream", backend="distributed"), tmp_path
+    )
+    expected, end = torch.load(tmp_path / "emulator.pt")
+    losses, weights = torch.load(tmp_path / "distributed.pt")
+    assert losses == expected and torch.equal(weights, end)
+
+
+# ---- coupled parameters
+
+
+@pytest.mark.parametrize(
+    "optimizer_class, coupling",
+    [
+        (Harmonic, Coupling(keeps_settings=True)),
+        (Averaging, Coupling(keeps_settings=True)),
+        (NormOfAll, Coupling(of_all=True)),
+        (functools.partial(NormOfAll, max_grad_norm=None), Coupling()),
+        (NormOfGroup, Coupling(of_a_group=True, of_all=True)),
+        (Noisy, Coupling()),
+    ],
+)
+def test_coupled_parameters_are_found_on_a_copy(optimizer_class: Any, coupling: Coupling) -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = optimizer_class([p], lr=0.0)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    assert find_coupling(optimizer) == coupling
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(p, torch.ones(3)) and not optimizer.state and p.grad is None
+
+
+@pytest.mark.parametrize("optimizer_class", ELEMENTWISE)
+def test_torchs_elementwise_optimizers_are_not_tried(
+    optimizer_class: Type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no coupling, which a subclass, which is tried, shows."""
+    optimizer = optimizer_class([nn.Parameter(torch.ones(3))], lr=0.01)  # type: ignore[call-arg]
+    subclass: Any = type("Subclass", (optimizer_class,), {})
+    assert find_coupling(subclass([nn.Parameter(torch.ones(3))], lr=0.01)) == Coupling()
+    monkeypatch.setattr("ipu_pipe.update.coupling._try", None)
+    assert find_coupling(optimizer) == Coupling()
+
+
+def test_a_coupled_optimizer_is_refused_where_stages_step_apart() -> None:
+    weights, _ = train_in_pipeline(NormOfAll, change_nothing)
+    assert torch.equal(weights, train_plainly(NormOfAll, change_nothing))
+    apart = make_pipeline("pipedream", NormOfAll)
+    with pytest.raises(BadInput, match="^optimizer: NormOfAll: .*max_grad_norm.*clip.*emulator"):
+        apart.step(*make_batch(0))
+    by_group = make_pipeline("gpipe", functools.partial(NormOfGroup, lr=0.1))
+    with pytest.raises(BadInput, match="^optimizer: NormOfGroup: .* others of its group"):
+        by_group.step(*make_batch(0))
+
+
+def refuse_coupled(rank: int, folder: Path) -> None:
+    for method in ("gpipe", "pipedream"):
+        pipe = make_pipeline(method, NormOfAll, stages=["2"], backend="distributed")
+        with pytest.raises(BadInput, match="^optimizer: NormOfAll: "):
+            pipe.step(*make_batch(0))
+        pipe.abort()
+    weights, optimizer = train_in_pipeline(Harmonic, change_nothing, backend="distributed")
+    assert optimizer.param_groups[0]["k"] == UPDATES
+    torch.save(weights, folder / f"{rank}.pt")
+
+
+@needs_processes
+def test_ranks_refuse_coupled_optimizers_and_keep_groups(tmp_path: Path) -> None:
+    run_in_group(2, refuse_coupled, tmp_path)
+    expected = train_plainly(Harmonic, change_nothing)
+    for rank in range(2):
+        assert torch.equal(torch.load(tmp_path / f"{rank}.pt"), expected)
+
+
+# ---- ranks with other settings
+
+
+def differ_at_once(rank: int, folder: Path) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1 + rank, momentum=0.9)
+    pipe = make_pipeline("gpipe", sgd, stages=["2"], backend="distributed")
+    with pytest.raises(BadInput, match="^optimizer: group 0: lr: "):
+        pipe.step(*make_batch(0))
+    pipe.abort()
+
+
+@needs_processes
+def test_ranks_that_begin_with_other_settings_are_refused(tmp_path: Path) -> None:
+    run_in_group(2, differ_at_once, tmp_path)
+
+
+def differ_later(rank: int, folder: Path, method: str, name: str) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    pipe = make_pipeline(method, sgd, stages=["2"], backend="distributed")
+    for k in range(4):
+        # both ranks change the same, as schedulers do
+        pipe.optimizer.param_groups[0]["lr"] = 0.1 / (k + 1)
+        pipe.step(*make_batch(k))
+    pipe.optimizer.param_groups[0][name] = 0.05 + rank / 100
+    with pytest.raises(RunFault) as caught:
+        for k in range(4, 12):
+            pipe.step(*make_batch(k))
+    # the other rank sees that this one has left
+    if rank == 0:
+        start = f"step: optimizer: {name}: rank 0 and rank 1 have different settings for step 4"
+        assert str(caught.value).startswith(start)
+    pipe.abort()
+    end_rank(folder, rank)
+
+
+@needs_processes
+@pytest.mark.parametrize("method, name", [("gpipe", "momentum"), ("pipedream", "lr")])
+def test_ranks_whose_settings_part_are_refused(method: str, name: str, tmp_path: Path) -> None:
+    """Each stage was trained with its own rank's rate, and nobody said so."""
+    run_in_group(2, functools.partial(differ_later, method=method, name=name), tmp_path)
+    assert (tmp_path / "0.ended").exists() and (tmp_path / "1.ended").exists()

@@ -1,0 +1,404 @@
+"""States of `Pipeline`: wrong ones are refused by one line and change nothing; right ones give the same bits in any object."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Tuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput
+from tests.support.processes import run_in_group
+from tests.support.runs import needs_processes
+
+MOMENTS = ("fresh", "used", "in flight")
+# settings of torch's optimizers that are True or False, or None
+CHOICES = (
+    "amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused",
+    "maximize", "nesterov",
+)  # fmt: skip
+
+
+class MovingCenter(nn.Module):
+    """A loss that keeps the mean of the outputs so far, as DINO's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(output - self.center, y)
+        if output.requires_grad:
+            self.center.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return loss
+
+
+def make_batch(k: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 4, (4,), generator=generator)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: List[nn.Module] = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(8, 4)).double()
+
+
+make_sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def make_pipeline(
+    method: str = "pipedream",
+    optimizer: Callable[..., torch.optim.Optimizer] = make_sgd,
+    loss: Any = cross_entropy,
+    **keys: Any,
+) -> ipu_pipe.Pipeline:
+    model = make_model()
+    keys = {"stages": ["2", "4"], "microbatches": 2, **keys}
+    return ipu_pipe.Pipeline(model, loss, optimizer(model.parameters()), method, **keys)
+
+
+def bring_to(moment: str, pipe: ipu_pipe.Pipeline) -> ipu_pipe.Pipeline:
+    """Let a pipeline make no step, or some of other batches, of which updates are in flight."""
+    for k in range(0 if moment == "fresh" else 5):
+        pipe.step(*make_batch(k + 50))
+    if moment == "used":
+        pipe.drain()
+    assert bool(pipe.in_flight) == (moment == "in flight")
+    return pipe
+
+
+def flatten(model: nn.Module) -> torch.Tensor:
+    return torch.cat([t.detach().double().flatten() for t in model.state_dict().values()])
+
+
+def finish(pipe: ipu_pipe.Pipeline, first: int, end: int = 6) -> torch.Tensor:
+    """Make the steps `first` to `end`, and return the final weights."""
+    for k in range(first, end):
+        pipe.step(*make_batch(k))
+    pipe.close()
+    return flatten(pipe.model)
+
+
+# ---- wrong states
+
+
+def list_leaves(value: Any, path: Tuple[Any, ...] = ()) -> Iterator[Tuple[Any, ...]]:
+    """Yield the paths of all entries, containers too."""
+    if path:
+        yield path
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    for key, inner in items:
+        yield from list_leaves(inner, (*path, key))
+
+
+def get_at(state: Any, path: Tuple[Any, ...]) -> Any:
+    return functools.reduce(lambda value, key: value[key], path, state)
+
+
+def list_substitutes(value: Any) -> List[Any]:
+    """List values of other types, shapes and dtypes than `value`."""
+    others: List[Any] = [None, True, "x", -1, float("nan"), torch.zeros(2, 3, 5), {}, []]
+    if isinstance(value, torch.Tensor):
+        others += [value.int() if value.is_floating_point() else value.double(), value.float()]
+    return others
+
+
+def is_right(path: Tuple[Any, ...], old: Any, new: Any) -> bool:
+    """Return whether a value is another right one in its place: a choice of the optimizer's, or a
+    number that it takes."""
+    if isinstance(new, torch.Tensor):
+        return isinstance(old, torch.Tensor) and (new.dtype, new.shape) == (old.dtype, old.shape)
+    if isinstance(old, torch.Tensor):
+        return False
+    if path[-1] in CHOICES:
+        return new is None or isinstance(new, bool)
+    is_equal = type(new) is type(old) and new == old
+    return is_equal or (path[-1] == "dampening" and type(new) is int)
+
+
+def make_wrong_states(state: Dict[str, Any]) -> Iterator[Tuple[str, Dict[str, Any]]]:
+    """Yield changed states with the change: each entry left out, and each replaced."""
+    for path in list_leaves(state):
+        if path[0] == "contents" and len(path) > 2:
+            continue
+        changed = copy.deepcopy(state)
+        parent = get_at(changed, path[:-1])
+        # another number of a parameter, or a drain less, is not another kind of value
+        if isinstance(parent, dict):
+            del parent[path[-1]]
+            yield f"{path} left out", changed
+        old = get_at(state, path)
+        for new in list_substitutes(old):
+            if is_right(path, old, new):
+                continue
+            changed = copy.deepcopy(state)
+            get_at(changed, path[:-1])[path[-1]] = new
+            shown = f"{type(new).__name__} {getattr(new, 'dtype', new)}"
+            yield f"{path} = {shown}", changed
+
+
+def make_state(**keys: Any) -> Dict[str, Any]:
+    pipe = make_pipeline(**keys)
+    for k in range(3):
+        pipe.step(*make_batch(k))
+    state = pipe.state_dict()
+    pipe.close()
+    return state
+
+
+@pytest.mark.parametrize("optimizer", [make_sgd, functools.partial(torch.optim.Adam, lr=0.01)])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_every_wrong_state_is_refused_by_one_line_and_changes_nothing(
+    moment: str, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    make = functools.partial(make_pipeline, optimizer=optimizer, loss=MovingCenter())
+    state = make_state(optimizer=optimizer, loss=MovingCenter())
+    untouched = finish(bring_to(moment, make_pipeline(optimizer=optimizer, loss=MovingCenter())), 0)
+    pipe = bring_to(moment, make())
+    count = 0
+    for change, wrong in make_wrong_states(state):
+        try:
+            pipe.load_state_dict(wrong)
+        except BadInput as error:
+            assert str(error).startswith("load_state_dict: ") and "\n" not in str(error), change
+            count += 1
+        else:
+            pytest.fail(f"{change}: accepted")
+    assert count > 300
+    assert torch.equal(finish(pipe, 0), untouched)
+
+
+def test_other_wrong_states_are_refused() -> None:
+    state = make_state()
+    pipe = make_pipeline()
+    for wrong in (
+        None,
+        3,
+        [],
+        "x",
+        {},
+        {**state, "drains": [2, 1, 3]},
+        {**state, "updates": 10**30},
+    ):
+        with pytest.raises(BadInput, match="^load_state_dict: "):
+            pipe.load_state_dict(wrong)
+    unknown = {
+        **state,
+        "optimizer": {**state["optimizer"], "9.weight/momentum_buffer": torch.ones(1)},
+    }
+    with pytest.raises(BadInput, match="^load_state_dict: optimizer: 9.weight"):
+        pipe.load_state_dict(unknown)
+
+
+def test_a_state_of_the_first_format_is_read() -> None:
+    """States had no list of contents, no state of a loss, and at first no settings."""
+    state = make_state()
+    expected = make_pipeline()
+    expected.load_state_dict(state)
+    old = {k: v for k, v in state.items() if k not in ("contents", "loss", "settings")}
+    pipe = make_pipeline()
+    pipe.load_state_dict({**old, "format": 1})
+    assert torch.equal(finish(pipe, 3), finish(expected, 3))
+
+
+def test_the_entries_of_another_precision_are_cast_together_as_in_torch() -> None:
+    state = make_state()
+    halves = {key: value.float() for key, value in state["optimizer"].items()}
+    pipe = make_pipeline()
+    pipe.load_state_dict({**state, "optimizer": halves})
+    pipe.step(*make_batch(3))
+    pipe.drain()
+    kinds = {v.dtype for v in pipe.state_dict()["optimizer"].values()}
+    assert kinds == {torch.float64}
+    pipe.close()
+
+
+# ---- right states
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_state_gives_the_same_bits_in_any_object(moment: str, precision: Any) -> None:
+    keys = {} if precision is None else {"precision": precision}
+    straight = make_pipeline(**keys)
+    for k in range(3):
+        straight.step(*make_batch(k))
+    state = copy.deepcopy(straight.state_dict())
+    expected = finish(straight, 3)
+    pipe = bring_to(moment, make_pipeline(**keys))
+    pipe.load_state_dict(state)
+    assert torch.equal(finish(pipe, 3), expected)
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+def test_weights_written_after_loading_are_trained_on(precision: Any) -> None:
+    """The state was loaded once more with the first step, over what the loop had written."""
+    keys = {} if precision is None else {"precision": precision}
+    state = make_state(**keys)
+    ends = []
+    for is_used in (False, True):
+        pipe = bring_to("used" if is_used else "fresh", make_pipeline(**keys))
+        pipe.load_state_dict(state)
+        with pipe.whole_model() if is_used else torch.no_grad():
+            with torch.no_grad():
+                pipe.model[0].weight.zero_()
+        if is_used and precision is not None:
+            pipe.close()
+            continue
+        ends.append(finish(pipe, 3))
+    for end in ends:
+        assert torch.equal(end, ends[0])
+    plain = make_pipeline(**keys)
+    plain.load_state_dict(state)
+    assert not torch.equal(finish(plain, 3), ends[0])
+
+
+def test_a_loaded_state_is_a_copy() -> None:
+    """The caller's tensors were read at the first step, whatever was in them by then."""
+    state = make_state()
+    expected = make_pipeline()
+    expected.load_state_dict(copy.deepcopy(state))
+    pipe = make_pipeline()
+    pipe.load_state_dict(state)
+    for value in [*state["model"].values(), *state["optimizer"].values()]:
+        value.zero_()
+    state["plain"]["0.weight/other"] = 5
+    state["drains"].append(99)
+    assert torch.equal(finish(pipe, 3), finish(expected, 3))
+
+
+class Branches(nn.Module):
+    """A model with a layer that only positive inputs use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rare, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(h + self.rare(h) if x.sum() > 0 else h)
+
+
+@pytest.mark.parametrize("optimizer", [make_sgd, functools.partial(torch.optim.Adam, lr=0.1)])
+def test_a_rollback_leaves_no_state_of_parameters_that_had_none(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    y = torch.tensor([0, 1, 2, 3])
+    x = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for rolls_back in (False, True):
+        torch.manual_seed(0)
+        model = Branches()
+        pipe = ipu_pipe.Pipeline(
+            model, cross_entropy, optimizer(model.parameters()), stages=["last"], microbatches=2
+        )
+        pipe.step(-x, y)
+        state = copy.deepcopy(pipe.state_dict())
+        assert not any(key.startswith("rare") for key in state["optimizer"])
+        if rolls_back:
+            for _ in range(4):
+                pipe.step(x, y)
+            pipe.load_state_dict(state)
+            assert pipe.state_dict()["optimizer"].keys() == state["optimizer"].keys()
+        pipe.step(x, y)
+        pipe.close()
+        ends.append(flatten(model))
+    assert torch.equal(*ends)
+
+
+def test_a_state_can_be_taken_right_after_loading() -> None:
+    state = make_state(loss=MovingCenter())
+    pipe = make_pipeline(loss=MovingCenter())
+    pipe.load_state_dict(state)
+    pipe.optimizer.param_groups[0]["lr"] = 0.05
+    with torch.no_grad():
+        pipe.model[0].bias.zero_()
+    taken = pipe.state_dict()
+    assert taken.keys() == state.keys() and taken["contents"] == state["contents"]
+    assert not taken["model"]["0.bias"].any() and taken["settings"]["groups"][0]["lr"] == 0.05
+    for key in ("updates", "drains", "method"):
+        assert taken[key] == state[key]
+    other = make_pipeline(loss=MovingCenter())
+    other.load_state_dict(taken)
+    assert torch.equal(finish(other, 3), finish(pipe, 3))
+
+
+# ---- the loss's own state
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_state_of_a_loss_is_saved_and_loaded(moment: str) -> None:
+    """A moving center began at 0 again after a resume, and no one said so."""
+    straight = make_pipeline(loss=MovingCenter())
+    for k in range(3):
+        straight.step(*make_batch(k))
+    state = copy.deepcopy(straight.state_dict())
+    assert state["loss"]["center"].any()
+    expected = finish(straight, 3)
+    pipe = bring_to(moment, make_pipeline(loss=MovingCenter()))
+    pipe.load_state_dict(state)
+    assert torch.equal(finish(pipe, 3), expected)
+
+
+def train_with_center(folder: Path, updates: int, backend: str, **keys: Any) -> torch.Tensor:
+    parts = [make_batch(k) for k in range(12)]
+    config = ipu_pipe.configure(
+        method="gpipe", gradient_accumulation=2, steps=updates, stages=["2"], precision="float64",
+        evaluate={"every": 0}, checkpoint={"every": 3}, lr_schedule=None, backend={"name": backend},
+    )  # fmt: skip
+    model = make_model()
+    ipu_pipe.train(
+        config, folder, model=model, data=ipu_pipe.from_loader(parts, parts[:1]),
+        loss=MovingCenter(), optimizer=make_sgd(model.parameters()), quiet=True, **keys,
+    )  # fmt: skip
+    return flatten(model)
+
+
+def test_a_run_resumes_with_the_state_of_its_loss(tmp_path: Path) -> None:
+    whole = train_with_center(tmp_path / "whole", 6, "emulator")
+    train_with_center(tmp_path / "parts", 3, "emulator")
+    assert torch.equal(train_with_center(tmp_path / "parts", 6, "emulator", resume=True), whole)
+
+
+def save_and_load_on_ranks(rank: int, folder: Path) -> None:
+    ends = []
+    for is_sharded in (None, False, True):
+        pipe = make_pipeline("gpipe", loss=MovingCenter(), stages=["2"], backend="distributed")
+        for k in range(3):
+            pipe.step(*make_batch(k))
+        if is_sharded is not None:
+            states: List[Any] = [copy.deepcopy(pipe.state_dict(sharded=is_sharded))]
+            if not is_sharded:
+                torch.distributed.broadcast_object_list(states, src=0)
+                assert states[0]["loss"]["center"].any()
+            pipe.close()
+            pipe = make_pipeline("gpipe", loss=MovingCenter(), stages=["2"], backend="distributed")
+            pipe.load_state_dict(states[0])
+            again = pipe.state_dict(sharded=is_sharded)
+            assert not again or again["contents"] == states[0]["contents"]
+        ends.append(finish(pipe, 3))
+    for end in ends:
+        assert torch.equal(end, ends[0])
+    if rank == 0:
+        torch.save(ends[0], folder / "end.pt")
+
+
+@needs_processes
+def test_rank_0_gets_the_state_of_the_last_stages_loss(tmp_path: Path) -> None:
+    run_in_group(2, save_and_load_on_ranks, tmp_path)
+    emulated = make_pipeline("gpipe", loss=MovingCenter(), stages=["2"])
+    assert torch.equal(finish(emulated, 0), torch.load(tmp_path / "end.pt"))
