@@ -703,6 +703,8 @@ class Pipeline:
         part are loaded with the first step.
         """
         self._require_usable("load_state_dict")
+        if self._flow is not None and not self._flow.is_empty:
+            self._require_drainable("load_state_dict")
         saved = self._parse_state(state)
         self._drain("load_state_dict")
         self._pending = []
@@ -1257,9 +1259,7 @@ class Pipeline:
         flow = self._flow
         if job is None or flow is None or flow.is_empty:
             return
-        undrainable = self._find_undrainable()
-        if undrainable is not None:
-            raise ValueError(f"{call}: {undrainable}")
+        self._require_drainable(call)
         _require_no_autocast(call)
         self._require_unchanged(call)
         # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has
@@ -1267,6 +1267,11 @@ class Pipeline:
         with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
             with self._set_modes_of_steps(), self._gradients.lend():
                 self._pending = self._report(job, flow.drain())
+
+    def _require_drainable(self, call: str) -> None:
+        undrainable = self._find_undrainable()
+        if undrainable is not None:
+            raise ValueError(f"{call}: {undrainable}")
 
     @contextlib.contextmanager
     def _set_modes_of_steps(self) -> Iterator[None]:
