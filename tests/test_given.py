@@ -122,8 +122,6 @@ def test_a_config_of_a_run_with_objects_from_python_is_refused_without_them(tmp_
     )
     with pytest.raises(BadInput, match="optimizer.name.*without given.optimizer"):
         load_config(tmp_path / "run" / "config.yaml", ["given=null"])
-    with pytest.raises(BadInput, match="optimizer.lr: null: must be a number"):
-        load_two_stage_config("optimizer.lr=null")
 
 
 def test_the_configs_own_optimizer_is_in_the_summary(tmp_path: Path) -> None:

@@ -233,8 +233,6 @@ def test_an_optimizers_own_entries_stay() -> None:
     ("local_sgd", {"outer": {"momentum": 0}}, {}, "method_args.outer.nesterov: "),
     ("local_sgd", {"outer": {"fragments": 0}}, {}, "method_args.outer.fragments: 0: "),
     ("pipedream", {"outer": {}}, {}, "method_args.outer: "),
-    ("local_sgd", {"replicas": 2, "local_steps": 12000, "outer": {"fragments": 2}}, {"steps": 12000,
-     "checkpoint": None}, "method_args.local_steps: 12000: "),
 ])  # fmt: skip
 def test_impossible_outer_settings_are_refused(
     method: str, args: Any, keys: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

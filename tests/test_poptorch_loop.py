@@ -431,11 +431,9 @@ def test_a_state_of_another_optimizer_is_refused(poptorch: Any) -> None:
         BadInput, match="^load_state_dict: state of SGD: this pipeline's optimizer is Adam"
     ):
         other.pipe.load_state_dict(state)
-    # a state of an earlier version does not name its optimizer
     del state["settings"]
-    other.pipe.load_state_dict(state)
-    with pytest.raises(BadInput, match="^load_state_dict: the optimizer state has no "):
-        other.run(1, 2)
+    with pytest.raises(BadInput, match="^load_state_dict: lacks settings"):
+        other.pipe.load_state_dict(state)
 
 
 def test_an_optimizer_that_has_stepped_is_refused(poptorch: Any) -> None:
@@ -453,7 +451,8 @@ def test_a_nan_loss_ends_the_loop(poptorch: Any) -> None:
         for parts in zip(make_replicated_batch(loop.case, 0), make_replicated_batch(loop.case, 1))
     )
     with pytest.raises(
-        Divergence, match="^update 0 of method gpipe: .* is nan.*allow_nonfinite=True"
+        Divergence,
+        match="^update 0 of method gpipe: the training loss is nan; its batch has numbers",
     ):
         loop.pipe.step(x * math.nan, y)
     loop.pipe.close()

@@ -18,7 +18,7 @@ from ipu_pipe.backends.processes.agreement import compare_models, compare_values
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import OWN, Description, Given
+from ipu_pipe.config.sections import GIVEN, OWN, Description, Given
 from ipu_pipe.config.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import LoaderData
@@ -373,7 +373,8 @@ def _fill_open_rates(setup: Setup, objects: Overrides, table: VersionTable) -> t
     one in P.
     """
     optimizer = setup.config.optimizer
-    if not optimizer.leaves_rate_open:
+    # an optimizer from Python has a rate of its own
+    if not optimizer.leaves_rate_open or optimizer.name == GIVEN:
         return setup, ""
     lags = table.rule_lag() / (len(table.rule_lag()) if table.method.history is not None else 1)
     # an optimizer from Python has a rate of its own, and its config the same one under each method

@@ -2,7 +2,7 @@
 refused by name.
 
     step ................................    whole_model ......................
-        on_update, loss or model                 predict, evaluate    allowed
+        on_update, loss or model                 predict, state_dict  allowed
             step, drain, close    refused        step, drain, close   refused
 """
 
@@ -14,7 +14,7 @@ import threading
 from typing import Any, Callable, Iterator, TypeVar, cast
 
 # calls that may be made inside the body of `with pipe.whole_model():`
-IN_WHOLE_MODEL = ("evaluate", "predict")
+IN_WHOLE_MODEL = ("evaluate", "predict", "state_dict")
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 

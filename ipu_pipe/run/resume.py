@@ -192,10 +192,10 @@ def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> list[str]:
         ]
     tensors, loss_state = _split_loss(saved.optimizer)
     loss = get_user_loss(job.loss)
-    own = loss.state_dict() if isinstance(loss, nn.Module) else {}
+    expected = loss.state_dict() if isinstance(loss, nn.Module) else {}
     for name, value in loss_state.items():
-        if name not in own or _describe(own[name]) != _describe(value):
-            there = _describe(own[name]) if name in own else "no such state"
+        if name not in expected or _describe(expected[name]) != _describe(value):
+            there = _describe(expected[name]) if name in expected else "no such state"
             faults.append(f"loss: {name}: is {_describe(value)}, this run's loss has {there}")
     for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
