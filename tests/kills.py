@@ -77,13 +77,10 @@ def run_seed(seed: int, out: Path, backend: str = "distributed") -> int:
     if backend == "xla" and "method=pipelined_backprop" in settings and draw.random() < 0.5:
         sets += ["backend.devices=1", "backend.program=slot", "log.trace=null"]
     ranks = RANKS[backend]
-    store = TCPStore(
-        "localhost", 0, is_master=True, wait_for_workers=False
-    )  # it outlives its ranks, as torchrun's store does
     whole, killed = out / "whole", out / "killed"
     if backend == "xla":
         start = Start(0, None, [str(DIGITS), "--out", str(whole), "--set", *sets], f"whole-{seed}")
-        codes, output = run_attempt(start, ranks, store.port, out / "attempt-whole")
+        codes, output = run_attempt(start, ranks, out / "attempt-whole")
         assert codes == [0], output
     else:
         train_whole(settings, whole)
@@ -92,7 +89,7 @@ def run_seed(seed: int, out: Path, backend: str = "distributed") -> int:
     for attempt in range(100):
         kill = Kill(draw.randrange(ranks), draw.randint(1, 30)) if kills < KILLS else None
         start = Start(attempt, kill, arguments, f"kills-{seed}")
-        codes, output = run_attempt(start, ranks, store.port, out / f"attempt-{attempt}")
+        codes, output = run_attempt(start, ranks, out / f"attempt-{attempt}")
         kills += -signal.SIGKILL in codes
         if not any(codes):
             break
@@ -128,9 +125,11 @@ def compare_runs(whole: Path, killed: Path) -> None:
     assert not left, left
 
 
-def run_attempt(start: Start, world: int, port: int, output_folder: Path) -> Any:
+def run_attempt(start: Start, world: int, output_folder: Path) -> Any:
     """Start `world` ranks; when one dies, end the others. Return their exit codes and output."""
     output_folder.mkdir(parents=True)
+    # it outlives its ranks; torchrun makes a new one for every attempt
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     variables = {
         "TORCHELASTIC_RESTART_COUNT": str(start.attempt),
         "TORCHELASTIC_RUN_ID": start.job,
@@ -142,7 +141,7 @@ def run_attempt(start: Start, world: int, port: int, output_folder: Path) -> Any
                 start.kill,
                 list(start.arguments),
                 str(output_folder / str(rank)),
-                {**forked.make_rank_environment(rank, world, port), **variables},
+                {**forked.make_rank_environment(rank, world, store.port), **variables},
             ),
         )
         for rank in range(world)

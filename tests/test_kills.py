@@ -49,7 +49,7 @@ def test_a_hanging_rank_is_not_mistaken_for_a_killed_one(
     monkeypatch.setattr(kills, "_run_rank", sleep_a_minute)
     monkeypatch.setattr(kills, "PATIENCE", 0.2)
     with pytest.raises(AssertionError, match=r"ranks \[0, 1\] did not end"):
-        kills.run_attempt(kills.Start(0, None, [], "job"), 2, 0, tmp_path / "hanging")
+        kills.run_attempt(kills.Start(0, None, [], "job"), 2, tmp_path / "hanging")
 
 
 def set_restart(monkeypatch: pytest.MonkeyPatch, attempt: int, job: str) -> None:
