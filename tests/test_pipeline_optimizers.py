@@ -187,34 +187,43 @@ def test_replicas_with_weights_of_their_own_refuse_a_state_in_groups() -> None:
 # ---- weights of evaluation
 
 
-def evaluate_averages(rank: int, folder: Path, method: str, backend: str) -> None:
-    pipe = make_pipeline(method, Averaging, stages=["2"], backend=backend)
+def evaluate_averages(
+    rank: int, folder: Path, method: str, backend: str, precision: Optional[str] = None
+) -> None:
+    keys = {"stages": ["2"], "backend": backend, "precision": precision}
+    pipe = make_pipeline(method, Averaging, **keys)
     optimizer = pipe.optimizer.optimizer
-    losses: List[Any] = []
+    outputs: List[Any] = []
     for k in range(UPDATES):
         pipe.step(*make_batch(k))
         if k == 2:
-            losses.append(pipe.evaluate([make_batch(90)])["loss"])
+            # with updates in flight, which are to be made to the weights of training
+            assert bool(pipe.in_flight) == (method != "gpipe")
             optimizer.eval()
-            losses.append(pipe.evaluate([make_batch(90)])["loss"])
+            outputs.append(pipe.predict(make_batch(90)[0]).tolist())
             with pytest.raises(RuntimeError, match="^step: the optimizer is in evaluation mode"):
                 pipe.step(*make_batch(k))
+            averages = pipe.model[0].weight.detach().clone()
             optimizer.train()
-            losses.append(pipe.evaluate([make_batch(90)])["loss"])
+            assert backend != "emulator" or not torch.equal(pipe.model[0].weight, averages)
+            outputs.append(pipe.predict(make_batch(90)[0]).tolist())
     pipe.close()
     assert not {"eval", "train"} & set(vars(optimizer))
     if rank == 0:
-        torch.save((losses, flatten(pipe.model)), folder / f"{backend}.pt")
+        torch.save((outputs, flatten(pipe.model)), folder / f"{backend}.pt")
 
 
-@pytest.mark.parametrize("method", ["gpipe", "pipedream"])
+@pytest.mark.parametrize(
+    "method, precision", [("gpipe", None), ("pipedream", None), ("pipemare", "bfloat16_mixed")]
+)
 def test_eval_of_an_optimizer_reaches_the_weights_that_are_evaluated(
-    method: str, tmp_path: Path
+    method: str, precision: Optional[str], tmp_path: Path
 ) -> None:
-    evaluate_averages(0, tmp_path, method, "emulator")
-    losses, weights = torch.load(tmp_path / "emulator.pt")
-    assert losses[0] == losses[2] != losses[1]
-    if method == "gpipe":
+    """With master copies the caller's optimizer has no state of its own weights."""
+    evaluate_averages(0, tmp_path, method, "emulator", precision)
+    outputs, weights = torch.load(tmp_path / "emulator.pt")
+    assert outputs[0] != outputs[1]
+    if method == "gpipe" and precision is None:
         assert torch.equal(weights, train_plainly(Averaging, change_nothing))
 
 
@@ -222,11 +231,13 @@ def test_eval_of_an_optimizer_reaches_the_weights_that_are_evaluated(
 def test_eval_of_an_optimizer_reaches_all_ranks(tmp_path: Path) -> None:
     evaluate_averages(0, tmp_path, "pipedream", "emulator")
     run_in_group(
-        2, functools.partial(evaluate_averages, method="pipedream", backend="distributed"), tmp_path
+        2,
+        functools.partial(evaluate_averages, method="pipedream", backend="distributed"),
+        tmp_path,
     )
     expected, end = torch.load(tmp_path / "emulator.pt")
-    losses, weights = torch.load(tmp_path / "distributed.pt")
-    assert losses == expected and torch.equal(weights, end)
+    outputs, weights = torch.load(tmp_path / "distributed.pt")
+    assert outputs == expected and torch.equal(weights, end)
 
 
 # ---- coupled parameters

@@ -434,6 +434,11 @@ def test_a_state_of_another_optimizer_is_refused(poptorch: Any) -> None:
     del state["settings"]
     with pytest.raises(BadInput, match="^load_state_dict: lacks settings"):
         other.pipe.load_state_dict(state)
+    # a state of an earlier version does not name its optimizer
+    old = {k: v for k, v in state.items() if k not in ("loss", "contents")}
+    other.pipe.load_state_dict({**old, "format": 1})
+    with pytest.raises(BadInput, match="^load_state_dict: the optimizer state has no "):
+        other.run(1, 2)
 
 
 def test_an_optimizer_that_has_stepped_is_refused(poptorch: Any) -> None:

@@ -595,8 +595,10 @@ class Pipeline:
                 "whole_model: weights or buffers were changed, which the IPUs would not see: use "
                 "pipe.load_state_dict()"
             )
-        if flow.engine.leaves_weights_stale:
-            flow.engine.reopen(flow.given, is_loaded=True)
+        has_masters = self._require_job().precision.masters is not None
+        # the engine has pointers to weights that were rounded anew
+        if flow.engine.leaves_weights_stale or has_masters:
+            flow.engine.reopen(flow.given, is_loaded=flow.engine.leaves_weights_stale)
 
     # ---- state
 
