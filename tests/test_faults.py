@@ -412,6 +412,25 @@ def test_ranks_with_different_requests_are_refused_with_both_values() -> None:
     assert compare_requests(first, second, 0, 1) == compare_requests(second, first, 1, 0)
 
 
+def join_again(rank: int, port: int) -> None:
+    """Join, leave, and join again at the same store, rank 1 later than rank 0."""
+    os.environ.update(forked.make_rank_environment(rank, 2, port))
+    config = load_config(DIGITS, ["backend.name=distributed", "backend.deadline=60"])
+    launch.join(config, {})
+    launch.leave()
+    time.sleep(1.0 * rank)
+    launch.join(config, {})
+    os._exit(0)
+
+
+@needs_processes
+def test_ranks_leave_and_join_again_at_the_store_of_a_launcher() -> None:
+    """Story: a rank that joined again found the other's address in the group before, where nobody
+    listened any more, and a second training in one process failed now and then."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    forked.fork_ranks(2, join_again, store.port)
+
+
 @needs_processes
 def test_a_port_in_use_and_an_unknown_host_are_reported() -> None:
     with socket.socket() as used:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 from datetime import timedelta
@@ -31,6 +32,9 @@ from ipu_pipe.errors import BadInput, RunFault, raise_faults, summarize
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.launcher import Launch, read_launch
 from ipu_pipe.model.devices import DeviceKind, get_kind
+
+# numbers the times that this process has joined, which all ranks do in the same order
+_joins = itertools.count()
 
 RANKS_MAY_DIFFER = ("data.root", "backend.threads")
 
@@ -105,7 +109,7 @@ def _meet_all_ranks(where: Launch, limit: timedelta) -> None:
     seconds = limit.total_seconds()
     try:
         # if rank 0, which keeps the store, is stopped, torch waits for it without a limit
-        answer_within(seconds + ANSWER, lambda: dist.init_process_group("gloo", timeout=limit))
+        answer_within(seconds + ANSWER, lambda: _make_default_group(limit))
     # a TimeoutError is an OSError
     except (RuntimeError, ValueError, OSError) as error:
         raise RunFault(
@@ -114,6 +118,15 @@ def _meet_all_ranks(where: Launch, limit: timedelta) -> None:
             f"{WARM_UP:g} more): {summarize(error)}; start every rank, with a RANK of its own and "
             f"the same MASTER_ADDR and MASTER_PORT"
         ) from error
+
+
+def _make_default_group(limit: timedelta) -> None:
+    """Make torch's default group at the launcher's store."""
+    store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+    # A launcher's store outlives a group. Torch gives each default group the same name, so ranks
+    # that leave and join again would find the addresses of the group before.
+    own_part = dist.PrefixStore(f"ipu_pipe/{next(_joins)}", store)
+    dist.init_process_group("gloo", store=own_part, rank=rank, world_size=world, timeout=limit)
 
 
 def _use_device(kind: DeviceKind, index: int) -> None:
