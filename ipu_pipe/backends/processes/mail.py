@@ -318,7 +318,7 @@ class Mail:
             # gloo closes a connection whose wait has timed out, and has no other call for it
             with contextlib.suppress(RuntimeError):
                 if rank != self._rank:
-                    work = dist.irecv(torch.empty(1), rank, self.group, LEAVING_TAG)
+                    work: Any = dist.irecv(torch.empty(1), rank, self.group, LEAVING_TAG)
                     work.wait(timedelta(milliseconds=1))
 
     # ---- waiting
