@@ -234,6 +234,9 @@ class Engine:
         caller's loop has failed.
         """
 
+    def leave(self) -> None:
+        """Close the connections to other processes after a fault, so that none of them waits."""
+
     def abort(self) -> None:
         """Remove all hooks from the user's model after a fault, without waiting for other
         processes.

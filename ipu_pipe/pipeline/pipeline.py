@@ -1390,6 +1390,11 @@ class Pipeline:
             self._is_broken |= has_changed or self._config.backend.facts.uses_processes
             if not self._is_broken:
                 self._absent.hide()
+            # bad input and divergence are found by all ranks alike, and Ctrl-C comes to all
+            elif self._flow is not None and not isinstance(
+                error, (BadInput, Divergence, KeyboardInterrupt, SystemExit)
+            ):
+                self._flow.engine.leave()
             if isinstance(error, AssertionError) and "closure" in str(error):
                 raise BadInput(explain_closure(self._handle.optimizer)) from error
             if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):

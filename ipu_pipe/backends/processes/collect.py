@@ -50,7 +50,7 @@ def gather(mail: Mail, value: Value) -> list[Value] | None:
     mail.all_gather(torch.zeros(1))
     values: Any = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     with detect_lost_rank(limit=mail.limit):
-        dist.gather_object(value, values, dst=0)
+        dist.gather_object(value, values, dst=0, group=mail.group)
     return values  # type: ignore[no-any-return]
 
 
@@ -149,7 +149,7 @@ def broadcast_weights(
         if dist.get_rank() == source:
             values = [{name: t.detach().cpu() for name, t in tensors.items()}]
         with detect_lost_rank(limit=mail.limit):
-            dist.broadcast_object_list(values, src=source)
+            dist.broadcast_object_list(values, src=source, group=mail.group)
         for name, tensor in tensors.items():
             if freed_ids is None or id(tensor) in freed_ids:
                 tensor.data = values[0][name].to(tensor.device)
@@ -376,7 +376,7 @@ class Evaluation:
         # wait for all ranks first, because this wait has the deadline
         self._mail.all_gather(torch.zeros(1))
         with detect_lost_rank(limit=self._mail.limit):
-            dist.broadcast_object_list(outputs, src=layout.placement[last])
+            dist.broadcast_object_list(outputs, src=layout.placement[last], group=self._mail.group)
         return outputs[0]
 
     @contextlib.contextmanager

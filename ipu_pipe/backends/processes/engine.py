@@ -355,6 +355,9 @@ class ProcessEngine(Engine):
     def keep_newest(self) -> None:
         self._interpreter.load_newest()
 
+    def leave(self) -> None:
+        self._mail.leave()
+
     def abort(self) -> None:
         self._interpreter.remove_hooks()
         if self.job.is_open:

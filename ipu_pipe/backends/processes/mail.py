@@ -12,7 +12,9 @@ later ones are in flight, when its receiver must be done with it anyway.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from datetime import timedelta
 from typing import Any, Iterable, Mapping, NamedTuple, Sequence, Tuple
 
 import torch
@@ -65,6 +67,8 @@ MAX_SMALL_SENDS = 24
 # receives posted ahead on a link; only one for weights, which are large and come once an update
 MAX_POSTED = 3
 UNLIMITED = 1 << 62
+# above the tags of all messages
+LEAVING_TAG = 1 << 30
 
 # (source stage, target stage, kind of message)
 Link = Tuple[int, int, str]
@@ -106,7 +110,7 @@ class _Sent(NamedTuple):
 class Mail:
     """The messages of a rank over torch.distributed, including messages between its own stages.
 
-    `group`: the process group of all messages (all ranks if None); nothing else may use it
+    `group`: the process group of all messages and collectives (all ranks if None); nothing else may use it
     meanwhile. `channels`: nccl groups that replace it. `deadline`: the seconds after which a wait
     fails; longer until `end_warm_up` (`wait_limit`). `in_flight`: the most microbatches that a
     stage has in flight, which bounds the sends in flight on a link.
@@ -131,7 +135,7 @@ class Mail:
             frozenset(KINDS).difference(ON_HOST) if channels is not None else frozenset()
         )
         self._deadline = deadline
-        self._group = group
+        self.group = group
         self._channels = channels
         self._in_flight = in_flight
         self._through_host = device.type != "cpu" and channels is None
@@ -308,10 +312,22 @@ class Mail:
             self._posted_bytes + self._sent_bytes - sum(self._lent.get(key, 0) for key in in_flight)
         )
 
+    def leave(self) -> None:
+        """Close the connections to all other ranks, whose waits for this one then fail at once."""
+        for rank in range(dist.get_world_size()):
+            # gloo closes a connection whose wait has timed out, and has no other call for it
+            with contextlib.suppress(RuntimeError):
+                if rank != self._rank:
+                    work: Any = dist.irecv(torch.empty(1), rank, self.group, LEAVING_TAG)
+                    work.wait(timedelta(milliseconds=1))
+
     # ---- waiting
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        """Return the tensors of all ranks of a group, in the order of the ranks."""
+        """Return the tensors of all ranks of a group, by default the mail's own, in the order of
+        the ranks.
+        """
+        group = self.group if group is None else group
         tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         with detect_lost_rank(self._list_others(group), self.limit):
             work = dist.all_gather(tensors, tensor, group=group, async_op=True)
@@ -345,7 +361,7 @@ class Mail:
         if message.kind not in self._by_channel:
             tag = message.number * len(KINDS) + KINDS.index(message.kind)
             tag = (tag * len(self._ranks) + message.source) * len(self._ranks) + message.target
-            return self._group, (8 * tag + number % 8) % (1 << 30)
+            return self.group, (8 * tag + number % 8) % LEAVING_TAG
         assert self._channels is not None
         return self._channels[message.link], 0
 
