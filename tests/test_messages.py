@@ -60,8 +60,8 @@ VALUES: Dict[str, Dict[str, Sequence[str]]] = {
     },
     "backend.device": {"gpu": ["cuda"], "CUDA": ["cuda"], "cuda:1": ["cuda"], "ipu": ["backend.name=poptorch"]},
     "precision": {
-        "fp16": ["bfloat16_mixed"], "half": ["bfloat16_mixed"], "16": ["bfloat16_mixed"], "bf16": ["bfloat16"],
-        "BF16": ["bfloat16"], "bf16-mixed": ["bfloat16_mixed"], "fp32": ["float32"], "float": ["float32"],
+        "fp16": ["bfloat16_mixed"], "half": ["bfloat16_mixed"], "16": ["bfloat16_mixed"], "bf16": ["bfloat16_mixed", "bfloat16"],
+        "BF16": ["bfloat16_mixed", "bfloat16"], "bf16-mixed": ["bfloat16_mixed"], "fp32": ["float32"], "float": ["float32"],
         "float23": ["float32"], "double": ["float64"],
     },
     "optimizer.name": {
