@@ -145,7 +145,7 @@ def test_a_rate_that_is_too_high_is_reported_and_the_others_count(
         if config.gradient_accumulation == 8:
             raise Divergence(
                 "update 3 of method gpipe: the training loss is nan",
-                "a smaller optimizer.lr may help",
+                "a smaller learning rate may help",
             )
         return whole(config, out, **how)
 

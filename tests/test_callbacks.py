@@ -46,7 +46,7 @@ METHODS = {
         8,
     ),
     "spectrain": (["gradient_accumulation=1"], 7),
-    "local_greedy": (["gradient_accumulation=1"], 6),
+    "local_greedy": (["gradient_accumulation=1"], 7),
     "local_sgd": (["gradient_accumulation=1", "method_args={local_steps: 4}"], 4),
 }
 
@@ -110,6 +110,7 @@ def test_callbacks_see_the_written_figures_and_the_model(tmp_path: Path) -> None
 
     recorder, out = ValueRecorder(), tmp_path / "run"
     sets = [
+        "method=gpipe",
         "steps=6",
         "log.every=1",
         "micro_batch_size=8",

@@ -305,7 +305,7 @@ def test_weights_change_the_backend_and_optimizer_state_does_not(poptorch: Any) 
         IpuLoop(IpuCase(), "emulator").pipe.load_state_dict(states["poptorch"])
     loop = IpuLoop(IpuCase())
     loop.pipe.load_state_dict(states["emulator"])
-    with pytest.raises(BadInput, match="^load_state_dict: the optimizer state is torch.optim's"):
+    with pytest.raises(BadInput, match="^optimizer: the state that was loaded is torch.optim's"):
         loop.run(2, 3)
     assert poptorch._device.ipus_by_holder == {}
 
@@ -437,7 +437,7 @@ def test_a_state_of_another_optimizer_is_refused(poptorch: Any) -> None:
     # a state of an earlier version does not name its optimizer
     old = {k: v for k, v in state.items() if k not in ("loss", "contents")}
     other.pipe.load_state_dict({**old, "format": 1})
-    with pytest.raises(BadInput, match="^load_state_dict: the optimizer state has no "):
+    with pytest.raises(BadInput, match="^optimizer: the state that was loaded has no "):
         other.run(1, 2)
 
 
@@ -445,7 +445,7 @@ def test_an_optimizer_that_has_stepped_is_refused(poptorch: Any) -> None:
     loop = IpuLoop(IpuCase())
     parameter = loop.model[0][0].weight
     loop.optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
-    with pytest.raises(BadInput, match="^optimizer: its state is torch.optim's"):
+    with pytest.raises(BadInput, match="^optimizer: the state that was loaded is torch.optim's"):
         loop.run(0, 1)
 
 

@@ -58,7 +58,11 @@ def test_losses_read_rarely_give_the_same_numbers(
     )
     epochs = range(count_epoch_updates(config), 23, count_epoch_updates(config))
     # the first update, log lines, checkpoints, evaluations
-    assert updates_read == sorted({1, 5, 10, 15, 20, 8, 16, 23, *epochs})
+    needed = {1, 5, 10, 15, 20, 8, 16, 23, *epochs}
+    # no update has left an asynchronous pipeline after the first
+    assert set(updates_read) in (needed, needed - {1}) and len(set(updates_read)) == len(
+        updates_read
+    )
     states = [
         (tmp_path / run / "checkpoints" / "step-16" / "manifest.json").read_text() for run in "ab"
     ]
@@ -88,9 +92,8 @@ def test_a_loss_that_is_not_finite_is_reported_of_its_own_update(
 
 def test_updates_read_no_tensor_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "does_reading_synchronize", lambda device: True)
-    flow = Flow(
-        build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), is_planned=True
-    )
+    config = load_config(DIGITS, [*SHORT, "method=gpipe", "clip={norm: 1.0, scope: stage}"])
+    flow = Flow(build(config))
     flow.give()
     assert len(list(flow.take())) == 1
     with ReadCounter() as reads:

@@ -48,7 +48,9 @@ def test_a_difference_is_reported() -> None:
 
 
 def test_only_the_same_divergence_on_both_backends_passes() -> None:
-    fault = "update 2 of method pipemare: the training loss is nan; a smaller optimizer.lr may help"
+    fault = (
+        "update 2 of method pipemare: the training loss is nan; a smaller learning rate may help"
+    )
     assert sweep.judge_divergence(fault, f"differs: {fault} (allow_nonfinite)") == [
         f"diverged: {fault}",
         "-",

@@ -102,8 +102,8 @@ class Engine:
     arrive with the first. `makes_updates_at_once`: `give` makes its update whole, whatever the cut.
     `is_empty_after_calls`: so does a device's call, which leaves the pipeline empty whatever the
     schedule. `leaves_weights_stale`: between two calls the host's weights are old, and nobody looks at
-    them. `newest_model`: the model if it holds the newest weights now, None if they are on
-    other devices. `names`: trained parameter -> unsplit name.
+    them. `has_results`: results are here, not on another process alone. `newest_model`: the model if
+    it holds the newest weights now, None if they are on other devices. `names`: trained parameter -> unsplit name.
     """
 
     is_main = True
@@ -112,13 +112,15 @@ class Engine:
     makes_updates_at_once = False
     is_empty_after_calls = False
     leaves_weights_stale = False
+    has_results = True
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.run = Run.of(job)
         self.newest_model: nn.Module | None = job.model
         self.names = {parameter: name for name, parameter in job.get_trained().items()}
-        self._gradients: dict[str, torch.Tensor] = {}
+        # of the updates whose results were not taken yet
+        self._gradients: dict[int, dict[str, torch.Tensor]] = {}
         if job.watches_gradients:
             job.rules.observe = self._note_gradients
 
@@ -172,7 +174,7 @@ class Engine:
             if s in stages
             for item in self.run.list_trained(s).items()
         ]
-        self._gradients = {
+        self._gradients[k] = {
             name: p.grad.detach().cpu().clone() for name, p in trained if p.grad is not None
         }
 
@@ -184,7 +186,7 @@ class Engine:
         that change an update (gradient shrinking), but after delay compensation, which changes the
         gradients of each microbatch. The job must have `watches_gradients`.
         """
-        return self._gradients
+        return self._gradients.pop(k, {})
 
     def hold_whole_model(self, everywhere: bool = True) -> ContextManager[None]:
         """Hold the whole model with the newest weights inside the context, in every process or in

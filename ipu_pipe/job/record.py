@@ -189,9 +189,8 @@ class Job(Setup):
     `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients.
     `folder`: the folder of the run, for files of every process. `data_fingerprints`: for
     record.json. On processes, `pieces`: the model cut into its stages. `placement`: the device of
-    each stage. `open_table`: the versions of the schedule that runs, whose end is open and which
-    has the drains so far; None while the planned `table` runs. `is_open`: a loop of the caller's
-    own gives the batches, so the run's end is not known. `after_update`: as of `Work`, called
+    each stage. `running`: the versions of the schedule that runs, whose end is open and which has
+    the newest drains. `after_update`: as of `Work`, called
     there. `compared`: what ranks compare with each result. `stage_graphs`: of the pieces, once a
     backend that compiles them has traced them (`ipu_pipe.cut.graphs`).
     """
@@ -200,6 +199,7 @@ class Job(Setup):
     method: Method
     schedule: Schedule
     table: VersionTable
+    running: VersionTable
     full_optimizer: torch.optim.Optimizer
     optimizer: torch.optim.Optimizer
     rules: UpdateRules
@@ -221,8 +221,6 @@ class Job(Setup):
     data_fingerprints: dict[str, Any] | None = None
     pieces: Sequence[Piece] = ()
     placement: tuple[int, ...] = ()
-    open_table: VersionTable | None = None
-    is_open: bool = False
     after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
     compared: ComparedSettings = ComparedSettings()
     stage_graphs: Sequence[Any] = ()

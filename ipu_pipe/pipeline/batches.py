@@ -129,7 +129,10 @@ class GivenBatches:
 
     `example`: a microbatch whose parts stand in for those that this process does not have.
     `passes_whole`: the model computes its own loss, so that a microbatch is its input alone.
+    `reads_again`: whether a microbatch can be read once more, after a device has failed.
     """
+
+    reads_again = False
 
     def __init__(self, example: Microbatch, passes_whole: bool) -> None:
         # the caller may use the memory of a batch again

@@ -279,7 +279,8 @@ class Resolved(NamedTuple):
     `placed`: the stages, and which of them are here. `example`: the first microbatch;
     `observation`: of a training pass of it. `per_epoch`, `updates`: the updates of an epoch (None
     if the data has no length) and of the run. `switch`: the updates of the synchronous warm-up.
-    `table`: the schedule and the weight versions that its passes read. `optimizer`: of the stages
+    `table`: the schedule and the weight versions that its passes read; `running`: those of the
+    schedule whose end is open. `optimizer`: of the stages
     that this process trains; `full_optimizer`: of all. `advice`: a line about the learning rate that
     the method advised; empty if the config has its own.
     """
@@ -294,6 +295,7 @@ class Resolved(NamedTuple):
     updates: int
     switch: int
     table: VersionTable
+    running: VersionTable
     optimizer: torch.optim.Optimizer
     full_optimizer: torch.optim.Optimizer
     advice: str
@@ -343,6 +345,8 @@ def resolve(
             [re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]
         ) from None
     table = VersionTable(schedule, method, config.seed)
+    beginning = open_schedule(method, stage_count, accumulate, [done] if done else [], switch)
+    running = VersionTable(beginning, method, config.seed)
     setup, advice = _fill_open_rates(setup, objects, table)
     config = setup.config
     optimizer, full_optimizer = _make_optimizers(setup, objects, placed, table, open_run)
@@ -360,6 +364,7 @@ def resolve(
         updates,
         switch,
         table,
+        running,
         optimizer,
         full_optimizer,
         advice,
@@ -495,7 +500,7 @@ def assemble(
         settings = open_run.settings
         rates = _Rates(0.0, lambda k: float(settings(k, first_group)["lr"]), None, settings)
     chosen = choose_rules(
-        _complete_rule_settings(resolved, is_open=open_run is not None),
+        _complete_rule_settings(resolved),
         method,
         resolved.table.rule_lag(),
         config.gradient_accumulation,
@@ -517,6 +522,7 @@ def assemble(
         method=method,
         schedule=schedule,
         table=resolved.table,
+        running=resolved.running,
         full_optimizer=full_optimizer,
         optimizer=resolved.optimizer,
         rules=rules,
@@ -536,7 +542,6 @@ def assemble(
         placement=tuple(placed.placement) or schedule.device_of_stage,
     )
     if open_run is not None:
-        job.is_open = True
         job.after_update = open_run.after_update
         # randomized methods count a stage's own updates, not the batches of the settings
         if method.history is None:
@@ -555,7 +560,7 @@ def _describe_loss(loss: Loss) -> Description:
     return Description(name=OWN) if isinstance(plain_loss, OwnLoss) else describe(plain_loss)
 
 
-def _complete_rule_settings(resolved: Resolved, is_open: bool) -> dict[str, Any]:
+def _complete_rule_settings(resolved: Resolved) -> dict[str, Any]:
     """Return the settings of the method's rules. The learning-rate schedule gives T1's K by
     default.
 
@@ -565,7 +570,7 @@ def _complete_rule_settings(resolved: Resolved, is_open: bool) -> dict[str, Any]
     args = config.method_settings()
     if "t1" not in args or args["t1"]["anneal_updates"] is not None:
         return args
-    if is_open:
+    if resolved.updates == OPEN:
         raise BadInput(
             "method_args.t1.anneal_updates: null: the run's end is not known: must be a number "
             "of updates"

@@ -39,6 +39,7 @@ from ipu_pipe.model.randomness import find_unkeyed_draws
 from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.plan.config_cut import list_shortages
 from ipu_pipe.refusals import Argument
+from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.text import describe_kind, list_some, show
 from ipu_pipe.update import coupling, rules
 from ipu_pipe.update import optimizer as update
@@ -171,7 +172,8 @@ def _find_stop_conflicts(job: Job) -> dict[str, Any]:
     config = job.config
     rounds = job.method.rounds
     stops = []
-    if not job.is_open:
+    # a caller's loop stops where it likes
+    if job.updates < OPEN:
         drains = list_drains(config, job.updates, job.updates_per_epoch, job.done)
         stops = [*drains, job.updates]
     synchronizes = rounds is not None and rounds.outer is not None

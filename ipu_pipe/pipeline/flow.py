@@ -31,17 +31,15 @@ class Flow:
 
     `given`: the number of batches given, of which the first ones were given before this start;
     `left`: the updates whose results were taken; `drains`: the updates after which the pipeline ran
-    empty. `is_planned`: of a run of `train`, which takes the result of an update as soon as an
-    engine has made it, not when it would leave the pipeline.
+    empty.
     """
 
-    def __init__(self, job: Job, given: int = 0, is_planned: bool = False) -> None:
+    def __init__(self, job: Job, given: int = 0) -> None:
         self._job = job
         self.given = self.left = given
         self.drains = [given] if given else []
         self._open()
         self.engine = make_engine(job, given)
-        self._is_planned = is_planned
 
     def give(self) -> None:
         """Give batch k, and run the actions of slots before batch k + 1 enters."""
@@ -53,8 +51,7 @@ class Flow:
         """Yield the number and the result of each update that has left the pipeline since the last
         call.
         """
-        takes_at_once = self._is_planned and self.engine.makes_updates_at_once
-        return self._take_before(self.given if takes_at_once else self.count_left(self.given))
+        return self._take_before(self.count_left(self.given))
 
     def find_cut(self, batch: int) -> int:
         """Return the slot of stage 0's first forward of a batch, 0 if the method has no
@@ -70,10 +67,6 @@ class Flow:
         """
         if self.engine.is_empty_after_calls:
             return batches
-        if self._is_planned and self._job.method.structure is not None:
-            # the first of blocks with losses of their own is as many updates ahead of the last as
-            # there are blocks
-            return max(batches - len(self._job.partition), 0)
         index = self._locate(batches)
         return self._left_counts[index]
 
@@ -123,9 +116,8 @@ class Flow:
 
         The round of replicas with weights of their own ends too.
         """
-        table = self._job.open_table
-        if self._job.method.rounds is not None and table is not None:
-            return table.schedule.get_drain_interval(k)[1]
+        if self._job.method.rounds is not None:
+            return self._job.running.schedule.get_drain_interval(k)[1]
         batches = k + 1
         while self.count_left(batches) <= k:
             batches += 1
@@ -141,17 +133,14 @@ class Flow:
         a stretch asks for the beginning and the end of that stretch alone.
         """
         job = self._job
-        # randomized methods draw from the epochs of a planned run, and pass nothing from stage to
-        # stage
-        if job.method.history is None or job.is_open:
-            schedule = open_schedule(
-                job.method,
-                len(job.partition),
-                job.schedule.accumulate,
-                self.drains[-2:],
-                job.rules.switch,
-            )
-            job.open_table = VersionTable(schedule, job.method, job.config.seed)
+        schedule = open_schedule(
+            job.method,
+            len(job.partition),
+            job.schedule.accumulate,
+            self.drains[-2:],
+            job.rules.switch,
+        )
+        job.running = VersionTable(schedule, job.method, job.config.seed)
         # the window of cuts: of the batches from `_first` on
         self._first = 0
         self._slots: list[int] = []
@@ -173,8 +162,7 @@ class Flow:
         if job.method.history is not None:
             # no pipeline: each update has left when the next batch enters
             return [0] * width, list(range(batch, batch + width))
-        assert job.open_table is not None
-        schedule = job.open_table.schedule
+        schedule = job.running.schedule
         accumulate = schedule.accumulate
         first_microbatch = batch * accumulate
         end_microbatch = (batch + width) * accumulate

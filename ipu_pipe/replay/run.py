@@ -71,7 +71,7 @@ class Run:
             job.precision,
             job.partition,
             job.placement,
-            job.table if job.open_table is None else job.open_table,
+            job.running,
             job.rules,
             (clip.norm, clip.scope) if clip else None,
             job.replica_count,

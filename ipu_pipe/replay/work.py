@@ -5,8 +5,8 @@ exactly, and the sum of losses.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Callable, Iterable, NamedTuple, Sequence
 
 import torch
@@ -57,7 +57,6 @@ class Work:
     microbatch: int = 0
     replays: Replays | None = None
     block_updates: int = 1
-    require_finite: Callable[[int, Iterable[float | None]], None] = lambda update, losses: None
     weighs: bool = False
     after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
 
@@ -69,35 +68,22 @@ class Work:
         first = first_update * (
             config.gradient_accumulation if job.method.rounds is None else job.replica_count
         )
-        table = job.table if job.open_table is None else job.open_table
+        table = job.running
         replays: Replays | None = None
         history = job.method.history
-        if history is not None and job.is_open:
-            replays = StreamedReplays(table, history, 1, config.seed)
-        elif history is not None:
-            # `build` has checked that these methods have an epoch
-            assert job.updates_per_epoch is not None
-            replays = RandomizedReplays(table, history, job.updates_per_epoch, config.seed)
+        if history is not None:
+            per_epoch = job.updates_per_epoch
+            # without epochs nothing can be drawn from one
+            replays = (
+                StreamedReplays(table, history, 1, config.seed)
+                if per_epoch is None
+                else RandomizedReplays(table, history, per_epoch, config.seed)
+            )
         count = len(job.partition) if history is not None else 1
         weighs = job.loss_weight is not None
-        work = cls(
-            job.loss,
-            table,
-            job.rules,
-            clip,
-            first,
-            replays,
-            count,
-            partial(require_finite, job),
-            weighs,
+        return cls(
+            job.loss, table, job.rules, clip, first, replays, count, weighs, job.after_update
         )
-        if job.is_open:
-            # a loss is checked when its update leaves the pipeline, at the same step on all
-            # processes
-            return replace(
-                work, require_finite=lambda update, losses: None, after_update=job.after_update
-            )
-        return work
 
     def make_replays(self, replicas: Sequence[int]) -> Replays:
         """Return the source of replays for these replicas of the pipeline."""
@@ -176,18 +162,13 @@ def require_finite(job: Job, k: int, losses: Iterable[float | None]) -> None:
     wrong = [loss for loss in losses if loss is not None and not math.isfinite(loss)]
     if not wrong or job.config.allow_nonfinite:
         return
-    if job.is_open:
-        advice = (
-            "a smaller learning rate or a warm-up of it may help (allow_nonfinite=True continues)"
-        )
-    else:
-        scaling = ""
-        if job.config.backend.ipu is not None:
-            scaling = ", or another backend.ipu.loss_scaling in half precision"
-        advice = (
-            f"a smaller optimizer.lr or lr_schedule.warmup_steps may help{scaling} "
-            f"(allow_nonfinite: true continues anyway)"
-        )
+    scaling = ""
+    if job.config.backend.ipu is not None:
+        scaling = ", or another loss_scaling of the backend's ipu in half precision,"
+    advice = (
+        f"a smaller learning rate or a warm-up of it{scaling} may help (allow_nonfinite continues "
+        f"anyway)"
+    )
     raise Divergence(
         f"update {k} of method {job.method.name}: the training loss is {wrong[0]}",
         f"{advice}{explain_divergence(job, k)}",

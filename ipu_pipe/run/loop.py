@@ -24,6 +24,7 @@ from ipu_pipe.model.modes import find_changed_mode
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.plan.config_cut import predict_rate
+from ipu_pipe.replay.work import require_finite
 from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.report.position import LossTrend, Position
 from ipu_pipe.report.provenance import describe_start, get_timestamp
@@ -114,7 +115,7 @@ class TrainingLoop:
             self.loss_trend = LossTrend(job.updates)
         self._write_start()
         self.progress.say(format_opening(job, position.update))
-        self.flow = Flow(job, position.update, is_planned=True)
+        self.flow = Flow(job, position.update)
         self.engine = engine = self.flow.engine
         settings = job.config.checkpoint
         keep = settings.keep if settings is not None and self.run is not None else None
@@ -383,6 +384,8 @@ class TrainingLoop:
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
         assert self.bar is not None
         for k, result in results:
+            if self.engine.has_results:
+                require_finite(job, k, [loss for loss, _ in result.blocks] or [result.loss])
             position.update = k + 1
             # the training loss is averaged over an epoch, or over 100 updates of data without a
             # length

@@ -282,7 +282,7 @@ def copy_state(state: Optional[CheckpointState]) -> Optional[CheckpointState]:
 def run_on_emulator(case: Case) -> Result:
     """Return the result of a case on the emulator."""
     job = build_job(case, "emulator")
-    flow = Flow(job, is_planned=True)
+    flow = Flow(job)
     result = train_job(flow, job, case)
     flow.engine.close()
     return result

@@ -79,7 +79,7 @@ def train_on_network(prepared: Prepared, network: Network) -> List[Outcome]:
 
     def work(rank: int) -> Result:
         job = jobs[rank]
-        flow = Flow(job, is_planned=True)
+        flow = Flow(job)
         try:
             result = train_job(flow, job, case)
         except BaseException:

@@ -20,7 +20,7 @@ def train_updates(job: Job, updates: int) -> Tuple[Flow, List[StepResult]]:
 
     Return the flow, whose engine the caller closes, and the results of the updates.
     """
-    flow = Flow(job, is_planned=True)
+    flow = Flow(job)
     results: List[StepResult] = []
     for _ in range(updates):
         flow.give()

@@ -240,7 +240,7 @@ def train_emulated(job: Job, after: Callable[[int, StepResult], None]) -> None:
     """Make all updates. Call `after` following each one, with the number of finished updates and
     the result.
     """
-    flow = Flow(job, is_planned=True)
+    flow = Flow(job)
     try:
         while flow.given < job.updates:
             flow.give()

@@ -45,6 +45,7 @@ from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.stretches import IntArray
+from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.text import list_some
 
 # seconds that a process may wait for another one that compiles
@@ -153,7 +154,7 @@ def list_faults(job: Job) -> list[str]:
     elif not takes_whole_output(job.loss):
         key = "loss: model" if isinstance(job.loss, OwnLoss) else "model.output"
         faults.append(f"{key}: IPUs take a model that returns a tensor: {others}")
-    elif job.updates_per_epoch is None and not job.is_open:
+    elif job.updates_per_epoch is None and job.updates < OPEN:
         faults.append(f"data: the training data has no length, which IPUs need: {others}")
     if job.loss_weight is not None and config.gradient_accumulation * config.replicas > 1:
         why = (
@@ -167,9 +168,7 @@ def list_faults(job: Job) -> list[str]:
         )
     # a planned run has one rate, of which stages take shares; a caller's loop sets that of each
     # group
-    if not job.is_open and any(
-        group["lr"] != job.base_rate for group in job.optimizer.param_groups
-    ):
+    if job.base_rate and any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
         faults.append(
             "optimizer: parameter groups with different learning rates: not with backend.name "
             "poptorch: must have one"

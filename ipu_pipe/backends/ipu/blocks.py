@@ -106,7 +106,7 @@ class BlockEngine(Engine):
         super().__init__(job)
         self.rank = dist.get_rank()
         self.depth = len(job.partition)
-        self.is_main = self.rank == 0
+        self.is_main = self.has_results = self.rank == 0
         self._is_last = self.rank == self.depth - 1
         blocks = get_blocks(job.model)
         assert blocks is not None
@@ -247,6 +247,7 @@ class BlockEngine(Engine):
             right = more_outputs[0].double().reshape(len(updates), -1, 2).sum(dim=1)
         for i, k in enumerate(updates):
             row = torch.cat([means[i : i + 1], right[i]])
+            # the loop sees the results of rank 0 alone
             require_finite(job, k, row[:1].tolist())
             if self.is_main:
                 self._results[k] = row

@@ -38,8 +38,6 @@ from ipu_pipe.backends.ipu.executors import (
 )
 from ipu_pipe.backends.ipu.feed import Calls, Feed, fill_up, split_into_calls, trim_output
 from ipu_pipe.backends.ipu.optimizer import (
-    LOADED,
-    RESUMED,
     count_state_bytes,
     export_state,
     import_state,
@@ -61,7 +59,6 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
-from ipu_pipe.replay.work import require_finite
 from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")
@@ -91,12 +88,11 @@ class PoptorchEngine(Engine):
         blocks = get_blocks(job.model)
         self._loss_count = 1 if blocks is None else len(blocks.heads) + 1
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
-        place = "optimizer: its state" if job.is_open else RESUMED
-        self._last_snapshot = Snapshot(
-            first_update, start, import_state(job.optimizer, self.ipu, place)
-        )
+        self._last_snapshot = Snapshot(first_update, start, import_state(job.optimizer, self.ipu))
         self._updates_done = first_update
-        self._may_retry = not job.is_open
+        # a caller's loop gives a batch once
+        self._reads_again = getattr(job.data, "reads_again", True)
+        self._may_retry = self._reads_again
         if self._other_instances:
             self.newest_model = None
         self._results: dict[int, StepResult] = {}
@@ -229,7 +225,7 @@ class PoptorchEngine(Engine):
         if self._other_instances:
             times = ""
             remedy = "the other instances cannot retry: do what it asks for"
-        if self.job.is_open:
+        if not self._reads_again:
             times = ""
             then = "load the last state_dict into a new pipeline"
             remedy = f"a loop's batches are not kept, so no update can be repeated: {remedy}"
@@ -270,7 +266,7 @@ class PoptorchEngine(Engine):
         model = {
             name: value.detach().clone() for name, value in self.job.model.state_dict().items()
         }
-        optimizer = import_state(self.job.optimizer, self.ipu, LOADED)
+        optimizer = import_state(self.job.optimizer, self.ipu)
         self._last_snapshot = Snapshot(update, model, optimizer)
         self._updates_done = update
         self._drop()
@@ -329,9 +325,6 @@ class PoptorchEngine(Engine):
         for i in range(iterations):
             row = means[min(i, row_count - 1)].tolist()
             counts = counts_of_right[min(i, row_count - 1)].tolist()
-            # a caller's loop refuses it when the update leaves
-            if not job.is_open:
-                require_finite(job, k + i, row)
             by_block = tuple(
                 (loss, n / max(total, 1) if accuracy_outputs else None)
                 for loss, (n, total) in zip(row, counts)
@@ -386,7 +379,7 @@ class PoptorchEngine(Engine):
                 lambda executors: executors.snapshot(self._updates_done)
             )
         self._load_into_model(self._last_snapshot)
-        self._may_retry = not self.job.is_open
+        self._may_retry = self._reads_again
         self._timeline.add("checkpoint", self._updates_done, start, time.perf_counter_ns())
         return CheckpointState(self._last_snapshot.model, *self._export()) if self.is_main else None
 

@@ -13,11 +13,8 @@ import torch
 
 from ipu_pipe.backends.ipu.feed import convert_input, fill_up
 from ipu_pipe.backends.ipu.optimizer import (
-    LOADED,
-    RESUMED,
     IpuState,
     read_state,
-    set_rates,
     translate_optimizer,
     update_optimizer,
     write_state,
@@ -133,10 +130,6 @@ class Executors:
         self.optimizer: Any = translate_optimizer(
             job.optimizer, names, trained, ipu, first_update, norm
         )
-        # an open run's are known when its first batch is given; until then the groups have those of
-        # the build
-        if not job.is_open:
-            set_rates(self.optimizer, job.rules, first_update)
         self.training_options = make_options(True)
         self.training: Any = poptorch.trainingModel(wrapped, self.training_options, self.optimizer)
         self.inference: Any = None
@@ -160,8 +153,7 @@ class Executors:
                 self.compile(x, y)
                 # only the compiled model tells the names of its optimizer state
                 if not self._starts_anew:
-                    place = LOADED if self.job.is_open else RESUMED
-                    write_state(self.training, self.optimizer, self._saved, place)
+                    write_state(self.training, self.optimizer, self._saved)
                 self._saved = None
             if not self.training.isAttachedToDevice():
                 self.training.attachToDevice()

@@ -22,6 +22,7 @@ from ipu_pipe.model.batch import list_tensors
 from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.restoring import restore_attributes, restore_buffers, restore_function
 from ipu_pipe.model.watching import FunctionWatch
+from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.update.optimizer import list_kinds
 
 # These operations read only a tensor's shape, so no gradient flows through them anyway.
@@ -180,7 +181,7 @@ def observe_model(job: Job) -> ModelFacts:
         empty=sorted(set(range(1, len(part))) - set(part.begins.values())),
         written=[name for name in written if name in floating],
         optimizer=(list_kinds(job.optimizer)[0], job.optimizer.param_groups),
-        updates=None if job.is_open else job.updates,
+        updates=None if job.updates == OPEN else job.updates,
         updates_per_epoch=job.updates_per_epoch,
         counters=[
             name for name in written if name not in floating and not _is_counted(model, name)

@@ -137,22 +137,10 @@ SCALE = "velocity_scaling"
 # PopART's prefixes of SGD's velocity, without and with use_combined_accum
 SEPARATE = "Accl1___"
 COMBINED = "Accl___"
-# where a state comes from, in faults
-RESUMED = "--resume: the checkpoint's optimizer state"
-LOADED = "load_state_dict: the optimizer state"
-
-
-def _describe_new_start(place: str) -> str:
-    """Return the remedy for a state that cannot be loaded; `place`: where it comes from."""
-    if place == RESUMED:
-        return "start anew from its weights (init_from: .../model.safetensors)"
-    return "start anew from its weights, with a new optimizer"
-
-
-def _describe_going_on(place: str) -> str:
-    return (
-        f"go on with the backend.ipu keys that it was written with, or {_describe_new_start(place)}"
-    )
+# in faults
+LOADED = "optimizer: the state that was loaded"
+NEW_START = "start anew from its weights (init_from: .../model.safetensors, or a new optimizer)"
+GO_ON = f"go on with the backend.ipu keys that it was written with, or {NEW_START}"
 
 
 class IpuState(NamedTuple):
@@ -183,14 +171,11 @@ def read_state(optimizer: Any) -> IpuState | None:
     )
 
 
-def write_state(
-    executor: Any, optimizer: Any, saved: IpuState | None, place: str = RESUMED
-) -> None:
+def write_state(executor: Any, optimizer: Any, saved: IpuState | None) -> None:
     """Give the optimizer with the state `saved` to a compiled and attached executor, with
     velocities in its own scale.
 
     Raise `BadInput` if a name is missing or a shape differs, of which PopTorch would only warn.
-    `place`: where the state comes from, for the fault.
     """
     present = read_state(optimizer)
     if present is not None:
@@ -204,10 +189,7 @@ def write_state(
         ]
         if missing:
             some = list_some(missing, 2)
-            raise BadInput(
-                f"{place} has no {some} of the shape that this run keeps: "
-                f"{_describe_going_on(place)}"
-            )
+            raise BadInput(f"{LOADED} has no {some} of the shape that this run keeps: {GO_ON}")
         state = {}
         for name, value in present.tensors.items():
             tensor = saved.tensors.get(name, value)
@@ -240,13 +222,9 @@ def export_state(
     }
 
 
-def import_state(
-    optimizer: torch.optim.Optimizer, ipu: IpuConfig, place: str = RESUMED
-) -> IpuState | None:
+def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> IpuState | None:
     """Remove the state that a checkpoint put into the job's optimizer and return it; None if there
     is none.
-
-    `place`: where the state comes from, for faults.
 
     Raise `BadInput` for the state of torch's own optimizers, which PopTorch cannot load, and for
     velocities that this run's SGD would misread.
@@ -258,9 +236,8 @@ def import_state(
             prefix, section, key = (*str(entry).split(":", 2), "", "")[:3]
             if prefix != POPTORCH_PREFIX and value is not None:
                 raise BadInput(
-                    f"{place} is torch.optim's, of which PopTorch can load none: go on with the "
-                    f"backend that wrote it, or"
-                    f" {_describe_new_start(place)}"
+                    f"{LOADED} is torch.optim's, of which PopTorch can load none: go on with the "
+                    f"backend that wrote it, or {NEW_START}"
                 )
             if section == STATE:
                 tensors[key.replace("|", "/")] = value
@@ -277,14 +254,14 @@ def import_state(
         ):
             key = "use_combined_accum"
             why = (
-                f"the checkpoint's velocities are of the other variant, which PopTorch would "
-                f"drop: {_describe_going_on(place)}"
+                f"the velocities that were loaded are of the other variant, which PopTorch would "
+                f"drop: {GO_ON}"
             )
         elif scale is None and ipu.loss_scaling != 1.0:
             key = "loss_scaling"
             why = (
-                f"the checkpoint does not say the loss scaling of its velocities: "
-                f"{_describe_new_start(place)}"
+                f"the state that was loaded does not say the loss scaling of its velocities: "
+                f"{NEW_START}"
             )
         if why:
             raise BadInput(f"backend.ipu.{key}: {str(getattr(ipu, key)).lower()}: {why}")

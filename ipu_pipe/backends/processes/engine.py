@@ -78,7 +78,7 @@ class ProcessEngine(Engine):
         self._replicas = self._make_replica_groups(groups, channels)
         # a group of its own, so that no message that a broken pipeline has left reaches the next
         # one, nor one of the caller's own
-        self._group = make_group(every_rank, config.backend.deadline) if job.is_open else None
+        self._group = make_group(every_rank, config.backend.deadline)
         self._mail = Mail(
             layout,
             job.device,
@@ -144,11 +144,7 @@ class ProcessEngine(Engine):
             job.rules.observe = self._gradient_collection.note
         self._freed = collect.free_other_stages(job, self._models, self._cut)
         self._with_loss = _list_stages_with_loss(job)
-        group_of_replicas = (
-            groups[layout.rank % layout.devices if job.is_open else layout.placement[0]]
-            if groups
-            else None
-        )
+        group_of_replicas = groups[layout.rank % layout.devices] if groups else None
         self._results = ResultCollection(
             job, self._mail, self._recorder, layout, self._with_loss, group_of_replicas
         )
@@ -322,10 +318,7 @@ class ProcessEngine(Engine):
     def report(self) -> Report | None:
         self._interpreter.doing = "report"
         with self._name_faults():
-            if not self.job.is_open:
-                self._clocks_compared_at = 0
-                self._compare_clocks()
-            elif self.job.traced_updates:
+            if self.job.traced_updates:
                 # ranks may be at different updates, and all must compare
                 self._synchronize_clocks()
             recorded = trace.read_back(self.job, self._layout.rank, self._recorder)
@@ -348,8 +341,7 @@ class ProcessEngine(Engine):
                     )
                 self.newest_model = self.job.model
                 # all ranks have taken part in that, so that no message is on its way
-                if self._group is not None:
-                    dist.destroy_process_group(self._group)
+                dist.destroy_process_group(self._group)
         self.abort()
 
     def keep_newest(self) -> None:
@@ -360,11 +352,7 @@ class ProcessEngine(Engine):
 
     def abort(self) -> None:
         self._interpreter.remove_hooks()
-        if self.job.is_open:
-            self._recorder.close()
-        else:
-            # the report follows
-            self._recorder.flush()
+        self._recorder.flush(wait=True)
         self.release_blocks()
 
 

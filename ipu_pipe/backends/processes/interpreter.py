@@ -34,7 +34,7 @@ from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.processes.update import ReplicaGroup, StageUpdate
 from ipu_pipe.replay.replicas import IndependentReplicas
-from ipu_pipe.replay.work import Work, average, tabulate
+from ipu_pipe.replay.work import Work, tabulate
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.versions import recompute_slots
 
@@ -326,8 +326,7 @@ class Interpreter:
     def _tabulate(self, stage: Stage, k: int) -> None:
         count = self._work.schedule.accumulate
         results = [stage.results.pop(m) for m in range(k * count, (k + 1) * count)]
-        table = self._tables.setdefault(k, {})[stage.model.stage] = tabulate(results)
-        self._work.require_finite(k, [average(table)[0]])
+        self._tables.setdefault(k, {})[stage.model.stage] = tabulate(results)
 
     # ---- where the pipeline is empty
 

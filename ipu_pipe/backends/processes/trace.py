@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+import weakref
 from collections import deque
 from pathlib import Path
 from typing import Any, Callable, Tuple
@@ -288,6 +289,8 @@ class TraceRecorder:
     def write_to(self, file: TraceWriter, offset_ns: int) -> None:
         """Write to a file from now on; `offset_ns`: as in `synchronize`."""
         self._file = file
+        # reports are made after the end of training, too
+        weakref.finalize(self, file.close)
         file.synchronize(time.perf_counter_ns(), offset_ns)
 
     def continue_trace(self, earlier: Trace, shift_ns: int, update: int) -> None:
@@ -336,13 +339,6 @@ class TraceRecorder:
             self._records.clear()
             self._counters.clear()
             self._file.flush()
-
-    def close(self) -> None:
-        """Write all events and close the file."""
-        self.flush(wait=True)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 # ---- one clock for all ranks
@@ -429,13 +425,8 @@ def open_file(
 
 
 def read_back(job: Job, rank: int, recorder: TraceRecorder) -> Trace | None:
-    """Return this rank's trace so far, by rank 0's clock; None if there is no file. It is closed
-    unless the run goes on.
-    """
-    if job.is_open:
-        recorder.flush(wait=True)
-    else:
-        recorder.close()
+    """Return this rank's trace so far, by rank 0's clock; None if there is no file."""
+    recorder.flush(wait=True)
     return (
         read_store(_get_path(job.folder, rank))
         if job.folder is not None and job.traced_updates

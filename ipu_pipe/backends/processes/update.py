@@ -467,9 +467,7 @@ class ResultCollection:
         self._with_loss = with_loss
         self._group = group
         # each rank that collects is named by the lowest of its stages
-        self._collectors = [
-            layout.placement.index(device) for device in range(layout.devices if job.is_open else 1)
-        ]
+        self._collectors = [layout.placement.index(device) for device in range(layout.devices)]
         self._here = (
             layout.stages_of_rank[0] if layout.stages_of_rank[0] in self._collectors else None
         )
@@ -566,7 +564,7 @@ class ResultCollection:
         if not products.any():
             return
         ranks = self._layout.find_rank(0), self._layout.find_rank(stage)
-        if self._job.is_open:
+        if not getattr(self._job.data, "reads_again", True):
             who = f"rank {ranks[0]} and rank {ranks[1]} have different labels for step {k}"
             raise RunFault(f"step: {who}: {READ_ALIKE}")
         who = f"rank {ranks[0]} and rank {ranks[1]} read different batches"

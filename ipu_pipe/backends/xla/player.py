@@ -522,5 +522,4 @@ class Player:
             value, *counts = (torch.from_numpy(np.array(x)) for x in row)
             results.append(MicrobatchResult(value, counts[0] if counts else None))
         loss, accuracy = average(tabulate(results))
-        self.work.require_finite(k, [loss])
         return loss, accuracy, samples
