@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ipu_pipe
 from ipu_pipe.config.load import load_config
-from ipu_pipe.errors import RunFault
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.run.train import check, evaluate_checkpoint, train
 from tests.support.models import Composed
 from tests.support.runs import (
@@ -69,12 +69,10 @@ def train_with_average(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
     not hasattr(torch.optim.swa_utils, "get_ema_multi_avg_fn"),
     reason="torch before 2.1 has no such average",
 )
-@pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
-def test_evaluations_measure_the_average_which_is_torchs(method: str, tmp_path: Path) -> None:
-    accumulate = 2 if method == "gpipe" else 1
+def test_evaluations_measure_the_average_which_is_torchs(tmp_path: Path) -> None:
     sets = [
-        f"method={method}",
-        f"gradient_accumulation={accumulate}",
+        "method=gpipe",
+        "gradient_accumulation=2",
         "steps=7",
         f"model={CONV}",
         "optimizer.name=adam",
@@ -92,6 +90,60 @@ def test_evaluations_measure_the_average_which_is_torchs(method: str, tmp_path: 
     measured = evaluate_checkpoint(config, tmp_path / "run" / "ema.safetensors")
     assert measured["test_loss"] == report["final"]["test_loss"]
     assert measured["test_loss"] != evaluate_checkpoint(config, tmp_path / "run")["test_loss"]
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
+def test_a_loop_has_the_average_of_each_stages_own_updates(method: str) -> None:
+    def make_pipeline() -> ipu_pipe.Pipeline:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.ReLU(), torch.nn.Linear(6, 3)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return ipu_pipe.Pipeline(
+            model, torch.nn.functional.cross_entropy, optimizer, method, stages=2, microbatches=2, ema=0.9
+        )  # fmt: skip
+
+    averages: Dict[Any, torch.Tensor] = {}
+
+    def follow(update: int, stage: int, parameters: Any) -> None:
+        for p in parameters:
+            averages[p] = (
+                p.detach().clone() if p not in averages else averages[p].lerp(p.detach(), 0.1)
+            )
+
+    pipe = make_pipeline()
+    pipe.on_update(follow)
+    batches = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(6)]
+    for x, y in batches[:5]:
+        pipe.step(x, y)
+    found = pipe.averages()
+    names = dict(pipe.model.named_parameters())
+    assert_same(found, {name: averages[p] for name, p in names.items()})
+    newest = {name: p.detach().clone() for name, p in names.items()}
+    measured = pipe.evaluate(batches[:1])
+    assert_same(newest, dict(names))
+    averaged = make_pipeline().model
+    averaged.load_state_dict({**pipe.model.state_dict(), **found})
+    expected = torch.nn.functional.cross_entropy(averaged.eval()(batches[0][0]), batches[0][1])
+    assert measured["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    # the state has the averages
+    other = make_pipeline()
+    other.load_state_dict(pipe.state_dict())
+    for each in (pipe, other):
+        each.step(*batches[5])
+    assert_same(pipe.averages(), other.averages())
+
+
+def test_a_loop_without_an_average_is_told_how_to_keep_one() -> None:
+    model = torch.nn.Linear(2, 2)
+    pipe = ipu_pipe.Pipeline(
+        model, torch.nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), stages=1
+    )
+    with pytest.raises(
+        BadInput, match="^averages: the pipeline keeps none: make it with ema=0.999"
+    ):
+        pipe.averages()
 
 
 def test_the_average_does_not_change_training_and_a_resume_continues_it(tmp_path: Path) -> None:

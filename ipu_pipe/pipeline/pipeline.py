@@ -98,6 +98,7 @@ from ipu_pipe.pipeline.state import (
     drop_loaded,
     drop_written,
     parse_state,
+    select_averages,
 )
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
 from ipu_pipe.pipeline.turns import Turns, take_turn
@@ -182,6 +183,8 @@ class Pipeline:
     clip:       (norm, scope), such as (1.0, "stage"); scope "stage", "global" (methods that flush)
                 or "delayed_global". A norm alone has the scope "global" with methods that flush,
                 else "stage".
+    ema:        the decay of a moving average of the weights, such as 0.999, with each update;
+                `evaluate` measures the averages, and `averages()` returns them.
     precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own
                 dtype.
     seed:       of dropout and of the methods that draw.
@@ -258,6 +261,7 @@ class Pipeline:
         method_args: Mapping[str, Any] | None = None,
         warmup: int = 0,
         clip: float | tuple[float, str] | None = None,
+        ema: float | None = None,
         precision: str | None = None,
         recompute: bool = False,
         replicas: int = 1,
@@ -308,6 +312,7 @@ class Pipeline:
             "loss": "model" if loss is None else None,
             "loss_weight": loss_weight if isinstance(loss_weight, str) else None,
             "clip": make_clip_section(clip, method),
+            "ema": None if ema is None else {"decay": ema},
             "evaluate": {"every": 0},
             "checkpoint": None,
             "metrics": [],
@@ -553,6 +558,22 @@ class Pipeline:
                 job.move_to_device(x, None) if self._loss is None else (_move_inputs(job, x), None)
             )
             return engine.predict(inputs)
+
+    @take_turn
+    def averages(self) -> dict[str, torch.Tensor]:
+        """Drain, and return the moving averages of the weights (`ema`) by the names of the weights;
+        all ranks call it, others than 0 get {}.
+
+        A weight that has had no gradient is left out: it has not moved.
+        """
+        if self._config.ema is None:
+            raise BadInput(
+                "averages: the pipeline keeps none: make it with ema=0.999, or another decay"
+            )
+        job, engine = self._pause("averages")
+        with self._break_on_error("averages", only_reads=True):
+            state = engine.collect_state()
+            return {} if state is None else select_averages(state, job.model)
 
     @contextlib.contextmanager
     def whole_model(self, *, everywhere: bool = False) -> Iterator[nn.Module | None]:

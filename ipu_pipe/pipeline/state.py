@@ -22,6 +22,7 @@ from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.pipeline.optimizer import OptimizerHandle
 from ipu_pipe.store.checkpoint import check_weights
 from ipu_pipe.text import list_some, show
+from ipu_pipe.update.apply import AVERAGE
 from ipu_pipe.update.optimizer import COUNTS
 
 # the first has no `contents`, no `loss` and maybe no `settings`; `state_dict` returns the newest
@@ -220,6 +221,22 @@ def _require_count(key: str, value: Any) -> int:
 
 
 # ---- against the model, the optimizer's parameters and the loss
+
+
+def select_averages(state: CheckpointState, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the moving averages of the weights in an engine's state, by all names of each."""
+    suffix = f"/{AVERAGE}"
+    averages = {
+        key[: -len(suffix)]: value.clone()
+        for key, value in state.optimizer.items()
+        if key.endswith(suffix)
+    }
+    # the average of a tied weight is stored under the first of its names
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(parameter, name) in averages:
+            averages[name] = averages[first[parameter]]
+    return averages
 
 
 def check_tensors(

@@ -23,6 +23,7 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.modes import find_changed_mode
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.pipeline.flow import Flow
+from ipu_pipe.pipeline.state import select_averages
 from ipu_pipe.plan.config_cut import predict_rate
 from ipu_pipe.replay.work import require_finite
 from ipu_pipe.report.memory import build_memory_record
@@ -37,7 +38,6 @@ from ipu_pipe.run.resume import join_loss, make_manifest, restore
 from ipu_pipe.store import checkpoint
 from ipu_pipe.store.folder import RunFolder, read_starts
 from ipu_pipe.store.saving import Saver
-from ipu_pipe.update.apply import AVERAGE
 from ipu_pipe.update.rates import export_plateau
 
 
@@ -260,15 +260,7 @@ class TrainingLoop:
         """Write the averaged weights, with the newest buffers, into the run's folder."""
         state = self.engine.collect_state()
         if state is not None and self.run is not None:
-            entries = {
-                key: value for key, value in state.optimizer.items() if key.endswith(f"/{AVERAGE}")
-            }
-            averages = {key[: -len(AVERAGE) - 1]: value for key, value in entries.items()}
-            # the average of a tied weight is stored under the first of its names
-            first: dict[Any, str] = {}
-            for name, parameter in self.job.model.named_parameters(remove_duplicate=False):
-                if first.setdefault(parameter, name) in averages:
-                    averages[name] = averages[first[parameter]]
+            averages = select_averages(state, self.job.model)
             with atomic_file(self.out / "ema.safetensors") as file:
                 checkpoint.save_tensors(file, {**state.model, **averages})
 
