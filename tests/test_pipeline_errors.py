@@ -203,7 +203,7 @@ def test_a_copy_is_refused_with_the_remedy(make_copy: Callable[[Any], Any]) -> N
     train(pipe, 1)
 
 
-def test_two_open_pipelines_share_no_modules_and_no_weights() -> None:
+def test_two_open_pipelines_share_no_modules_and_no_weights(tmp_path: Path) -> None:
     # story: the second one trained the first one's weight versions, 0.124 off
     first = make_pipeline()
     model = first.model
@@ -214,6 +214,12 @@ def test_two_open_pipelines_share_no_modules_and_no_weights() -> None:
     for name, other in sharing.items():
         with pytest.raises(BadInput, match=rf"^model: {name}: another open Pipeline.*close\(\)"):
             make_pipeline(model=other, stages=1)
+    # a run of a config does not train it either
+    config = ipu_pipe.configure(method="gpipe", stages=1, steps=1, micro_batch_size=4)
+    data = ipu_pipe.from_loader([(torch.randn(4, 6), torch.zeros(4).long())], [])
+    with pytest.raises(BadInput, match="^model: Sequential: another open Pipeline"):
+        ipu_pipe.train(config, tmp_path / "run", model=model, data=data)
+    assert not (tmp_path / "run").exists()
     # an activation has nothing to share
     apart = nn.Sequential(nn.Linear(6, 8), model[1], nn.Linear(8, 5)).double()
     make_pipeline(model=apart, stages=["2"]).close()

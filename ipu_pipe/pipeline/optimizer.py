@@ -293,16 +293,7 @@ class OptimizerHandle:
                 "optimizer: another Pipeline steps it: close() that one first, or make a new "
                 "optimizer"
             )
-        shared = self._find_shared()
-        if shared:
-            # a pipeline that was dropped is in a cycle with its own functions
-            gc.collect()
-            shared = self._find_shared()
-        if shared:
-            raise BadInput(
-                f"model: {shared}: another open Pipeline has it: close() that one first, or give "
-                f"each a model with modules and weights of its own"
-            )
+        self.require_unshared(self._model, self)
         self._in_use[self.optimizer] = weakref.ref(self)
         # registered on the caller's handle alone: the optimizer that steps has the caller's other
         # hooks
@@ -320,18 +311,35 @@ class OptimizerHandle:
             switch(mode)
         self.is_evaluating = mode == "eval"
 
-    def _find_shared(self) -> str:
+    @classmethod
+    def require_unshared(cls, model: nn.Module, owner: OptimizerHandle | None = None) -> None:
+        """Raise `BadInput` if another open pipeline than `owner`'s has a module, weight or buffer of
+        the model.
+        """
+        shared = cls._find_shared(model, owner)
+        if shared:
+            # a pipeline that was dropped is in a cycle with its own functions
+            gc.collect()
+            shared = cls._find_shared(model, owner)
+        if shared:
+            raise BadInput(
+                f"model: {shared}: another open Pipeline has it: close() that one first, or give "
+                f"each a model with modules and weights of its own"
+            )
+
+    @classmethod
+    def _find_shared(cls, model: nn.Module, owner: OptimizerHandle | None) -> str:
         """Return the name of a module, weight or buffer that is in the model of another open
         pipeline, too; "" if there is none.
         """
-        handles = [reference() for reference in self._in_use.values()]
+        handles = [reference() for reference in cls._in_use.values()]
         theirs = {
             id(part)
             for handle in handles
-            if handle is not None and handle is not self
+            if handle is not None and handle is not owner
             for _, part in _list_parts(handle._model)
         }
-        return next((name for name, part in _list_parts(self._model) if id(part) in theirs), "")
+        return next((name for name, part in _list_parts(model) if id(part) in theirs), "")
 
     @property
     def group_count(self) -> int:

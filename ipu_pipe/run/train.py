@@ -27,6 +27,7 @@ from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.pipeline.build import build, set_up
+from ipu_pipe.pipeline.optimizer import OptimizerHandle
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run.callbacks import Callback, make_callbacks, require_supported_callbacks
 from ipu_pipe.run.loop import TrainingLoop
@@ -102,6 +103,8 @@ def train(
             "overwrite: True: cannot be combined with resume, which keeps the existing run"
         )
     out = parse_folder(out)
+    if model is not None:
+        OptimizerHandle.require_unshared(model)
     launch(
         config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite}
     )
