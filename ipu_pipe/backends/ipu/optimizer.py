@@ -14,6 +14,7 @@ from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.unsupported import ACCUMULATORS
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import Partition
+from ipu_pipe.refusals import name_key, show_value
 from ipu_pipe.text import list_some
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import list_kinds
@@ -151,7 +152,8 @@ def _describe_new_start(place: str) -> str:
 
 def _describe_going_on(place: str) -> str:
     return (
-        f"go on with the backend.ipu keys that it was written with, or {_describe_new_start(place)}"
+        f"go on with the {name_key('backend.ipu')} keys that it was written with, or "
+        f"{_describe_new_start(place)}"
     )
 
 
@@ -287,7 +289,9 @@ def import_state(
                 f"{_describe_new_start(place)}"
             )
         if why:
-            raise BadInput(f"backend.ipu.{key}: {str(getattr(ipu, key)).lower()}: {why}")
+            raise BadInput(
+                f"{name_key(f'backend.ipu.{key}')}: {show_value(getattr(ipu, key))}: {why}"
+            )
     return IpuState(tensors, scale)
 
 
