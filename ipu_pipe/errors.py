@@ -22,7 +22,7 @@ from typing import (
 
 from ipu_pipe import interrupts
 from ipu_pipe.launcher import read_launch
-from ipu_pipe.refusals import CONFIG, Language
+from ipu_pipe.refusals import Language
 from ipu_pipe.shipped import name_commands
 from ipu_pipe.text import fold_lines, suggest
 
@@ -31,17 +31,23 @@ _printed_warnings: set[str] = set()
 
 class BadInput(ValueError):
     """Input of the user that cannot be used. `faults`: one line each (file, key, value, what is
-    allowed). Exit code 2.
+    allowed), in the words of a config unless it left a `say_in`. Exit code 2.
+
+    `lines`: the faults in both languages, to be raised again.
     """
 
     is_reported: bool | None = None
 
     def __init__(self, faults: str | Sequence[str]) -> None:
-        self.faults = [
-            fold_lines(str(fault)) for fault in ([faults] if isinstance(faults, str) else faults)
-        ]
-        assert self.faults, "BadInput needs at least one fault"
-        super().__init__("; ".join(self.faults))
+        self.lines = [str(fault) for fault in ([faults] if isinstance(faults, str) else faults)]
+        assert self.lines, "BadInput needs at least one fault"
+        super().__init__()
+        self.say(Language.CONFIG)
+
+    def say(self, language: Language) -> None:
+        """Name settings in the faults as a caller knows them."""
+        self.faults = [fold_lines(language.say(line)) for line in self.lines]
+        self.args = ("; ".join(self.faults),)
 
 
 def raise_faults(faults: Sequence[str] | Mapping[str, object]) -> None:
@@ -65,8 +71,7 @@ def say_in(language: Language) -> Iterator[None]:
     try:
         yield
     except BadInput as error:
-        error.faults = [language.say(fault) for fault in error.faults]
-        error.args = ("; ".join(error.faults),)
+        error.say(language)
         raise
 
 
@@ -227,7 +232,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     except BadInput as error:
         reported = read_launch().rank != 0 if error.is_reported is None else error.is_reported
         code = 2
-        faults = [] if reported else [CONFIG.say(fault) for fault in error.faults]
+        faults = [] if reported else error.faults
     except KeyboardInterrupt:
         if read_launch().rank == 0:
             print("interrupted", file=sys.stderr)

@@ -5,36 +5,94 @@
 
     Pipeline    clip: global: ... is not known: use clip=(0.7, "stage")
     a config    clip.scope: global: ... is not known: use clip: {scope: stage, norm: 0.7}
+
+`BadInput` keeps its lines in both languages, and says a config's until it leaves a `Pipeline`.
 """
 
 from __future__ import annotations
 
-import ast
+import enum
+import json
 import re
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Any, Mapping, NamedTuple
 
 from ipu_pipe.text import show
 
-# Rare brackets, so that a setting inside a sentence is found whatever surrounds it. They are
-# printable, because control characters are escaped where a line is folded.
+# Rare and printable signs around the words that differ, so that they are found in any sentence.
 BEGIN = "\u27e6"
+BETWEEN = "\u2980"
 END = "\u27e7"
+# the one table between keys of a config, or their sections, and arguments
+ARGUMENTS = {
+    "backend.name": "backend",
+    "backend.device": "device",
+    "backend.deadline": "deadline",
+    "backend": "backend_args",
+    "gradient_accumulation": "microbatches",
+    "method_args.warmup": "warmup",
+    "log.trace": "trace",
+    "optimizer.name": "optimizer",
+    "clip.norm": "clip",
+    "clip.scope": "clip",
+}
+KEYS = {argument: key for key, argument in ARGUMENTS.items()}
+
+
+class Language(enum.Enum):
+    """Who reads a line: the caller of `Pipeline`, or the writer of a config."""
+
+    PYTHON = r"\1"
+    CONFIG = r"\2"
+
+    def say(self, line: str) -> str:
+        """Return a line in this language."""
+        return re.sub(f"{BEGIN}(.*?){BETWEEN}(.*?){END}", self.value, line)
+
+
+class Words(NamedTuple):
+    """Words in the sentence of a refusal that a `Language` chooses from."""
+
+    python: str
+    config: str
+
+    def __str__(self) -> str:
+        is_same = self.python == self.config
+        return self.config if is_same else f"{BEGIN}{self.python}{BETWEEN}{self.config}{END}"
+
+
+# values in both languages
+NONE = Words("None", "null")
+TRUE = Words("True", "true")
+FALSE = Words("False", "false")
 
 
 class Argument(NamedTuple):
     """An argument of `Pipeline` in the sentence of a refusal, with its value if a remedy sets it.
 
-    Its text is a mark that waits for a `Language`. `value`: None, or Python literals.
+    `argument`: with dots for a part of it, such as backend_args.program. `value`: Python literals.
     """
 
     argument: str
     value: Any = None
 
     def __str__(self) -> str:
-        return f"{BEGIN}{self.argument}={self.value!r}{END}"
+        key = _rename(self.argument, KEYS)
+        if self.value is None:
+            words = Words(self.argument, key)
+        elif self.argument == "clip":
+            norm, scope = self.value
+            section = f"clip: {{scope: {scope}, norm: {norm:g}}}"
+            words = Words(f'clip=({norm:g}, "{scope}")', section)
+        else:
+            literal = repr(self.value).replace("'", '"')
+            words = Words(f"{self.argument}={literal}", f"{key}: {_write_yaml(self.value)}")
+        return str(words)
 
-    def __format__(self, spec: str) -> str:
-        return str(self)
+
+# the backend that runs whatever another one cannot; the batches, and a model's own loss
+EMULATOR = Argument("backend", "emulator")
+BATCH = Words("batch", "data")
+OWN_LOSS = Words("loss=None", "loss: model")
 
 
 class Refusal(NamedTuple):
@@ -45,55 +103,32 @@ class Refusal(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        value = self.value if isinstance(self.value, str) else show(self.value)
-        return f"{Argument(self.argument)}: {value}: {self.reason}"
+        return f"{Argument(self.argument)}: {show_value(self.value)}: {self.reason}"
 
 
-class Language(NamedTuple):
-    """How settings are named and set.
-
-    `names`: the names that differ from the arguments; `assign(argument, value)`: a line to paste.
-    """
-
-    names: Mapping[str, str]
-    assign: Callable[[str, Any], str]
-
-    def say(self, line: str) -> str:
-        """Return a line with its settings in this language."""
-        return re.sub(f"{BEGIN}([^{END}=]*)=([^{END}]*){END}", self._say_setting, line)
-
-    def _say_setting(self, mark: re.Match[str]) -> str:
-        argument = mark[1]
-        value = ast.literal_eval(mark[2])
-        if value is None:
-            return self.names.get(argument, argument)
-        return self.assign(argument, value)
+def name_key(key: str) -> str:
+    """Return a key of a config that a refusal names, an argument to Python's callers."""
+    return str(Words(_rename(key, ARGUMENTS), key))
 
 
-def _assign_in_python(argument: str, value: Any) -> str:
-    if argument == "clip":
-        return f'clip=({value[0]:g}, "{value[1]}")'
-    return f'{argument}="{value}"' if isinstance(value, str) else f"{argument}={value!r}"
+def show_value(value: Any) -> str:
+    """Return a refused value as each language writes it."""
+    return str(Words(show(value), show_in_config(value)))
 
 
-def _assign_in_config(argument: str, value: Any) -> str:
-    if argument == "clip":
-        return f"clip: {{scope: {value[1]}, norm: {value[0]:g}}}"
-    shown = value if isinstance(value, str) else show(value)
-    return f"{CONFIG.names.get(argument, argument)}: {shown}"
+def show_in_config(value: Any) -> str:
+    """Return a value as a config file has it."""
+    return _write_yaml(value) if value is None or isinstance(value, bool) else show(value)
 
 
-PYTHON = Language({}, _assign_in_python)
-# the one table between arguments and keys
-CONFIG = Language(
-    {
-        "clip": "clip.scope",
-        "backend": "backend.name",
-        "device": "backend.device",
-        "deadline": "backend.deadline",
-        "microbatches": "gradient_accumulation",
-        "warmup": "method_args.warmup",
-        "backend_args": "backend",
-    },
-    _assign_in_config,
-)
+def _write_yaml(value: Any) -> str:
+    # YAML contains JSON, and its short texts need no quotes
+    return json.dumps(value).replace('"', "")
+
+
+def _rename(name: str, names: Mapping[str, str]) -> str:
+    """Return a name with the first of the `names` that it is, or is a part of, replaced."""
+    for old, new in names.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name[len(old) :]
+    return name

@@ -360,7 +360,7 @@ def test_ipus_take_pairs_of_tensors() -> None:
     (fault,) = list_ipu_faults(
         build(configure_short_run(), TwoInputs(), ipu_pipe.from_loader(PARTS))
     )
-    assert fault.startswith("data: ")
+    assert BadInput(fault).faults[0].startswith("data: ")
     job = build(
         configure_short_run(),
         TwoInputs(),

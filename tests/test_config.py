@@ -105,7 +105,7 @@ WRONG = {
     "method: local_overlapping\nmethod_args: {overlap: 2}": "method_args.overlap: 2: ",
     "method: zb_auto\nmethod_args: {activation_limit: 0.5}": "method_args.activation_limit: 0.5: ",
     "method: rows\nmethod_args: {file: ''}": "method_args.file: : must be the name",
-    "method: gpipe\nmethod_args: {stash: true}": "method_args.stash: True: ",
+    "method: gpipe\nmethod_args: {stash: true}": "method_args.stash: true: ",
     "method_args: {weight_prediction: {scale: 1e308}}": "method_args.weight_prediction.scale: 1e+308: ",
     "method: pipemare\nrecompute: true\nmethod_args: {constant_delay: {updates: 2}}": "method_args.constant_delay: 2: ",
     "method: pipemare\nmethod_args: {constant_delay: {updates: 2}, recompute: {segments: 2}}": "method_args.constant_delay: ",

@@ -27,6 +27,7 @@ from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.pipeline.build import build
+from ipu_pipe.refusals import Language
 from ipu_pipe.schedule.methods import (
     METHODS,
     DefaultAccumulate,
@@ -52,7 +53,8 @@ def get_method(settings: Any) -> Method:
 
 
 def check_facts(settings: Any, facts: ModelFacts, **replicas: int) -> List[str]:
-    return unsupported.check_model(settings, get_method(settings), facts, **replicas)
+    lines = unsupported.check_model(settings, get_method(settings), facts, **replicas)
+    return [Language.CONFIG.say(line) for line in lines]
 
 
 def make_poptorch_options(settings: Any, *others: Any, **more: Any) -> Any:

@@ -21,6 +21,7 @@ from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.pipeline.build import build
+from ipu_pipe.refusals import Language
 from ipu_pipe.schedule.methods import resolve_method
 from tests.support.ipu_runs import Source, make_ipu_config, make_ipu_model, train_small_run
 from tests.support.runs import assert_same, assert_states_close, read_column, read_weights
@@ -416,8 +417,8 @@ def test_several_instances_of_poprun_are_refused(poptorch: Any) -> None:
     facts = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), None, None)
     assert check_model(settings, method, facts) == []
     (fault,) = check_model(settings, method, facts, local_replicas=1)
-    assert fault.startswith(
-        "backend.name: poptorch: a loop of your own drives the IPUs of one process"
+    assert Language.PYTHON.say(fault).startswith(
+        "backend: poptorch: a loop of your own drives the IPUs of one process"
     )
 
 

@@ -581,7 +581,7 @@ def test_hogwild_without_mean_takes_the_delays_of_the_pipeline() -> None:
     ("spectrain", {"weight_prediction": WPW}, "sgd", {"momentum": 0.9}, "itself a weight prediction"),
     ("spectrain", {}, "adamw", {}, "velocity of SGD"),
     ("spectrain", {"delay_compensation": DC}, "sgd", {"momentum": 0.9}, "itself a weight prediction"),
-    (PB, {"delay_compensation": DC}, "sgd", {}, "set stash: true"),
+    (PB, {"delay_compensation": DC}, "sgd", {}, "{stash: true}"),
     ("pipedream", {"delay_compensation": DC, "weight_prediction": WPW}, "sgd", {}, "same delay"),
     ("pipedream", {"delay_compensation": DC, "split_backward": True}, "sgd", {}, "later updates"),
     ("gpipe", {"delay_compensation": DC}, "sgd", {}, "no gradient is stale"),

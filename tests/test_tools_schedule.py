@@ -168,7 +168,7 @@ def test_method_arguments_reach_the_schedule(run_schedule: ScheduleCommand) -> N
     (["gpipe", "--stages", "two", "--microbatches", "2"], ["--stages: "]),
     (["gpipe", "--stages", "2"], ["the following arguments are required: --microbatches"]),
     (["gpipe", "--stages", "2", "--microbatches", "2", "--format", "xml"], ["--format: "]),
-    (["gpipe", "--stages", "2", "--microbatches", "2", "--stash", "true"], ["method_args: stash: True: "]),
+    (["gpipe", "--stages", "2", "--microbatches", "2", "--stash", "true"], ["method_args.stash: true: "]),
     (["pipedream", "--stages", "2", "--microbatches", "3", "--format", "csv"], ["format: csv: PyTorch"]),
     (["pipemare", "--stages", "2", "--microbatches", "3", "--drains", "9"], ["drains: 9: must be a multiple"]),
     (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "50:60"], ["--slots: 50:60: the schedule"]),

@@ -52,7 +52,7 @@ def run_on_main(work: Callable[[], Result]) -> Result:
         try:
             outcome = [(work(), [])]
         except BadInput as error:
-            outcome = [(None, error.faults)]
+            outcome = [(None, error.lines)]
     # rank 0 waits for the others
     with report_lost_rank([0] if dist.get_rank() else None):
         dist.broadcast_object_list(outcome, src=0)

@@ -17,6 +17,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import end_with_launcher, read_launch
+from ipu_pipe.refusals import Argument
 
 BACKENDS: dict[str, Backend] = {
     "emulator": emulator.BACKEND,
@@ -42,8 +43,8 @@ def launch(config: Config, asked: Mapping[str, object] | None = None) -> None:
     backend = get_backend(config)
     raise_faults(where.faults)
     if config.backend.facts.emulates and where.world > 1:
-        how = "start it without torchrun, or set backend.name=distributed"
-        raise BadInput(f"backend.name: {config.backend.name}: runs in one process: {how}")
+        how = f"start it without torchrun, or set {Argument('backend', 'distributed')}"
+        raise BadInput(f"{Argument('backend')}: {config.backend.name}: runs in one process: {how}")
     # a process ends with its launcher: this begins before joining, because the rendezvous disappears
     # when the launcher exits
     if is_distributed():

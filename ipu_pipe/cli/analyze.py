@@ -130,15 +130,15 @@ def _list_different_settings(run: Path, other: Path) -> list[str] | None:
     configs.
     """
     from ipu_pipe.config.compare import flatten, list_changes
-    from ipu_pipe.config.faults import show_value
     from ipu_pipe.config.load import read_yaml
+    from ipu_pipe.refusals import show_in_config
 
     files = [folder / "config.yaml" for folder in (run, other)]
     if not all(file.is_file() for file in files):
         return None
     configs = [flatten(read_yaml(file)) for file in files]
     return [
-        f"{key}: {show_value(value)} | {show_value(other_value)}"
+        f"{key}: {show_in_config(value)} | {show_in_config(other_value)}"
         for key, value, other_value in list_changes(*configs)
     ]
 

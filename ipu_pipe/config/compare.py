@@ -8,9 +8,9 @@ import json
 from enum import Enum
 from typing import Any, Mapping, NamedTuple
 
-from ipu_pipe.config.faults import show_value
 from ipu_pipe.config.load import dump_yaml
 from ipu_pipe.config.schema import Config
+from ipu_pipe.refusals import show_in_config
 from ipu_pipe.schedule.methods import METHODS
 
 # not compared here: a run describes an optimizer from Python when it is made
@@ -182,7 +182,7 @@ def classify_changes(old: Config, new: Config) -> Changes:
     for key, before, after in list_changes(flatten(old.to_dict()), flatten(new.to_dict())):
         if key.startswith(DESCRIBED_LATER):
             continue
-        change = f"{key}: {show_value(before)} -> {show_value(after)}"
+        change = f"{key}: {show_in_config(before)} -> {show_in_config(after)}"
         role = find_role(key, old.method)
         shrinks = isinstance(before, int) and isinstance(after, int) and after < before
         if role is Role.GROWS and not shrinks:

@@ -11,9 +11,12 @@ from typing import Any, List, Mapping, Sequence, Type, get_args, get_origin
 from pydantic import BaseModel
 from typing_extensions import Literal
 
+from ipu_pipe.refusals import FALSE, TRUE, Words, name_key, show_value
 from ipu_pipe.text import find_nearest, show
 
 MOST_FAULTS = 50
+# the origin of the keys that Python gives
+CALL = "configure"
 # keys that only a run writes, never a user
 WRITTEN = ("given",)
 # other names of keys -> key of a run's config
@@ -65,7 +68,7 @@ MESSAGES = {
     ),
     **dict.fromkeys(("string_type", "invalid_key"), "must be text"),
     **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "must be a whole number"),
-    "bool_type": "must be true or false",
+    "bool_type": f"must be {TRUE} or {FALSE}",
     "missing": "must be given",
 }
 # pydantic's type of a fault -> the bound's name in its context, and its sign
@@ -117,20 +120,17 @@ def format_faults(
             )
         key = ".".join(parts)
         shown = "missing" if kind == "missing" else show_value(value)
-        faults.append(
-            f"{find_origin(key, origins, default_origin)}: {show(key)}: {shown}: {message}"
-        )
+        origin = find_origin(key, origins, default_origin)
+        faults.append(f"{name_origin(origin)}{name_key(show(key))}: {shown}: {message}")
     more = len(details) - len(faults)
     return faults + ([f"{default_origin}: {more} more such faults"] if more else [])
 
 
-def show_value(value: Any) -> str:
-    """Return a value as a config file has it."""
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or isinstance(value, bool)
-        else show(value)
-    )
+def name_origin(origin: str) -> str:
+    """Return the beginning of a fault: a key's file or option, or `configure`, which a caller of
+    `Pipeline` has not called.
+    """
+    return str(Words("" if origin == CALL else f"{origin}: ", f"{origin}: "))
 
 
 def find_origin(key: str, origins: Mapping[str, str], default: str) -> str:
@@ -171,7 +171,7 @@ def _find_value(
         ]
         near = find_nearest(value, values, cutoff=1.0)
         if near:
-            return f"{'.'.join([*parts[:-1], key])}={near}"
+            return f"{name_key('.'.join([*parts[:-1], key]))}={near}"
     return find_nearest(value, names)
 
 

@@ -12,12 +12,13 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Typ
 import yaml
 from pydantic import ValidationError
 
-from ipu_pipe.config.faults import find_origin, format_faults, show_value
+from ipu_pipe.config.faults import CALL, find_origin, format_faults, name_origin
 from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.config.sections import GIVEN, LrSchedule, OptimizerConfig, StageCount
 from ipu_pipe.config.values import Section
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import read_file
+from ipu_pipe.refusals import Language, show_in_config
 from ipu_pipe.schedule import methods
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.shipped import list_configs
@@ -322,7 +323,7 @@ def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[
             key = f"{section}.{misfit}"
             if misfit not in settings or find_layer(key) >= find_layer(f"{section}.name"):
                 break
-            left_out.append(f"{origins[key]}: {key}: {show_value(settings[misfit])}")
+            left_out.append(f"{origins[key]}: {key}: {show_in_config(settings[misfit])}")
             # an alias may give other keys the same mapping
             settings = {name: value for name, value in settings.items() if name != misfit}
         if left_out and isinstance(settings, dict):
@@ -337,8 +338,8 @@ def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[
     updates_alone = method is not None and (method.history or method.rounds)
     if updates_alone and key in origins and find_layer(key) < find_layer("method"):
         warnings.warn(
-            f"{origins[key]}: {key}: {show_value(raw.pop(key))}: left out, because each microbatch "
-            f"of {raw['method']} is an update",
+            f"{origins[key]}: {key}: {show_in_config(raw.pop(key))}: left out, because each "
+            f"microbatch of {raw['method']} is an update",
             stacklevel=2,
         )
 
@@ -373,7 +374,7 @@ def configure(**keys: Any) -> Config:
     Raise `BadInput` with every fault found.
     """
     raw = {"model": {"entry": GIVEN}, "data": {"name": GIVEN}, **keys}
-    return _validate(raw, {}, "configure", [])
+    return _validate(raw, {}, CALL, [])
 
 
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
@@ -401,9 +402,9 @@ def _validate(
     """
 
     def add_origins(faults: Sequence[str]) -> List[str]:
-        return [
-            f"{find_origin(fault.partition(':')[0], origins, source)}: {fault}" for fault in faults
-        ]
+        keys = [Language.CONFIG.say(fault).partition(":")[0] for fault in faults]
+        places = [name_origin(find_origin(key, origins, source)) for key in keys]
+        return [f"{place}{fault}" for place, fault in zip(places, faults)]
 
     raw = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
     config = None
@@ -427,9 +428,9 @@ def _validate(
             )
             faulty_keys |= {key[:1], key[:2]}
     if isinstance(raw.get("hardware"), str):
-        origin = find_origin("hardware", origins, source)
+        origin = name_origin(find_origin("hardware", origins, source))
         faults += _collect_faults(
-            import_outer("read_hardware"), raw["hardware"], f"{origin}: hardware"
+            import_outer("read_hardware"), raw["hardware"], f"{origin}hardware"
         )
     # check the method even if other keys are wrong
     if ("method",) not in faulty_keys:
@@ -438,9 +439,8 @@ def _validate(
         args = {
             key: value for key, value in args.items() if ("method_args", key) not in faulty_keys
         }
-        method_faults = _collect_faults(methods.resolve_method, raw.get("method", "gpipe"), args)
         faults += add_origins(
-            [re.sub(r"^method_args: ", "method_args.", fault) for fault in method_faults]
+            _collect_faults(methods.resolve_method, raw.get("method", "gpipe"), args)
         )
     if config is not None and not faults:
         conflicts, optimizer_conflicts = _list_method_conflicts(config)
@@ -478,5 +478,5 @@ def _collect_faults(check: Any, *args: Any) -> List[str]:
     try:
         check(*args)
     except BadInput as error:
-        return error.faults
+        return error.lines
     return []

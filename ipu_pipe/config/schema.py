@@ -26,6 +26,7 @@ from ipu_pipe.config.values import (
     Threads,
     Updates,
 )
+from ipu_pipe.refusals import NONE, Argument, Words
 from ipu_pipe.schedule.methods import METHODS, Reads, Timeline
 from ipu_pipe.text import suggest
 
@@ -92,14 +93,17 @@ class BackendConfig(Section):
         raise ValueError("must be a mapping of keys to values")
 
     def list_cases(self) -> Iterator[Case]:
-        why = f"belongs to backend.name poptorch, not {self.name}: set backend.ipu=null"
+        why = (
+            f"belongs to {Argument('backend')} poptorch, not {self.name}: "
+            f"{Words('leave it out', 'set backend.ipu=null')}"
+        )
         yield Case(self.ipu is not None and self.name != "poptorch", "ipu", why, "given")
-        why = f"belongs to backend.name xla, not {self.name}: leave it out"
+        why = f"belongs to {Argument('backend')} xla, not {self.name}: leave it out"
         is_other = not self.facts.counts_devices
         yield Case(self.platform is not None and is_other, "platform", why)
         yield Case(self.devices is not None and is_other, "devices", why)
         yield Case(self.program is not None and is_other, "program", why)
-        why = f"belongs to backend.device cuda, not {self.device}: leave it out"
+        why = f"belongs to {Argument('device')} cuda, not {self.device}: leave it out"
         is_other = self.device != "cuda"
         yield Case(is_other and not self.deterministic, "deterministic", why)
         yield Case(is_other and self.tf32, "tf32", why)
@@ -218,8 +222,8 @@ class Config(Section):
             import_outer("hardware").model_validate({"name": "given", **value})
         elif not (value is None or isinstance(value, str)):
             allowed = (
-                "null, a name of configs/hardware, a YAML file such as those there, or a "
-                "mapping of its keys"
+                f"{NONE}, a name of configs/hardware, a YAML file such as those there, or a "
+                f"mapping of its keys"
             )
             raise ValueError(f"must be {allowed}")
         return value
@@ -245,8 +249,8 @@ class Config(Section):
             )
             return section.model_validate(value).model_dump()
         allowed = (
-            "must be null (the model's own), auto, finest, a whole number >= 1, a list of "
-            "module names, {count, by} or {finest}"
+            f"must be {NONE} (the model's own), auto, finest, a whole number >= 1, a list of "
+            f"module names, {{count, by}} or {{finest}}"
         )
         raise ValueError(
             allowed + (suggest(value, ("auto", "finest")) if isinstance(value, str) else "")
@@ -254,7 +258,7 @@ class Config(Section):
 
     def list_cases(self) -> Iterator[Case]:
         why = (
-            f"belongs to backend.name poptorch: must be float32, float64, bfloat16 or "
+            f"belongs to {Argument('backend')} poptorch: must be float32, float64, bfloat16 or "
             f"bfloat16_mixed with {self.backend.name}"
         )
         is_in_bits = self.precision in ("16.16", "16.32", "32.32")
@@ -266,7 +270,7 @@ class Config(Section):
             is_missing, "optimizer.name", "without given.optimizer: must be sgd, adam or adamw"
         )
         is_unknown = self.hardware is None and self.leaves_stages_to_planner
-        why = "needs to know the devices: hardware: a name or file"
+        why = "needs to know the devices: set hardware, a name or file"
         yield Case(is_unknown and self.stages != "auto", "stages.by", why, "hardware")
         is_auto = self.stages == "auto" and not self.backend.facts.uses_processes
         yield Case(is_unknown and is_auto, "stages", f"{why}, or processes")
@@ -275,16 +279,16 @@ class Config(Section):
         if method is not None and method.is_stale and method.backward_reads is Reads.NEWEST:
             recomputes = self.recompute and not args.recompute and not args.stash
             why = (
-                "cannot be combined with recompute: true, which recomputes with older weights "
-                "than its backward reads"
+                f"cannot be combined with {Argument('recompute', True)}, which recomputes with older "
+                "weights than its backward reads"
             )
             delays = args.constant_delay and args.constant_delay.updates
             yield Case(
                 recomputes and args.constant_delay, "method_args.constant_delay", why, delays
             )
             why = (
-                f"{self.method} must say which weights recompute: method_args: {{recompute: "
-                f"{{segments: ...}}}}"
+                f"{self.method} must say which weights recompute: "
+                f"{Argument('method_args', {'recompute': {}})}"
             )
             yield Case(recomputes and not args.hogwild, "recompute", why)
 

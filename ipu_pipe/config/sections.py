@@ -42,6 +42,7 @@ from ipu_pipe.config.values import (
     to_number,
     to_numbers,
 )
+from ipu_pipe.refusals import NONE
 from ipu_pipe.text import find_nearest, show
 
 GIVEN = "(given in Python)"
@@ -653,7 +654,7 @@ class Hogwild(Section):
     @classmethod
     def _validate_mean(cls, value: Any) -> Any:
         return to_numbers(
-            value, math.inf, "must be null, a number >= 0, or a list of such, one per stage"
+            value, math.inf, f"must be {NONE}, a number >= 0, or a list of such, one per stage"
         )
 
 

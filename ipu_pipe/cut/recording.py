@@ -44,6 +44,7 @@ from ipu_pipe.model.devices import read_autocast
 from ipu_pipe.model.observation import get_storage, join_name, list_ancestors
 from ipu_pipe.model.precision import enter_model_autocast
 from ipu_pipe.model.watching import FunctionWatch, OperationWatch
+from ipu_pipe.refusals import EMULATOR
 
 
 @dataclass(frozen=True)
@@ -213,8 +214,7 @@ class Recorder:
                 operation, operation
             ),
             "in a module that is cut, the forward depends on a tensor's values: begin stages at "
-            "whole modules around it, put it"
-            " into a module of its own, or use backend: {name: emulator}",
+            f"whole modules around it, put it into a module of its own, or use {EMULATOR}",
             ReadsValues,
         )
 

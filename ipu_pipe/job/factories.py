@@ -36,6 +36,7 @@ from ipu_pipe.model.loss import (
     make_token_count,
 )
 from ipu_pipe.model.stages import Partition, partition
+from ipu_pipe.refusals import OWN_LOSS, Words
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.shipped import MODELS
 from ipu_pipe.text import find_nearest, show, suggest
@@ -131,7 +132,8 @@ def make_loss_weight(config: Config, objects: Overrides, loss: Loss) -> LossWeig
     if config.loss_weight == TOKENS:
         return make_token_count(get_plain_loss(loss))
     if ":" not in config.loss_weight:
-        why = "must be tokens, or an import string module:name of a function of the labels"
+        script = Words("", "an import string module:name of ")
+        why = f"must be tokens, or {script}a function of the labels"
         raise BadInput(f"loss_weight: {show(config.loss_weight)}: {why}")
     return resolve_entry(config.loss_weight, "loss_weight")
 
@@ -149,7 +151,7 @@ def make_output_selector(config: Config, of_heads: bool = False) -> Take | None:
             "the heads of its blocks give no loss of their own: must be a loss of their outputs, "
             "such as cross_entropy"
         )
-        raise BadInput(f"loss: model: {config.method}: {why}")
+        raise BadInput(f"{OWN_LOSS}: {config.method}: {why}")
     if of_heads and is_function:
         why = (
             f"{config.method} takes the outputs of its blocks' heads: must be the name of a "
@@ -251,7 +253,7 @@ def collect_results(values: Iterable[Any], make: Callable[[Any], Any]) -> list[A
         try:
             results.append(make(value))
         except BadInput as error:
-            faults += error.faults
+            faults += error.lines
     raise_faults(faults)
     return results
 
@@ -380,7 +382,7 @@ def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) 
     try:
         return function(**args)
     except BadInput as error:
-        raise BadInput([f"{key}: {fault}" for fault in error.faults]) from None
+        raise BadInput([f"{key}: {fault}" for fault in error.lines]) from None
     # the user's function may raise anything
     except Exception as error:
         message = str(error) if isinstance(error, (TypeError, ValueError)) else summarize(error)

@@ -41,6 +41,7 @@ from ipu_pipe.model.precision import cast_forward, get_user_loss, is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, draw_from
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function, restore_modes
 from ipu_pipe.model.stages import Footprint, Partition, make_footprint
+from ipu_pipe.refusals import EMULATOR, Words
 
 # the name of the auxiliary heads in a model
 HEADS = "local_heads"
@@ -92,7 +93,7 @@ class Blocks:
         if not isinstance(output, torch.Tensor):
             raise BadInput(
                 f"model: returns {describe_output(output)}: blocks need one tensor for the loss; "
-                f"set model.output"
+                f"{Words('let the model return that', 'set model.output')}"
             )
         heads: dict[str, nn.Module] = {}
         device = get_first_tensor(x).device
@@ -396,7 +397,7 @@ def verify_losses(
     place = "where the model is cut the last stage computes it alone"
     remedy = (
         "compute the term in the forward of that stage and return it with the model's output, let "
-        "the model itself hold a weight that only the loss reads, or use backend: {name: emulator}"
+        f"the model itself hold a weight that only the loss reads, or use {EMULATOR}"
     )
     if blocks is not None:
         place = "block {stage} computes it alone"

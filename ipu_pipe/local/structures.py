@@ -87,7 +87,7 @@ def _list_chunk_boundaries(staged: StagedModel, chunks: int | tuple[str, ...]) -
     except BadInput as error:
         key = f"method_args.blocks: {chunks}:"
         raise BadInput(
-            [fault.replace(f"stages: {len(part)}:", key) for fault in error.faults]
+            [fault.replace(f"stages: {len(part)}:", key) for fault in error.lines]
         ) from None
 
 

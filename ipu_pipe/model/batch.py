@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.refusals import BATCH, EMULATOR
 from ipu_pipe.text import describe_kind
 
 
@@ -112,7 +113,7 @@ def get_first_tensor(nest: Any) -> torch.Tensor:
     tensors = list_tensors(nest)
     if not tensors:
         allowed = "must be a tensor, or tensors in mappings, tuples and lists"
-        raise BadInput(f"data: {describe_kind(nest)} without a tensor: {allowed}")
+        raise BadInput(f"{BATCH}: {describe_kind(nest)} without a tensor: {allowed}")
     return tensors[0]
 
 
@@ -120,7 +121,9 @@ def count_samples(nest: Any) -> int:
     """Return the number of samples of a batch: the first dimension of its tensors."""
     tensor = get_first_tensor(nest)
     if not tensor.dim():
-        raise BadInput("data: a tensor of no dimensions: the first dimension must be the samples")
+        raise BadInput(
+            f"{BATCH}: a tensor of no dimensions: the first dimension must be the samples"
+        )
     return len(tensor)
 
 
@@ -164,19 +167,17 @@ def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
     for name, value in leaves:
         if not isinstance(value, torch.Tensor):
             raise BadInput(
-                f"data: {what}{name and ': ' + name}: is of type {type(value).__name__}: must be a "
-                f"tensor, or tensors in "
-                "mappings, tuples and lists"
+                f"{BATCH}: {what}{name and ': ' + name}: is of type {type(value).__name__}: must be "
+                f"a tensor, or tensors in mappings, tuples and lists"
             )
     if not leaves:
-        raise BadInput(f"data: {what}: contain no tensor")
+        raise BadInput(f"{BATCH}: {what}: contain no tensor")
     first, tensor = leaves[0]
     for name, value in leaves if by_sample else ():
         if not value.dim() or not tensor.dim() or len(value) != len(tensor):
             raise BadInput(
-                f"data: {name} has the shape {tuple(value.shape)}, {first} {tuple(tensor.shape)}: "
-                f"the first "
-                "dimension of each input must be the batch's samples"
+                f"{BATCH}: {name} has the shape {tuple(value.shape)}, {first} {tuple(tensor.shape)}"
+                f": the first dimension of each input must be the batch's samples"
             )
 
 
@@ -200,9 +201,9 @@ def check_same_shapes(x: Any, example: Any, m: int) -> None:
             if a != b:
                 a, b = (tuple(size) if isinstance(size, torch.Size) else size for size in (a, b))
                 raise BadInput(
-                    f"data: microbatch {m}: inputs{name and ': ' + name}: of {what} {a}, of the "
-                    f"first microbatch {b}: stages on"
-                    f" processes take one {what}: pad to one length, or use backend.name: emulator"
+                    f"{BATCH}: microbatch {m}: inputs{name and ': ' + name}: of {what} {a}, of the "
+                    f"first microbatch {b}: stages on processes take one {what}: pad to one "
+                    f"length, or use {EMULATOR}"
                 )
 
 

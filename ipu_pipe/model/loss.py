@@ -22,6 +22,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import describe_tensors, list_tensors
+from ipu_pipe.refusals import OWN_LOSS, Words
 from ipu_pipe.text import describe_kind
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -83,7 +84,7 @@ class OwnLoss:
         ]
         if len(losses) != 1:
             raise BadInput(
-                f"loss: model: the model returns {describe_output(output)}: must be one number, "
+                f"{OWN_LOSS}: the model returns {describe_output(output)}: must be one number, "
                 f"have it as field {LOSS}, or "
                 "be a tuple with one number in it: does the model get the labels?"
             )
@@ -309,8 +310,7 @@ class CountTokens:
         )
         raise BadInput(
             f"loss_weight: tokens: the labels are {described}: must be one tensor of class "
-            f"numbers; use a function of the "
-            "labels (module:name)"
+            f"numbers; use a function of the labels{Words('', ' (module:name)')}"
         )
 
 
@@ -352,8 +352,8 @@ class LabelRange:
         wrong = counted[(counted < 0) | (counted >= self.classes)]
         if wrong.numel():
             raise BadInput(
-                f"data: label {int(wrong[0])}: the model gives {self.classes} classes: must be "
-                f"from 0 to {self.classes - 1}"
+                f"{Words('step: y', 'data')}: label {int(wrong[0])}: the model gives {self.classes} "
+                f"classes: must be from 0 to {self.classes - 1}"
             )
 
 

@@ -1,13 +1,11 @@
 """Arguments of `Pipeline` that a config words otherwise: the device, the deadline, the process
-group, settings of heads; and faults of a config in the words of these arguments.
+group, settings of heads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import re
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,6 @@ from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.stages import explain_too_many
-from ipu_pipe.refusals import PYTHON
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import describe_kind, list_some, show
 
@@ -225,69 +222,3 @@ def require_head_settings(heads: Mapping[str, Any], optimizer: torch.optim.Optim
         kind([nn.Parameter(torch.zeros(1, 1))], **settings)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"heads: {error}") from error
-
-
-# ---- faults that are found in the keys of a config
-
-# (pattern, replacement), applied one after another
-ARGUMENTS: tuple[tuple[str, str], ...] = (
-    (r"^configure: ", ""),
-    (r" tools/train\.py CONFIG --set backend\.name=distributed", " your script"),
-    (r"^backend\.name: ", "backend: "),
-    (r" with backend\.ipu=null and precision=(\w+)", r' with precision="\1"'),
-    (r"\bbackend\.name[:=] ?(\w+)", r'backend="\1"'),
-    (r"\bbackend\.name\b", "backend"),
-    (r"backend: \{name: (\w+)\}", r'backend="\1"'),
-    (r"\bbackend\.(device|deadline)\b", r"\1"),
-    (r"\bbackend\.(\w+)", r"backend_args.\1"),
-    (r"\bgradient_accumulation\b", "microbatches"),
-    (r"\bmethod_args(\.|: )warmup\b", "warmup"),
-    (r"method_args: \{stash: true\}", 'method_args={"stash": True}'),
-    (
-        r"method_args: \{recompute: \{segments: \.\.\.\}\}",
-        'method_args={"recompute": {"segments": ...}}',
-    ),
-    (r"^clip\.(scope|norm): ", "clip: "),
-    (r"^data: label ", "step: y: label "),
-    (r"\bset which one, as in model\.output: (\w+),", r'take one in the loss, as in output["\1"],'),
-    (r"; set model\.output", "; let the model return that"),
-    (r"^loss: model: ", "loss: None: "),
-    (r"\bloss: model\b", "loss=None"),
-    (
-        r"\bor an import string module:name of a function of the labels",
-        "or a function of the labels",
-    ),
-    (
-        r"\bneeds to know the devices: hardware: a name or file, or processes",
-        'needs backend="distributed"',
-    ),
-    (
-        r"\bneeds to know the devices: hardware: a name or file",
-        "chooses by a hardware description, which a config has",
-    ),
-    (r"\bmust be null\b", "must be None"),
-    (r"\bmust be true\b", "must be True"),
-    (r"\bmust be false\b", "must be False"),
-    (r": true\b", ": True"),
-    (r": false\b", ": False"),
-)
-
-
-def reword(fault: str) -> str:
-    """Return a fault of a config in the words of the arguments of `Pipeline`."""
-    for pattern, replacement in ARGUMENTS:
-        fault = re.sub(pattern, replacement, fault)
-    return fault
-
-
-@contextlib.contextmanager
-def name_arguments() -> Iterator[None]:
-    """Name the arguments of `Pipeline` in the faults of a `BadInput` that leaves the context,
-    instead of the keys of a config.
-    """
-    try:
-        yield
-    except BadInput as error:
-        error.faults = [PYTHON.say(reword(fault)) for fault in error.faults]
-        error.args = ("; ".join(error.faults),)
-        raise

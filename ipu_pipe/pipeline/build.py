@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
@@ -22,7 +21,7 @@ from ipu_pipe.config.sections import GIVEN, OWN, Description, Given
 from ipu_pipe.config.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import LoaderData
-from ipu_pipe.errors import BadInput, raise_faults, say_in
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.precision import resolve_precision
 from ipu_pipe.job.factories import (
     Placed,
@@ -54,7 +53,7 @@ from ipu_pipe.model.stages import Footprint, make_footprint
 from ipu_pipe.pipeline.checks import check_model, check_modules, find_faults
 from ipu_pipe.pipeline.device_check import require_device, try_new_device
 from ipu_pipe.plan.config_cut import choose_stages
-from ipu_pipe.refusals import CONFIG
+from ipu_pipe.refusals import NONE, Argument
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import OPEN, make_schedule, open_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
@@ -241,9 +240,7 @@ def build(
     user's own code pass unchanged.
     """
     objects = Overrides(model, data, loss, **others)
-    with say_in(CONFIG), attribute_faults(
-        lambda: "before training"
-    ), contextlib.ExitStack() as undo:
+    with attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
         if model is not None:
             undo.callback(record_modes(model))
         setup = set_up(
@@ -342,7 +339,7 @@ def resolve(
     # schedules call the config's gradient_accumulation `accumulate`
     except BadInput as error:
         raise BadInput(
-            [re.sub("^accumulate:", "gradient_accumulation:", fault) for fault in error.faults]
+            [line.replace("accumulate:", f"{Argument('microbatches')}:", 1) for line in error.lines]
         ) from None
     table = VersionTable(schedule, method, config.seed)
     beginning = open_schedule(method, stage_count, accumulate, [done] if done else [], switch)
@@ -572,7 +569,7 @@ def _complete_rule_settings(resolved: Resolved) -> dict[str, Any]:
         return args
     if resolved.updates == OPEN:
         raise BadInput(
-            "method_args.t1.anneal_updates: null: the run's end is not known: must be a number "
+            f"method_args.t1.anneal_updates: {NONE}: the run's end is not known: must be a number "
             "of updates"
         )
     lr_schedule = config.lr_schedule

@@ -38,7 +38,7 @@ from ipu_pipe.model.precision import get_uncast_loss, get_user_loss
 from ipu_pipe.model.randomness import find_unkeyed_draws
 from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.plan.config_cut import list_shortages
-from ipu_pipe.refusals import Argument
+from ipu_pipe.refusals import NONE, OWN_LOSS, Argument, Words
 from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.text import describe_kind, list_some, show
 from ipu_pipe.update import coupling, rules
@@ -131,10 +131,9 @@ def _find_single_stage_conflicts(job: Job) -> dict[str, Any]:
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
         f"{Argument('microbatches')}: {accumulation}: {alone}: must be 1": alone
         and accumulation > 1,
-        "method_args.delay_compensation: cannot be combined with loss_weight: it uses the gradient "
-        "of a "
-        "microbatch's own loss, and "
-        "earlier stages do not know its weight: must be null": job.loss_weight
+        f"method_args.delay_compensation: cannot be combined with loss_weight: it uses the "
+        f"gradient of a microbatch's own loss, and earlier stages do not know its weight: must be "
+        f"{NONE}": job.loss_weight
         and job.rules.compensates
         and job.schedule.accumulate * replicas > 1,
         f"{Argument('clip')}: {scope}: {alone}: use {by_stage}": alone
@@ -160,7 +159,7 @@ def _find_copy_conflicts(job: Job) -> dict[str, Any]:
         and (replicas > 1 or method.rounds is not None or overlaps),
         f"replicas: {replicas}: each would have its own mean square, but a checkpoint has only "
         f"one: must be 1, or "
-        "method_args.delay_compensation.adaptive: false": replicas > 1
+        f"{Argument('method_args', {'delay_compensation': {'adaptive': False}})}": replicas > 1
         and compensation.get("adaptive"),
     }
 
@@ -225,7 +224,7 @@ def _find_block_conflicts(job: Job) -> dict[str, Any]:
         f"{Argument('clip')}: {clip and clip.scope}: a block knows only its own gradients: use {by_stage}": clip
         and clip.scope != "stage",
         f"replicas: {config.replicas}: not with method_args.block_accumulation: use "
-        f"gradient_accumulation": gathers and config.replicas > 1,
+        f"{Argument('microbatches')}": gathers and config.replicas > 1,
         "clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not "
         "clipped": overlaps and clip,
         "method_args.block_accumulation: not with local_overlapping, whose blocks share gradients "
@@ -294,10 +293,8 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
         ],
         "gradients must be dense: sparse=False gives the same numbers": sparse,
         "on a GPU cuDNN draws a recurrent layer's dropout from a private state, which no seed "
-        "reaches: use dropout=0 with "
-        "nn.Dropout between layers of num_layers=1, or backend.device: cpu": find_unkeyed_draws(
-            model, device
-        ),
+        "reaches: use dropout=0 with nn.Dropout between layers of num_layers=1, or "
+        f"{Argument('device', 'cpu')}": find_unkeyed_draws(model, device),
     }
     faults = [
         f"model: {list_some(names)}: {fault}" for fault, names in names_by_fault.items() if names
@@ -382,10 +379,13 @@ def _explain_failure(
     (x, y), fields = example, list_fields(output)
     if fields and takes_whole_output(loss):
         likely = SCORES if SCORES in fields else fields[0]
+        which = Words(
+            f'take one in the loss, as in output["{likely}"]',
+            f"set which one, as in model.output: {likely}",
+        )
         return (
             f"model: returns {describe_output(output)}, but the loss takes one of these ({error}): "
-            f"set which one,"
-            f" as in model.output: {likely}, or use loss: model if the output has its own loss"
+            f"{which}, or use {OWN_LOSS} if the output has its own loss"
         )
     if output is not None and value is None:
         returned = describe_output(output)
@@ -396,7 +396,7 @@ def _explain_failure(
             f"{describe_tensors(get_labels(y))}: {error}"
         )
     labelled = (
-        ", which loss: model calls with the labels too"
+        f", which {OWN_LOSS} calls with the labels too"
         if isinstance(get_plain_loss(loss), OwnLoss)
         else ""
     )

@@ -33,6 +33,7 @@ from ipu_pipe.config.backend_facts import BACKEND_FACTS
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.devices import DeviceKind, fork_random, get_kind, list_accelerators
 from ipu_pipe.model.stages import partition
+from ipu_pipe.refusals import Argument, name_key
 from ipu_pipe.replay.replays import ReplayPlan, Views
 from ipu_pipe.replay.weights import OverwritingStore, SwappingStore
 from ipu_pipe.replay.work import Work
@@ -58,12 +59,16 @@ def require_device(name: str) -> DeviceKind:
     if kind.is_available():
         return kind
     if kind.is_cuda:
-        raise BadInput("backend.device: cuda: this machine has no usable CUDA device: use cpu")
+        raise BadInput(
+            f"{Argument('device')}: cuda: this machine has no usable CUDA device: use cpu"
+        )
     known = " or ".join(["cpu", *(one.name for one in list_accelerators())])
     meant = name if name in BACKEND_FACTS else find_alias(name, BACKEND_FACTS)
-    platform = " backend.platform=tpu" if name == "tpu" else ""
-    hint = f"; did you mean backend.name={meant}{platform}?" if meant else ""
-    raise BadInput(f"backend.device: {name}: torch has no such device here: must be {known}{hint}")
+    platform = f" {name_key('backend.platform')}=tpu" if name == "tpu" else ""
+    hint = f"; did you mean {name_key('backend.name')}={meant}{platform}?" if meant else ""
+    raise BadInput(
+        f"{Argument('device')}: {name}: torch has no such device here: must be {known}{hint}"
+    )
 
 
 @functools.lru_cache(maxsize=None)
@@ -83,7 +88,7 @@ def try_device(device: torch.device) -> None:
     except Exception as error:
         fault = f"a tiny pipeline does not train on it: {summarize(error)}"
     if fault:
-        raise BadInput(f"backend.device: {device.type}: {fault}")
+        raise BadInput(f"{Argument('device')}: {device.type}: {fault}")
 
 
 def _find_deviations(device: torch.device) -> Iterator[str]:

@@ -36,7 +36,7 @@ from ipu_pipe.backends.ranks import are_joined, run_on_main
 from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput, Divergence, RunFault
+from ipu_pipe.errors import BadInput, Divergence, RunFault, say_in
 from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job
@@ -54,7 +54,6 @@ from ipu_pipe.pipeline.arguments import (
     DEADLINE,
     make_backend_section,
     make_clip_section,
-    name_arguments,
     require_current_gpu,
     require_group_of_all,
     require_iterable,
@@ -102,6 +101,7 @@ from ipu_pipe.pipeline.state import (
 )
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
 from ipu_pipe.pipeline.turns import Turns, take_turn
+from ipu_pipe.refusals import Language
 from ipu_pipe.replay.work import require_finite
 from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.schedule.methods import DefaultAccumulate, Method, resolve_method
@@ -318,7 +318,7 @@ class Pipeline:
             "metrics": [],
             "log": {"trace": make_trace_section(trace), "tensorboard": False},
         }
-        with name_arguments():
+        with say_in(Language.PYTHON):
             self._config, self._method = _configure(keys, microbatches, stage_count, heads)
             kind = get_kind(self._config.backend.device)
             # a missing GPU is named at the first step
@@ -962,9 +962,7 @@ class Pipeline:
         if self._loaded is not None:
             # before the model is converted
             self._loaded = drop_written(self._loaded, self.model)
-        with name_arguments(), attribute_faults(
-            lambda: "before training"
-        ), contextlib.ExitStack() as undo:
+        with attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
             # a batch or arguments that do not fit leave the model and the optimizer as they were
             self._handle.claim()
             undo.callback(self._handle.release)

@@ -13,6 +13,9 @@ import functools
 import threading
 from typing import Any, Callable, Iterator, TypeVar, cast
 
+from ipu_pipe.errors import say_in
+from ipu_pipe.refusals import Language
+
 # calls that may be made inside the body of `with pipe.whole_model():`
 IN_WHOLE_MODEL = ("evaluate", "predict", "state_dict")
 
@@ -55,11 +58,13 @@ class Turns:
 
 
 def take_turn(call: Call) -> Call:
-    """Let a method of `Pipeline` take its turn, under its own name."""
+    """Let a method of `Pipeline` take its turn, under its own name, and name arguments in its
+    faults.
+    """
 
     @functools.wraps(call)
     def take(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._turns.take(call.__name__):
+        with self._turns.take(call.__name__), say_in(Language.PYTHON):
             return call(self, *args, **kwargs)
 
     return cast(Call, take)

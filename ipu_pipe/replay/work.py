@@ -187,7 +187,7 @@ def list_exactness_faults(job: Job) -> list[str]:
             f"model: with {method.name} the backward must read newer weights than the forward, "
             f"but the forward keeps tensors derived from {list_some(job.observation.derived)} "
             f"(weight norm, autocast, InstanceNorm and the like do): use layers that use their "
-            "weights directly, or method_args: {stash: true}"
+            f"weights directly, or {Argument('method_args', {'stash': True})}"
         )
     # a file of rows may have another order than the microbatches'
     if method.order is not None and method.order.file:

@@ -12,12 +12,12 @@ from torch import nn
 from ipu_pipe.backends.interface import POPTORCH_PREFIX, CheckpointState
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.compare import compare_deciding, list_length_dependent, select_deciding
-from ipu_pipe.config.faults import show_value
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.randomness import restore_random_states
+from ipu_pipe.refusals import show_in_config
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.provenance import compare_data
 from ipu_pipe.run.callbacks import Callbacks
@@ -143,8 +143,8 @@ def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> list[str
     """
     keys = select_deciding(job.config.to_dict())
     faults = [
-        f"{key}: saved with {show_value(a)}, this run has {show_value(b)}: it is another run's "
-        f"checkpoint"
+        f"{key}: saved with {show_in_config(a)}, this run has {show_in_config(b)}: it is another "
+        f"run's checkpoint"
         for key, a, b in compare_deciding(manifest["keys"], keys)
     ]
     step = manifest["step"]

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Iterable, Mapping
 
 from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.refusals import Argument, name_key, show_value
 from ipu_pipe.schedule.delays import Delay, History
 from ipu_pipe.text import show, suggest
 
@@ -595,17 +596,17 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
         method = replace(method, segments=settings["recompute"].get("segments") or 0)
         if method.backward_reads is not Reads.NEWEST or method.pipeline is not Timeline.DATAFLOW:
             raise BadInput(
-                f"method_args: recompute: {show(settings['recompute'])}: belongs to methods whose "
-                f"passes both read the"
-                " newest weights on the dataflow schedule (pipemare, pipelined_backprop); "
-                "elsewhere set recompute: true"
+                f"method_args.recompute: {show(settings['recompute'])}: belongs to methods whose "
+                f"passes both read the newest weights on the dataflow schedule (pipemare, "
+                f"pipelined_backprop); "
+                f"elsewhere set {Argument('recompute', True)}"
             )
     return method
 
 
 def _format_key(key: str) -> str:
-    """Return the key of a method's setting in a config."""
-    return key if key == "stages_per_device" else f"method_args: {key}"
+    """Return the place of a method's setting in a refusal."""
+    return key if key == "stages_per_device" else name_key(f"method_args.{key}")
 
 
 def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
@@ -632,7 +633,8 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
         and not (takes_order and settings.get("split_backward"))
     ):
         reasons["activation_limit"] = (
-            "belongs to zb_auto and to asynchronous methods with split_backward: true"
+            f"belongs to zb_auto and to asynchronous methods with "
+            f"{Argument('method_args', {'split_backward': True})}"
         )
     fixed = _explain_fixed_axes(method)
     for key in (key for key in settings if key in AXIS_KEYS):
@@ -648,7 +650,10 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
     pipeline = Timeline(settings.get("schedule", method.pipeline))
     if not reasons:
         if "turn" in settings and pipeline is not Timeline.DATAFLOW:
-            reasons["turn"] = "only the dataflow schedule has a turn; set schedule: dataflow"
+            reasons["turn"] = (
+                f"only the dataflow schedule has a turn; set "
+                f"{Argument('method_args', {'schedule': 'dataflow'})}"
+            )
         if delay_key == "hogwild" and "constant_delay" in settings:
             reasons["hogwild"] = "cannot be combined with constant_delay, which fixes the delays"
         if delay_key is not None and "recompute" in settings:
@@ -659,12 +664,14 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
         if settings.get("delays") == "schedule":
             if settings.get("order") != "schedule":
                 reasons["delays"] = (
-                    "PipeDream's delays need PipeDream's order of updates: set order: schedule"
+                    f"PipeDream's delays need PipeDream's order of updates: set "
+                    f"{Argument('method_args', {'order': 'schedule'})}"
                 )
             if "delay_bound" in settings:
-                reasons["delay_bound"] = "delays: schedule has PipeDream's own bound: leave it out"
+                reasons["delay_bound"] = "delays schedule has PipeDream's own bound: leave it out"
     return [
-        f"{_format_key(key)}: {show(settings[key])}: {reason}" for key, reason in reasons.items()
+        f"{_format_key(key)}: {show_value(settings[key])}: {reason}"
+        for key, reason in reasons.items()
     ]
 
 

@@ -67,7 +67,7 @@ def _read_file(name: str, stages: int, microbatches: int) -> DeviceRows:
     microbatches.
     """
     if not name:
-        raise BadInput("method_args: file: none: method rows needs the name of a CSV file")
+        raise BadInput("method_args.file: none: method rows needs the name of a CSV file")
     device_rows = read_csv(name)
     count = 1 + max(action.index for row in device_rows.rows for action in row)
     faults = []

@@ -25,6 +25,7 @@ from typing import Any, Callable, List, Mapping, NamedTuple, Optional, Sequence,
 
 import torch
 
+from ipu_pipe.refusals import Argument, name_key
 from ipu_pipe.schedule.methods import Method, Reads, Timeline
 from ipu_pipe.stability import recurrences
 
@@ -221,8 +222,8 @@ def list_compensation_conflicts(
     if method.backward_reads is not Reads.STASHED:
         return [
             f"method_args.delay_compensation: with {method.name} here the passes of a microbatch "
-            f"read different weights, but the"
-            " rule needs one version: set stash: true"
+            f"read different weights, but the rule needs one version: set "
+            f"{Argument('method_args', {'stash': True})}"
         ]
     if method.order is not None and method.order.splits:
         return [
@@ -625,14 +626,14 @@ def list_conflicts(
         idle += ["warmup"] if args.get("warmup") is not None else []
         if idle:
             why = "no gradient is stale: leave it out"
-            return [f"method_args.{key}: with {method.name} {why}" for key in idle]
+            return [f"{name_key(f'method_args.{key}')}: with {method.name} {why}" for key in idle]
     faults: list[str] = []
     if method.history is not None:
         other = [key for key in keys if key != "nag"] + ["warmup"] * (
             args.get("warmup") is not None
         )
         why = "its delays count updates of all stages, for which no rule is defined"
-        return [f"method_args.{key}: not with {method.name}: {why}" for key in other]
+        return [f"{name_key(f'method_args.{key}')}: not with {method.name}: {why}" for key in other]
     for rule, settings in acting:
         faults += (
             rule.method_faults(settings, method, keys) if rule.method_faults is not None else []

@@ -44,17 +44,19 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.refusals import BATCH, EMULATOR, NONE, OWN_LOSS, Argument, Words, name_key
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.text import list_some
 
 # seconds that a process may wait for another one that compiles
 COMPILATION = 3600.0
+LOCAL = Argument("backend_args.ipu.local")
 MISSING = (
     "PopTorch is not installed: it is a wheel inside Graphcore's Poplar SDK 3.4 (not on PyPI), for "
-    "Python 3.8 and "
-    "torch 2.0.1; what runs here is backend.name=emulator with backend.ipu=null and "
-    "precision=float32"
+    "Python 3.8 and torch 2.0.1; what runs here is "
+    f"{name_key('backend.name')}=emulator{Words('', ' with backend.ipu=null')} and "
+    f"{name_key('precision')}=float32"
 )
 
 
@@ -71,22 +73,19 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
         # a plan needs no device
         if asked.get("--dry-run"):
             return
-        raise BadInput(f"backend.name: poptorch: {MISSING}")
+        raise BadInput(f"{Argument('backend')}: poptorch: {MISSING}")
     if decoupled and is_under_poprun():
         raise BadInput(
-            "backend.ipu.local: decoupled: not under poprun: start it with torchrun, or set fused"
+            f"{LOCAL}: decoupled: not under poprun: start it with torchrun, or set fused"
         )
     if decoupled and not is_distributed():
-        start_it = (
-            "start it with torchrun --nproc_per_node BLOCKS tools/train.py CONFIG, or set fused"
-        )
-        raise BadInput(
-            f"backend.ipu.local: decoupled: each block runs in a process of its own: {start_it}"
-        )
+        script = Words("your script", "tools/train.py CONFIG")
+        start_it = f"start it with torchrun --nproc_per_node BLOCKS {script}, or set fused"
+        raise BadInput(f"{LOCAL}: decoupled: each block runs in a process of its own: {start_it}")
     if not decoupled and is_distributed() and not is_under_poprun():
         raise BadInput(
-            "backend.name: poptorch: one process drives all IPUs: start it without torchrun "
-            "(poprun: replicas)"
+            f"{Argument('backend')}: poptorch: one process drives all IPUs: start it without "
+            "torchrun (poprun: replicas)"
         )
     if ipu.profile.pvti is not None:
         # libpvti reads it at its import
@@ -105,7 +104,7 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
         warnings.filterwarnings("ignore", message="Positional args are being deprecated")
     except (ImportError, AssertionError, OSError) as error:
         raise BadInput(
-            f"backend.name: poptorch: PopTorch is installed but cannot be imported: "
+            f"{Argument('backend')}: poptorch: PopTorch is installed but cannot be imported: "
             f"{summarize(error)}: source the SDK's enable "
             "scripts, and use its Python 3.8 and torch 2.0.1"
         ) from error
@@ -141,7 +140,7 @@ def list_faults(job: Job) -> list[str]:
     before compiling.
     """
     config = job.config
-    others = "use backend.name: emulator or distributed"
+    others = f"use {EMULATOR} or distributed"
     faults = []
     if job.requested_fields:
         asks = ", ".join(job.requested_fields)
@@ -150,9 +149,9 @@ def list_faults(job: Job) -> list[str]:
             f"{others}"
         )
     elif not all(isinstance(part, torch.Tensor) for part in job.example):
-        faults.append(f"data: IPUs take batches (x, y) of two tensors: {others}")
+        faults.append(f"{BATCH}: IPUs take batches (x, y) of two tensors: {others}")
     elif not takes_whole_output(job.loss):
-        key = "loss: model" if isinstance(job.loss, OwnLoss) else "model.output"
+        key = OWN_LOSS if isinstance(job.loss, OwnLoss) else "model.output"
         faults.append(f"{key}: IPUs take a model that returns a tensor: {others}")
     elif job.updates_per_epoch is None and job.updates < OPEN:
         faults.append(f"data: the training data has no length, which IPUs need: {others}")
@@ -160,7 +159,7 @@ def list_faults(job: Job) -> list[str]:
         why = (
             "PopTorch averages an update's microbatches and replicas itself, and all count the same"
         )
-        faults.append(f"loss_weight: {config.loss_weight}: {why}: must be null, or {others}")
+        faults.append(f"loss_weight: {config.loss_weight}: {why}: must be {NONE}, or {others}")
     complex_buffers = [name for name, buffer in job.model.named_buffers() if buffer.is_complex()]
     if complex_buffers:
         faults.append(
@@ -170,8 +169,8 @@ def list_faults(job: Job) -> list[str]:
     # group
     if job.base_rate and any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
         faults.append(
-            "optimizer: parameter groups with different learning rates: not with backend.name "
-            "poptorch: must have one"
+            f"optimizer: parameter groups with different learning rates: not with "
+            f"{Argument('backend')} poptorch: must have one"
         )
     if faults:
         return faults
@@ -202,7 +201,7 @@ def _list_foreign_reads(job: Job) -> list[str]:
         ]
         trial = LossTrial(job.model, (), job.loss, job.example, randomness)
         place = "PopTorch compiles a copy of the model, in which it cannot read them"
-        remedy = "put the term into the model's output, or use backend: {name: emulator}"
+        remedy = f"put the term into the model's output, or use {EMULATOR}"
         return list(dict.fromkeys(list_foreign_reads(trial, stages, place, remedy)))
     finally:
         randomness.remove()
@@ -246,9 +245,10 @@ def make(job: Job, first_update: int) -> Engine:
     )
     if not (simulated or ipu.wait_for_ipu or poptorch.ipuHardwareIsAvailable(count)):
         raise BadInput(
-            f"backend.name: poptorch: this machine has no device of {count} IPUs: take fewer "
-            f"stages or replicas, or compile "
-            "without one: backend.ipu.compile_only=true backend.ipu.offline_target=2"
+            f"{Argument('backend')}: poptorch: this machine has no device of {count} IPUs: take "
+            f"fewer stages or replicas, or compile without one: "
+            f"{name_key('backend.ipu.compile_only')}=true "
+            f"{name_key('backend.ipu.offline_target')}=2"
         )
     return (BlockEngine if is_block else PoptorchEngine)(job, first_update)
 

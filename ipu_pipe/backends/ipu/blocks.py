@@ -36,6 +36,7 @@ from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
+from ipu_pipe.refusals import name_key
 from ipu_pipe.replay.work import require_finite
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
 
@@ -120,7 +121,7 @@ class BlockEngine(Engine):
         if several:
             raise BadInput(
                 f"stages: several tensors cross to block {several[0] + 1}: must be one, or "
-                f"backend.ipu.local fused"
+                f"{name_key('backend.ipu.local')} fused"
             )
         block_accumulation = (
             job.config.method_settings().get("block_accumulation") or [1] * self.depth

@@ -21,6 +21,7 @@ from ipu_pipe.config.values import (
     to_number,
     to_numbers,
 )
+from ipu_pipe.refusals import NONE
 
 LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
 
@@ -28,7 +29,7 @@ LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
 def _validate_proportion(value: Any) -> Any:
     """Validate null, a share of each IPU's memory, or a list with one share per IPU."""
     return to_numbers(
-        value, 1, "must be null, a number from 0 to 1, or a list of such numbers, one per IPU"
+        value, 1, f"must be {NONE}, a number from 0 to 1, or a list of such numbers, one per IPU"
     )
 
 

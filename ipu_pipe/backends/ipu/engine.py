@@ -59,6 +59,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
+from ipu_pipe.refusals import name_key
 from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")
@@ -297,7 +298,9 @@ class PoptorchEngine(Engine):
         """Raise `BadInput` if no call begins with this update."""
         if update % self.updates_per_call:
             why = f"must divide the {update} updates that are done"
-            raise BadInput(f"backend.ipu.device_iterations: {self.updates_per_call}: {why}")
+            raise BadInput(
+                f"{name_key('backend.ipu.device_iterations')}: {self.updates_per_call}: {why}"
+            )
 
     def _call(self, executors: Executors, k: int) -> list[StepResult]:
         """Make the updates k to k + D - 1 in one call; return mean losses and accuracies over the

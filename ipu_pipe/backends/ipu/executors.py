@@ -29,12 +29,12 @@ from ipu_pipe.model.restoring import restore_modes
 # words of an error message -> remedy
 HINTS = {
     ("Out of memory", "Memory allocation error"): (
-        "take more stages or a smaller micro_batch_size, or recomputation, "
+        "take more stages or smaller microbatches, or recomputation, "
         "tensor_locations.optimizer.on_chip=false, "
         "partials=half, another available_memory_proportion"
     ),
     ("Failed to acquire", "No IPU detected", "No device found"): (
-        "see gc-info -l; backend.ipu.wait_for_ipu=true waits until other programs end"
+        "see gc-info -l; the IPU option wait_for_ipu=true waits until other programs end"
     ),
     ('Parameter "weight" is unsupported',): (
         "PopTorch's losses have no class weights: multiply the loss of reduction='none' by the "

@@ -24,6 +24,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.sources import split_batch
 from ipu_pipe.errors import BadInput, RunFault, summarize
+from ipu_pipe.refusals import name_key
 
 
 def convert_input(value: torch.Tensor, precision: str) -> torch.Tensor:
@@ -128,7 +129,7 @@ class Feed:
             pickle.dumps(self._calls)
         except Exception as error:
             why = f"the data cannot go to another process ({type(error).__name__}): must be sync"
-            raise BadInput(f"backend.ipu.data_loading.mode: async: {why}") from error
+            raise BadInput(f"{name_key('backend.ipu.data_loading.mode')}: async: {why}") from error
         handle, self._calls.error_file = tempfile.mkstemp(prefix="ipu_pipe-", suffix=".json")
         os.close(handle)
         settings = loading.model_dump(exclude={"mode"})
@@ -176,7 +177,7 @@ class Feed:
             why = f"the worker process exited without an error message ({summarize(error)})"
             remedy = (
                 "is there room for its buffers in /dev/shm? A smaller "
-                "backend.ipu.data_loading.buffer_size needs less memory"
+                "data_loading.buffer_size needs less memory"
             )
             raise RunFault(f"poptorch: loading data: {why}: {remedy}") from error
         cause = json.loads(text)

@@ -14,6 +14,7 @@ from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.unsupported import ACCUMULATORS
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import Partition
+from ipu_pipe.refusals import name_key, show_value
 from ipu_pipe.text import list_some
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.optimizer import list_kinds
@@ -140,7 +141,7 @@ COMBINED = "Accl___"
 # in faults
 LOADED = "optimizer: the state that was loaded"
 NEW_START = "start anew from its weights (init_from: .../model.safetensors, or a new optimizer)"
-GO_ON = f"go on with the backend.ipu keys that it was written with, or {NEW_START}"
+GO_ON = f"go on with the {name_key('backend.ipu')} keys that it was written with, or {NEW_START}"
 
 
 class IpuState(NamedTuple):
@@ -264,7 +265,9 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> IpuState |
                 f"{NEW_START}"
             )
         if why:
-            raise BadInput(f"backend.ipu.{key}: {str(getattr(ipu, key)).lower()}: {why}")
+            raise BadInput(
+                f"{name_key(f'backend.ipu.{key}')}: {show_value(getattr(ipu, key))}: {why}"
+            )
     return IpuState(tensors, scale)
 
 

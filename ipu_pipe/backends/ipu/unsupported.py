@@ -22,6 +22,7 @@ from ipu_pipe.backends.ipu.placement import (
 from ipu_pipe.backends.ipu.popart_options import list_popart_cases
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Case
+from ipu_pipe.refusals import FALSE, NONE, TRUE, Argument, name_key, show_value
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.rows import find_split_or_overlapped
 from ipu_pipe.text import list_some
@@ -39,6 +40,7 @@ ACCUMULATORS = {
     **dict.fromkeys(("adam", "adamw", "rmsprop"), _MOMENTS),
 }
 
+IPUS = name_key("backend.ipu.ipus")
 TILES = "needs tensor_locations.num_io_tiles, 32 or more"
 
 
@@ -51,8 +53,8 @@ def describe_cases(config: Config, cases: Iterable[Case]) -> list[str]:
         if case.applies:
             value = case.read_value(config)
             section = "backend." if case.key.startswith("ipu.") else ""
-            shown = str(value).lower() if isinstance(value, bool) else value
-            faults.append(f"{section}{case.key}: {shown}: {case.reason}")
+            place = name_key(section + case.key)
+            faults.append(f"{place}: {show_value(value)}: {case.reason}")
     return faults
 
 
@@ -84,7 +86,10 @@ def check_method(method: Method) -> list[str]:
             f"PopTorch is not known to run its schedule ({method.pipeline.value}) with its reads "
             f"({reads})"
         )
-    return [f"method: {method.name}: {why}: use {nearest}, or backend.name emulator or distributed"]
+    return [
+        f"method: {method.name}: {why}: use {nearest}, or {Argument('backend')} emulator or "
+        f"distributed"
+    ]
 
 
 def check_config(config: Config, method: Method) -> list[str]:
@@ -116,21 +121,21 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     yield Case(
         config.backend.device != "cpu", "backend.device", "poptorch's host is the CPU: must be cpu"
     )
-    why = "PopTorch gets one optimizer with the same settings on all stages: must be null"
+    why = f"PopTorch gets one optimizer with the same settings on all stages: must be {NONE}"
     groups = config.optimizer.groups
     yield Case(groups, "optimizer.groups", why, f"{len(groups)} with optimizers of their own")
     yield Case(config.optimizer.by_stage, "optimizer.by_stage", why)
     why = "PopTorch clips by the global norm (max_grad_norm): must be global"
     yield Case(clip and clip.scope != "global", "clip.scope", why)
     combines = ipu.use_combined_accum and ipu.tensor_locations.optimizer != TensorLocation()
-    why = "keeps no separate optimizer state: must be false, or no tensor_locations.optimizer"
+    why = f"keeps no separate optimizer state: must be {FALSE}, or no tensor_locations.optimizer"
     yield Case(combines, "ipu.use_combined_accum", why)
     why = "must be none in a pipeline (prefetch_buffering_depth buffers)"
     yield Case(overlaps and is_pipelined(method), "ipu.overlapped_io", why)
     yield Case(overlaps and not ipu.tensor_locations.num_io_tiles, "ipu.overlapped_io", TILES)
     why = "with overlapped_io it must be all or sum"
     yield Case(overlaps and ipu.output_mode not in ("all", "sum"), "ipu.output_mode", why)
-    why = f"must divide gradient_accumulation {config.gradient_accumulation}"
+    why = f"must divide {Argument('microbatches')} {config.gradient_accumulation}"
     yield Case(every_n and config.gradient_accumulation % period, "ipu.output_return_period", why)
     yield Case(
         not every_n and period != 1, "ipu.output_return_period", "must be 1, or output_mode every_n"
@@ -138,7 +143,7 @@ def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
     yield Case(
         config.recompute and ipu.recomputation == "none",
         "recompute",
-        "contradicts backend.ipu.recomputation none",
+        f"contradicts {name_key('backend.ipu.recomputation')} none",
     )
     for key, every in (("steps", config.steps), ("checkpoint.every", config.checkpoint_every)):
         why = f"the updates of a call: must divide {key} {every}"
@@ -164,7 +169,7 @@ def _list_device_cases(ipu: Any) -> Iterator[Case]:
     yield Case(
         offline and not ipu.compile_only,
         "ipu.offline_target",
-        "nothing can run on it: needs compile_only: true",
+        f"nothing can run on it: compile_only must be {TRUE}",
     )
     yield Case(
         offline and ipu.use_ipu_model,
@@ -177,7 +182,7 @@ def _list_device_cases(ipu: Any) -> Iterator[Case]:
     yield Case(
         ipu.log_cycle_count and ipu.use_ipu_model,
         "ipu.log_cycle_count",
-        "must be false: hardware alone counts cycles",
+        f"must be {FALSE}: hardware alone counts cycles",
     )
 
 
@@ -193,7 +198,7 @@ def _list_location_cases(config: Config) -> Iterator[Case]:
         yield Case(
             shards,
             f"{key}.replicated_tensor_sharding",
-            "there is one replica: must be false, or replicas 2 or more",
+            f"there is one replica: must be {FALSE}, or replicas 2 or more",
         )
         for way in ("io_tiles_to_load", "io_tiles_to_store"):
             yield Case(getattr(location, way) and not has_tiles, f"{key}.{way}", TILES)
@@ -208,12 +213,12 @@ def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
     yield Case(
         blocks and config.clip,
         "clip.norm",
-        f"PopTorch's norm is over all blocks of {method.name}: must be null",
+        f"PopTorch's norm is over all blocks of {method.name}: must be {NONE}",
     )
     if ipu.local == "fused":
         why = (
             "one graph updates all blocks together: leave it out, or set "
-            "backend.ipu.local=decoupled"
+            f"{name_key('backend.ipu.local')}=decoupled"
         )
         yield Case(
             config.method_settings().get("block_accumulation"),
@@ -245,7 +250,7 @@ def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
         yield Case(
             attrgetter(key)(config) != value,
             key,
-            f"must be {str(value).lower()} with backend.ipu.local decoupled",
+            f"must be {show_value(value)} with {name_key('backend.ipu.local')} decoupled",
         )
 
 
@@ -302,8 +307,8 @@ def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterat
     )
     if total != reserved and not ipu.auto_round_num_ipus:
         remedy = (
-            "take another number of stages or replicas, put two on one with backend.ipu.ipus, "
-            "or auto_round_num_ipus: true"
+            f"take another number of stages or replicas, put two on one with {IPUS}, "
+            "or set auto_round_num_ipus"
         )
         yield Case(
             True, "stages", f"IPUs are reserved by powers of 2, here {reserved}: {remedy}", counted
@@ -355,7 +360,7 @@ def _list_loop_cases(config: Config, is_one_of_several: bool) -> Iterator[Case]:
     why = "a loop of your own loads the data: must be sync"
     yield Case(ipu.data_loading.mode == "async", "ipu.data_loading.mode", why)
     yield Case(
-        ipu.compile_only, "ipu.compile_only", "a loop of your own runs its steps: must be false"
+        ipu.compile_only, "ipu.compile_only", f"a loop of your own runs its steps: must be {FALSE}"
     )
 
 
@@ -402,7 +407,7 @@ def _list_stage_cases(
         ipus = sorted({placement.ipu_by_stage[s] for s in stages})
         users = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
         why = (
-            f"used by {users}, but a parameter is stored on one IPU only: use backend.ipu.ipus "
+            f"used by {users}, but a parameter is stored on one IPU only: use {IPUS} "
             f"or other boundaries"
         )
         yield Case(len(ipus) > 1, "model", why, name)
@@ -418,7 +423,7 @@ def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool
     updates = facts.updates or 0
     writes = facts.written and config.replicas > 1 and config.ipu.broadcast_buffers
     why = (
-        f"training writes {list_some(facts.written, 3)} on each replica: must be false (the "
+        f"training writes {list_some(facts.written, 3)} on each replica: must be {FALSE} (the "
         f"first's count), or GroupNorm"
     )
     yield Case(writes, "ipu.broadcast_buffers", why)
@@ -490,14 +495,14 @@ def _list_optimizer_cases(
     yield Case(
         config.clip and kind == "rmsprop",
         "clip.norm",
-        "PopTorch does not clip with rmsprop: must be null",
+        f"PopTorch does not clip with rmsprop: must be {NONE}",
     )
     chosen = {
         key: value for group in groups for key, value in group.items() if key != "params" and value
     }
     for key in ("amsgrad", "capturable", "differentiable", "maximize"):
         yield Case(
-            key in chosen, f"optimizer.{key}", "PopTorch does not have it: must be false", True
+            key in chosen, f"optimizer.{key}", f"PopTorch does not have it: must be {FALSE}", True
         )
     why = "PopART's velocity starts at zero, PyTorch's at the first gradient: must be 0"
     yield Case("dampening" in chosen, "optimizer.dampening", why, chosen.get("dampening"))
@@ -506,7 +511,10 @@ def _list_optimizer_cases(
     # loss scale). It is the mean only with a running mean.
     accumulates = config.gradient_accumulation * config.replicas > 1 or ipu.local == "decoupled"
     running = ipu.mean_reduction_strategy == "running" or ipu.accum_type == "float16"
-    remedy = "set backend.ipu.mean_reduction_strategy=running and use_combined_accum=false"
+    remedy = (
+        f"set {name_key('backend.ipu.mean_reduction_strategy')}=running and "
+        f"use_combined_accum={FALSE}"
+    )
     why = f"PopART would take the sum of the microbatches' gradients: {remedy}"
     yield Case(
         "nesterov" in chosen and (combined or (accumulates and not running)),

@@ -37,6 +37,7 @@ from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.refusals import EMULATOR
 from ipu_pipe.replay.work import LossShare, Work, list_exactness_faults
 from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.methods import Timeline
@@ -546,7 +547,7 @@ def list_faults(job: Job) -> list[str]:
     method = job.method
     if method.history is not None:
         why = "draws the weight versions at random, which no pipeline of processes does"
-        return [f"method: {method.name}: {why}: use backend.name: emulator"]
+        return [f"method: {method.name}: {why}: use {EMULATOR}"]
     faults = list_exactness_faults(job)
     tied = list(job.partition.list_tied(job.model))
     # a rule corrects weights by state that only the owning stage has
@@ -558,8 +559,7 @@ def list_faults(job: Job) -> list[str]:
         ]
         faults += [
             f"method_args.{key}: corrects {list_some(tied)}, which several stages use, with state "
-            f"that only one of them"
-            " has: use backend.name: emulator, or untie them"
+            f"that only one of them has: use {EMULATOR}, or untie them"
             for key in rules
         ]
     return faults

@@ -32,6 +32,7 @@ from ipu_pipe.errors import BadInput, RunFault, raise_faults, summarize
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.launcher import Launch, read_launch
 from ipu_pipe.model.devices import DeviceKind, get_kind
+from ipu_pipe.refusals import Argument, Words
 
 # numbers the times that this process has joined, which all ranks do in the same order
 _joins = itertools.count()
@@ -61,21 +62,22 @@ def join(config: Config, options: Mapping[str, object]) -> None:
     backend = config.backend
     where = read_launch()
     if not is_distributed():
+        script = Words("your script", "tools/train.py CONFIG --set backend.name=distributed")
         raise BadInput(
-            "backend.name: distributed: each stage runs in a process of its own: start it with"
-            " torchrun --nproc_per_node STAGES tools/train.py CONFIG --set backend.name=distributed"
+            f"{Argument('backend')}: distributed: each stage runs in a process of its own: start "
+            f"it with torchrun --nproc_per_node STAGES {script}"
         )
     missing_support = describe_missing_support()
     if missing_support:
-        raise BadInput(f"backend.name: distributed: {missing_support}")
+        raise BadInput(f"{Argument('backend')}: distributed: {missing_support}")
     request = make_request(config, options)
     if dist.is_initialized():
         carried = dist.get_backend_config()
         if "cpu:" not in carried:
             remedy = "dist.init_process_group('cpu:gloo,cuda:nccl')"
             raise BadInput(
-                f"backend.name: distributed: the process group ({carried}) has no backend for the "
-                f"CPU: use {remedy}"
+                f"{Argument('backend')}: distributed: the process group ({carried}) has no "
+                f"backend for the CPU: use {remedy}"
             )
         _compare_with_all(request)
         return
@@ -114,7 +116,7 @@ def _meet_all_ranks(where: Launch, limit: timedelta) -> None:
     except (RuntimeError, ValueError, OSError) as error:
         raise RunFault(
             f"rank {where.rank}: the {where.world} ranks did not meet at {where.address}:"
-            f"{where.port} (MASTER_ADDR:MASTER_PORT) within {seconds:g} s (backend.deadline and "
+            f"{where.port} (MASTER_ADDR:MASTER_PORT) within {seconds:g} s (the deadline and "
             f"{WARM_UP:g} more): {summarize(error)}; start every rank, with a RANK of its own and "
             f"the same MASTER_ADDR and MASTER_PORT"
         ) from error
@@ -137,7 +139,7 @@ def _use_device(kind: DeviceKind, index: int) -> None:
         if kind.is_cuda:
             raise
         raise BadInput(
-            f"backend.device: {kind.name}: device {index} cannot be used: {summarize(error)}"
+            f"{Argument('device')}: {kind.name}: device {index} cannot be used: {summarize(error)}"
         ) from error
 
 

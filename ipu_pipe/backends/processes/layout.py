@@ -32,6 +32,7 @@ from ipu_pipe.model.stages import (
     require_one_stage,
     share_weights,
 )
+from ipu_pipe.refusals import EMULATOR, Argument
 from ipu_pipe.schedule.methods import Method, Order, Reads
 from ipu_pipe.schedule.rows import read_csv
 from ipu_pipe.schedule.table import list_stages
@@ -223,7 +224,8 @@ def cut_at(
     return Placed(model, part, RankLayout(device, placement).stages_of_rank, placement, note, cut)
 
 
-USE_EMULATOR = "use backend: {name: emulator}"
+USE_EMULATOR = f"use {EMULATOR}"
+STASH = Argument("method_args", {"stash": True})
 
 
 def _require_separable(
@@ -277,16 +279,14 @@ def _explain_old_reads(
             f"model: {list_some(effects.checkpointed)}: a checkpoint (torch.utils.checkpoint) in a "
             f"module that is cut runs it"
             f" again in the backward, with {method.name} by newer weights, and a part of the "
-            f"checkpoint cannot: begin stages"
-            " around it, or use method_args: {stash: true} or backend: {name: emulator}"
+            f"checkpoint cannot: begin stages around it, or use {STASH} or {EMULATOR}"
         )
     handed_on = [name for piece in cut for name in piece.list_passed_weights()]
     if handed_on:
         lines.append(
             f"model: {', '.join(handed_on)}: weights of a cut module, which a later stage uses: "
-            f"with {method.name} its backward"
-            " must read newer ones than the forward: put them into modules of that stage, or "
-            "method_args: {stash: true}"
+            f"with {method.name} its backward must read newer ones than the forward: put them "
+            f"into modules of that stage, or {STASH}"
         )
     return lines
 

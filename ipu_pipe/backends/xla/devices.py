@@ -17,6 +17,7 @@ from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.factories import Placed
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.stages import group_stages, partition
+from ipu_pipe.refusals import EMULATOR, Argument
 from ipu_pipe.schedule.methods import Method
 
 OLDEST_JAX = (0, 10)
@@ -30,10 +31,10 @@ def import_jax() -> Any:
     try:
         import jax
     except ImportError as error:
-        raise BadInput(f"backend.name: xla: needs jax ({error}): {how}") from None
+        raise BadInput(f"{Argument('backend')}: xla: needs jax ({error}): {how}") from None
     version = tuple(int(part) for part in jax.__version__.split(".")[:2])
     if version < OLDEST_JAX:
-        raise BadInput(f"backend.name: xla: jax {jax.__version__} is too old: {how}")
+        raise BadInput(f"{Argument('backend')}: xla: jax {jax.__version__} is too old: {how}")
     jax.config.update("jax_enable_x64", True)
     return jax
 
@@ -55,15 +56,16 @@ def list_devices(settings: BackendConfig) -> list[Any]:
     except RuntimeError as error:
         how = ": on a TPU VM, pip install 'jax[tpu]'" if platform == "tpu" else ""
         raise BadInput(
-            f"backend.platform: {platform}: jax has no such platform here{how}: {summarize(error)}"
+            f"{Argument('backend_args.platform')}: {platform}: jax has no such platform here"
+            f"{how}: {summarize(error)}"
         ) from None
     if count and count > len(devices):
         more = ""
         if platform == "cpu":
             more = f", or begin with XLA_FLAGS=--xla_force_host_platform_device_count={count}"
         raise BadInput(
-            f"backend.devices: {count}: jax has {len(devices)} {platform} devices: must be at most "
-            f"that{more}"
+            f"{Argument('backend_args.devices')}: {count}: jax has {len(devices)} {platform} devices: "
+            f"must be at most that{more}"
         )
     return list(devices[: count or len(devices)])
 
@@ -72,8 +74,8 @@ def launch(config: Config, asked: Any) -> None:
     """Raise `BadInput` if a launcher has started several processes: one drives all devices."""
     if read_launch().world > 1:
         raise BadInput(
-            "backend.name: xla: one process drives all devices: start it without torchrun, or set "
-            "backend.name=distributed"
+            f"{Argument('backend')}: xla: one process drives all devices: start it without "
+            f"torchrun, or set {Argument('backend', 'distributed')}"
         )
     list_devices(config.backend)
 
@@ -85,7 +87,7 @@ def place(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
     if method.structure:
         raise BadInput(
             f"method: {method.name}: blocks with losses of their own do not run on xla: use "
-            f"backend.name: emulator"
+            f"{EMULATOR}"
         )
     devices = list_devices(config.backend)
     requested = partition(model, x, config.stages, one_stage=method.one_stage_reason)

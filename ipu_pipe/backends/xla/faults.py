@@ -8,7 +8,7 @@ import torch
 
 from ipu_pipe.cut.graphs import trace_pieces
 from ipu_pipe.job.record import Job
-from ipu_pipe.refusals import Argument
+from ipu_pipe.refusals import EMULATOR, Argument, Refusal, name_key
 from ipu_pipe.replay.work import list_exactness_faults
 from ipu_pipe.text import list_some
 from ipu_pipe.update.optimizer import get_kind
@@ -20,7 +20,7 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-REMEDY = f"use {Argument('backend', 'emulator')}"
+REMEDY = f"use {EMULATOR}"
 
 
 def list_faults(job: Job) -> list[str]:
@@ -74,14 +74,14 @@ def _list_settings(job: Job) -> dict[str, Any]:
         "method_args.hogwild, constant_delay: delays that are not the pipeline's own do not run on "
         "xla": method.delay is not None,
         f"replicas: {config.replicas}: xla has one": config.replicas > 1,
-        "recompute: true: xla stores activations": config.recompute,
+        f"{Refusal('recompute', True, 'xla stores activations')}": config.recompute,
         "method_args.recompute: xla stores activations": method.segments is not None,
         "clip: xla does not clip": config.clip is not None,
         "loss_weight: all microbatches count the same on xla": job.loss_weight is not None,
         f"precision: {config.precision}: must be float32 or float64 on xla": precision
         or config.precision not in ("float32", "float64"),
         "precision: float64: TPUs have none": is_double and config.backend.platform == "tpu",
-        f"backend.device: {config.backend.device}: belongs to the host, must be cpu with "
+        f"{Argument('device')}: {config.backend.device}: belongs to the host, must be cpu with "
         "xla": config.backend.device != "cpu",
         f"model: {list_some(list(tied))}: several stages use this weight": tied,
         f"model: {list_some(hooked)}: has hooks, which a compiled pass would not call": hooked,
@@ -100,7 +100,7 @@ def _list_optimizer_faults(job: Job) -> list[str]:
     for group in optimizer.param_groups:
         kind = get_kind(optimizer, group)
         if kind not in KINDS:
-            faults.append(f"optimizer.name: {kind}: xla has {', '.join(KINDS)}")
+            faults.append(f"{name_key('optimizer.name')}: {kind}: xla has {', '.join(KINDS)}")
         faults += [
             f"optimizer.{key}: xla does not support it"
             for key in UNSUPPORTED_SETTINGS

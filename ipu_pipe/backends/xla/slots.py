@@ -33,6 +33,7 @@ from ipu_pipe.cut.graphs import StageGraphs, draw_masks
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import check_same_shapes, count_samples, list_tensors
+from ipu_pipe.refusals import Argument, name_key
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads, Timeline
@@ -118,16 +119,20 @@ def list_slot_faults(job: Job) -> list[str]:
     faults = {
         f"method: {method.name}: must be one whose passes read the newest weights in a dataflow "
         "pipeline, such as pipelined_backprop or pipemare": not is_dataflow,
-        "method_args.warmup: synchronous updates have another order": job.rules.switch > 0,
-        f"backend.devices: {devices}: a program runs on one device": devices > 1,
-        "log.trace: a program has no times of its actions: set log.trace=null": bool(
+        f"{Argument('warmup')}: synchronous updates have another order": job.rules.switch > 0,
+        f"{Argument('backend_args.devices')}: {devices}: a program runs on one device": devices > 1,
+        f"{Argument('trace')}: a program has no times of its actions: leave it out": bool(
             job.traced_updates
         ),
         f"method_args.{list_some(rules)}: weights are predicted by the step of Adam": kinds
         != {"sgd"}
         and any(rule in PREDICTIONS for rule in rules),
     }
-    return [f"backend.program: slot: {fault}" for fault, applies in faults.items() if applies]
+    return [
+        f"{Argument('backend_args.program')}: slot: {fault}"
+        for fault, applies in faults.items()
+        if applies
+    ]
 
 
 def chooses_slots(job: Job, stages: Sequence[StagePlayer]) -> bool:
@@ -308,7 +313,8 @@ class Group:
         rows = [s.optimizer.list_numbers(int(made[s.stage])) for s in self.stages]
         if any(s.optimizer.options != self.optimizer.options for s in self.stages):
             raise BadInput(
-                "optimizer: momentum, nesterov: changed during the run: set backend.program=action"
+                f"optimizer: momentum, nesterov: changed during the run: set "
+                f"{name_key('backend.program')}=action"
             )
         shape = (len(rows), len(rows[0]), len(Numbers._fields))
         return np.array(rows, self.optimizer.dtype).reshape(shape)
