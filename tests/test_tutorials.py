@@ -9,39 +9,26 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Iterator, List, NamedTuple
+from typing import Iterator, List
 
 import pytest
 
 from ipu_pipe import cli
 from tests.support.slow import mark_slow
+from tools.documented import list_blocks
 
 PAGES = sorted((Path(__file__).resolve().parents[1] / "docs" / "tutorials").glob("*.md"))
-BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 # pages whose commands `make test` runs.
 QUICK = {"README", "analyze", "pod"}
 # the least test accuracy of the runs of a page that trains to the end; chance is 0.1
 LEARNS = {"your_own_model": 0.6, "third_party": 0.25, "predict": 0.6}
-
-
-class FencedBlock(NamedTuple):
-    """A fenced block of a page."""
-
-    language: str
-    file: str
-    text: str
-
-
-def list_blocks(page: Path) -> List[FencedBlock]:
-    return [FencedBlock(*result) for result in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
 def split_commands(text: str) -> Iterator[List[str]]:
@@ -76,7 +63,7 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)
-    for block in list_blocks(page):
+    for block in list_blocks(page.read_text(encoding="utf-8")):
         if block.file:
             Path(block.file).write_text(block.text)
         elif block.language == "bash":
@@ -92,7 +79,9 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_all_pages_have_commands() -> None:
     pages_with_commands = {
-        page.stem for page in PAGES if any(block.language == "bash" for block in list_blocks(page))
+        page.stem
+        for page in PAGES
+        if any(block.language == "bash" for block in list_blocks(page.read_text(encoding="utf-8")))
     }
     assert (
         pages_with_commands == {page.stem for page in PAGES} - {"README"}
