@@ -63,7 +63,7 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)
-    for block in list_blocks(page.read_text(encoding="utf-8")):
+    for block in list_blocks(page):
         if block.file:
             Path(block.file).write_text(block.text)
         elif block.language == "bash":
@@ -79,9 +79,7 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_all_pages_have_commands() -> None:
     pages_with_commands = {
-        page.stem
-        for page in PAGES
-        if any(block.language == "bash" for block in list_blocks(page.read_text(encoding="utf-8")))
+        page.stem for page in PAGES if any(block.language == "bash" for block in list_blocks(page))
     }
     assert (
         pages_with_commands == {page.stem for page in PAGES} - {"README"}

@@ -80,8 +80,13 @@ class Command(NamedTuple):
         return [*launch, str(ROOT / "tools" / "train.py"), *self.words]
 
 
-def list_blocks(text: str) -> List[FencedBlock]:
+def list_blocks(page: Path) -> List[FencedBlock]:
     """Return the fenced blocks of a page."""
+    return split_blocks(page.read_text(encoding="utf-8"))
+
+
+def split_blocks(text: str) -> List[FencedBlock]:
+    """Return the fenced blocks in the text of a page."""
     return [FencedBlock(*block) for block in BLOCK.findall(text)]
 
 
@@ -116,7 +121,7 @@ def _list_code(text: str) -> List[str]:
     """
     text = text.replace("\\\n", " ")
     outside = BLOCK.sub("", text)
-    lines = [line for block in list_blocks(text) for line in block.text.splitlines()]
+    lines = [line for block in split_blocks(text) for line in block.text.splitlines()]
     lines += [line for line in outside.splitlines() if line.startswith("    ")]
     lines += INLINE.findall(outside)
     return [" ".join(line.split()) for line in lines]
@@ -169,7 +174,7 @@ def run_documented(command: Command, limit: float) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="documented-") as temporary:
         folder = Path(temporary)
         if (ROOT / command.page).is_file():
-            for block in list_blocks((ROOT / command.page).read_text(encoding="utf-8")):
+            for block in list_blocks(ROOT / command.page):
                 if block.file:
                     (folder / block.file).write_text(block.text, encoding="utf-8")
         try:
