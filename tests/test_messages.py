@@ -375,6 +375,13 @@ def test_a_name_leaves_out_inherited_groups(tmp_path: Path) -> None:
     assert config.optimizer.settings() == {"lr": 0.5} and not config.optimizer.groups
 
 
+def test_no_groups_leave_the_inherited_optimizer(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config(write_base(tmp_path), ["optimizer.groups=[]"])
+    assert config.optimizer.name == "sgd" and config.optimizer.lr == 0.1
+
+
 @pytest.mark.parametrize("overrides", [
     [f"optimizer={{groups: {GROUPS}, name: adam}}"],
     [f"optimizer.groups={GROUPS}", "optimizer.lr=0.2"],

@@ -386,6 +386,15 @@ def test_wrappers_inside_names_are_named_once_with_a_remedy_that_works(part: str
     assert fault.startswith("w: the model is wrapped: ") and "inside the wrapper" in fault
 
 
+def test_the_remedy_keeps_names_that_end_like_a_wrapper() -> None:
+    layers = {"submodule": nn.Linear(2, 2), "last": nn.Linear(2, 2)}
+    model = nn.ModuleDict(layers)
+    weights = nn.ModuleDict({**layers, "last": nn.DataParallel(layers["last"])}).state_dict()
+    (fault,) = list_faults(load_weights, model, weights, "weights.pt")
+    renamed = eval(fault.partition("leave it out: ")[2], {"re": re, "weights": weights})
+    assert set(renamed) == set(model.state_dict())
+
+
 def test_a_prefix_is_named_where_the_model_has_heads() -> None:
     # the model's own heads, which a file without them does not replace, hid it
     model = make_perceptron()

@@ -198,11 +198,10 @@ def _read_layers(
         source = f"{target}: extends: {show(name)}"
         if not isinstance(name, str) or not name:
             raise BadInput(f"{source}: must be a file name")
-        own = target.parent / name
+        target = target.parent / name
         # reading it says what is wrong with a name that no file can have
         with suppress(OSError, ValueError):
-            own = own if own.exists() else find_shipped(name) or own
-        target = own
+            target = target if target.exists() else find_shipped(name) or target
     else:
         raise BadInput(f"{source}: more than {MOST_FILES} files extend one another, or in a circle")
     return layers[::-1]
@@ -350,18 +349,20 @@ def _leave_out_arguments(
         if _find_layer(f"model.args.{name}", origins, files) < layer
     }
     if inherited:
-        left_out = [
-            f"{find_origin(f'model.args.{name}', origins, files[0])}: model.args.{name}: "
-            f"{show_value(value)}"
-            for name, value in inherited.items()
-        ]
         rest = {name: value for name, value in args.items() if name not in inherited}
         raw["model"] = {**raw["model"], "args": rest}
-        warnings.warn(
-            f"{'; '.join(left_out)}: left out, because model.entry is "
-            f"{show(raw['model']['entry'])}",
-            stacklevel=2,
-        )
+        left_out = {f"model.args.{name}": value for name, value in inherited.items()}
+        why = f"model.entry is {show(raw['model']['entry'])}"
+        _warn_left_out(left_out, origins, why)
+
+
+def _warn_left_out(left_out: Mapping[str, Any], origins: Origins, why: str) -> None:
+    """Warn of inherited keys, with their values, that are left out."""
+    values = [
+        f"{find_origin(key, origins, '')}: {key}: {show_value(value)}"
+        for key, value in left_out.items()
+    ]
+    warnings.warn(f"{'; '.join(values)}: left out, because {why}", stacklevel=2)
 
 
 def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[str]) -> None:
@@ -383,38 +384,32 @@ def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[
         choices = [
             key
             for key in ("name", "groups")
-            if settings.get(key) not in (None, GROUPS) and f"{section}.{key}" in origins
+            if settings.get(key) and settings[key] != GROUPS and f"{section}.{key}" in origins
         ]
         if not choices:
             continue
         newest = max(choices, key=lambda key: find_layer(f"{section}.{key}"))
         layer = find_layer(f"{section}.{newest}")
-        left_out = []
+        left_out = {}
         older = [key for key in choices if find_layer(f"{section}.{key}") < layer]
         while True:
             misfit = older.pop() if older else _find_misfit(schema, settings)
             key = f"{section}.{misfit}"
             if misfit not in settings or find_layer(key) >= layer:
                 break
-            left_out.append(f"{origins[key]}: {key}: {show_value(settings[misfit])}")
+            left_out[key] = settings[misfit]
             # an alias may give other keys the same mapping
             settings = {name: value for name, value in settings.items() if name != misfit}
         if left_out:
             raw[section] = settings
             chosen = show(settings[newest]) if newest == "name" else "given"
-            warnings.warn(
-                f"{'; '.join(left_out)}: left out, because {section}.{newest} is {chosen}",
-                stacklevel=2,
-            )
+            _warn_left_out(left_out, origins, f"{section}.{newest} is {chosen}")
     method = methods.METHODS.get(str(raw.get("method")))
     key = "gradient_accumulation"
     updates_alone = method is not None and (method.history or method.rounds)
     if updates_alone and key in origins and find_layer(key) < find_layer("method"):
-        warnings.warn(
-            f"{origins[key]}: {key}: {show_value(raw.pop(key))}: left out, because each microbatch "
-            f"of {raw['method']} is an update",
-            stacklevel=2,
-        )
+        why = f"each microbatch of {raw['method']} is an update"
+        _warn_left_out({key: raw.pop(key)}, origins, why)
 
 
 def _find_misfit(schema: Type[Section], settings: Mapping[str, Any]) -> str:
