@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/%s.txt" % {(3, 8): "py38-torch2.0.1", (3, 9): "py39-torch2.8", (3, 10): "py310-torch2.13"}.get(sys.version_info[:2], "py311-torch2.13"))')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test test-slow test-all test-ipu-floor lint hostile simulate kills oracle wheel site browser chromium bench equality sweep reproduce reproduce-full clean
+.PHONY: help install train test test-slow test-all test-ipu-floor lint hostile simulate kills oracle wheel site browser chromium bench equality sweep documented reproduce reproduce-full clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test test-slow test-all test-ipu-floor lint hostile simulate kills oracle wheel site browser bench equality sweep reproduce reproduce-full clean"
+	@echo "targets: install train test test-slow test-all test-ipu-floor lint hostile simulate kills oracle wheel site browser bench equality sweep documented reproduce reproduce-full clean"
 
 install: $(VENV)/.installed
 
@@ -116,6 +116,13 @@ equality: install
 # Train small models of torchvision, timm and transformers by five methods: processes, emulator and a plain loop. Takes an hour.
 sweep: install
 	$(BIN)/python tools/sweep.py --out docs/results/third_party
+
+# Run the documented commands that train to the end, each for at most LIMIT minutes, and write docs/results/documented.md.
+LIMIT ?= 15
+
+documented: install
+	$(BIN)/python tools/fetch_data.py cifar10
+	$(BIN)/python tools/documented.py --limit $(LIMIT)
 
 # Run the papers' experiments, of those that train the short ones: 50 minutes on two cores, measured.
 # reproduce-full: all of them, by estimate 16 core-hours. Finished runs are kept.

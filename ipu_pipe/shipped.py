@@ -38,10 +38,16 @@ def find_config(name: str) -> Path:
     path = Path(name)
     if path.exists() or path.is_absolute():
         return path
+    return find_example(name) or path
+
+
+def find_example(name: str) -> Path | None:
+    """Return the path of the example config `name`, None if there is none."""
+    path = Path(name)
     relative = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
     example = find_configs() / relative
     example = example if relative.suffix else example.with_suffix(".yaml")
-    return example if example.is_file() else path
+    return example if example.is_file() else None
 
 
 def get_program() -> str | None:

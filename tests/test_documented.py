@@ -1,13 +1,11 @@
 """Run the commands of README, the guides and `train --help` that train the smallest config to its end, and see that they learn.
 
-tests/test_tutorials.py runs those of the tutorials, tests/test_examples.py the notebooks, and
-tests/test_example_loops.py the loops.
+`make documented` runs all of them, those of the tutorials too. tests/test_tutorials.py runs the pages of the tutorials,
+tests/test_examples.py the notebooks, and tests/test_example_loops.py the loops.
 """
 
 from __future__ import annotations
 
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,51 +13,158 @@ from typing import List
 
 import pytest
 
-from ipu_pipe.cli import train
-from tests.support.runs import ROOT, read_summary
+from ipu_pipe.errors import RunFault
+from tests.support.runs import ROOT, list_faults, read_summary
+from tools import documented
+from tools.documented import Command, Outcome, find_commands, find_obstacle, list_commands
 
-COMMAND = re.compile(
-    r"(torchrun --nproc_per_node \d+ )?(?:ipu-pipe train|(?:python )?tools/train\.py)"
-    r" (?:configs/)?mlp_digits(?:\.yaml)?\b([^`#\n]*)"
-)
 # the least test accuracy: five times that of guessing, 0.1
 LEAST = 0.5
-# what these options do is not training to the end
-OTHERS = ("--dry-run", "--evaluate", "--resume", "--resume-from", "--against")
 
 
-def list_commands() -> List[List[str]]:
-    """Return the documented commands, each as the arguments of Python."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    texts = [page.read_text(encoding="utf-8") for page in pages]
-    found = [match for text in [*texts, train.EPILOG] for match in COMMAND.findall(text)]
-    commands = []
-    for launcher, options in found:
-        words = shlex.split(options)
-        if not any(option in words for option in OTHERS):
-            start = ["-m", "torch.distributed.run", *launcher.split()[1:]] if launcher else []
-            command = [*start, "tools/train.py", "configs/mlp_digits.yaml", *words]
-            commands += [] if command in commands else [command]
-    return commands
+def list_short_commands() -> List[Command]:
+    """Return the commands outside the tutorials that train the smallest config once."""
+    return [
+        command
+        for command in list_commands()
+        if command.words[0] in ("mlp_digits", "configs/mlp_digits.yaml")
+        and "--against" not in command.words
+        and "tutorials" not in command.page
+        and not find_obstacle(command, ROOT)
+    ]
 
 
-COMMANDS = list_commands()
+COMMANDS = list_short_commands()
 
 
 def test_the_documented_commands_are_found() -> None:
     assert 5 <= len(COMMANDS) <= 20
-    assert any("method=pipemare" in command for command in COMMANDS)
-    assert any("torch.distributed.run" in command for command in COMMANDS)
+    assert any("method=pipemare" in command.words for command in COMMANDS)
+    assert any(command.launcher for command in COMMANDS)
+    assert {command.page for command in COMMANDS} >= {"README.md", "docs/rules.md", "train --help"}
+    pages = {command.page for command in list_commands()}
+    assert {"docs/ipu.md", "docs/tutorials/your_own_model.md"} <= pages
+
+
+PAGE = """\
+`ipu-pipe train` runs a config, `ipu-pipe train inline.yaml --set
+epochs=2` this one, and `tools/train.py` is the same.
+
+    python tools/train.py indented.yaml     # a comment
+
+```bash
+ipu-pipe train fenced.yaml --set 'stages=[fc2]' \\
+    epochs=3
+torchrun --nproc_per_node 2 -m ipu_pipe train ranks.yaml
+ipu-pipe train dry.yaml --dry-run
+ipu-pipe train old.yaml --out runs/a --resume
+ipu-pipe train old.yaml --evaluate runs/a
+ipu-pipe plan plan.yaml
+```
+"""
+
+
+def test_commands_are_found_wherever_a_page_has_them() -> None:
+    commands = {command.words[0]: command for command in find_commands("page.md", PAGE)}
+    assert {name: command.words[1:] for name, command in commands.items()} == {
+        "inline.yaml": ("--set", "epochs=2"),
+        "indented.yaml": (),
+        "fenced.yaml": ("--set", "stages=[fc2]", "epochs=3"),
+        "ranks.yaml": (),
+    }
+    assert commands["indented.yaml"].text == "python tools/train.py indented.yaml"
+    assert commands["ranks.yaml"].launcher == ("torchrun", "--nproc_per_node", "2")
+
+
+@pytest.mark.parametrize("line, reason", [
+    ("ipu-pipe train mlp_digits", ""),
+    ("ipu-pipe train CONFIG", ""),
+    ("ipu-pipe train mlp_digits --set method=METHOD", "METHOD: left to the reader"),
+    ("ipu-pipe train my.yaml", "my.yaml: a config of the reader's"),
+    ("ipu-pipe train configs/pod/pod4_resnet18_pipelined.yaml", "needs IPUs"),
+    ("poprun --num-instances 2 tools/train.py mlp_digits", "needs IPUs"),
+])  # fmt: skip
+def test_what_this_machine_does_not_have_is_named(line: str, reason: str, tmp_path: Path) -> None:
+    (command,) = find_commands("page.md", f"    {line}\n")
+    obstacle = find_obstacle(command, tmp_path)
+    assert obstacle.startswith(reason) and bool(obstacle) == bool(reason)
+
+
+def run_tool(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tools/documented.py", *arguments])
+    documented.main()
+
+
+def test_a_page_lists_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = {
+        "train mine.yaml --out runs/mine": Outcome("", False, "accuracy 0.050", 0.1, False, 3.0),
+        "train mine.yaml --out runs/gpipe": Outcome("over the limit of 15 minutes"),
+    }
+
+    def take_outcome(command: Command, limit: float) -> Outcome:
+        known = [one for text, one in outcomes.items() if text in command.text]
+        return known[0] if known else Outcome("exit code 1: it broke", is_fault=True)
+
+    monkeypatch.setattr(documented, "run_documented", take_outcome)
+    page = tmp_path / "page.md"
+    with pytest.raises(RunFault, match=r"1 of 3 commands failed: torchrun .* mine\.yaml"):
+        run_tool("--only", "mine.yaml", "--out", str(page), monkeypatch=monkeypatch)
+    text = page.read_text()
+    where = "docs/tutorials/your_own_model.md"
+    assert f"mine` | {where} | accuracy 0.050 | 0.100 | no | 3 |" in text
+    for reason in ("over the limit of 15 minutes", "exit code 1: it broke"):
+        assert f"| {where} | {reason} |" in text
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(list_commands())
+    assert sum("left out by --only mine.yaml" in row for row in rows) == len(rows) - 3
+
+
+@pytest.mark.parametrize("arguments", [["--limit", "0"], ["--limit", "nan"], ["--only", "absent"]])
+def test_a_wrong_option_is_one_line(arguments: List[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = list_faults(run_tool, *arguments, monkeypatch=monkeypatch)
+    assert len(faults) == 1 and faults[0].startswith(f"{arguments[0]}: ")
+
+
+def test_a_command_over_its_limit_is_stopped(tmp_path: Path) -> None:
+    (command,) = find_commands("page.md", "    ipu-pipe train mlp_digits --set epochs=100000\n")
+    outcome = documented.run_documented(command, 1e-3)
+    assert outcome.reason == "over the limit of 0.001 minutes" and not outcome.is_fault
+
+
+@pytest.mark.parametrize("options, fault, is_fault", [
+    ("model.entry=absent_package:net", "no module absent_package", False),
+    ("data.name=cifar10 data.root=absent", "data: cifar10: absent/", False),
+    ("data.name=digits data.subset=0", "data.subset", True),
+])  # fmt: skip
+def test_absent_packages_and_data_are_reasons_and_wrong_commands_faults(
+    options: str, fault: str, is_fault: bool
+) -> None:
+    (command,) = find_commands("page.md", f"    ipu-pipe train mlp_digits --set {options}\n")
+    outcome = documented.run_documented(command, limit=5)
+    assert fault in outcome.reason and outcome.is_fault == is_fault
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_documented_command_learns(command: List[str], tmp_path: Path) -> None:
+def test_a_run_is_judged_by_guessing() -> None:
+    page = "docs/tutorials/predict.md"
+    text = "    ipu-pipe train digits.yaml --set epochs={}\n"
+    for epochs, is_above in ((1, False), (6, True)):
+        (command,) = find_commands(page, text.format(epochs))
+        # a learning rate of nearly zero learns nothing
+        rate = ("--set", "optimizer.lr=1e-9") if not is_above else ()
+        outcome = documented.run_documented(
+            command._replace(words=(*command.words, *rate)), limit=5
+        )
+        assert outcome.is_above is is_above and not outcome.reason
+        assert outcome.guessing is not None and 0.1 <= outcome.guessing < 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text)
+def test_a_documented_command_learns(command: Command, tmp_path: Path) -> None:
     """Story: README's first command ended at an accuracy of 0.083."""
-    if "backend.name=xla" in command:
-        pytest.importorskip("jax")
     # the last --out counts
-    words = [sys.executable, *command, "--out", str(tmp_path / "run")]
+    words = [sys.executable, *command.make_arguments(), "--out", str(tmp_path / "run")]
     process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert process.returncode == 0, process.stderr
     assert read_summary(tmp_path / "run")["final"]["test_accuracy"] >= LEAST

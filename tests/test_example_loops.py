@@ -17,7 +17,8 @@ import ipu_pipe
 from tests.support.runs import assert_same
 from tests.support.slow import mark_slow
 from tests.test_examples import EXAMPLES, LOOPS, run_script
-from tests.test_tutorials import list_blocks, split_commands
+from tests.test_tutorials import split_commands
+from tools.documented import list_blocks
 
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 

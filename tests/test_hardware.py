@@ -92,6 +92,10 @@ def test_a_users_file_is_a_description_like_the_named_ones(tmp_path: Path) -> No
     larger = read_hardware(str(tmp_path / "larger.yaml"))
     assert (larger.device.usable_bytes, larger.device.code_bytes) == (1.8e9, 0.2e9)
     assert read_hardware(str(file)).device.usable_bytes == 0.9e9
+    # a named one is extended by its name
+    (tmp_path / "mine.yaml").write_text("extends: pod16\ndevice: {memory_bytes: 2e9}\n")
+    mine, pod16 = read_hardware(str(tmp_path / "mine.yaml")), read_hardware("pod16")
+    assert (mine.device.memory_bytes.value, mine.devices) == (2e9, pod16.devices)
 
 
 def test_bad_files_are_reported_one_line_per_fault_with_the_nearest_key(tmp_path: Path) -> None:

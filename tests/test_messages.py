@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Sequence
 import pytest
 import torch
 
-from ipu_pipe import cli
+from ipu_pipe import cli, shipped
 from ipu_pipe.cli import COMMANDS
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.sections import OPTIMIZER_CLASSES, SCHEDULER_CLASSES
@@ -57,6 +57,13 @@ VALUES: Dict[str, Dict[str, Sequence[str]]] = {
         "cpu": ["backend.device=cpu"], "CPU": ["backend.device=cpu"],
         "nccl": ["distributed"], "gloo": ["distributed"], "ipu": ["poptorch"], "Emulator": ["emulator"],
         "emulater": ["emulator"], "tpu": ["xla"], "mps": [],
+    },
+    # a value in place of the section
+    "backend": {
+        "cuda": ["backend.device=cuda"], "gpu": ["backend.device=cuda"], "cuda:0": ["backend.device=cuda"],
+        "CUDA": ["backend.device=cuda"], "cpu": ["backend.device=cpu"], "nccl": ["backend.name=distributed"],
+        "distributed": ["backend.name=distributed"], "ipu": ["backend.name=poptorch"], "tpu": ["backend.name=xla"],
+        "emulater": ["backend.name=emulator"], "mps": [],
     },
     "backend.device": {"gpu": ["cuda"], "CUDA": ["cuda"], "cuda:1": ["cuda"], "ipu": ["backend.name=poptorch"]},
     "precision": {
@@ -225,6 +232,42 @@ def test_a_missing_extended_file_names_the_nearest_beside_it(tmp_path: Path) -> 
     assert read_suggestion(fault) == [str(tmp_path / "basis.yaml")]
 
 
+@pytest.mark.parametrize("name", [
+    "mlp_digits", "configs/mlp_digits.yaml", "configs/mlp_digits", "mlp_digits.yaml",
+])  # fmt: skip
+def test_a_file_extends_an_example_by_its_name(name: str, tmp_path: Path) -> None:
+    """Story: `extends: pod/X` asked "did you mean pod/X?"."""
+    (tmp_path / "run.yaml").write_text(f"extends: {name}\nseed: 77\n")
+    config = load_config(tmp_path / "run.yaml")
+    assert config.model.entry == "models.mlp:mlp" and config.seed == 77
+
+
+def test_an_example_that_extends_another_is_extended(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("extends: pod/pod16_resnet101_pipelined\n")
+    found = load_config(find_config("pod/pod16_resnet101_pipelined"))
+    assert load_config(tmp_path / "run.yaml") == found
+
+
+def test_a_file_beside_it_is_extended_before_an_example(tmp_path: Path) -> None:
+    (tmp_path / "mlp_digits.yaml").write_text(BASE + "seed: 5\n")
+    (tmp_path / "run.yaml").write_text("extends: mlp_digits.yaml\n")
+    assert load_config(tmp_path / "run.yaml").seed == 5
+
+
+def test_examples_of_an_installed_package_are_extended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel has its examples in the package, and no folder configs beside it."""
+    (tmp_path / "ipu_pipe" / "configs" / "own").mkdir(parents=True)
+    (tmp_path / "ipu_pipe" / "configs" / "own" / "small.yaml").write_text(BASE + "seed: 6\n")
+    monkeypatch.setattr(shipped, "PACKAGE", tmp_path / "ipu_pipe")
+    (tmp_path / "run.yaml").write_text("extends: own/small\n")
+    assert load_config(tmp_path / "run.yaml").seed == 6
+    (tmp_path / "run.yaml").write_text("extends: own/smal\n")
+    (fault,) = list_faults(load_config, tmp_path / "run.yaml")
+    assert read_suggestion(fault) == ["own/small"]
+
+
 # ---- settings of an optimizer that is replaced
 
 BASE = """\
@@ -300,6 +343,91 @@ def test_a_file_whose_own_settings_do_not_fit_is_a_fault(name: str, tmp_path: Pa
     for overrides in ([], ["optimizer.lr=0.2"], ["optimizer={lr: 0.2}"]):
         (fault,) = list_faults(load_config, path, overrides)
         assert fault.startswith(f"{path}: optimizer.betas: ")
+
+
+GROUPS = "[{match: '*.bias', name: sgd, lr: 0.2}, {name: adam}]"
+
+
+@pytest.mark.parametrize(
+    "override", [f"optimizer={{groups: {GROUPS}}}", f"optimizer.groups={GROUPS}"]
+)
+@pytest.mark.parametrize("name", ["name: sgd, ", ""])
+def test_groups_leave_out_the_inherited_optimizer(name: str, override: str, tmp_path: Path) -> None:
+    """Story: groups over a file with an optimizer were refused for the name that they replace."""
+    path = write_base(tmp_path, BASE.replace("name: sgd, ", name))
+    with pytest.warns(UserWarning) as records:
+        config = load_config(path, [override])
+    assert [(one.name, one.lr) for one in config.optimizer.members] == [
+        ("sgd", 0.2),
+        ("adam", None),
+    ]
+    assert len(records) == 1
+    left_out = ("name", "lr", "momentum", "nesterov", "weight_decay")[0 if name else 1 :]
+    for key in left_out:
+        assert f"{path}: optimizer.{key}: " in str(records[0].message)
+
+
+def test_a_name_leaves_out_inherited_groups(tmp_path: Path) -> None:
+    groups = re.sub("optimizer: .*", f"optimizer: {{groups: {GROUPS}}}", BASE)
+    path = write_base(tmp_path, groups)
+    with pytest.warns(UserWarning, match="optimizer.groups: .* because optimizer.name is adam$"):
+        config = load_config(path, ["optimizer={name: adam, lr: 0.5}"])
+    assert config.optimizer.settings() == {"lr": 0.5} and not config.optimizer.groups
+
+
+def test_no_groups_leave_the_inherited_optimizer(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config(write_base(tmp_path), ["optimizer.groups=[]"])
+    assert config.optimizer.name == "sgd" and config.optimizer.lr == 0.1
+
+
+@pytest.mark.parametrize("overrides", [
+    [f"optimizer={{groups: {GROUPS}, name: adam}}"],
+    [f"optimizer.groups={GROUPS}", "optimizer.lr=0.2"],
+])  # fmt: skip
+def test_settings_beside_the_new_groups_are_still_faults(
+    overrides: List[str], tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (fault,) = list_faults(load_config, write_base(tmp_path), overrides)
+    assert re.match("--set .*: optimizer.(name|lr): ", fault)
+
+
+# ---- arguments of a model that is replaced
+
+MODEL = BASE.replace("models.mlp:mlp", '"models.mlp:mlp", args: {inputs: 64, width: 32}')
+
+
+@pytest.mark.parametrize("text, overrides, args", [
+    ("model: {entry: 'mine:Net'}", [], {}),
+    ("model: {entry: 'mine:Net', args: {width: 8, depth: null}}", [], {"width": 8, "depth": None}),
+    ("seed: 1", ["model.entry=mine:Net"], {}),
+    ("model: {args: {classes: 3}}", ["model.entry=mine:Net", "model.args.width=8"], {"width": 8}),
+    ("seed: 1", ["model.args.width=8", "model.entry=mine:Net"], {"width": 8}),
+    ("model: {entry: 'mine:Net'}", ["model.args.depth=2", "model.entry=mine:Other"], {"depth": 2}),
+])  # fmt: skip
+def test_arguments_belong_to_their_model(
+    text: str, overrides: List[str], args: Dict[str, Any], tmp_path: Path
+) -> None:
+    """Story: `model.args` of an extended file were passed to one's own model, and null passed None."""
+    path = write_base(tmp_path, MODEL)
+    (tmp_path / "run.yaml").write_text(f"extends: base.yaml\n{text}\n")
+    with pytest.warns(UserWarning) as records:
+        config = load_config(tmp_path / "run.yaml", overrides)
+    assert config.model.args == args
+    assert len(records) == 1 and f"{path}: model.args.inputs: 64" in str(records[0].message)
+    assert str(records[0].message).endswith(f"because model.entry is {config.model.entry}")
+
+
+@pytest.mark.parametrize("entry", ["models.mlp:mlp", "models.mlp:another"])
+def test_models_of_one_module_share_their_arguments(entry: str, tmp_path: Path) -> None:
+    """A ResNet-50 that extends a ResNet-34's file keeps its classes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config(write_base(tmp_path, MODEL), [f"model.entry={entry}"])
+    assert config.model.args == {"inputs": 64, "width": 32}
 
 
 def test_a_warning_of_a_command_is_one_line(

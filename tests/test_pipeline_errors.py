@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import threading
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
@@ -13,17 +14,19 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput, Divergence, RunFault
+from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.pipeline.batches import Microbatch, copy_memory
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.store.checkpoint import load_weights
+from ipu_pipe.store.checkpoint import WRAPPERS, load_weights
 from tests.support.loops import make_perceptron
 from tests.support.processes import run_in_group
-from tests.support.runs import needs_processes
+from tests.support.runs import list_faults, needs_processes
 from tests.test_example_loops import PAGE
-from tests.test_tutorials import list_blocks
+from tools.documented import list_blocks
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
 
@@ -354,6 +357,96 @@ def test_a_prefix_of_weights_is_named_once(prefix: str) -> None:
         ) as caught:
             load_weights(model, saved, "weights.safetensors", strict=strict)
         assert len(caught.value.faults) == 1
+
+
+def wrap_inside(model: nn.Module, part: str) -> nn.Module:
+    """Return the model with its last layer inside a wrapper, as torch.compile makes one."""
+    wrapper = nn.Module()
+    wrapper.add_module(part, model[-1])  # type: ignore[index]
+    model[-1] = wrapper  # type: ignore[index]
+    return model
+
+
+WRAPPED: Dict[str, Callable[[], nn.Module]] = {
+    "module": lambda: AveragedModel(make_perceptron()),
+    **{
+        part: lambda part=part: wrap_inside(make_perceptron(), part)  # type: ignore[misc]
+        for part in WRAPPERS
+    },
+}
+
+
+@pytest.mark.parametrize("part", WRAPPED)
+def test_wrappers_inside_names_are_named_once_with_a_remedy_that_works(part: str) -> None:
+    # story: only a prefix of all names was named, not that of an AveragedModel, which has a count
+    # beside, nor a compiled layer's
+    model, wrapped = make_perceptron(), WRAPPED[part]()
+    weights = wrapped.state_dict()
+    (fault,) = list_faults(load_weights, model, weights, "weights.pt")
+    assert fault.startswith("weights.pt: ") and f"has {part} in its name" in fault
+    # the remedy that the line prints
+    renamed = eval(fault.partition("leave it out: ")[2], {"re": re, "weights": weights})
+    renamed.pop("n_averaged", None)
+    assert not load_weights(model, renamed, "weights.pt").left_out
+    (fault,) = list_faults(load_weights, WRAPPED[part](), make_perceptron().state_dict(), "w")
+    assert fault.startswith("w: the model is wrapped: ") and "inside the wrapper" in fault
+
+
+def test_the_remedy_keeps_names_that_end_like_a_wrapper() -> None:
+    layers = {"submodule": nn.Linear(2, 2), "last": nn.Linear(2, 2)}
+    model = nn.ModuleDict(layers)
+    weights = nn.ModuleDict({**layers, "last": nn.DataParallel(layers["last"])}).state_dict()
+    (fault,) = list_faults(load_weights, model, weights, "weights.pt")
+    renamed = eval(fault.partition("leave it out: ")[2], {"re": re, "weights": weights})
+    assert set(renamed) == set(model.state_dict())
+
+
+def test_a_prefix_is_named_where_the_model_has_heads() -> None:
+    # the model's own heads, which a file without them does not replace, hid it
+    model = make_perceptron()
+    saved = {f"model.{name}": value for name, value in model.state_dict().items()}
+    model.add_module(HEADS, nn.ModuleDict({"0": nn.Linear(2, 2)}))
+    (fault,) = list_faults(load_weights, model, saved, "weights.pt", heads_too=False)
+    assert "every name begins with model., " in fault
+
+
+def test_weights_that_fit_in_part_say_what_a_wrapper_hides() -> None:
+    model, wrapped = make_perceptron(), wrap_inside(make_perceptron(), "_orig_mod")
+    left_out, new = load_weights(model, wrapped.state_dict(), "weights.pt", strict=False)
+    assert len(left_out) == len(new) == 2
+    for name, reason in left_out.items():
+        assert reason.endswith(f"but {name.replace('_orig_mod.', '')}, without its wrapper")
+
+
+class Inside(nn.Module):
+    """A wrapper of the caller's own, which a pipeline takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = make_perceptron()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.module(x)
+
+
+def test_a_state_of_a_wrapped_model_is_refused_in_one_line() -> None:
+    states = []
+    for model, stages in ((make_perceptron(), ["5"]), (Inside(), ["module.5"])):
+        pipe = make_pipeline(model=model, stages=stages)
+        train(pipe, 2)
+        states.append(pipe.state_dict())
+        pipe.close()
+    for model, stages, state in (
+        (make_perceptron(), ["5"], states[1]),
+        (Inside(), ["module.5"], states[0]),
+    ):
+        pipe = make_pipeline(model=model, stages=stages)
+        (fault,) = list_faults(pipe.load_state_dict, state)
+        assert fault.startswith("load_state_dict: model: ") and "module." in fault
+        assert fault.endswith("load it into a pipeline over a model with these names")
+        pipe.load_state_dict(states[isinstance(model, Inside)])
+        train(pipe, 1)
+        pipe.close()
 
 
 # ---- batches that stay in flight

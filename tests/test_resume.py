@@ -21,6 +21,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.predict import predict
 from ipu_pipe.run.resume import check_run
 from ipu_pipe.run.train import evaluate_checkpoint, train
 from ipu_pipe.store import checkpoint
@@ -312,6 +313,26 @@ def test_weights_of_another_precision_are_refused_before_anything_is_written(
     assert {
         path: path.read_bytes() for path in killed_run.rglob("*") if path.is_file()
     } == files_before
+
+
+def test_weights_of_a_wrapped_model_are_refused_in_one_line_everywhere(killed_run: Path) -> None:
+    """Story: the line of a resumed run was one for each entry of the optimizer, and none named the
+    wrapper."""
+    path = killed_run / "checkpoints" / "step-8"
+    saved = checkpoint.load(path)
+    weights = {f"_orig_mod.{name}": value for name, value in saved.model.items()}
+    entries = {f"_orig_mod.{name}": value for name, value in saved.optimizer.items()}
+    checkpoint.save(path.parent, 8, weights, entries, saved.manifest)
+    (line,) = list_refusals(killed_run)
+    assert line.startswith(f"{path}: model: every name begins with _orig_mod., ")
+    config = make_short_config(*make_settings(f"init_from={path}"))
+    for call in (
+        lambda: evaluate_checkpoint(config, path),
+        lambda: build(config),
+        lambda: predict(killed_run, torch.zeros(2, 1, 8, 8)),
+    ):
+        (line,) = list_faults(call)
+        assert f"{path}: every name begins with _orig_mod., " in line and "name[10:]" in line
 
 
 def test_a_parameter_that_never_had_a_gradient_has_no_entries(tmp_path: Path) -> None:

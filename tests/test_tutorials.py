@@ -9,39 +9,26 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Iterator, List, NamedTuple
+from typing import Iterator, List
 
 import pytest
 
 from ipu_pipe import cli
 from tests.support.slow import mark_slow
+from tools.documented import list_blocks
 
 PAGES = sorted((Path(__file__).resolve().parents[1] / "docs" / "tutorials").glob("*.md"))
-BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 # pages whose commands `make test` runs.
 QUICK = {"README", "analyze", "pod"}
 # the least test accuracy of the runs of a page that trains to the end; chance is 0.1
 LEARNS = {"your_own_model": 0.6, "third_party": 0.25, "predict": 0.6}
-
-
-class FencedBlock(NamedTuple):
-    """A fenced block of a page."""
-
-    language: str
-    file: str
-    text: str
-
-
-def list_blocks(page: Path) -> List[FencedBlock]:
-    return [FencedBlock(*result) for result in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
 def split_commands(text: str) -> Iterator[List[str]]:

@@ -143,11 +143,27 @@ def find_origin(key: str, origins: Mapping[str, str], default: str) -> str:
 
 
 def _suggest_section(parts: List[str], value: Any, schema: Schema) -> str:
-    """Return the section as it would be with the value that was given in its place."""
+    """Return the section as it would be with the value that was given in its place, or the key of
+    the section that has this value (backend.device=cuda).
+    """
     field = schema.model_fields.get(parts[0]) if len(parts) == 1 else None
-    known = _list_keys(field.annotation) if field is not None else []
-    meant = [key for key in LIKELY_KEYS.get(type(value), ()) if key in known]
-    return f", such as {{{meant[0]}: {show(value)}}}" if meant else ""
+    section = _find_section(field.annotation) if field is not None else None
+    if section is None:
+        return ""
+    meant = [key for key in LIKELY_KEYS.get(type(value), ()) if key in section.model_fields]
+    names = _list_values(section.model_fields[meant[0]]) if meant else []
+    if not names:
+        return f", such as {{{meant[0]}: {show(value)}}}" if meant else ""
+    near = _find_value([*parts, meant[0]], value, names, schema, {})
+    if not near:
+        return f", such as {{{meant[0]}: {names[0]}}}"
+    return f"; did you mean {near if '=' in near else f'{parts[0]}.{meant[0]}={near}'}?"
+
+
+def _list_values(field: Any) -> List[str]:
+    """Return the values that a key's type lists; none if it lists none."""
+    alternatives = (field.annotation, *get_args(field.annotation))
+    return [name for one in alternatives if get_origin(one) is Literal for name in get_args(one)]
 
 
 def _find_value(
@@ -165,11 +181,7 @@ def _find_value(
     if near or section is None:
         return near or find_nearest(value, names)
     for key, field in section.model_fields.items():
-        alternatives = (field.annotation, *get_args(field.annotation))
-        values = [
-            name for one in alternatives if get_origin(one) is Literal for name in get_args(one)
-        ]
-        near = find_nearest(value, values, cutoff=1.0)
+        near = find_nearest(value, _list_values(field), cutoff=1.0)
         if near:
             return f"{name_key('.'.join([*parts[:-1], key]))}={near}"
     return find_nearest(value, names)

@@ -6,22 +6,23 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
 
 import yaml
 from pydantic import ValidationError
 
 from ipu_pipe.config.faults import CALL, find_origin, format_faults, name_origin
 from ipu_pipe.config.schema import Config, import_outer
-from ipu_pipe.config.sections import GIVEN, LrSchedule, OptimizerConfig, StageCount
+from ipu_pipe.config.sections import GIVEN, GROUPS, LrSchedule, OptimizerConfig, StageCount
 from ipu_pipe.config.values import Section
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import read_file
 from ipu_pipe.refusals import Language, show_in_config
 from ipu_pipe.schedule import methods
 from ipu_pipe.schedule.methods import Method
-from ipu_pipe.shipped import list_configs
+from ipu_pipe.shipped import find_example, list_configs
 from ipu_pipe.text import find_nearest, show
 
 # ---- YAML files: read keys within bounds and record the source of each value; write YAML that reads the same
@@ -159,21 +160,27 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
-def read_yaml(path: Path, origins: Optional[Origins] = None) -> Dict[str, Any]:
+def read_yaml(
+    path: Path,
+    origins: Optional[Origins] = None,
+    find_shipped: Callable[[str], Optional[Path]] = find_example,
+) -> Dict[str, Any]:
     """Return the keys of a file merged over the keys of the file that its `extends` names, and fill
-    in `origins`.
+    in `origins`. `find_shipped` returns the shipped file of a name, None if there is none.
     """
     origins = {} if origins is None else origins
     merged: Dict[str, Any] = {}
-    for file, raw in _read_layers(path):
+    for file, raw in _read_layers(path, find_shipped):
         note_origin(raw, "", str(file), origins)
         merged = merge_keys(merged, raw)
     return merged
 
 
-def _read_layers(path: Path) -> List[Tuple[Path, Dict[str, Any]]]:
+def _read_layers(
+    path: Path, find_shipped: Callable[[str], Optional[Path]] = find_example
+) -> List[Tuple[Path, Dict[str, Any]]]:
     """Return the files that a file extends, the first extended first, and then the file itself,
-    each with its keys.
+    each with its keys. A name that is no file beside the one that extends it is a shipped one's.
     """
     # (file, keys) of `path` and of the files that it extends, in order
     layers: List[Tuple[Path, Dict[str, Any]]] = []
@@ -193,6 +200,9 @@ def _read_layers(path: Path) -> List[Tuple[Path, Dict[str, Any]]]:
         if not isinstance(name, str) or not name:
             raise BadInput(f"{source}: must be a file name")
         target = target.parent / name
+        # reading it says what is wrong with a name that no file can have
+        with suppress(OSError, ValueError):
+            target = target if target.exists() else find_shipped(name) or target
     else:
         raise BadInput(f"{source}: more than {MOST_FILES} files extend one another, or in a circle")
     return layers[::-1]
@@ -299,49 +309,108 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
     faults = [
         fault for text in overrides for fault in _collect_faults(apply_override, raw, text, origins)
     ]
-    _leave_out_inherited(raw, origins, [str(file) for file, _ in layers])
+    files = [str(file) for file, _ in layers]
+    modules = [_find_module(keys) for _, keys in layers]
+    _leave_out_arguments(raw, origins, files, modules)
+    _leave_out_inherited(raw, origins, files)
     return _validate(raw, origins, str(path), faults)
+
+
+def _find_module(keys: Mapping[str, Any]) -> str:
+    """Return the module of `model.entry` in a file's or config's keys, "" if they name none."""
+    model = keys.get("model")
+    return str(model.get("entry") or "").partition(":")[0] if isinstance(model, dict) else ""
+
+
+def _find_layer(key: str, origins: Origins, files: Sequence[str]) -> int:
+    """Return the number of the file that a key came from; options come after all files."""
+    origin = find_origin(key, origins, files[0])
+    return files.index(origin) if origin in files else len(files)
+
+
+def _leave_out_arguments(
+    raw: Dict[str, Any], origins: Origins, files: Sequence[str], modules: Sequence[str]
+) -> None:
+    """Leave out the arguments of a model that a later file or option has replaced by one of another
+    module, and warn of them. Models of one module, such as resnet18 and resnet50, share theirs.
+
+    `files`: extended files first; `modules`: that of `model.entry` in each, "" where it has none.
+    """
+    module = _find_module(raw)
+    others = [number for number, one in enumerate(modules) if one not in ("", module)]
+    args = raw["model"].get("args") if module else None
+    if not others or not isinstance(args, dict):
+        return
+    # the layer that replaced the last other model; options come after all files
+    later = range(others[-1], len(files))
+    layer = next((number for number in later if modules[number] == module), len(files))
+    inherited = {
+        name: value
+        for name, value in args.items()
+        if _find_layer(f"model.args.{name}", origins, files) < layer
+    }
+    if inherited:
+        rest = {name: value for name, value in args.items() if name not in inherited}
+        raw["model"] = {**raw["model"], "args": rest}
+        left_out = {f"model.args.{name}": value for name, value in inherited.items()}
+        why = f"model.entry is {show(raw['model']['entry'])}"
+        _warn_left_out(left_out, origins, why)
+
+
+def _warn_left_out(left_out: Mapping[str, Any], origins: Origins, why: str) -> None:
+    """Warn of inherited keys, with their values, that are left out."""
+    values = [
+        f"{find_origin(key, origins, '')}: {key}: {show_in_config(value)}"
+        for key, value in left_out.items()
+    ]
+    warnings.warn(f"{'; '.join(values)}: left out, because {why}", stacklevel=2)
 
 
 def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[str]) -> None:
     """Leave out settings of an optimizer or of a schedule of rates that a later file or option has
     replaced by another one, and the microbatches of an update that a later method does not have.
 
-    `files`: extended files first; options come after all of them. A setting that comes with the new
-    name, or after it, stays, and is a fault if it does not fit. Warn of those that are left out.
+    `files`: extended files first. A setting that comes with the new name or the new groups, or
+    after them, stays, and is a fault if it does not fit. Warn of those that are left out.
     """
 
     def find_layer(key: str) -> int:
-        origin = find_origin(key, origins, files[0])
-        return files.index(origin) if origin in files else len(files)
+        return _find_layer(key, origins, files)
 
     for section, schema in (("optimizer", OptimizerConfig), ("lr_schedule", LrSchedule)):
         settings = raw.get(section)
-        left_out = []
-        while isinstance(settings, dict) and f"{section}.name" in origins:
-            misfit = _find_misfit(schema, settings)
+        if not isinstance(settings, dict):
+            continue
+        # an optimizer has a name, or groups with names of their own
+        choices = [
+            key
+            for key in ("name", "groups")
+            if settings.get(key) and settings[key] != GROUPS and f"{section}.{key}" in origins
+        ]
+        if not choices:
+            continue
+        newest = max(choices, key=lambda key: find_layer(f"{section}.{key}"))
+        layer = find_layer(f"{section}.{newest}")
+        left_out = {}
+        older = [key for key in choices if find_layer(f"{section}.{key}") < layer]
+        while True:
+            misfit = older.pop() if older else _find_misfit(schema, settings)
             key = f"{section}.{misfit}"
-            if misfit not in settings or find_layer(key) >= find_layer(f"{section}.name"):
+            if misfit not in settings or find_layer(key) >= layer:
                 break
-            left_out.append(f"{origins[key]}: {key}: {show_in_config(settings[misfit])}")
+            left_out[key] = settings[misfit]
             # an alias may give other keys the same mapping
             settings = {name: value for name, value in settings.items() if name != misfit}
-        if left_out and isinstance(settings, dict):
+        if left_out:
             raw[section] = settings
-            warnings.warn(
-                f"{'; '.join(left_out)}: left out, because {section}.name is "
-                f"{show(settings.get('name'))}",
-                stacklevel=2,
-            )
+            chosen = show(settings[newest]) if newest == "name" else "given"
+            _warn_left_out(left_out, origins, f"{section}.{newest} is {chosen}")
     method = methods.METHODS.get(str(raw.get("method")))
     key = "gradient_accumulation"
     updates_alone = method is not None and (method.history or method.rounds)
     if updates_alone and key in origins and find_layer(key) < find_layer("method"):
-        warnings.warn(
-            f"{origins[key]}: {key}: {show_in_config(raw.pop(key))}: left out, because each "
-            f"microbatch of {raw['method']} is an update",
-            stacklevel=2,
-        )
+        why = f"each microbatch of {raw['method']} is an update"
+        _warn_left_out({key: raw.pop(key)}, origins, why)
 
 
 def _find_misfit(schema: Type[Section], settings: Mapping[str, Any]) -> str:

@@ -326,7 +326,7 @@ def read_hardware(source: Union[str, Mapping[str, Any]], key: str = "--hardware"
         return _validate({"name": "given", **source}, origins, key)
     path = _find_file(source, key)
     origins = {}
-    raw = read_yaml(path, origins)
+    raw = read_yaml(path, origins, _find_shipped)
     return _validate({"name": THIS if source == THIS else path.stem, **raw}, origins, str(path))
 
 
@@ -339,8 +339,9 @@ def _find_file(name: str, key: str) -> Path:
                 f"{key}: this: this machine is not measured yet: {COMMAND} writes {path}"
             )
         return path
-    if name in list_hardware():
-        return HARDWARE_FOLDER / f"{name}.yaml"
+    shipped = _find_shipped(name)
+    if shipped is not None:
+        return shipped
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         known = list_hardware()
@@ -349,6 +350,11 @@ def _find_file(name: str, key: str) -> Path:
             f"file{suggest(name, known)}"
         )
     return path
+
+
+def _find_shipped(name: str) -> Optional[Path]:
+    """Return the file of a named description, None if there is none."""
+    return HARDWARE_FOLDER / f"{name}.yaml" if name in list_hardware() else None
 
 
 def _validate(raw: Dict[str, Any], origins: Origins, file_or_key: str) -> Hardware:

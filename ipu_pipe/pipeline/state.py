@@ -20,7 +20,7 @@ from ipu_pipe.backends.interface import POPTORCH_PREFIX, CheckpointState
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.pipeline.optimizer import OptimizerHandle
-from ipu_pipe.store.checkpoint import check_weights
+from ipu_pipe.store.checkpoint import check_weights, describe_wrapper
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update.apply import AVERAGE
 from ipu_pipe.update.optimizer import COUNTS
@@ -270,6 +270,13 @@ def check_tensors(
             for name, value in present
         ],
     )
+    # the names of the optimizer's state and of its contents have it too: renaming the weights alone
+    # would lead to the next refusal
+    wrapper = describe_wrapper(
+        state, saved.model, "load it into a pipeline over a model with these names"
+    )
+    if wrapper:
+        raise BadInput(f"{SOURCE}: model: {wrapper}")
     check_weights(model, saved.model if saved.layout is None else {**state, **saved.model}, SOURCE)
     _check_optimizer(saved, parameters, is_elementwise)
 

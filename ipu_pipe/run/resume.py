@@ -174,6 +174,11 @@ def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> list[str]:
     """
     with job.precision.put_masters_in_place():
         state = job.model.state_dict()
+    wrapper = checkpoint.describe_wrapper(
+        state, saved.model, "resume with the model that the run was started with"
+    )
+    if wrapper:
+        return [f"model: {wrapper}"]
     faults = [
         f"model: {name}: is {_describe(value)}, this run has {_describe(state[name])}"
         for name, value in saved.model.items()

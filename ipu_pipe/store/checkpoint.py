@@ -49,6 +49,8 @@ SAFE_TORCH = (2, 6)
 _STEP = re.compile(r"step-(\d+)$")
 _LEFTOVER = re.compile(r"\.step-\d+\.(part|old)$")
 _NO_HASH = "0" * 64
+# parts of names that wrappers add: DataParallel and AveragedModel, torch.compile, FSDP, checkpoint_wrapper
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Checkpoint(NamedTuple):
@@ -428,6 +430,7 @@ def _match_weights(
     `load_weights`.
     """
     state = model.state_dict()
+    saved = tensors
     pairs = {
         name
         for name, value in tensors.items()
@@ -446,7 +449,10 @@ def _match_weights(
             **fitting,
         }
     left_out = {
-        name: "the model has no such parameter or buffer" for name in tensors if name not in state
+        name: "the model has no such parameter or buffer"
+        + (f", but {_unwrap(name)}, without its wrapper" if _unwrap(name) in state else "")
+        for name in tensors
+        if name not in state
     }
     names_by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -468,16 +474,45 @@ def _match_weights(
             left_out[name] = "is complex, the model's is real"
     fitting = {name: value for name, value in tensors.items() if name not in left_out}
     if strict or not fitting:
-        prefix = _find_prefix(state, tensors)
-        if prefix:
-            raise BadInput(
-                f"{source}: every name begins with {prefix}, as wrappers such as "
-                f"DistributedDataParallel and torch.compile save it: leave it out: "
-                f"{{name[{len(prefix)}:]: value for name, value in weights.items()}}"
-            )
+        wrapper = describe_wrapper(state, saved)
+        if wrapper:
+            raise BadInput(f"{source}: {wrapper}")
         missing = [f"{name}: missing, the model needs it" for name in state if name not in tensors]
         raise_first_faults(source, missing + [f"{name}: {why}" for name, why in left_out.items()])
     return state, fitting, Loaded(left_out, [name for name in state if name not in fitting])
+
+
+def describe_wrapper(state: Mapping[str, Any], tensors: Mapping[str, Any], remedy: str = "") -> str:
+    """Return what a wrapper has added to the names of `tensors`, or to those of the model's
+    `state`, and the remedy, by default how to rename; "" if they differ in something else.
+    """
+    why = "as wrappers such as DistributedDataParallel and torch.compile save it"
+    prefix = _find_prefix(state, tensors)
+    if prefix:
+        what = f"every name begins with {prefix}"
+        short = f"name[{len(prefix)}:]"
+    else:
+        wrapped = [name for name in tensors if name not in state and _unwrap(name) in state]
+        parts = {part for name in wrapped for part in name.split(".")}
+        added = [part for part in WRAPPERS if part in parts]
+        what = f"{list_some(wrapped, 1)}: has {' and '.join(added)} in its name" if wrapped else ""
+        short = rf're.sub(r"\b({"|".join(added)})\.", "", name)'
+    if what:
+        rename = f"leave it out: {{{short}: value for name, value in weights.items()}}"
+        return f"{what}, {why}: {remedy or rename}"
+    unknown = {name for name in tensors if name not in state}
+    wrapped = [name for name in state if name not in tensors and _unwrap(name) in unknown]
+    inside = remedy or "take the model inside the wrapper"
+    return (
+        f"the model is wrapped: {_unwrap(wrapped[0])} is its {list_some(wrapped, 1)}: {inside}"
+        if wrapped
+        else ""
+    )
+
+
+def _unwrap(name: str) -> str:
+    """Return a name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _find_prefix(state: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
