@@ -1,12 +1,16 @@
 """Print what became of each act between two calls of `Pipeline`, on one backend, over seeds.
 
-    python -m tests.seam_table --seeds 20                            this tree, on the emulator
-    python -m tests.seam_table --seeds 20 --library ../old           the library of another tree, with this tree's acts and oracles
-    python -m tests.seam_table --seeds 3 --backend distributed       two processes
+    python -m tests.seam_table --seeds 20                        this tree, on the emulator
+    python -m tests.seam_table --seeds 20 --library ../old       the library of another tree, with this tree's acts and oracles
+    python -m tests.seam_table --seeds 3 --backend distributed   two processes
 
-A walk has one act in a drawn method, cut and N (`tests.support.acts.draw_single`). It is *equal* if its weights are those of plain
-PyTorch or of the literal replay, *drained* if they are after the drain that a refusal asked for, *refused* if it cannot be had,
-*silent* if it trained other weights without a word, *failed* if it raised anything else.
+A walk has one act in a drawn method, cut and N (`tests.support.acts.draw_single`). It is
+
+    equal     if its weights are those of plain PyTorch or of the literal replay
+    drained   if they are after the drain that a refusal asked for
+    refused   if the act cannot be had at all
+    silent    if it trained other weights without a word
+    failed    if it raised anything else
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ def count_outcomes(walks: Dict[str, List[Any]], outcomes: Sequence[Any]) -> Tabl
     return table
 
 
-def train_on_rank(rank: int, folder: Path, walks: List[Any], backend: str) -> None:
+def judge_on_rank(rank: int, folder: Path, walks: List[Any], backend: str) -> None:
     """Judge walks on this rank, and store what became of each."""
     import torch
 
@@ -58,7 +62,7 @@ def judge_walks(walks: List[Any], backend: str) -> List[Any]:
     from tests.support.processes import run_in_group
 
     with tempfile.TemporaryDirectory() as name:
-        run_in_group(2, train_on_rank, Path(name), walks, backend, seconds=3600)
+        run_in_group(2, judge_on_rank, Path(name), walks, backend, seconds=3600)
         pairs = zip(*(torch.load(Path(name) / f"{r}.pt", weights_only=False) for r in range(2)))
         return [max(pair, key=lambda outcome: outcome.kind != "equal") for pair in pairs]
 
@@ -83,20 +87,25 @@ def main() -> None:
     parser.add_argument("--act", action="append", help="only these acts")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    if args.library:
-        # ipu_pipe alone comes from there: `tests` has been imported from this tree
-        sys.path.insert(0, args.library)
+    # ipu_pipe alone comes from there, acts and oracles from this tree
+    sys.path.insert(0, args.library or "")
+    import ipu_pipe
+
+    del sys.path[0]
     import torch
 
-    import ipu_pipe
-    from tests.support.acts import ACTS, draw_single
+    from tests.support.acts import ACTS, CUTS, draw_single
 
     torch.set_num_threads(1)
     seeds = range(args.first, args.first + args.seeds)
-    walks = {act: [draw_single(act, seed) for seed in seeds] for act in args.act or ACTS}
+    # one stage a process, because a split backward takes no more
+    cuts = CUTS[:1] if args.backend == "distributed" else CUTS
+    walks = {act: [draw_single(act, seed, cuts) for seed in seeds] for act in args.act or ACTS}
     outcomes = judge_walks([walk for drawn in walks.values() for walk in drawn], args.backend)
     print(f"{Path(str(ipu_pipe.__file__)).parent.parent.name}, {args.backend}, seeds {seeds}\n")
     print(format_table(count_outcomes(walks, outcomes)))
+    for line, walk in {o.line: o.walk for o in outcomes if o.kind == "failed"}.items():
+        print(f"\nfailed: {line}\n        {walk}")
 
 
 if __name__ == "__main__":

@@ -300,7 +300,7 @@ def train_plainly(walk: Walk) -> Weights:
     return scene.model.state_dict()
 
 
-def train_literally(walk: Walk) -> Weights:
+def replay_walk(walk: Walk) -> Weights:
     """Train by the literal replay with the acts of a walk. Return the weights and buffers."""
     method = resolve_method(walk.method, walk.args)
     N = walk.microbatches
@@ -460,7 +460,7 @@ def compute_expected(walk: Walk) -> Weights:
     """Return the weights that a walk must have."""
     if resolve_method(walk.method, walk.args).flushes:
         return train_plainly(walk)
-    return train_literally(walk)
+    return replay_walk(walk)
 
 
 class Outcome(NamedTuple):
@@ -502,10 +502,10 @@ def judge(walk: Walk, train: Train = train_by_pipeline) -> Outcome:
         weights, walk = follow_remedies(walk, train)
     except Exception as error:
         return Outcome("failed", f"{type(error).__name__}: {error}", walk)
-    return compare(weights, walk)
+    return compare_walk(weights, walk)
 
 
-def compare(weights: Any, walk: Walk, tolerance: float = 0.0) -> Outcome:
+def compare_walk(weights: Any, walk: Walk, tolerance: float = 0.0) -> Outcome:
     """Compare the weights of a walk with what they must be."""
     if isinstance(weights, Refused):
         return Outcome("refused", weights.line, walk)
@@ -536,10 +536,10 @@ def list_shorter(walk: Walk) -> List[Walk]:
         walk._replace(method="gpipe", args={}),
     ]
     has_room = [one for one in plainer if max(one.plan, default=0) < one.steps - 1]
-    return shorter + [one for one in has_room if measure(one) < measure(walk)]
+    return shorter + [one for one in has_room if measure_size(one) < measure_size(walk)]
 
 
-def measure(walk: Walk) -> Tuple[int, ...]:
+def measure_size(walk: Walk) -> Tuple[int, ...]:
     """Return the size of a walk, the part that counts most first."""
     acts = sum(map(len, walk.plan.values()))
     is_stale = int(walk.method not in FLUSHING)
