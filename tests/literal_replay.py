@@ -8,6 +8,7 @@ newest. The update rules are written from their papers' equations, without ipu_p
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -61,6 +62,8 @@ class LiteralRules:
             switch,
             accumulate,
         )
+        # the rate of each update, where a caller changes it between two calls
+        self.rates: List[float] = []
         self.delay = compute_delay(method, stages, stage, accumulate)
         self.backward_horizon = 0.0
         if method.name == "spectrain" and stages > 1:
@@ -70,10 +73,11 @@ class LiteralRules:
 
     def compute_rate(self, k: int) -> float:
         """Return the learning rate of update k by PipeMare's T1: lr / tau^p."""
+        lr = self.rates[k] if self.rates else self.lr
         if "t1" not in self.args or k < self.switch:
-            return self.lr
+            return lr
         power = 1 - min((k - self.switch) / self.args["t1"]["anneal_updates"], 1)
-        return self.lr / max(self.delay, 1) ** power
+        return lr / max(self.delay, 1) ** power
 
     def forward(self, weights: Weights, state: "State", k: int) -> Weights:
         """Return the weights that a forward reads in place of version k, which is `weights` with the state `state`."""
@@ -174,9 +178,15 @@ class LiteralStage:
         read_version = self.version if version is None else version
         weights = self.history[read_version]
         if self.rules:
-            weights = self.rules.forward(weights, self.states[read_version], read_version)
+            trained = self._select_trained(weights)
+            predicted = self.rules.forward(trained, self.states[read_version], read_version)
+            weights = {**weights, **predicted}
         self.forward_version[m] = read_version
         return self._run_forward(m, inputs, {**weights, **self._get_tied_weights(version)})
+
+    def _select_trained(self, weights: Weights) -> Weights:
+        """Return the weights that are trained: a frozen one is read as it is."""
+        return {name: w for name, w in weights.items() if self.parameters[name].requires_grad}
 
     def _get_tied_weights(self, version: Optional[int] = None) -> Weights:
         return {
@@ -207,16 +217,21 @@ class LiteralStage:
     def _read_now(self, m: int) -> Weights:
         weights = self.history[-1]
         if self.rules:
-            weights = self.rules.backward(
-                weights, self.states[-1], self.version, self.version - self.forward_version[m]
+            trained = self._select_trained(weights)
+            corrected = self.rules.backward(
+                trained, self.states[-1], self.version, self.version - self.forward_version[m]
             )
+            weights = {**weights, **corrected}
         return weights
 
     def _run_forward(
         self, m: int, inputs: Sequence[torch.Tensor], weights: Weights
     ) -> Tuple[torch.Tensor, ...]:
         read = {
-            name: w.clone().to(self.reads[name]).requires_grad_() for name, w in weights.items()
+            name: w.clone()
+            .to(self.reads[name])
+            .requires_grad_(name in self.ties or self.parameters[name].requires_grad)
+            for name, w in weights.items()
         }
         received = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
         with self.around():
@@ -291,13 +306,16 @@ class LiteralStage:
             for one in self.optimizer.param_groups if rules else ():
                 one["lr"] = rules.compute_rate(k)  # type: ignore[union-attr]
             for p in self.parameters.values():
-                if "gradient_shrinking" in args:
+                if "gradient_shrinking" in args and p.grad is not None:
                     p.grad *= args["gradient_shrinking"]["factor"] ** delay
-            gradients = {name: p.grad.clone() for name, p in self.parameters.items()}
+            # a frozen weight has none
+            trained = {n: p for n, p in self.parameters.items() if p.grad is not None}
+            gradients = {name: p.grad.clone() for name, p in trained.items()}  # type: ignore[union-attr]
+            hooks = self.optimizer._optimizer_step_post_hooks
+            self.optimizer._optimizer_step_post_hooks = {}
             self.optimizer.step()
-            self.optimizer.zero_grad()
             state = State(self.history[-1])
-            for name, p in self.parameters.items():
+            for name, p in trained.items():
                 old = self.history[-1][name]
                 if "momentum_buffer" in self.optimizer.state[p]:
                     state.velocity[name] = self.optimizer.state[p]["momentum_buffer"].clone()
@@ -328,6 +346,13 @@ class LiteralStage:
                     before = self.states[-1].delayed.get(name, step)
                     state.delayed[name] = step
                     p.data.copy_(p.data.add(step, alpha=share).add(before, alpha=-share))
+            # a caller's hook gets the weights of the whole update
+            for hook in hooks.values():
+                hook(self.optimizer, (), {})
+            self.optimizer._optimizer_step_post_hooks = hooks
+            self.optimizer.zero_grad()
+            for name, p in trained.items():
+                old = self.history[-1][name]
                 state.difference[name] = p.data - old
                 if "t2" in args and delay:
                     decay = args["t2"]["decay"]
@@ -338,6 +363,144 @@ class LiteralStage:
         else:
             self.states.append(self.states[-1])
         self.history.append(self._copy_weights())
+
+
+class ActedStage(LiteralStage):
+    """A stage of a sequential model whose caller acts between two steps. The act after step k comes
+    where a plain loop over this stage alone would have it, in the order of the stage's own passes:
+
+        stage     F(k)  F(k+1)  B(k)  U(k)  F(k+2)       the caller acts after step k
+                      [1]                [2]
+
+    [1] on modules, modes, hooks, the loss, buffers and weights that nobody trains: the forward of batch k + 1 sees it
+    [2] on weights and the optimizer: version k + 1 is changed, and update k + 1 has the new settings
+
+    Passes of earlier batches, recomputations too, see what their forward saw. There are two copies of the caller's objects, one
+    for each moment; of both only this stage's part counts.
+    """
+
+    def __init__(
+        self,
+        make_objects: Callable[[], Any],
+        part: slice,
+        act: Callable[[int, Any], None],
+        has_act: Callable[[int], bool],
+        rules: LiteralRules,
+    ) -> None:
+        self.updated, self.read = make_objects(), make_objects()
+        self.part, self.act, self.has_act = part, act, has_act
+        super().__init__(self.updated.model[part], lambda ps: self.updated.optimizer, rules)
+        # by batch: the module that its passes run, its weights that nobody trains, the hooks of weights, the loss
+        self.modules: Dict[int, nn.Module] = {}
+        self.frozen: Dict[int, Weights] = {}
+        self.hooks: Dict[int, Dict[str, List[Any]]] = {}
+        self.losses: Dict[int, Any] = {}
+        self._note_rate()
+
+    def _note_rate(self) -> None:
+        assert self.rules
+        self.rules.rates.append(self.updated.optimizer.param_groups[0]["lr"])
+
+    def forward(
+        self, m: int, inputs: Sequence[torch.Tensor], version: Optional[int] = None
+    ) -> Tuple[torch.Tensor, ...]:
+        assert self.rules
+        batch, i = divmod(m, self.rules.accumulate)
+        if i == 0:
+            self._begin_batch(batch)
+        return super().forward(m, inputs, version)
+
+    def recompute(
+        self, m: int, inputs: Optional[Sequence[torch.Tensor]]
+    ) -> Tuple[torch.Tensor, ...]:
+        assert self.rules
+        self.module = self.modules[m // self.rules.accumulate]
+        return super().recompute(m, inputs)
+
+    def _begin_batch(self, batch: int) -> None:
+        module = self.modules.get(batch - 1)
+        if module is not None and self.has_act(batch - 1):
+            past = copy.deepcopy(module)
+            self.modules = {k: past if m is module else m for k, m in self.modules.items()}
+            self._copy_buffers()
+            trained = [(n, p) for n, p in module.named_parameters() if self._is_trained(p)]
+            self.act(batch - 1, self.read)
+            # the caller may freeze them, which is possible while nothing is in flight
+            for name, p in trained:
+                p.data = self.history[-1][name].clone()
+            module = None
+        # sliced again, because the caller may have replaced a module
+        self.modules[batch] = module = module or self.read.model[self.part]
+        self.frozen[batch] = {
+            name: p.detach().clone()
+            for name, p in module.named_parameters()
+            if not self._is_trained(p)
+        }
+        self.hooks[batch] = {
+            name: list((p._backward_hooks or {}).values()) for name, p in module.named_parameters()
+        }
+        self.losses[batch] = self.read.get_loss()
+
+    def _get_frozen(self, m: int) -> Weights:
+        """Return the weights that a microbatch reads and that nobody trains: they have no versions, as buffers."""
+        assert self.rules
+        return self.frozen[m // self.rules.accumulate]
+
+    def _is_trained(self, p: nn.Parameter) -> bool:
+        """Return whether a parameter of the copy that forwards read is trained."""
+        groups = self.read.optimizer.param_groups
+        return p.requires_grad and any(p is q for group in groups for q in group["params"])
+
+    def _read_now(self, m: int) -> Weights:
+        return {**super()._read_now(m), **self._get_frozen(m)}
+
+    def _copy_buffers(self) -> None:
+        """Give the module new buffers: backwards of passes in flight need the old ones."""
+        for module in self.read.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.clone()
+
+    def _run_forward(
+        self, m: int, inputs: Sequence[torch.Tensor], weights: Weights
+    ) -> Tuple[torch.Tensor, ...]:
+        assert self.rules
+        batch = m // self.rules.accumulate
+        self.module = self.modules[batch]
+        outputs = super()._run_forward(m, inputs, {**weights, **self._get_frozen(m)})
+        for name, hooks in self.hooks[batch].items():
+            for hook in hooks:
+                self.in_flight[m][0][name].register_hook(hook)
+        return outputs
+
+    def update(self) -> None:
+        assert self.rules and self.optimizer
+        k = self.version
+        group = self.optimizer.param_groups[0]
+        super().update()
+        # T1 has scaled it
+        group["lr"] = self.rules.rates[k]
+        if self.has_act(k):
+            self.act(k, self.updated)
+            # the caller may have replaced a module
+            self.parameters = dict(self.updated.model[self.part].named_parameters())
+            self.reads = {name: p.dtype for name, p in self.parameters.items()}
+            self.history[-1] = self._copy_weights()
+            for name, p in self.parameters.items():
+                moments = self.optimizer.state.get(p, {})
+                velocity = moments.get("momentum_buffer", torch.zeros_like(p.detach()))
+                self.states[-1].velocity[name] = velocity.clone()
+                self.states[-1].direction[name] = velocity.clone()
+                # T2's accumulator is a part of the optimizer's state, which the caller may clear
+                if not moments:
+                    self.states[-1].delta[name] = torch.zeros_like(velocity)
+        self._note_rate()
+
+    def export(self) -> Weights:
+        """Return the weights and buffers: a slice keeps the names of the whole model."""
+        # one copy has trained the weights, the other one has run the forwards
+        weights = dict(self.updated.model[self.part].named_parameters())
+        buffers = dict(self.read.model[self.part].named_buffers())
+        return {name: tensor.detach() for name, tensor in {**weights, **buffers}.items()}
 
 
 def replay(

@@ -22,7 +22,7 @@ in-place change.
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Callable, List, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -220,11 +220,9 @@ class _VersionedStore(WeightStore):
 class OverwritingStore(_VersionedStore):
     """The store that writes views into the parameters' own storage."""
 
-    def __init__(
-        self, stages: Sequence[Sequence[torch.nn.Parameter]], *args: Any, **keywords: Any
-    ) -> None:
-        super().__init__(stages, *args, **keywords)
-        self._storage = [[p.data for p in stage] for stage in self._parameters]
+    def _get_storage(self, stage: int) -> Tensors:
+        # asked each time: between two calls a caller may give a parameter another tensor
+        return [p.data for p in self._parameters[stage]]
 
     def _put(self, views: Sequence[tuple[int, View, bool]]) -> None:
         saved: Copies = []
@@ -232,7 +230,7 @@ class OverwritingStore(_VersionedStore):
         corrected: list[tuple[int, int]] = []
         for stage, view, has_newest in views:
             views_of_stage = self._stash[stage]
-            storage = self._storage[stage]
+            storage = self._get_storage(stage)
             newest = View(self._newest[stage], PLAIN)
             # the newest weights are only in the parameters, which are about to be overwritten
             if newest not in views_of_stage:
@@ -250,7 +248,7 @@ class OverwritingStore(_VersionedStore):
         copy_all(saved)
         copy_all(written)
         for stage, code in corrected:
-            self._correct(stage, code, self._storage[stage])
+            self._correct(stage, code, self._get_storage(stage))
 
     def _stash_views(self, stages: Sequence[int], codes_by_stage: Sequence[set[int]]) -> None:
         copies: Copies = []
@@ -264,7 +262,7 @@ class OverwritingStore(_VersionedStore):
                 view = View(newest, code)
                 if view not in self._stash[stage]:
                     self._stash[stage][view] = self._allocate(stage)
-                    copies += zip(self._stash[stage][view], self._storage[stage])
+                    copies += zip(self._stash[stage][view], self._get_storage(stage))
                     new.append((stage, code, self._stash[stage][view]))
         copy_all(copies)
         for stage, code, tensors in new:

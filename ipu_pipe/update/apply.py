@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
@@ -20,7 +21,13 @@ from numpy.typing import NDArray
 from ipu_pipe.model.precision import Masters, collect_gradients, write_weights
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import IntArray
-from ipu_pipe.update.optimizer import RecordedSettings, copy_group, copy_setting, get_kind
+from ipu_pipe.update.optimizer import (
+    RecordedSettings,
+    copy_group,
+    copy_setting,
+    get_kind,
+    list_parts,
+)
 from ipu_pipe.update.rules import (
     BY_RATE,
     DIRECTIONS,
@@ -457,11 +464,12 @@ class UpdateRules:
                 for stage, rule, setting in active
                 if rule.step is not None
             ]
-            self._step_optimizer(others)
-            steps = {s: _compute_step(self.stages[s], old) for s, old in before.items()}
-            for change, setting, groups in changing:
-                for stepped in groups:
-                    _change_step(change, setting, stepped, steps.get(stepped.stage.index))
+            with _delay_hooks(self.optimizer) if changing else contextlib.nullcontext():
+                self._step_optimizer(others)
+                steps = {s: _compute_step(self.stages[s], old) for s, old in before.items()}
+                for change, setting, groups in changing:
+                    for stepped in groups:
+                        _change_step(change, setting, stepped, steps.get(stepped.stage.index))
             # [5] the state of rules
             for stage, rule, entries in tracking:
                 ignores_changes = rule.follows_optimizer or not changing
@@ -633,6 +641,24 @@ def _list_stepped_groups(stage: StageState) -> list[_SteppedGroup]:
         if parameters:
             stepped.append(_SteppedGroup(stage, group, parameters, gradients))
     return stepped
+
+
+@contextlib.contextmanager
+def _delay_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Call the hooks after a step of the optimizer at the end of the context, where rules have made
+    the whole step: a hook that clamps weights would find half of it.
+    """
+    hooks_by_part = {part: part._optimizer_step_post_hooks for part in list_parts(optimizer)}
+    for part in hooks_by_part:
+        part._optimizer_step_post_hooks = collections.OrderedDict()
+    try:
+        yield
+    finally:
+        for part, hooks in hooks_by_part.items():
+            part._optimizer_step_post_hooks = hooks
+    for part, hooks in hooks_by_part.items():
+        for hook in list(hooks.values()):
+            hook(part, (), {})
 
 
 def _compute_step(stage: StageState, before: Tensors) -> Tensors:

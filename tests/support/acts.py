@@ -1,0 +1,578 @@
+"""What a caller may do between two calls of `Pipeline`, as a table of acts; walks of acts are drawn from it.
+
+    a walk      a method, a cut, N and a plan: step -> the acts after it
+    trained     by a pipeline, which takes each act over or refuses it in a line
+    expected    from the literal replay, which does each act itself (plain PyTorch for methods that flush)
+
+A refused act is made again after the drain that the line asks for, so refusals hide nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.schedule.timelines import make_schedule
+from tests.literal_replay import ActedStage, LiteralRules, replay
+
+SAMPLES = 12
+Weights = Dict[str, torch.Tensor]
+# step -> the acts after it
+Plan = Dict[int, List[str]]
+
+
+class Walk(NamedTuple):
+    """A pipeline, and what its caller does after which step; `begins`: the modules at which the later stages begin."""
+
+    method: str
+    plan: Plan
+    args: Mapping[str, Any] = {}
+    begins: Tuple[str, ...] = ("5",)
+    microbatches: int = 2
+    steps: int = 6
+
+
+class Scale(nn.Module):
+    """Multiply by an attribute, by a number in a list and by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.factors = [1.0]
+        self.register_buffer("gain", torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor * self.factors[0] * self.gain[0]
+
+
+class Scene(NamedTuple):
+    """The objects that an act may touch; `pipe` is None in the plain loop. `box` is read by the loss."""
+
+    model: nn.Sequential
+    optimizer: torch.optim.Optimizer
+    pipe: Optional[ipu_pipe.Pipeline]
+    box: Dict[str, Any]
+
+    def get_loss(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return the loss with the numbers of now."""
+        weight = self.box["weight"]
+        return lambda output, y: weight * F.cross_entropy(output, y)
+
+
+def make_scene(walk: Optional[Walk], backend: str = "emulator", lr: Any = 0.05) -> Scene:
+    """Return equal objects for each call, with the pipeline of a walk, if there is one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), Scale(), nn.Dropout(0.0), nn.BatchNorm1d(8),
+        nn.Linear(8, 8), nn.Tanh(), Scale(), nn.Linear(8, 4),
+    ).double()  # fmt: skip
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    box: Dict[str, Any] = {"weight": 1.0}
+    pipe = None
+    if walk is not None:
+
+        def compute_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return box["weight"] * F.cross_entropy(output, y)
+
+        more: Dict[str, Any] = {"deadline": 60} if backend == "distributed" else {}
+        pipe = ipu_pipe.Pipeline(
+            model,
+            compute_loss,
+            optimizer,
+            walk.method,
+            stages=list(walk.begins),
+            microbatches=walk.microbatches,
+            method_args=walk.args,
+            backend=backend,
+            **more,
+        )
+    return Scene(model, optimizer, pipe, box)
+
+
+# ---- the acts
+
+
+def write_gradients(scene: Scene) -> None:
+    """Leave gradients behind, as a learning-rate finder does."""
+    if scene.pipe is not None:
+        for p in scene.model.parameters():
+            p.grad = torch.full_like(p, 7.0)
+
+
+def clamp(scene: Scene) -> None:
+    with torch.no_grad():
+        for p in scene.model.parameters():
+            p.clamp_(-0.2, 0.2)
+
+
+def clamp_data(scene: Scene) -> None:
+    for p in scene.model.parameters():
+        p.data.clamp_(-0.2, 0.2)
+
+
+def replace_data(scene: Scene) -> None:
+    for p in scene.model.parameters():
+        p.data = p.detach().clone() * 0.5
+
+
+def load_own_weights(scene: Scene) -> None:
+    scene.model.load_state_dict({n: 0.5 * t for n, t in scene.model.state_dict().items()})
+
+
+def evaluate_in_evaluation_mode(scene: Scene) -> None:
+    x, y = make_batch(100)
+    scene.model.eval()
+    if scene.pipe is not None:
+        scene.pipe.evaluate([(x, y)])
+    scene.model.train()
+
+
+def hold_whole_model(scene: Scene) -> None:
+    if scene.pipe is not None:
+        with scene.pipe.whole_model(everywhere=True) as model:
+            assert model is not None and not any(p.isnan().any() for p in model.parameters())
+
+
+def clamp_in_whole_model(scene: Scene) -> None:
+    if scene.pipe is None:
+        clamp(scene)
+        return
+    with scene.pipe.whole_model(everywhere=True):
+        clamp(scene)
+
+
+def average_weights(scene: Scene) -> None:
+    torch.optim.swa_utils.AveragedModel(scene.model).update_parameters(scene.model)
+
+
+def scale_rate(scene: Scene) -> None:
+    group = scene.optimizer.param_groups[0]
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].mul_(0.5)
+    else:
+        group["lr"] *= 0.5
+
+
+def set_group(**settings: Any) -> Callable[[Scene], None]:
+    """Return an act that changes settings of the optimizer's group."""
+    return lambda scene: scene.optimizer.param_groups[0].update(settings)
+
+
+def set_attribute(path: str, name: str, value: Any) -> Callable[[Scene], None]:
+    """Return an act that sets an attribute of a module."""
+    return lambda scene: setattr(scene.model.get_submodule(path), name, value)
+
+
+def reset_weights(scene: Scene) -> None:
+    torch.manual_seed(3)
+    for module in scene.model:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+
+def replace_module(scene: Scene) -> None:
+    scene.model[6] = nn.ReLU()
+
+
+def replace_layer(scene: Scene) -> None:
+    """Replace a layer by one that the optimizer does not know, which so is not trained."""
+    torch.manual_seed(4)
+    scene.model[5] = nn.Linear(8, 8).double()
+
+
+def halve_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 0.5
+
+
+ACTS: Dict[str, Callable[[Scene], Any]] = {
+    "nothing": lambda scene: None,
+    # values
+    "attribute": set_attribute("2", "factor", 0.5),
+    "attribute of the last stage": set_attribute("7", "factor", 0.5),
+    "number in a list": lambda scene: scene.model[2].factors.__setitem__(0, 0.5),
+    "dropout": set_attribute("3", "p", 1.0),
+    "momentum of statistics": set_attribute("4", "momentum", 0.5),
+    "number in the loss": lambda scene: scene.box.__setitem__("weight", 0.5),
+    # modes
+    "statistics frozen": lambda scene: scene.model[4].eval(),
+    "evaluation": evaluate_in_evaluation_mode,
+    # weights and buffers
+    "clamp": clamp,
+    "clamp data": clamp_data,
+    "replace data": replace_data,
+    "load weights": load_own_weights,
+    "new weights": reset_weights,
+    "buffer": lambda scene: scene.model[4].running_mean.fill_(0.5),
+    "gain": lambda scene: scene.model[7].gain.mul_(0.5),
+    "reset statistics": lambda scene: scene.model[4].reset_running_stats(),
+    "clamp in whole_model": clamp_in_whole_model,
+    # what is trained
+    "freeze": lambda scene: scene.model[5].requires_grad_(False),
+    "unfreeze": lambda scene: scene.model[0].requires_grad_(True),
+    "replace a module": replace_module,
+    "replace a layer": replace_layer,
+    # hooks
+    "forward hook": lambda scene: scene.model[1].register_forward_hook(halve_output),
+    "forward hook of the last stage": lambda s: s.model[6].register_forward_hook(halve_output),
+    "gradient hook": lambda scene: scene.model[0].weight.register_hook(lambda g: g * 0.5),
+    "hook of the optimizer": lambda scene: scene.optimizer.register_step_post_hook(
+        lambda optimizer, args, kwargs: clamp_stepped(optimizer)
+    ),
+    # the optimizer
+    "rate": scale_rate,
+    "momentum": set_group(momentum=0.5),
+    "weight decay": set_group(weight_decay=0.1),
+    "clear state": lambda scene: scene.optimizer.state.clear(),
+    "own state": lambda scene: scene.optimizer.load_state_dict(scene.optimizer.state_dict()),
+    # gradients
+    "zero_grad": lambda scene: scene.optimizer.zero_grad(),
+    "model.zero_grad": lambda scene: scene.model.zero_grad(),
+    "gradients left": write_gradients,
+    # reads
+    "state_dict": lambda scene: scene.model.state_dict(),
+    "save": lambda scene: torch.save(scene.model.state_dict(), io.BytesIO()),
+    "deepcopy": lambda scene: copy.deepcopy(scene.model),
+    "average": average_weights,
+    # calls
+    "drain": lambda scene: scene.pipe and scene.pipe.drain(),
+    "predict": lambda scene: scene.pipe and scene.pipe.predict(make_batch(100)[0]),
+    "whole_model": hold_whole_model,
+    "pipe.state_dict": lambda scene: scene.pipe and scene.pipe.state_dict(),
+}
+
+
+def clamp_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Clamp the weights that a step has written."""
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.clamp_(-0.2, 0.2)
+
+
+# calls that run the pipeline empty
+DRAINS = (
+    "drain",
+    "predict",
+    "evaluation",
+    "whole_model",
+    "clamp in whole_model",
+    "pipe.state_dict",
+)
+
+
+# ---- a walk in plain PyTorch, by the literal replay, and by a pipeline
+
+
+def make_batch(k: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return the batch of update k."""
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 4, (SAMPLES,), generator=generator)
+
+
+def divide(k: int, microbatches: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+    """Return the microbatches of update k."""
+    x, y = make_batch(k)
+    return list(zip(x.chunk(microbatches), y.chunk(microbatches)))
+
+
+def train_plainly(walk: Walk) -> Weights:
+    """Train by a plain loop with the acts of a walk. Return the weights and buffers."""
+    scene = make_scene(None)
+    for k in range(walk.steps):
+        scene.optimizer.zero_grad()
+        for x, y in divide(k, walk.microbatches):
+            (scene.get_loss()(scene.model(x), y) / walk.microbatches).backward()
+        scene.optimizer.step()
+        for act in walk.plan.get(k, []):
+            ACTS[act](scene)
+    return scene.model.state_dict()
+
+
+def replay_walk(walk: Walk) -> Weights:
+    """Train by the literal replay with the acts of a walk. Return the weights and buffers."""
+    method = resolve_method(walk.method, walk.args)
+    N = walk.microbatches
+    ends = [0, *map(int, walk.begins), len(make_scene(None).model)]
+    parts = [slice(*pair) for pair in zip(ends, ends[1:])]
+
+    def act(k: int, scene: Scene) -> None:
+        for name in walk.plan[k]:
+            ACTS[name](scene)
+
+    stages = [
+        ActedStage(
+            lambda: make_scene(None),
+            part,
+            act,
+            walk.plan.__contains__,
+            LiteralRules(walk.args, method, len(parts), s, N, 0.05),
+        )
+        for s, part in enumerate(parts)
+    ]
+    drains = [
+        (k + 1) * N for k in sorted(walk.plan) if any(name in DRAINS for name in walk.plan[k])
+    ]
+    schedule = make_schedule(method, len(parts), walk.steps * N, N, drains)
+    # a label carries the number of its batch, whose loss it gets
+    batches = [(x, (k, y)) for k in range(walk.steps) for x, y in divide(k, N)]
+    losses = stages[-1].losses
+    replay(stages, schedule, method, batches, lambda output, y: losses[y[0]](output, y[1]), drains)  # type: ignore[arg-type]
+    return {name: tensor for stage in stages for name, tensor in stage.export().items()}
+
+
+class Refused(NamedTuple):
+    """The line of a refused act, and the step after which it was made."""
+
+    line: str
+    after: int
+
+
+def act_on_all_ranks(act: Callable[[Scene], Any], scene: Scene) -> None:
+    """Do an act on every rank. Raise the error of one rank on all: a write to weights that are on
+    another rank fails where they are not."""
+    line = ""
+    try:
+        act(scene)
+    except RuntimeError as error:
+        line = str(error)
+    lines = [line]
+    if torch.distributed.is_initialized():
+        lines = ["", ""]
+        torch.distributed.all_gather_object(lines, line)
+    if any(lines):
+        raise RuntimeError(max(lines))
+
+
+def train_by_pipeline(walk: Walk, reuses: bool = False, **keys: Any) -> Any:
+    """Train by a pipeline with the acts of a walk. Return the weights and buffers, or `Refused` at
+    the first act that is refused, by itself or at the next step.
+
+    `reuses`: the caller overwrites the batch after its step.
+    """
+    scene = make_scene(walk, **keys)
+    pipe = scene.pipe
+    assert pipe is not None
+    after = 0
+    try:
+        for k in range(walk.steps):
+            x, y = make_batch(k)
+            pipe.step(x, y)
+            after = k
+            for act in walk.plan.get(k, []):
+                act_on_all_ranks(ACTS[act], scene)
+            if reuses:
+                x.fill_(9.0)
+        pipe.close()
+    except (RuntimeError, BadInput) as error:
+        pipe.abort()
+        # the third one is torch's, of weights that are elsewhere
+        ours = (": was changed ", "model.state_dict(): ", "single memory location", "xla has no")
+        if any(words in str(error) for words in ours):
+            return Refused(str(error), after)
+        raise
+    return scene.model.state_dict()
+
+
+def is_equal(first: Weights, second: Weights) -> bool:
+    """Return whether weights and buffers are the same to the last bit."""
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+
+
+def is_near(first: Weights, second: Weights, tolerance: float) -> bool:
+    """Return whether weights and buffers are the same up to rounding."""
+    return first.keys() == second.keys() and all(
+        torch.allclose(first[name], second[name], rtol=tolerance, atol=tolerance) for name in first
+    )
+
+
+# ---- drawing walks, and judging them
+
+FLUSHING = ("naive", "gpipe", "pipedream_flush", "zb_h1")
+SPIKES: Mapping[str, Any] = {"spike_compensation": {"scale": 1.0}}
+PREDICTION: Mapping[str, Any] = {"weight_prediction": {"form": "velocity", "scale": 1.0}}
+T1: Mapping[str, Any] = {"t1": {"anneal_updates": 5}}
+T2: Mapping[str, Any] = {"t2": {"decay": 0.5}}
+STALE: Sequence[Tuple[str, Mapping[str, Any]]] = (
+    ("pipedream", {}),
+    ("pipedream", {"stash": False}),
+    ("pipedream_2bw", {}),
+    ("pipemare", {}),
+    ("pipemare", T2),
+    ("pipemare", {**T1, **T2}),
+    ("pipemare", {"recompute": {"segments": 2}}),
+    ("pipelined_backprop", {}),
+    ("pipelined_backprop", SPIKES),
+    ("pipelined_backprop", PREDICTION),
+    ("pipelined_backprop", {**SPIKES, **PREDICTION}),
+    ("spectrain", {}),
+)
+CUTS: Sequence[Tuple[str, ...]] = (("5",), ("2", "5"), ("2", "5", "8"))
+
+
+def draw_pipeline(draw: random.Random, cuts: Sequence[Tuple[str, ...]] = CUTS) -> Walk:
+    """Draw a method, a cut and N, without acts; a quarter of the methods flush."""
+    begins = draw.choice(cuts)
+    if draw.random() < 0.25:
+        method, args = draw.choice(FLUSHING), {}
+    else:
+        method, args = draw.choice(STALE)  # type: ignore[assignment]
+    # 2BW needs as many microbatches as stages, a split backward has them by default
+    counts = [1, 2, 4]
+    if method in ("pipedream_2bw", "zb_h1"):
+        counts = [n for n in (2, 3, 4, 6) if n % (len(begins) + 1) == 0]
+    return Walk(method, {}, args, begins, draw.choice(counts), steps=8)
+
+
+def draw_walk(seed: int, cuts: Sequence[Tuple[str, ...]] = CUTS) -> Walk:
+    """Draw a pipeline and one to four acts at drawn moments, half of them right after a drain."""
+    draw = random.Random(seed)
+    walk = draw_pipeline(draw, cuts)
+    plan: Plan = {}
+    for moment in sorted(draw.choices(range(walk.steps - 1), k=draw.randint(1, 4))):
+        before = ["drain"] if draw.random() < 0.5 else []
+        plan.setdefault(moment, []).extend([*before, draw.choice(list(ACTS))])
+    return walk._replace(plan=plan)
+
+
+def draw_single(act: str, seed: int, cuts: Sequence[Tuple[str, ...]] = CUTS) -> Walk:
+    """Draw a pipeline whose caller does one act at a drawn moment, in half of the seeds right after a drain."""
+    draw = random.Random(f"{act} {seed}")
+    walk = draw_pipeline(draw, cuts)
+    before = ["drain"] if draw.random() < 0.5 else []
+    return walk._replace(plan={draw.randrange(1, walk.steps - 2): [*before, act]})
+
+
+def compute_expected(walk: Walk) -> Weights:
+    """Return the weights that a walk must have."""
+    if resolve_method(walk.method, walk.args).flushes:
+        return train_plainly(walk)
+    return replay_walk(walk)
+
+
+class Outcome(NamedTuple):
+    """What became of a walk: "equal", "differs", "refused" or "failed"; the line of a refusal or an
+    error; the walk as it was trained, with the drains that refusals asked for."""
+
+    kind: str
+    line: str
+    walk: Walk
+
+
+Train = Callable[[Walk], Any]
+
+
+def follow_remedies(walk: Walk, train: Train, drops: bool = False) -> Tuple[Any, Walk]:
+    """Train a walk; where an act is refused while updates are in flight, drain before it and train
+    again. Return the weights or `Refused`, and the walk that was trained.
+
+    `drops`: leave out the acts after a step of which one is refused whatever is in flight.
+    """
+    while True:
+        weights = train(walk)
+        if not isinstance(weights, Refused):
+            return weights, walk
+        acts = walk.plan[weights.after]
+        if "call pipe.drain() before" in weights.line:
+            assert acts[0] != "drain", (walk, weights)
+            acts = ["drain", *acts]
+        elif drops:
+            acts = []
+        else:
+            return weights, walk
+        walk = walk._replace(plan={**walk.plan, weights.after: acts})
+
+
+def judge(walk: Walk, train: Train = train_by_pipeline) -> Outcome:
+    """Train a walk, and compare it with what it must be."""
+    try:
+        weights, walk = follow_remedies(walk, train)
+    except Exception as error:
+        return Outcome("failed", f"{type(error).__name__}: {error}", walk)
+    return compare_walk(weights, walk)
+
+
+def compare_walk(weights: Any, walk: Walk, tolerance: float = 0.0) -> Outcome:
+    """Compare the weights of a walk with what they must be."""
+    if isinstance(weights, Refused):
+        return Outcome("refused", weights.line, walk)
+    # the literal replay adds the two terms of spike compensation in another order
+    tolerance = max(tolerance, 1e-12 if "spike_compensation" in walk.args else 0.0)
+    expected = compute_expected(walk)
+    is_right = is_near(weights, expected, tolerance) if tolerance else is_equal(weights, expected)
+    return Outcome("equal" if is_right else "differs", "", walk)
+
+
+# ---- a failing walk, made small
+
+
+def list_shorter(walk: Walk) -> List[Walk]:
+    """List walks with one act less, and with a plainer pipeline."""
+    shorter = []
+    for moment, acts in walk.plan.items():
+        for i in range(len(acts)):
+            left = {**walk.plan, moment: acts[:i] + acts[i + 1 :]}
+            shorter.append(walk._replace(plan={k: a for k, a in left.items() if a}))
+    plainer = [
+        walk._replace(steps=walk.steps - 1),
+        walk._replace(begins=("5",)),
+        walk._replace(microbatches=2),
+        walk._replace(microbatches=1),
+        *(walk._replace(args={k: walk.args[k]}) for k in walk.args if len(walk.args) > 1),
+        walk._replace(args={}),
+        walk._replace(method="gpipe", args={}),
+    ]
+    has_room = [one for one in plainer if max(one.plan, default=0) < one.steps - 1]
+    return shorter + [one for one in has_room if measure_size(one) < measure_size(walk)]
+
+
+def measure_size(walk: Walk) -> Tuple[int, ...]:
+    """Return the size of a walk, the part that counts most first."""
+    acts = sum(map(len, walk.plan.values()))
+    is_stale = int(walk.method not in FLUSHING)
+    return acts, is_stale, len(walk.args), len(walk.begins), walk.microbatches, walk.steps
+
+
+def minimize(walk: Walk, fails: Callable[[Walk], bool]) -> Walk:
+    """Return a smaller walk that still fails: each part of it is needed."""
+    while True:
+        smaller = next((one for one in list_shorter(walk) if fails(one)), None)
+        if smaller is None:
+            return walk
+        walk = smaller
+
+
+def write_script(walk: Walk) -> str:
+    """Return a script that trains a walk and prints what became of it; run it where `tests` is."""
+    return f"""from tests.support.acts import Walk, judge
+
+walk = Walk(
+    {walk.method!r},
+    # step -> the acts after it
+    {walk.plan!r},
+    args={dict(walk.args)!r},
+    begins={walk.begins!r},
+    microbatches={walk.microbatches},
+    steps={walk.steps},
+)
+print(judge(walk))
+"""
+
+
+def explain_failure(outcome: Outcome, train: Train = train_by_pipeline) -> str:
+    """Return what became of a walk, and a small script of it."""
+    smallest = minimize(outcome.walk, lambda walk: judge(walk, train).kind == outcome.kind)
+    return f"{outcome.kind}: {outcome.line}\n\n{write_script(smallest)}"
