@@ -17,6 +17,7 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.model.stages import partition
 from ipu_pipe.replay.replays import RandomizedReplays, order_updates
 from ipu_pipe.replay.work import Work
+from ipu_pipe.refusals import show_in_config
 from ipu_pipe.schedule import delays
 from ipu_pipe.schedule.global_history import count_history_delays
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
@@ -366,4 +367,4 @@ def average_over_nets(nets: List[nn.Module], optimizers: List[torch.optim.Optimi
 def test_keys_that_do_not_fit_are_refused_in_one_line(method: str, args: Dict[str, Any]) -> None:
     ((key, value),) = args.items()
     (fault,) = list_faults(ipu_pipe.resolve_method, method, args)
-    assert f"method_args.{key}: {value}: " in fault
+    assert f"method_args.{key}: {show_in_config(value)}: " in fault

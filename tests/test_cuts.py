@@ -20,8 +20,8 @@ def test_cuts_in_windows_are_those_of_single_batches(name: str, drain: int) -> N
     if drain is not None:
         loop.pipe.drain()
     job, flow = loop.pipe._job, loop.pipe._flow
-    assert job is not None and job.open_table is not None and flow is not None
-    schedule = job.open_table.schedule
+    assert job is not None and job.running is not None and flow is not None
+    schedule = job.running.schedule
     margin = len(job.partition) - 1 if job.method.structure is not None else 0
     # in order, at the ends of windows, and back to before the window
     batches = [*range(6, 6 + 5 * NARROWEST), WIDEST * 3 - 1, WIDEST * 3, WIDEST * 3 + 1, 7]
@@ -45,7 +45,7 @@ def test_a_drain_is_planned_without_those_before_the_last(name: str) -> None:
         if k in (2, 3, 5, 9, 10, 13):
             loop.pipe.drain()
             job = loop.pipe._job
-            assert job is not None and job.open_table is not None
-            sizes.append(len(job.open_table.schedule.stretches))
+            assert job is not None and job.running is not None
+            sizes.append(len(job.running.schedule.stretches))
     assert max(sizes) <= 5
     loop.close()

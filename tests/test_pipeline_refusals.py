@@ -533,7 +533,6 @@ ELSEWHERE = (
 )
 ALONE = (
     "do not fill one batch of gradient_accumulation",
-    ", or another backend.ipu.loss_scaling",
     "method_args.warmup: use the argument warmup",
 )
 NAMERS = ("Argument", "Case", "Refusal", "Words", "name_key")

@@ -26,6 +26,7 @@ def read_scalars(folder: Path) -> Dict[str, List[Tuple[int, float]]]:
 
 def test_a_resumed_run_shows_each_update_once(tmp_path: Path) -> None:
     settings = [
+        "method=gpipe",
         "steps=6",
         "log.every=1",
         "checkpoint.every=2",

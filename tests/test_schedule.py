@@ -448,7 +448,7 @@ def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
 
 @pytest.mark.parametrize("name, args, message", [
     ("pipdream", {}, "method: pipdream: .* did you mean pipedream?"),
-    ("gpipe", {"stash": True}, "method_args.stash: True: "),
+    ("gpipe", {"stash": True}, "method_args.stash: true: "),
     ("pipedream_2bw", {"schedule": "dataflow"}, "method_args.schedule: dataflow: "),
     ("pipedream", {"turn": 1}, "method_args.turn: 1: "),
     ("pipemare", {"turn": 2}, "method_args.turn: 2: "),

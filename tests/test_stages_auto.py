@@ -168,7 +168,7 @@ def test_local_stages_are_the_best_of_all_with_their_heads(
 
 
 @pytest.mark.parametrize("keys, message", [
-    ({"hardware": None}, "stages: auto: needs to know the devices: hardware: a name or file, or processes"),
+    ({"hardware": None}, "stages: auto: needs to know the devices: set hardware, a name or file, or processes"),
     ({"hardware": None, "stages": {"count": 2, "by": "hardware"}}, "stages.by: hardware: needs to know the devices"),
     ({"method": "local_overlapping"}, "stages: auto: the planner knows pipelines of one loss and a block a stage"),
     ({"method": "local_chunked", "method_args": {"blocks": ["fc2"]}}, "stages: auto: method_args.blocks names the blocks"),

@@ -423,7 +423,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
     )
     code, output, errors = run_train_tool(*before, *out)
     assert code == 2, output + errors
-    lines = errors.splitlines()
+    # arguments of the model of the file are left out, with a warning
+    lines = [line for line in errors.splitlines() if not line.startswith("warning: ")]
     assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], errors
     assert sorted(p.name for p in tmp_path.iterdir()) == listed  # nothing is written or deleted
 

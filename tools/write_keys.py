@@ -26,6 +26,7 @@ from ipu_pipe.config.load import configure, parse_yaml  # noqa: E402
 from ipu_pipe.config.schema import Config, import_outer  # noqa: E402
 from ipu_pipe.config.sections import StageCount, StageFinest  # noqa: E402
 from ipu_pipe.errors import BadInput  # noqa: E402
+from ipu_pipe.refusals import Language  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "keys.md"
 # the value of a key that has a table of its own
@@ -249,7 +250,9 @@ def _describe_allowed(section: Type[BaseModel], name: str) -> str:
             if detail["loc"][0] == name and detail["type"] not in TYPE_ERRORS
         ]
         messages = [
-            line for detail in details for line in format_faults([detail], {}, "", Config, {})
+            Language.CONFIG.say(line)
+            for detail in details
+            for line in format_faults([detail], {}, "", Config, {})
         ]
     if section is Config and describe_type(section.model_fields[name].annotation) == "text":
         try:

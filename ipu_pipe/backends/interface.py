@@ -231,6 +231,9 @@ class Engine:
     def close(self) -> None:
         """Put the newest weights into the model and remove all hooks from it."""
 
+    def disconnect(self) -> None:
+        """Leave the processes' group; all have closed their engines, and no report follows."""
+
     def keep_newest(self) -> None:
         """Put the newest weights of this process into the model, without waiting for others: the
         caller's loop has failed.

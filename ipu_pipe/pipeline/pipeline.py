@@ -874,6 +874,7 @@ class Pipeline:
             if self._flow is not None:
                 with self._break_on_error("close"):
                     self._flow.engine.close()
+                    self._flow.engine.disconnect()
         self._end()
         return updates
 

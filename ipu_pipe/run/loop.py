@@ -141,6 +141,7 @@ class TrainingLoop:
                 self.run.close()
         restored = run_on_main(self.callbacks.get_restored_step)
         measured = engine.report()
+        engine.disconnect()
         report = run_on_main(lambda: self._write_end(measured, profile, restored))
         if restored is not None:
             self._restore_weights(restored)

@@ -242,10 +242,10 @@ def train_emulated(job: Job, after: Callable[[int, StepResult], None]) -> None:
     """
     flow = Flow(job)
     try:
-        while flow.given < job.updates:
+        # the emulator has made an update when its batch is given, before it leaves the pipeline
+        for k in range(job.updates):
             flow.give()
-            for k, result in flow.take():
-                after(k + 1, result)
+            after(k + 1, flow.engine.take(k))
     finally:
         flow.engine.close()
 

@@ -341,9 +341,10 @@ class ProcessEngine(Engine):
                         self._mail, self.job.model, self._holders, self._layout.placement
                     )
                 self.newest_model = self.job.model
-                # all ranks have taken part in that, so that no message is on its way
-                dist.destroy_process_group(self._group)
         self.abort()
+
+    def disconnect(self) -> None:
+        dist.destroy_process_group(self._group)
 
     def keep_newest(self) -> None:
         self._interpreter.load_newest()
