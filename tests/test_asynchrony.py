@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 import ipu_pipe
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.model.stages import partition
+from ipu_pipe.refusals import show_in_config
 from ipu_pipe.replay.replays import RandomizedReplays, order_updates
 from ipu_pipe.replay.work import Work
-from ipu_pipe.refusals import show_in_config
 from ipu_pipe.schedule import delays
 from ipu_pipe.schedule.global_history import count_history_delays
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method

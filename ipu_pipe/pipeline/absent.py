@@ -26,6 +26,8 @@ class AbsentWeights:
         self._model = model
         self._tensors: list[torch.Tensor] = []
         self._memory: list[torch.Tensor] = []
+        # what stands in for each, between calls
+        self._absent: list[torch.Tensor] = []
         # calls inside one another, such as a prediction inside `whole_model`
         self._depth = 0
         self._hook: Any = None
@@ -38,6 +40,7 @@ class AbsentWeights:
         """
         tensors = [*self._model.parameters(), *self._model.buffers()] if hides_memory else []
         self._tensors = [t for t in tensors if t.is_floating_point() and t.numel()]
+        self._absent = [_make_absent(tensor) for tensor in self._tensors]
         self._hook = self._model.register_state_dict_pre_hook(self._refuse_state_dict)
 
     def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -57,9 +60,8 @@ class AbsentWeights:
         if self._depth:
             return
         self._memory = [tensor.data for tensor in self._tensors]
-        for tensor in self._tensors:
-            nan = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
-            tensor.data = nan.expand(tensor.shape)
+        for tensor, absent in zip(self._tensors, self._absent):
+            tensor.data = absent
 
     def end(self) -> None:
         """Give the memory back for good."""
@@ -69,3 +71,8 @@ class AbsentWeights:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+def _make_absent(tensor: torch.Tensor) -> torch.Tensor:
+    nan = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    return nan.expand(tensor.shape)

@@ -48,28 +48,45 @@ class Objects:
         self.optimizer = optimizer
         self.loss = loss
         self._children: list[Any] = []
+        self._tensors: list[Any] = []
+        self._attributes: list[Any] = []
         self.modules: list[tuple[str, nn.Module]] = []
         self.hooks: list[tuple[str, str, Mapping[Any, Any]]] = []
+        # each with the name of its module and its own
+        self.parameters: list[tuple[str, str, nn.Parameter]] = []
+        self.names: dict[Any, str] = {}
+        # the caller's own attributes of each module
+        self.attributes: list[tuple[str, Mapping[str, Any], list[str]]] = []
 
     def refresh(self) -> None:
-        """Walk over the model again if a module was added, removed or replaced."""
-        if self.modules and self._children == self._list_children():
-            return
-        self.modules = list(self.model.named_modules())
-        self._children = self._list_children()
-        self.hooks = [(n, key, m.__dict__[key]) for n, m in self.modules for key in HOOKS]
+        """Walk over the model again if a module, parameter or attribute was added, removed or
+        replaced.
+        """
+        if not self.modules or self._children != self._list_children():
+            self.modules = list(self.model.named_modules())
+            self._children = self._list_children()
+            self.hooks = [(n, key, m.__dict__[key]) for n, m in self.modules for key in HOOKS]
+        # compared by identity: tensors have an == of their own
+        tensors = [id(p) for _, module in self.modules for p in module._parameters.values()]
+        if tensors != self._tensors:
+            self._tensors = tensors
+            self.parameters = [
+                (name, key, parameter)
+                for name, module in self.modules
+                for key, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+            self.names = {p: f"{name}.{key}" for name, key, p in self.parameters}
+        attributes = [tuple(module.__dict__) for _, module in self.modules]
+        if attributes != self._attributes:
+            self._attributes = attributes
+            self.attributes = [
+                (name, module.__dict__, [key for key in module.__dict__ if key not in OF_TORCH])
+                for name, module in self.modules
+            ]
 
     def _list_children(self) -> list[Any]:
         return [list(module._modules.values()) for _, module in self.modules]
-
-    def list_parameters(self) -> list[tuple[str, str, nn.Parameter]]:
-        """List the parameters, each with the name of its module and its own."""
-        return [
-            (name, key, parameter)
-            for name, module in self.modules
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        ]
 
 
 # ---- pictures, one function a kind
@@ -81,10 +98,9 @@ def _look_at_modes(objects: Objects) -> Picture:
 
 def _look_at_values(objects: Objects) -> Picture:
     return {
-        (name, key): _describe(value)
-        for name, module in objects.modules
-        for key, value in module.__dict__.items()
-        if key not in OF_TORCH
+        (name, key): _describe(values[key])
+        for name, values, keys in objects.attributes
+        for key in keys
     }
 
 
@@ -97,7 +113,7 @@ def _look_at_modules(objects: Objects) -> Picture:
 
 
 def _look_at_weights(objects: Objects) -> Picture:
-    return {(n, key): _describe_tensor(p) for n, key, p in objects.list_parameters()}
+    return {(n, key): _describe_tensor(p) for n, key, p in objects.parameters}
 
 
 def _look_at_buffers(objects: Objects) -> Picture:
@@ -110,14 +126,14 @@ def _look_at_buffers(objects: Objects) -> Picture:
 
 
 def _look_at_training_of_weights(objects: Objects) -> Picture:
-    return {(n, f"{key}.requires_grad"): p.requires_grad for n, key, p in objects.list_parameters()}
+    return {(n, f"{key}.requires_grad"): p.requires_grad for n, key, p in objects.parameters}
 
 
 def _look_at_hooks(objects: Objects) -> Picture:
-    of_modules = {(name, key): list(hooks) for name, key, hooks in objects.hooks if hooks}
+    of_modules = {place[:2]: list(place[2]) for place in objects.hooks if place[2]}
     of_weights = {
         (name, f"{key}'s hooks"): [list(hooks) for hooks in _list_hooks_of_tensor(p)]
-        for name, key, p in objects.list_parameters()
+        for name, key, p in objects.parameters
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
     }
     return {**of_modules, **of_weights}
@@ -129,9 +145,9 @@ def _list_hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
 
 
 def _look_at_optimizer(objects: Objects) -> Picture:
-    names: dict[Any, tuple[str, str]] = {p: (n, key) for n, key, p in objects.list_parameters()}
+    names = objects.names
     picture: Picture = {
-        ("optimizer.state", ".".join(names.get(p, ("", "a parameter")))): _describe(state)
+        ("optimizer.state", names.get(p, "a parameter")): _describe(state)
         for p, state in objects.optimizer.state.items()
     }
     for key in HOOKS_OF_OPTIMIZER:
