@@ -77,16 +77,19 @@ class ForwardCounter(nn.Sequential):
 
 
 class UpdateTally(ipu_pipe.Callback):
-    """Tally one update, and read the count of forwards at the first one."""
+    """Tally one update, and read the count of forwards before the first one."""
 
     def __init__(self) -> None:
         self.tally, self.forwards = Tally(), 0
 
+    def on_log(self, now: ipu_pipe.Moment) -> None:
+        """Read the count of forwards after the evaluation before training."""
+        if now.step == 0:
+            self.forwards = ForwardCounter.forwards
+
     def on_step(self, now: ipu_pipe.Moment) -> None:
         """Start or stop the tally where its update begins or ends."""
         self.tally.stop()
-        if now.step == 1:
-            self.forwards = ForwardCounter.forwards - 1  # without the forward of the update itself
         if now.step == COUNTED:
             self.tally.start()
 
