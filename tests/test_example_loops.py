@@ -192,7 +192,7 @@ atexit.register(print_group)
 @pytest.mark.slow
 def test_a_loop_destroys_its_process_group_before_the_interpreter_ends(tmp_path: Path) -> None:
     """Story: the end of the interpreter among gloo's threads aborted every third run, after all its work was done."""
-    (block,) = [block for block in list_blocks(PAGE) if block.file]
+    (block,) = [block for block in list_blocks(PAGE) if block.file == "two_ranks.py"]
     script = tmp_path / block.file
     script.write_text(LAST + block.text, encoding="utf-8")
     assert run_script([*TWO_RANKS, str(script)], tmp_path).count("group: False") == 2
