@@ -111,7 +111,7 @@ def _meet_all_ranks(where: Launch, limit: timedelta) -> None:
     seconds = limit.total_seconds()
     try:
         # if rank 0, which keeps the store, is stopped, torch waits for it without a limit
-        answer_within(seconds + ANSWER, lambda: _make_default_group(limit))
+        answer_within(seconds + ANSWER, lambda: _make_default_group(where.attempt, limit))
     # a TimeoutError is an OSError
     except (RuntimeError, ValueError, OSError) as error:
         raise RunFault(
@@ -122,12 +122,13 @@ def _meet_all_ranks(where: Launch, limit: timedelta) -> None:
         ) from error
 
 
-def _make_default_group(limit: timedelta) -> None:
-    """Make torch's default group at the launcher's store."""
+def _make_default_group(attempt: int, limit: timedelta) -> None:
+    """Make torch's default group at the launcher's store; `attempt`: the restarts before."""
     store, rank, world = next(dist.rendezvous("env://", timeout=limit))
-    # A launcher's store outlives a group. Torch gives each default group the same name, so ranks
-    # that leave and join again would find the addresses of the group before.
-    own_part = dist.PrefixStore(f"ipu_pipe/{next(_joins)}", store)
+    # A launcher's store outlives a group and, with some launchers, the processes. Torch gives each
+    # default group the same name, so ranks that join again, or are restarted, would find the
+    # addresses of the group before.
+    own_part = dist.PrefixStore(f"ipu_pipe/{attempt}/{next(_joins)}", store)
     dist.init_process_group("gloo", store=own_part, rank=rank, world_size=world, timeout=limit)
 
 
