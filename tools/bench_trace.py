@@ -181,7 +181,7 @@ def _run_rank(rank: int, port: int, folder: str, model: str, turns: int, updates
         if turn >= 2:  # the first turns fill pipelines and caches
             times[f"{how} wall"].append(time.perf_counter() - begun)
             times[f"{how} cpu"].append(time.thread_time() - worked)
-    recorder.close()
+    recorder.flush(wait=True)
     events = read_store(Path(folder) / "trace" / f"rank-{rank}.trace").events
     (Path(folder) / f"{rank}.json").write_text(json.dumps({**times, "events": len(events.start)}))
     dist.barrier()
