@@ -123,6 +123,7 @@ class Rank:
     limit: Optional[float] = None  # of calls that take none
     is_stopped: bool = False
     has_failed: bool = False  # an operation of it has ended with an error
+    is_leaving: bool = False  # it has done its work, as have all others
     outcome: Optional[Outcome] = None
 
 
@@ -665,6 +666,7 @@ class Network:
 
     def destroy_process_group(self) -> None:
         """Leave the process group."""
+        self.current.is_leaving = True
         self.call("destroy_process_group")
 
     def new_group(self, ranks: Sequence[int], timeout: Any = None, backend: str = "gloo") -> Group:
