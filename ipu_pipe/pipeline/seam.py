@@ -13,7 +13,8 @@ view). So weights that are elsewhere have no memory here: torch refuses to write
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, Iterator, Mapping, NamedTuple, Sequence, Tuple
+import itertools
+from typing import Any, Callable, Collection, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -27,8 +28,22 @@ LONGEST = 100
 # levels of lists, tuples and dictionaries that are looked into
 DEPTH = 2
 
-# (module, attribute), such as ("0", "weight") -> what it is now
-Picture = Dict[Tuple[str, str], Any]
+# (module, attribute), such as ("0", "weight")
+Place = Tuple[str, str]
+# numbers and strings that are equal only if they are the same, and cheap to compare
+PLAIN = frozenset((int, bool, str, type(None)))
+# an attribute that was removed
+_MISSING = object()
+
+
+class Picture(NamedTuple):
+    """What is at each place now: lists of one value a place, which are compared by `==`.
+
+    `places` also holds the objects whose ids are compared, so that no other object gets one.
+    """
+
+    places: Collection[Place]
+    values: Tuple[List[Any], ...]
 
 
 class Change(NamedTuple):
@@ -39,104 +54,111 @@ class Change(NamedTuple):
 
 
 class Objects:
-    """The caller's objects. The names of modules are kept, because walking over a large model takes
-    longer than looking at it.
+    """The caller's objects. The places of modules, parameters and attributes are listed once,
+    because walking over a large model takes longer than looking at it.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
-        self._children: list[Any] = []
-        self._tensors: list[Any] = []
-        self._attributes: list[Any] = []
-        self.modules: list[tuple[str, nn.Module]] = []
-        self.hooks: list[tuple[str, str, Mapping[Any, Any]]] = []
-        # each with the name of its module and its own
-        self.parameters: list[tuple[str, str, nn.Parameter]] = []
-        self.names: dict[Any, str] = {}
-        # the caller's own attributes of each module
-        self.attributes: list[tuple[str, Mapping[str, Any], list[str]]] = []
+        self.modules: list[nn.Module] = []
+        # where they are, each with what is there at the last `refresh`
+        self.children: dict[Place, nn.Module] = {}
+        self.parameters: dict[Place, nn.Parameter] = {}
+        self.buffers: dict[Place, torch.Tensor] = {}
+        # what holds the value, and its name there
+        self.attributes: dict[Place, tuple[Mapping[str, Any], str]] = {}
+        self.hooks: dict[Place, Mapping[Any, Any]] = {}
+        self.modes: list[Place] = []
+        self._contents: list[dict[str, Any]] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._before: list[int] | None = None
 
     def refresh(self) -> None:
-        """Walk over the model again if a module, parameter or attribute was added, removed or
-        replaced.
+        """Walk over the model again if a module, parameter, buffer or attribute was added, removed
+        or replaced.
         """
-        if not self.modules or self._children != self._list_children():
-            self.modules = list(self.model.named_modules())
-            self._children = self._list_children()
-            self.hooks = [(n, key, m.__dict__[key]) for n, m in self.modules for key in HOOKS]
-        # compared by identity: tensors have an == of their own
-        tensors = [id(p) for _, module in self.modules for p in module._parameters.values()]
-        if tensors != self._tensors:
-            self._tensors = tensors
-            self.parameters = [
-                (name, key, parameter)
-                for name, module in self.modules
-                for key, parameter in module._parameters.items()
-                if parameter is not None
-            ]
-            self.names = {p: f"{name}.{key}" for name, key, p in self.parameters}
-        attributes = [tuple(module.__dict__) for _, module in self.modules]
-        if attributes != self._attributes:
-            self._attributes = attributes
-            self.attributes = [
-                (name, module.__dict__, [key for key in module.__dict__ if key not in OF_TORCH])
-                for name, module in self.modules
-            ]
+        # by identity, since tensors have an == of their own; attributes by their number, because
+        # one that is removed is missing in a look
+        if self._list_contents() != self._before:
+            self._walk()
 
-    def _list_children(self) -> list[Any]:
-        return [list(module._modules.values()) for _, module in self.modules]
+    def _list_contents(self) -> list[int]:
+        values = itertools.chain.from_iterable(map(dict.values, self._contents))
+        return [*map(id, values), *map(len, self._attributes)]
+
+    def _walk(self) -> None:
+        named = list(self.model.named_modules())
+        self.modules = [module for _, module in named]
+        self.modes = [(name, "training") for name, _ in named]
+        self.children = {(n, key): m for n, module in named for key, m in module._modules.items()}
+        self.parameters = {
+            (n, key): p for n, m in named for key, p in m._parameters.items() if p is not None
+        }
+        self.buffers = {
+            (n, key): b for n, m in named for key, b in m._buffers.items() if b is not None
+        }
+        self.attributes = {
+            (n, key): (vars(m), key) for n, m in named for key in vars(m) if key not in OF_TORCH
+        }
+        self.hooks = {(n, key): vars(m)[key] for n, m in named for key in HOOKS}
+        self._attributes = [vars(module) for module in self.modules]
+        self._contents = [
+            values for m in self.modules for values in (m._modules, m._parameters, m._buffers)
+        ]
+        self._before = self._list_contents()
 
 
 # ---- pictures, one function a kind
 
 
 def _look_at_modes(objects: Objects) -> Picture:
-    return {(name, "training"): module.training for name, module in objects.modules}
+    return Picture(objects.modes, ([m.training for m in objects.modules],))
 
 
 def _look_at_values(objects: Objects) -> Picture:
-    return {
-        (name, key): _describe(values[key])
-        for name, values, keys in objects.attributes
-        for key in keys
-    }
+    values = [values.get(key, _MISSING) for values, key in objects.attributes.values()]
+    described = [value if type(value) in PLAIN else _describe(value) for value in values]
+    # by their types, too: True is not 1 here
+    return Picture(objects.attributes, (described, list(map(type, values))))
 
 
 def _look_at_modules(objects: Objects) -> Picture:
-    return {
-        (name, key): child
-        for name, module in objects.modules
-        for key, child in module._modules.items()
-    }
+    return Picture(objects.children, (list(map(id, objects.children.values())),))
 
 
 def _look_at_weights(objects: Objects) -> Picture:
-    return {(n, key): _describe_tensor(p) for n, key, p in objects.parameters}
+    return _look_at_tensors(objects.parameters)
 
 
 def _look_at_buffers(objects: Objects) -> Picture:
-    return {
-        (name, key): _describe_tensor(buffer)
-        for name, module in objects.modules
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    }
+    return _look_at_tensors(objects.buffers)
+
+
+def _look_at_tensors(tensors: Mapping[Place, torch.Tensor]) -> Picture:
+    values = tensors.values()
+    try:
+        versions: list[Any] = [t._version for t in values]
+    # a tensor that was made in inference mode has none
+    except RuntimeError:
+        versions = [_read_version(t) for t in values]
+    return Picture(tensors, (list(map(id, values)), versions, [t.data_ptr() for t in values]))
 
 
 def _look_at_training_of_weights(objects: Objects) -> Picture:
-    return {(n, f"{key}.requires_grad"): p.requires_grad for n, key, p in objects.parameters}
+    return Picture(objects.parameters, ([p.requires_grad for p in objects.parameters.values()],))
 
 
 def _look_at_hooks(objects: Objects) -> Picture:
-    of_modules = {place[:2]: list(place[2]) for place in objects.hooks if place[2]}
-    of_weights = {
-        (name, f"{key}'s hooks"): [list(hooks) for hooks in _list_hooks_of_tensor(p)]
-        for name, key, p in objects.parameters
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-    }
-    return {**of_modules, **of_weights}
+    picture: dict[Place, Any] = {}
+    if any(objects.hooks.values()):
+        picture = {place: list(hooks) for place, hooks in objects.hooks.items() if hooks}
+    for (name, key), p in objects.parameters.items():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            hooks = [list(hooks) for hooks in _list_hooks_of_tensor(p)]
+            picture[name, f"{key}'s hooks"] = hooks
+    return Picture(picture, (list(picture.values()),))
 
 
 def _list_hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
@@ -145,18 +167,22 @@ def _list_hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
 
 
 def _look_at_optimizer(objects: Objects) -> Picture:
-    names = objects.names
-    picture: Picture = {
-        ("optimizer.state", names.get(p, "a parameter")): _describe(state)
-        for p, state in objects.optimizer.state.items()
+    state = objects.optimizer.state
+    names: dict[Any, str] = {}
+    if state:
+        names = {p: _name(place) for place, p in objects.parameters.items()}
+    picture: dict[Place, Any] = {
+        ("optimizer.state", names.get(p, "a parameter")): _describe(values)
+        for p, values in state.items()
     }
     for key in HOOKS_OF_OPTIMIZER:
         picture["optimizer", key] = list(getattr(objects.optimizer, key, ()))
-    return picture
+    return Picture(picture, (list(picture.values()),))
 
 
 def _look_at_loss(objects: Objects) -> Picture:
-    return {("loss", name): _describe(value) for name, value in _list_values_of(objects.loss)}
+    picture = {("loss", name): _describe(value) for name, value in _list_values_of(objects.loss)}
+    return Picture(picture, (list(picture.values()),))
 
 
 def _list_values_of(function: Any) -> Iterator[tuple[str, Any]]:
@@ -241,9 +267,22 @@ class _Same:
 
 
 def _describe_tensor(tensor: torch.Tensor) -> Any:
-    # torch counts no version of a tensor that was made in inference mode
-    version = None if tensor.is_inference() else tensor._version
-    return _Same(tensor), version, tensor.data_ptr()
+    return _Same(tensor), _read_version(tensor), tensor.data_ptr()
+
+
+def _read_version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _list_changed(before: Picture, now: Picture) -> list[Place]:
+    """List the places where two pictures differ, in the order of the earlier one."""
+    is_same_places = before.places is now.places or list(before.places) == list(now.places)
+    if is_same_places and before.values == now.values:
+        return []
+    were = dict(zip(before.places, zip(*before.values)))
+    are = dict(zip(now.places, zip(*now.values)))
+    places = [*were, *(place for place in are if place not in were)]
+    return [place for place in places if were.get(place) != are.get(place)]
 
 
 def _name(where: tuple[str, str]) -> str:
@@ -338,10 +377,7 @@ class Seam:
         self._objects.refresh()
         for kind, before in self._pictures.items():
             now = LOOKS[kind].look(self._objects)
-            if now != before:
-                places = [*before, *(where for where in now if where not in before)]
-                changed = [where for where in places if before.get(where) != now.get(where)]
-                changes += [Change(kind, _name(where)) for where in changed]
+            changes += [Change(kind, _name(place)) for place in _list_changed(before, now)]
         return changes
 
 
