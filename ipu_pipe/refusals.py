@@ -34,6 +34,7 @@ ARGUMENTS = {
     "optimizer.name": "optimizer",
     "clip.norm": "clip",
     "clip.scope": "clip",
+    "ema.decay": "ema",
 }
 KEYS = {argument: key for key, argument in ARGUMENTS.items()}
 

@@ -146,6 +146,23 @@ def test_a_loop_without_an_average_is_told_how_to_keep_one() -> None:
         pipe.averages()
 
 
+@pytest.mark.parametrize(
+    "method, decay, line",
+    [
+        ("pipedream", 2.0, "ema: 2.0: must be < 1"),
+        ("pipedream", True, "ema: True: must be a number"),
+        ("randomized_pipedream", 0.9, "ema: randomized_pipedream: its stages, .*: must be None"),
+    ],
+)
+def test_an_average_is_refused_in_the_words_of_a_loop(method: str, decay: float, line: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings: Dict[str, Any] = {"stages": 2, "method": method, "ema": decay}
+    with pytest.raises(BadInput, match=f"^{line}"):
+        pipe = ipu_pipe.Pipeline(model, torch.nn.functional.mse_loss, optimizer, **settings)
+        pipe.step(torch.zeros(2, 2), torch.zeros(2, 2))
+
+
 def test_the_average_does_not_change_training_and_a_resume_continues_it(tmp_path: Path) -> None:
     sets = ["method=pipedream", "gradient_accumulation=1"]
     train_with_average(tmp_path / "cut", *sets, "steps=4")

@@ -100,10 +100,10 @@ def _find_backend_conflicts(job: Job) -> dict[str, Any]:
         f"schedule": job.plateau and backend.why_rates_are_fixed,
         "lr_schedule.name: plateau: follows evaluations, and this run has no interval: set "
         "evaluate.every or evaluate.steps": job.plateau and not job.evaluation_interval,
-        f"ema: {backend.why_weights_are_hidden}, which average none: use another backend, or null": config.ema
+        f"ema: {backend.why_weights_are_hidden}, which average none: use another backend, or {NONE}": config.ema
         and backend.why_weights_are_hidden,
         f"ema: {method.name}: its stages, replicas or duplicates of layers step by themselves: "
-        f"must be null": config.ema
+        f"must be {NONE}": config.ema
         and (method.history or method.rounds or (method.structure and method.structure.overlap)),
         "ema: not with weights of several stages on processes, where each has a copy: use the "
         "emulator, or untie them": config.ema
