@@ -927,6 +927,7 @@ class Pipeline:
             return
         if not self._is_broken and self._flow is not None:
             # the loop has failed, not the pipeline
+            self._absent.end()
             self._flow.engine.keep_newest()
         self.abort()
 
@@ -999,7 +1000,7 @@ class Pipeline:
         self._modes = {module: module.training for module in self.model.modules()}
         self._stage_count = len(job.partition)
         backend = self._config.backend.name
-        if flow.engine.newest_model is None:
+        if flow.engine.newest_model is None or flow.engine.leaves_weights_stale:
             self._absent.arm(hides_memory=flow.engine.leaves_weights_stale)
         if self._loaded is not None:
             self._load(job, flow)

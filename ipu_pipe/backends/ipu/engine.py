@@ -72,6 +72,7 @@ class PoptorchEngine(Engine):
 
     # PopTorch flushes its pipeline at each update
     makes_updates_at_once = is_empty_after_calls = True
+    leaves_weights_stale = True
 
     def __init__(self, job: Job, first_update: int) -> None:
         import poptorch
