@@ -52,6 +52,8 @@ TYPE_ERRORS = (
     "list_type",
     "tuple_type",
 )
+# JSON's types of numbers
+NUMBERS = ("integer", "number")
 WORDS = {
     int: "whole number",
     float: "number",
@@ -267,10 +269,16 @@ def _describe_allowed(section: Type[BaseModel], name: str) -> str:
 
 
 def _describe_bounds(section: Type[BaseModel], name: str) -> str:
-    """Return the limits of a number; those that only keep slips away are left out."""
+    """Return the limits of a number; those that only keep slips away are left out. "" for a union
+    with other types.
+    """
     schema = section.model_json_schema()["properties"][name]
+    forms = [form for form in schema.get("anyOf", [schema]) if form.get("type") != "null"]
+    # the message of a union says what all its types allow
+    if len({form.get("type") in NUMBERS for form in forms}) > 1:
+        return ""
     texts = []
-    for form in schema.get("anyOf", [schema]):
+    for form in forms:
         prefix = "a list, each " if "items" in form else ""
         form = form.get("items", form)
         least = [

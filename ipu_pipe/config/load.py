@@ -419,7 +419,7 @@ def _find_misfit(schema: Type[Section], settings: Mapping[str, Any]) -> str:
         schema.model_validate(settings)
     except ValidationError as error:
         detail = error.errors()[0]
-        return str(detail["ctx"]["key"]) if detail["type"] == "setting" else ""
+        return str(detail["loc"][0]) if detail["type"] == "setting" else ""
     return ""
 
 
@@ -492,9 +492,7 @@ def _validate(
         }
         faults += format_faults(details, origins, source, Config, forms)
         for detail in details:
-            key = tuple(
-                map(str, (*detail["loc"], *filter(None, [detail.get("ctx", {}).get("key")])))
-            )
+            key = tuple(map(str, detail["loc"]))
             faulty_keys |= {key[:1], key[:2]}
     if isinstance(raw.get("hardware"), str):
         origin = name_origin(find_origin("hardware", origins, source))

@@ -7,7 +7,17 @@ from __future__ import annotations
 import math
 import re
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Iterable, NamedTuple, Optional, TypeVar, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Iterable,
+    List,
+    NamedTuple,
+    Optional,
+    TypeVar,
+    Union,
+)
 
 from pydantic import (
     BaseModel,
@@ -16,13 +26,14 @@ from pydantic import (
     Field,
     PlainSerializer,
     Strict,
+    ValidationError,
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 from typing_extensions import Annotated, Literal
 
-from ipu_pipe.text import ALSO_CALLED, find_nearest
+from ipu_pipe.text import ALSO_CALLED, find_nearest, suggest
 
 # Limits of numbers that have none of their own. A larger one is a slip, and would not end: a run is
 # planned before it starts, in time and memory that grow with its stages and with the updates
@@ -64,16 +75,18 @@ def check_number(value: Any) -> Any:
     return value if isinstance(value, int) else number
 
 
-def to_numbers(value: Any, most: float, allowed: str) -> Any:
-    """Convert null, a number from 0 to `most`, or a list of such numbers. Raise `ValueError`
-    (`allowed`) for anything else.
+def one_of(allowed: str, *names: str) -> WrapValidator:
+    """Return a validator that says in one line what a union of types allows, and which of its
+    `names` may be meant. Pydantic has a line for each of the types.
     """
-    numbers = [to_number(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
-    if value is None:
-        return None
-    if not numbers or not all(number is not None and 0 <= number <= most for number in numbers):
-        raise ValueError(allowed)
-    return numbers if isinstance(value, (list, tuple)) else numbers[0]
+
+    def validate(value: Any, validate_union: Callable[[Any], Any]) -> Any:
+        try:
+            return validate_union(value)
+        except ValidationError:
+            raise ValueError(f"must be {allowed}{suggest(value, names)}") from None
+
+    return WrapValidator(validate)
 
 
 def check_path(value: Any) -> Any:
@@ -101,9 +114,11 @@ def to_device_name(value: Any) -> Any:
     raise PydanticCustomError("literal_error", why)
 
 
-def key_fault(key: str, value: Any, why: str) -> PydanticCustomError:
+def key_fault(key: str, value: Any, why: str) -> ValidationError:
     """Return the fault of one key in a section whose keys do not fit together."""
-    return PydanticCustomError("setting", "{why}", {"key": key, "value": value, "why": why})
+    fault = PydanticCustomError("setting", "{why}", {"why": why})
+    detail: InitErrorDetails = {"type": fault, "loc": (key,), "input": value}
+    return ValidationError.from_exception_data(key, [detail])
 
 
 # stands for the present value of a key
@@ -122,6 +137,8 @@ else:
         PlainSerializer(str),
     ]
 PathText = Annotated[str, BeforeValidator(check_path)]
+Item = TypeVar("Item")
+NonEmpty = Annotated[List[Item], Field(min_length=1)]
 Count = Annotated[Integer, Field(ge=1, le=MOST_COUNT)]
 Updates = Annotated[Integer, Field(ge=1, le=MOST_UPDATES)]
 Delayed = Annotated[Integer, Field(ge=1, le=MOST_VERSIONS)]

@@ -13,24 +13,21 @@ from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config.values import (
     MOST_REAL,
+    NUMBER,
     Count,
     Integer,
+    NonEmpty,
     NotNegative,
     Section,
     Whole,
+    one_of,
     to_number,
-    to_numbers,
 )
 from ipu_pipe.refusals import NONE
 
+# a share of an IPU's memory
+Proportion = Annotated[float, Field(ge=0, le=1), NUMBER]
 LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
-
-
-def _validate_proportion(value: Any) -> Any:
-    """Validate null, a share of each IPU's memory, or a list with one share per IPU."""
-    return to_numbers(
-        value, 1, f"must be {NONE}, a number from 0 to 1, or a list of such numbers, one per IPU"
-    )
 
 
 def _check_loss_scaling(value: Any) -> Any:
@@ -122,7 +119,8 @@ class IpuConfig(Section):
     detach_for_evaluation: StrictBool = True
 
     available_memory_proportion: Annotated[
-        Union[None, float, List[float]], BeforeValidator(_validate_proportion)
+        Union[None, Proportion, NonEmpty[Proportion]],
+        one_of(f"{NONE}, a number from 0 to 1, or a list of such numbers, one per IPU"),
     ] = None
     partials: Literal["float", "half"] = "float"
     stochastic_rounding: StrictBool = False
