@@ -8,7 +8,19 @@ import re
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    Union,
+)
 
 import yaml
 from pydantic import ValidationError
@@ -17,7 +29,7 @@ from ipu_pipe.config.faults import CALL, find_origin, format_faults, name_origin
 from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.config.sections import GIVEN, GROUPS, LrSchedule, OptimizerConfig, StageCount
 from ipu_pipe.config.values import Section
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import read_file
 from ipu_pipe.refusals import Language, show_in_config
 from ipu_pipe.schedule import methods
@@ -301,116 +313,86 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
     with every fault found.
     """
     origins: Origins = {}
-    layers = _read_layers(Path(path))
     raw: Dict[str, Any] = {}
-    for file, keys in layers:
-        note_origin(keys, "", str(file), origins)
-        raw = merge_keys(raw, keys)
+    for file, keys in _read_layers(Path(path)):
+        layer: Origins = {}
+        note_origin(keys, "", str(file), layer)
+        raw = _leave_out_replaced(raw, merge_keys(raw, keys), layer, origins)
+    changed = dict(raw)
+    layer = {}
     faults = [
-        fault for text in overrides for fault in _collect_faults(apply_override, raw, text, origins)
+        fault
+        for text in overrides
+        for fault in _collect_faults(apply_override, changed, text, layer)
     ]
-    files = [str(file) for file, _ in layers]
-    modules = [_find_module(keys) for _, keys in layers]
-    _leave_out_arguments(raw, origins, files, modules)
-    _leave_out_inherited(raw, origins, files)
+    raw = _leave_out_replaced(raw, changed, layer, origins)
     return _validate(raw, origins, str(path), faults)
 
 
-def _find_module(keys: Mapping[str, Any]) -> str:
-    """Return the module of `model.entry` in a file's or config's keys, "" if they name none."""
-    model = keys.get("model")
-    return str(model.get("entry") or "").partition(":")[0] if isinstance(model, dict) else ""
+def _leave_out_replaced(
+    before: Mapping[str, Any], after: Dict[str, Any], layer: Origins, origins: Origins
+) -> Dict[str, Any]:
+    """Return the keys `after` a layer, a file or all options, without the keys of `before` that
+    belong to what the layer replaces, and warn of them.
 
-
-def _find_layer(key: str, origins: Origins, files: Sequence[str]) -> int:
-    """Return the number of the file that a key came from; options come after all files."""
-    origin = find_origin(key, origins, files[0])
-    return files.index(origin) if origin in files else len(files)
-
-
-def _leave_out_arguments(
-    raw: Dict[str, Any], origins: Origins, files: Sequence[str], modules: Sequence[str]
-) -> None:
-    """Leave out the arguments of a model that a later file or option has replaced by one of another
-    module, and warn of them. Models of one module, such as resnet18 and resnet50, share theirs.
-
-    `files`: extended files first; `modules`: that of `model.entry` in each, "" where it has none.
+    layer: the keys that the layer sets. They stay, and are faults if they do not fit.
+    origins: those of `before`, to which the layer's are added.
     """
-    module = _find_module(raw)
-    others = [number for number, one in enumerate(modules) if one not in ("", module)]
-    args = raw["model"].get("args") if module else None
-    if not others or not isinstance(args, dict):
-        return
-    # the layer that replaced the last other model; options come after all files
-    later = range(others[-1], len(files))
-    layer = next((number for number in later if modules[number] == module), len(files))
-    inherited = {
-        name: value
-        for name, value in args.items()
-        if _find_layer(f"model.args.{name}", origins, files) < layer
-    }
-    if inherited:
-        rest = {name: value for name, value in args.items() if name not in inherited}
-        raw["model"] = {**raw["model"], "args": rest}
-        left_out = {f"model.args.{name}": value for name, value in inherited.items()}
-        why = f"model.entry is {show(raw['model']['entry'])}"
-        _warn_left_out(left_out, origins, why)
+    left_out: Dict[str, List[str]] = {}
+    for path, why in list(_find_replaced(before, after, layer)):
+        section = after
+        for name in path[:-1]:
+            # copy it, because aliases give several keys the same mapping
+            section[name] = dict(section[name])
+            section = section[name]
+        key = ".".join(path)
+        value = show_in_config(section.pop(path[-1]))
+        left_out.setdefault(why, []).append(f"{origins[key]}: {key}: {value}")
+    for why, values in left_out.items():
+        warnings.warn(f"{'; '.join(values)}: left out, because {why}", stacklevel=2)
+    origins.update(layer)
+    return after
 
 
-def _warn_left_out(left_out: Mapping[str, Any], origins: Origins, why: str) -> None:
-    """Warn of inherited keys, with their values, that are left out."""
-    values = [
-        f"{find_origin(key, origins, '')}: {key}: {show_in_config(value)}"
-        for key, value in left_out.items()
-    ]
-    warnings.warn(f"{'; '.join(values)}: left out, because {why}", stacklevel=2)
-
-
-def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[str]) -> None:
-    """Leave out settings of an optimizer or of a schedule of rates that a later file or option has
-    replaced by another one, and the microbatches of an update that a later method does not have.
-
-    `files`: extended files first. A setting that comes with the new name or the new groups, or
-    after them, stays, and is a fault if it does not fit. Warn of those that are left out.
-    """
-
-    def find_layer(key: str) -> int:
-        return _find_layer(key, origins, files)
-
+def _find_replaced(
+    before: Mapping[str, Any], after: Mapping[str, Any], layer: Origins
+) -> Iterator[Tuple[Tuple[str, ...], str]]:
+    """Yield each key of `before` that belongs to what a layer replaces, and why it is left out."""
+    # models of one module, such as resnet18 and resnet50, share their arguments
+    model = after.get("model")
+    if isinstance(model, dict) and _find_module(before) not in ("", _find_module(after)):
+        args = model.get("args")
+        for name in args if isinstance(args, dict) else ():
+            if f"model.args.{name}" not in layer:
+                yield ("model", "args", name), f"model.entry is {show(model['entry'])}"
     for section, schema in (("optimizer", OptimizerConfig), ("lr_schedule", LrSchedule)):
-        settings = raw.get(section)
+        settings = after.get(section)
         if not isinstance(settings, dict):
             continue
         # an optimizer has a name, or groups with names of their own
-        choices = [
-            key
-            for key in ("name", "groups")
-            if settings.get(key) and settings[key] != GROUPS and f"{section}.{key}" in origins
-        ]
-        if not choices:
+        choices = [key for key in ("name", "groups") if settings.get(key) not in (None, [], GROUPS)]
+        older = [key for key in choices if f"{section}.{key}" not in layer]
+        newer = [key for key in choices if key not in older]
+        if not newer:
             continue
-        newest = max(choices, key=lambda key: find_layer(f"{section}.{key}"))
-        layer = find_layer(f"{section}.{newest}")
-        left_out = {}
-        older = [key for key in choices if find_layer(f"{section}.{key}") < layer]
+        chosen = show(settings["name"]) if newer[0] == "name" else "given"
         while True:
             misfit = older.pop() if older else _find_misfit(schema, settings)
-            key = f"{section}.{misfit}"
-            if misfit not in settings or find_layer(key) >= layer:
+            if misfit not in settings or f"{section}.{misfit}" in layer:
                 break
-            left_out[key] = settings[misfit]
-            # an alias may give other keys the same mapping
+            yield (section, misfit), f"{section}.{newer[0]} is {chosen}"
             settings = {name: value for name, value in settings.items() if name != misfit}
-        if left_out:
-            raw[section] = settings
-            chosen = show(settings[newest]) if newest == "name" else "given"
-            _warn_left_out(left_out, origins, f"{section}.{newest} is {chosen}")
-    method = methods.METHODS.get(str(raw.get("method")))
-    key = "gradient_accumulation"
+    method = methods.METHODS.get(str(after.get("method")))
     updates_alone = method is not None and (method.history or method.rounds)
-    if updates_alone and key in origins and find_layer(key) < find_layer("method"):
-        why = f"each microbatch of {raw['method']} is an update"
-        _warn_left_out({key: raw.pop(key)}, origins, why)
+    key = "gradient_accumulation"
+    if updates_alone and "method" in layer and key in before and key not in layer:
+        yield (key,), f"each microbatch of {after['method']} is an update"
+
+
+def _find_module(keys: Mapping[str, Any]) -> str:
+    """Return the module of `model.entry`, "" if there is none."""
+    model = keys.get("model")
+    return str(model.get("entry") or "").partition(":")[0] if isinstance(model, dict) else ""
 
 
 def _find_misfit(schema: Type[Section], settings: Mapping[str, Any]) -> str:
@@ -476,51 +458,35 @@ def _validate(
         return [f"{place}{fault}" for place, fault in zip(places, faults)]
 
     raw = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
-    config = None
     faults = list(faults)
-    # keys with faults, and their sections
-    faulty_keys: Set[Tuple[str, ...]] = set()
+    if isinstance(raw.get("hardware"), str):
+        place = f"{name_origin(find_origin('hardware', origins, source))}hardware"
+        faults += _collect_faults(import_outer("read_hardware"), raw["hardware"], place)
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        details = error.errors()
         # the types of these keys do not tell their section
         forms = {
             "stages": StageCount,
             "ipu": import_outer("ipu"),
             "hardware": import_outer("hardware"),
         }
-        faults += format_faults(details, origins, source, Config, forms)
-        for detail in details:
-            key = tuple(map(str, detail["loc"]))
-            faulty_keys |= {key[:1], key[:2]}
-    if isinstance(raw.get("hardware"), str):
-        origin = name_origin(find_origin("hardware", origins, source))
-        faults += _collect_faults(
-            import_outer("read_hardware"), raw["hardware"], f"{origin}hardware"
-        )
-    # check the method even if other keys are wrong
-    if ("method",) not in faulty_keys:
-        args = raw.get("method_args", {})
-        args = args if isinstance(args, dict) else {}
-        args = {
-            key: value for key, value in args.items() if ("method_args", key) not in faulty_keys
-        }
-        faults += add_origins(
-            _collect_faults(methods.resolve_method, raw.get("method", "gpipe"), args)
-        )
-    if config is not None and not faults:
+        raise BadInput(
+            [*format_faults(error.errors(), origins, source, Config, forms), *faults]
+        ) from None
+    try:
         conflicts, optimizer_conflicts = _list_method_conflicts(config)
-        config._optimizer_faults = tuple(add_origins(optimizer_conflicts))
-        faults += add_origins(conflicts)
-    if faults or config is None:
-        raise BadInput(faults)
+    except BadInput as error:
+        raise BadInput([*faults, *add_origins(error.lines)]) from None
+    raise_faults([*faults, *add_origins(conflicts)])
+    config._optimizer_faults = tuple(add_origins(optimizer_conflicts))
     return config
 
 
 def _list_method_conflicts(config: Config) -> Tuple[List[str], List[str]]:
     """Return the conflicts of the method's rules with each other and the backend, and those with
-    the config's own optimizer, which are kept apart because Python may replace it.
+    the config's own optimizer, which are kept apart because Python may replace it. Raise `BadInput`
+    for arguments that do not belong to the method.
     """
     # imported here because it imports torch, which reading a config otherwise does not need
     from ipu_pipe.update import rules

@@ -32,7 +32,7 @@ from ipu_pipe.config.values import (
 )
 from ipu_pipe.refusals import NONE, Argument, Words, name_key
 from ipu_pipe.schedule.methods import METHODS, Reads, Timeline
-from ipu_pipe.text import find_nearest
+from ipu_pipe.text import find_nearest, suggest
 
 # Sections and checks of folders above this one, as "module:name", imported when a config needs
 # them. A backend has its section and its checks in its own folder; a new backend needs only a
@@ -212,6 +212,13 @@ class Config(Section):
     # another
     _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
 
+    @field_validator("method")
+    @classmethod
+    def _check_method(cls, value: str) -> str:
+        if value not in METHODS:
+            raise ValueError(f"must be one of {', '.join(METHODS)}{suggest(value, METHODS)}")
+        return value
+
     @field_validator("precision", mode="before")
     @classmethod
     def _convert_precision(cls, value: Any) -> Any:
@@ -253,9 +260,9 @@ class Config(Section):
         yield Case(is_unknown and self.stages != "auto", "stages.by", why, "hardware")
         is_auto = self.stages == "auto" and not self.backend.facts.uses_processes
         yield Case(is_unknown and is_auto, "stages", f"{why}, or processes")
-        method = METHODS.get(self.method)
+        method = METHODS[self.method]
         args = self.method_args
-        if method is not None and method.is_stale and method.backward_reads is Reads.NEWEST:
+        if method.is_stale and method.backward_reads is Reads.NEWEST:
             recomputes = self.recompute and not args.recompute and not args.stash
             why = (
                 f"cannot be combined with {Argument('recompute', True)}, which recomputes with older "
@@ -284,7 +291,7 @@ class Config(Section):
         PopTorch's pipelines recompute unless `backend.ipu.recomputation` says otherwise.
         """
         ipu = self.backend.ipu
-        if ipu is None or self.recompute or self.method not in METHODS:
+        if ipu is None or self.recompute:
             return self.recompute
         if ipu.recomputation == "auto":
             is_split = ipu.local == "decoupled" or self.stages == 1
