@@ -82,22 +82,18 @@ class _Loader(yaml.SafeLoader):
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
     def flatten_mapping(self, node: Any) -> None:
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, str(key.value))
+            if name in seen and key.tag != f"{_TAG}merge":
+                problem = f"{show(key.value)}: the key appears twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(name)
         super().flatten_mapping(node)  # type: ignore[no-untyped-call]
         # keep each key once (the last wins), because merges of merges would multiply
         node.value = list(
             {(key.tag, str(key.value)): (key, value) for key, value in node.value}.values()
         )
-
-    def construct_keys(self, node: Any) -> Dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key = (key_node.tag, key_node.value)
-            if key_node.tag != f"{_TAG}merge" and isinstance(key_node, yaml.ScalarNode):
-                if key in seen:
-                    problem = f"{show(key_node.value)}: the key appears twice"
-                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
-                seen.add(key)
-        return self.construct_mapping(node)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -119,7 +115,7 @@ _Loader.yaml_constructors = {
         "float": _Loader.construct_number,
         "str": yaml.SafeLoader.construct_yaml_str,
         "seq": yaml.SafeLoader.construct_yaml_seq,
-        "map": _Loader.construct_keys,
+        "map": yaml.SafeLoader.construct_yaml_map,
     }.items()
 }
 # refuse all other tags
@@ -245,17 +241,12 @@ def _suggest_file(path: Path) -> str:
     """Return the end of a fault that names the nearest file beside a missing one, or the nearest
     example config.
     """
-    try:
-        beside = {file.stem: str(file) for file in path.parent.glob("*.y*ml")}
+    files = {Path(name).name: name for name in list_configs()}
     # such as a name that is too long
-    except (OSError, ValueError):
-        beside = {}
-    near = find_nearest(path.stem, beside)
-    if near:
-        return f"; did you mean {beside[near]}?"
-    examples = {Path(name).name: name for name in list_configs()}
-    near = find_nearest(path.stem, examples)
-    return f"; did you mean {examples[near]}?" if near else ""
+    with suppress(OSError, ValueError):
+        files.update({file.stem: str(file) for file in path.parent.glob("*.y*ml")})
+    near = find_nearest(path.stem, files)
+    return f"; did you mean {files[near]}?" if near else ""
 
 
 def note_origin(value: Any, key: str, origin: str, origins: Origins) -> None:
@@ -287,25 +278,16 @@ def apply_override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
     if len(names) > MOST_LEVELS:
         raise BadInput(f"{option}: {_TOO_LARGE}")
     parsed = parse_yaml(value, option, level=len(names))
-    section = raw
-    for depth, name in enumerate(names[:-1], 1):
-        inner = section.get(name)
-        # copy it, because aliases give several keys the same mapping
-        section[name] = dict(inner) if isinstance(inner, dict) else {}
-        if not isinstance(inner, dict):
-            origins[".".join(names[:depth])] = option
-        section = section[name]
-    last = names[-1]
-    merges = isinstance(parsed, dict) and isinstance(section.get(last), dict) and parsed
-    section[last] = merge_keys(section[last], parsed) if merges else parsed
-    note_origin(parsed, key, option, origins)
+    # an empty mapping replaces, where others are merged
+    for new in [parsed] if parsed else [None, parsed]:
+        keys: Any = new
+        for name in reversed(names):
+            keys = {name: keys}
+        raw.update(merge_keys(raw, keys))
+    note_origin(keys[names[0]], names[0], option, origins)
 
 
 # ---- configs from keys
-
-
-# keys at which null is a value; at others it means that the key is left out
-NULLABLE = ("stages", "steps", "clip", "hardware", "init_from", "checkpoint")
 
 
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:
@@ -435,10 +417,9 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     Raise `BadInput` for an unknown name, for values that are not allowed, and for arguments that do
     not belong to the method.
     """
-    method_args = {key: value for key, value in args.items() if key != "stages_per_device"}
-    config = configure(
-        method=name, method_args=method_args, stages_per_device=args.get("stages_per_device")
-    )
+    method_args = dict(args)
+    count = method_args.pop("stages_per_device", None)
+    config = configure(method=name, method_args=method_args, stages_per_device=count)
     return methods.resolve_method(config.method, config.method_settings())
 
 
@@ -457,7 +438,8 @@ def _validate(
         places = [name_origin(find_origin(key, origins, source)) for key in keys]
         return [f"{place}{fault}" for place, fault in zip(places, faults)]
 
-    raw = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
+    # null leaves a key out, where it is not a value of its own
+    raw = {key: value for key, value in raw.items() if value is not None or key == "checkpoint"}
     faults = list(faults)
     if isinstance(raw.get("hardware"), str):
         place = f"{name_origin(find_origin('hardware', origins, source))}hardware"

@@ -28,7 +28,7 @@ from ipu_pipe.config.values import (
     Stages,
     Threads,
     Updates,
-    one_of,
+    say_allowed,
 )
 from ipu_pipe.refusals import NONE, Argument, Words, name_key
 from ipu_pipe.schedule.methods import METHODS, Reads, Timeline
@@ -77,7 +77,7 @@ class BackendConfig(Section):
 
     @field_validator("name", mode="before")
     @classmethod
-    def _refuse_device(cls, value: Any) -> Any:
+    def _validate_name(cls, value: Any) -> Any:
         """Refuse a kind of device, which users of other libraries expect here."""
         device = find_nearest(value, DEVICES, cutoff=1.0)
         if device:
@@ -103,9 +103,8 @@ class BackendConfig(Section):
         yield Case(self.ipu is not None and self.name != "poptorch", "ipu", why, "given")
         why = f"belongs to {Argument('backend')} xla, not {self.name}: leave it out"
         is_other = not self.facts.counts_devices
-        yield Case(self.platform is not None and is_other, "platform", why)
-        yield Case(self.devices is not None and is_other, "devices", why)
-        yield Case(self.program is not None and is_other, "program", why)
+        for key in ("platform", "devices", "program"):
+            yield Case(is_other and getattr(self, key) is not None, key, why)
         why = f"belongs to {Argument('device')} cuda, not {self.device}: leave it out"
         is_other = self.device != "cuda"
         yield Case(is_other and not self.deterministic, "deterministic", why)
@@ -123,7 +122,7 @@ if TYPE_CHECKING:
 else:
     StagesValue = Annotated[
         Union[None, Literal["finest", "auto"], Stages, NonEmpty[str], Dict[str, Any]],
-        one_of(
+        say_allowed(
             f"{NONE} (the model's own), auto, finest, a whole number from 1 to {MOST_STAGES}, a "
             f"list of module names, {{count, by}} or {{finest}}",
             "auto",
@@ -132,7 +131,9 @@ else:
     ]
 Entries = Annotated[
     List[Union[str, sections.Entry]],
-    one_of("a list of names such as accuracy, or import strings module:name, or of {entry, args}"),
+    say_allowed(
+        "a list of names such as accuracy, or import strings module:name, or of {entry, args}"
+    ),
 ]
 
 
@@ -200,7 +201,7 @@ class Config(Section):
     recompute: StrictBool = False
     hardware: Annotated[
         Union[None, str, Dict[str, Any]],
-        one_of(
+        say_allowed(
             f"{NONE}, a name of configs/hardware, a YAML file such as those there, or a mapping of "
             f"its keys"
         ),
@@ -214,7 +215,7 @@ class Config(Section):
 
     @field_validator("method")
     @classmethod
-    def _check_method(cls, value: str) -> str:
+    def _validate_method(cls, value: str) -> str:
         if value not in METHODS:
             raise ValueError(f"must be one of {', '.join(METHODS)}{suggest(value, METHODS)}")
         return value

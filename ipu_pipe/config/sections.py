@@ -39,7 +39,7 @@ from ipu_pipe.config.values import (
     Updates,
     Whole,
     key_fault,
-    one_of,
+    say_allowed,
     to_number,
 )
 from ipu_pipe.refusals import NONE
@@ -74,7 +74,7 @@ SCHEDULER_CLASSES = (
 )
 
 
-def check_name(value: Any, known: Sequence[str], within: str, classes: Sequence[str]) -> Any:
+def validate_name(value: Any, known: Sequence[str], within: str, classes: Sequence[str]) -> Any:
     """Validate the name of one of `known`, of a class in the module `within`, or an import string.
     Raise `ValueError` that names the nearest known name, or of the `classes`.
     """
@@ -120,7 +120,7 @@ class ModelConfig(Section):
     args: Dict[str, Any] = {}
     compile: StrictBool = False
     output: Annotated[
-        Union[None, Integer, str], one_of("null, a field's name, an index, or module:function")
+        Union[None, Integer, str], say_allowed("null, a field's name, an index, or module:function")
     ] = None
 
 
@@ -158,6 +158,14 @@ class DataConfig(BaseModel):
 GROUPS = "groups"
 
 
+# optimizers that are known by a short name -> their settings besides lr and weight_decay
+SETTINGS = {
+    "sgd": ("momentum", "nesterov"),
+    "adam": ("betas", "eps"),
+    "adamw": ("betas", "eps"),
+}
+
+
 class OptimizerSettings(Section):
     """An optimizer of torch.optim by its name, and its settings."""
 
@@ -177,7 +185,7 @@ class OptimizerSettings(Section):
     def _validate_name(cls, value: Any) -> Any:
         if value in (GIVEN, GROUPS):
             return value
-        return check_name(value, ("sgd", "adam", "adamw"), OPTIMIZERS, OPTIMIZER_CLASSES)
+        return validate_name(value, tuple(SETTINGS), OPTIMIZERS, OPTIMIZER_CLASSES)
 
     @field_validator("by_stage")
     @classmethod
@@ -200,19 +208,11 @@ class OptimizerSettings(Section):
             "args",
             f"{self.name} takes its settings beside its name, without args",
         )
-        known = (
-            ()
-            if self.is_other
-            else ("momentum", "nesterov")
-            if self.name == "sgd"
-            else ("betas", "eps")
-        )
-        remedy = "put it into optimizer.args" if self.is_other else f"it has {', '.join(known)}"
+        known = SETTINGS.get(self.name, ())
+        remedy = f"it has {', '.join(known)}" if known else "put it into optimizer.args"
+        why = f"{self.name} has no such key, {remedy}; null leaves it out"
         for key in ("momentum", "nesterov", "betas", "eps"):
-            is_foreign = getattr(self, key) is not None and key not in known
-            yield Case(
-                is_foreign, key, f"{self.name} has no such key, {remedy}; null leaves it out"
-            )
+            yield Case(getattr(self, key) is not None and key not in known, key, why)
         yield Case(self.nesterov and not self.momentum, "nesterov", "needs a momentum above 0")
 
     def settings(self) -> Dict[str, Any]:
@@ -249,7 +249,8 @@ class OptimizerConfig(OptimizerSettings):
     """
 
     no_decay: Annotated[
-        Union[str, List[str]], one_of("norms_and_biases or a list of name patterns such as *.bias")
+        Union[str, List[str]],
+        say_allowed("norms_and_biases or a list of name patterns such as *.bias"),
     ] = []
     reference_batch_size: Optional[Count] = None
     groups: List[OptimizerGroup] = []
@@ -299,21 +300,23 @@ class OptimizerConfig(OptimizerSettings):
         """Return the same optimizers. Members that leave their learning rate to the method get
         theirs of `rates`, which has one for each member.
         """
-        filled = [
-            one.model_copy(update={"lr": rate}) if one.lr is None and not one.is_other else one
+        return self._with_rates(
+            rate if one.lr is None and not one.is_other else one.lr
             for one, rate in zip(self.members, rates)
-        ]
-        return self.model_copy(update={"groups": filled}) if self.groups else filled[0]  # type: ignore[return-value]
+        )
 
     def scale_rate(self, factor: float) -> "OptimizerConfig":
         """Return the same optimizers with their learning rates times `factor`. Rates that are not
         given keep their defaults.
         """
+        return self._with_rates(one.lr and one.lr * factor for one in self.members)
 
-        def scale(one: Any) -> Any:
-            return one if one.lr is None else one.model_copy(update={"lr": one.lr * factor})
-
-        return scale(self).model_copy(update={"groups": list(map(scale, self.groups))})  # type: ignore[no-any-return]
+    def _with_rates(self, rates: Iterable[Optional[float]]) -> "OptimizerConfig":
+        """Return the same optimizers, each with its learning rate of `rates`."""
+        members: List[Any] = [
+            one.model_copy(update={"lr": rate}) for one, rate in zip(self.members, rates)
+        ]
+        return self.model_copy(update={"groups": members}) if self.groups else members[0]  # type: ignore[no-any-return]
 
 
 class LrSchedule(Section):
@@ -341,7 +344,9 @@ class LrSchedule(Section):
     @classmethod
     def _validate_name(cls, value: Any) -> Any:
         known = ("constant", "step", "cosine", "linear", "plateau")
-        return value if value == GIVEN else check_name(value, known, SCHEDULERS, SCHEDULER_CLASSES)
+        return (
+            value if value == GIVEN else validate_name(value, known, SCHEDULERS, SCHEDULER_CLASSES)
+        )
 
     @property
     def is_played(self) -> bool:
@@ -528,18 +533,21 @@ class Description(Section):
     groups: List[Dict[str, Any]] = []
 
 
+Object = Optional[Description]
+
+
 class Given(Section):
     """Objects that were passed from Python in place of the config's keys. Runs write them; the
     command line cannot use them.
     """
 
-    model: Optional[Description] = None
-    output: Optional[Description] = None
-    data: Optional[Description] = None
-    loss: Optional[Description] = None
-    loss_weight: Optional[Description] = None
-    optimizer: Optional[Description] = None
-    lr_scheduler: Optional[Description] = None
+    model: Object = None
+    output: Object = None
+    data: Object = None
+    loss: Object = None
+    loss_weight: Object = None
+    optimizer: Object = None
+    lr_scheduler: Object = None
     metrics: Optional[List[Description]] = None
     callbacks: Optional[List[Description]] = None
 
@@ -563,7 +571,7 @@ class T2(Section):
     """
 
     decay: Annotated[
-        Union[Literal["optimal"], Decay], one_of("a number > 0 and < 1, or optimal", "optimal")
+        Union[Literal["optimal"], Decay], say_allowed("a number > 0 and < 1, or optimal", "optimal")
     ] = math.exp(-2)
 
 
@@ -589,7 +597,7 @@ class Hogwild(Section):
 
     mean: Annotated[
         Union[None, NotNegative, NonEmpty[NotNegative]],
-        one_of(f"{NONE}, a number >= 0, or a list of such, one per stage"),
+        say_allowed(f"{NONE}, a number >= 0, or a list of such, one per stage"),
     ] = None
     max: Delayed
 
@@ -600,24 +608,17 @@ class ConstantDelay(Section):
     update.
     """
 
-    updates: Any
+    updates: Annotated[
+        Union[Delayed, NonEmpty[NonEmpty[Annotated[Integer, Field(ge=0, le=MOST_VERSIONS)]]]],
+        say_allowed(
+            f"an integer from 1 to {MOST_VERSIONS}, or a list of lists, for each stage the delays of "
+            f"an update's microbatches, as [[2, 1], [1, 0]]"
+        ),
+    ]
 
-    @field_validator("updates")
-    @classmethod
-    def _validate_updates(cls, value: Any) -> Any:
-        rows = value if isinstance(value, list) else [[value]]
-        delays = [
-            delay for row in rows for delay in (row if isinstance(row, list) and row else [None])
-        ]
-        if all(type(delay) is int and 0 <= delay <= MOST_VERSIONS for delay in delays) and any(
-            delays
-        ):
-            return value
-        table = (
-            "a list of lists, for each stage the delays of an update's microbatches, as [[2, "
-            "1], [1, 0]], not all 0"
-        )
-        raise ValueError(f"must be an integer from 1 to {MOST_VERSIONS}, or {table}")
+    def list_cases(self) -> Iterator[Case]:
+        is_zero = isinstance(self.updates, list) and not any(map(any, self.updates))
+        yield Case(is_zero, "updates", "must not be 0 for all stages and microbatches")
 
 
 class SpikeCompensation(Section):
@@ -673,7 +674,8 @@ class OuterConfig(Section):
     momentum: Share = 0.9
     nesterov: StrictBool = True
     fragments: Annotated[
-        Union[Literal["per_stage"], Stages], one_of("an integer >= 1, or per_stage", "per_stage")
+        Union[Literal["per_stage"], Stages],
+        say_allowed("an integer >= 1, or per_stage", "per_stage"),
     ] = 1
     offset: Whole = 0
     delay: Whole = 0
@@ -746,7 +748,7 @@ class MethodArgs(Section):
     delay_compensation: Optional[DelayCompensation] = None
     blocks: Annotated[
         Union[None, Stages, NonEmpty[str]],
-        one_of(f"{NONE}, an integer from 1 to {MOST_STAGES}, or a list of module names"),
+        say_allowed(f"{NONE}, an integer from 1 to {MOST_STAGES}, or a list of module names"),
     ] = None
     overlap: Optional[Literal[1]] = None
     layers: Optional[Count] = None

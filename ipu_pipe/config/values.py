@@ -8,7 +8,6 @@ import math
 import re
 from operator import attrgetter
 from typing import (
-    TYPE_CHECKING,
     Any,
     Callable,
     Iterable,
@@ -20,18 +19,18 @@ from typing import (
 )
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     Strict,
     ValidationError,
     WrapValidator,
     model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
-from typing_extensions import Annotated, Literal
+from typing_extensions import Annotated
 
 from ipu_pipe.text import ALSO_CALLED, find_nearest, suggest
 
@@ -75,7 +74,7 @@ def check_number(value: Any) -> Any:
     return value if isinstance(value, int) else number
 
 
-def one_of(allowed: str, *names: str) -> WrapValidator:
+def say_allowed(allowed: str, *names: str) -> WrapValidator:
     """Return a validator that says in one line what a union of types allows, and which of its
     `names` may be meant. Pydantic has a line for each of the types.
     """
@@ -89,9 +88,9 @@ def one_of(allowed: str, *names: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-def check_path(value: Any) -> Any:
-    """Validate text that can be a path: no file's name holds a NUL or half a character."""
-    if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+def check_path(value: str) -> str:
+    """Validate text that can be a path: no file's name holds a NUL."""
+    if "\0" in value:
         raise ValueError("contains a character that a file name cannot have")
     return value
 
@@ -102,7 +101,7 @@ DEVICES = ("cpu", "cuda")
 OTHER_DEVICES = ("xpu", "npu", "hpu", "tpu", "mps", "mtia")
 
 
-def to_device_name(value: Any) -> Any:
+def validate_device(value: Any) -> Any:
     """Validate a kind of device. One that torch may have by an extension is any short word without
     another meaning; whether torch has it here is known only when torch is there.
     """
@@ -110,8 +109,8 @@ def to_device_name(value: Any) -> Any:
     is_word = isinstance(value, str) and re.fullmatch("[a-z][a-z0-9_]{1,31}", value) is not None
     if is_word and (value in known or not (value in ALSO_CALLED or find_nearest(value, known))):
         return value
-    why = "Input should be 'cpu', 'cuda' or another kind of device that torch has"
-    raise PydanticCustomError("literal_error", why)
+    allowed = "cpu, cuda or another kind of device that torch has"
+    raise ValueError(f"must be {allowed}{suggest(value, DEVICES)}")
 
 
 def key_fault(key: str, value: Any, why: str) -> ValidationError:
@@ -127,16 +126,8 @@ PRESENT: Any = object()
 Integer = Annotated[int, Strict()]
 # used together with the limits of a float
 NUMBER = BeforeValidator(check_number)
-# a kind of device; `Literal` names what a wrong one may mean
-if TYPE_CHECKING:
-    DeviceName = str
-else:
-    DeviceName = Annotated[
-        Literal[DEVICES],
-        WrapValidator(lambda value, _: to_device_name(value)),
-        PlainSerializer(str),
-    ]
-PathText = Annotated[str, BeforeValidator(check_path)]
+DeviceName = Annotated[str, BeforeValidator(validate_device)]
+PathText = Annotated[str, AfterValidator(check_path)]
 Item = TypeVar("Item")
 NonEmpty = Annotated[List[Item], Field(min_length=1)]
 Count = Annotated[Integer, Field(ge=1, le=MOST_COUNT)]
