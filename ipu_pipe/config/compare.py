@@ -96,14 +96,12 @@ def _keeps_stages(old: Config, new: Config) -> bool:
     """Return whether a run of `new` would choose its stages again, and has those of `old` to choose
     from.
     """
-    may_have_others = new.hardware != old.hardware or new.backend.facts.uses_processes
-    if not isinstance(new.stages, dict):
-        return new.stages == "auto" and not may_have_others
-    by = new.stages.get("by")
-    if by not in ("time", "hardware") or (by == "hardware" and may_have_others):
-        return False
     old_count = len(old.stages) + 1 if isinstance(old.stages, list) else 1
-    return bool(new.stages["count"] == old_count)
+    by = new.stages.get("by") if isinstance(new.stages, dict) else new.stages
+    if by in ("time", "hardware") and new.stages["count"] != old_count:
+        return False
+    may_have_others = new.hardware != old.hardware or new.backend.facts.uses_processes
+    return by == "time" or (by in ("auto", "hardware") and not may_have_others)
 
 
 def find_role(key: str, method: str) -> Role:

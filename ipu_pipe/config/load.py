@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from ipu_pipe.config.faults import CALL, find_origin, format_faults, name_origin
 from ipu_pipe.config.schema import Config, import_outer
-from ipu_pipe.config.sections import GIVEN, GROUPS, LrSchedule, OptimizerConfig, StageCount
+from ipu_pipe.config.sections import GIVEN, LrSchedule, OptimizerConfig, StageCount
 from ipu_pipe.config.values import Section
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import read_file
@@ -327,7 +327,7 @@ def _leave_out_replaced(
             # copy it, because aliases give several keys the same mapping
             section[name] = dict(section[name])
             section = section[name]
-        key = ".".join(path)
+        key = ".".join(map(str, path))
         value = show_in_config(section.pop(path[-1]))
         left_out.setdefault(why, []).append(f"{origins[key]}: {key}: {value}")
     for why, values in left_out.items():
@@ -340,29 +340,32 @@ def _find_replaced(
     before: Mapping[str, Any], after: Mapping[str, Any], layer: Origins
 ) -> Iterator[Tuple[Tuple[str, ...], str]]:
     """Yield each key of `before` that belongs to what a layer replaces, and why it is left out."""
+    entries = [_get_section(keys, "model").get("entry") or "" for keys in (before, after)]
+    old_module, new_module = (str(entry).partition(":")[0] for entry in entries)
     # models of one module, such as resnet18 and resnet50, share their arguments
-    model = after.get("model")
-    if isinstance(model, dict) and _find_module(before) not in ("", _find_module(after)):
-        args = model.get("args")
-        for name in args if isinstance(args, dict) else ():
+    if old_module not in ("", new_module):
+        for name in _get_section(_get_section(after, "model"), "args"):
             if f"model.args.{name}" not in layer:
-                yield ("model", "args", name), f"model.entry is {show(model['entry'])}"
+                yield ("model", "args", name), f"model.entry is {show(entries[1])}"
     for section, schema in (("optimizer", OptimizerConfig), ("lr_schedule", LrSchedule)):
-        settings = after.get(section)
-        if not isinstance(settings, dict):
+        settings = _get_section(after, section)
+        # an optimizer has groups, each with a name of its own, or a name
+        choices = [key for key in ("groups", "name") if settings.get(key)]
+        chosen = [key for key in choices if f"{section}.{key}" in layer]
+        if not chosen:
             continue
-        # an optimizer has a name, or groups with names of their own
-        choices = [key for key in ("name", "groups") if settings.get(key) not in (None, [], GROUPS)]
-        older = [key for key in choices if f"{section}.{key}" not in layer]
-        newer = [key for key in choices if key not in older]
-        if not newer:
-            continue
-        chosen = show(settings["name"]) if newer[0] == "name" else "given"
+        is_name = chosen == ["name"]
+        why = (
+            f"{section}.name is {show(settings['name'])}"
+            if is_name
+            else f"{section}.groups is given"
+        )
         while True:
-            misfit = older.pop() if older else _find_misfit(schema, settings)
+            has_groups = is_name and settings.get("groups")
+            misfit = "groups" if has_groups else _find_misfit(schema, settings)
             if misfit not in settings or f"{section}.{misfit}" in layer:
                 break
-            yield (section, misfit), f"{section}.{newer[0]} is {chosen}"
+            yield (section, misfit), why
             settings = {name: value for name, value in settings.items() if name != misfit}
     method = methods.METHODS.get(str(after.get("method")))
     updates_alone = method is not None and (method.history or method.rounds)
@@ -371,10 +374,10 @@ def _find_replaced(
         yield (key,), f"each microbatch of {after['method']} is an update"
 
 
-def _find_module(keys: Mapping[str, Any]) -> str:
-    """Return the module of `model.entry`, "" if there is none."""
-    model = keys.get("model")
-    return str(model.get("entry") or "").partition(":")[0] if isinstance(model, dict) else ""
+def _get_section(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section, an empty one if there is none."""
+    section = keys.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _find_misfit(schema: Type[Section], settings: Mapping[str, Any]) -> str:

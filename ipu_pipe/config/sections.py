@@ -8,7 +8,6 @@ import math
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     StrictBool,
@@ -21,6 +20,7 @@ from typing_extensions import Annotated, Literal
 from ipu_pipe.config.values import (
     MOST_STAGES,
     MOST_VERSIONS,
+    NUMBER,
     Case,
     Count,
     Decay,
@@ -124,7 +124,7 @@ class ModelConfig(Section):
     ] = None
 
 
-class DataConfig(BaseModel):
+class DataConfig(Section):
     """Keys that are not listed here are arguments of the data set or callable. `name`: a set of
     ipu_pipe.data or "module:callable" that makes a DataSource. `root`: the folder that contains the
     set's folder. `subset`, `test_subset`: use the first samples only. `validation`: training
@@ -132,22 +132,20 @@ class DataConfig(BaseModel):
     1.
     """
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow")
+
     name: str
     root: Optional[PathText] = None
     subset: Optional[Count] = None
     test_subset: Optional[Count] = None
-    validation: Union[None, int, float] = None
-
-    @field_validator("validation", mode="before")
-    @classmethod
-    def _validate_validation(cls, value: Any) -> Any:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is None or (
-            is_number and (0 < value < 1 or (1 <= value < 2**53 and value == int(value)))
-        ):
-            return value
-        raise ValueError("must be null, a share between 0 and 1, or a whole number of samples")
+    validation: Annotated[
+        Union[
+            None,
+            Annotated[float, Field(gt=0, lt=1), NUMBER],
+            Annotated[int, Field(ge=1, lt=2**53), NUMBER],
+        ],
+        say_allowed("null, a share between 0 and 1, or a whole number of samples"),
+    ] = None
 
     def options(self) -> Dict[str, Any]:
         """Return all keys that are not null, except the name."""
