@@ -27,12 +27,15 @@ class Role(Enum):
 
 
 KEYS_BY_ROLE = {
-    Role.DECIDES: "model data loss given init_from seed precision loss_weight method method_args "
-    "optimizer lr_schedule clip micro_batch_size gradient_accumulation replicas",
+    Role.DECIDES: """
+        model data loss loss_weight given init_from seed precision method method_args optimizer
+        lr_schedule clip micro_batch_size gradient_accumulation replicas
+    """,
     Role.FIXED: "recompute allow_nonfinite stages_per_device ema",
     Role.GROWS: "steps epochs",
-    Role.FREE: "backend reduction stages hardware evaluate checkpoint log metrics callbacks "
-    "early_stopping",
+    Role.FREE: """
+        backend reduction stages hardware evaluate checkpoint log metrics callbacks early_stopping
+    """,
 }
 ROLES = {key: role for role, keys in KEYS_BY_ROLE.items() for key in keys.split()}
 

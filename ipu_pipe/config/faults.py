@@ -77,26 +77,20 @@ def format_faults(
         elif kind == "literal_error":
             message += suggest(detail["input"], re.findall("'(.*?)'", message))
         key = ".".join(parts)
-        origin = find_origin(key, origins, default_origin)
-        faults.append(f"{name_origin(origin)}{name_key(show(key))}: {value}: {message}")
+        origin = name_origin(key, origins, default_origin)
+        faults.append(f"{origin}{name_key(show(key))}: {value}: {message}")
     more = len(details) - len(faults)
     return faults + ([f"{default_origin}: {more} more such faults"] if more else [])
 
 
-def name_origin(origin: str) -> str:
-    """Return the beginning of a fault: a key's file or option, or `configure`, which a caller of
-    `Pipeline` has not called.
-    """
-    return str(Words("" if origin == CALL else f"{origin}: ", f"{origin}: "))
-
-
-def find_origin(key: str, origins: Mapping[str, str], default: str) -> str:
-    """Return the file or option that `key`, or its section, came from; `default` if it is not
-    known.
+def name_origin(key: str, origins: Mapping[str, str], default: str) -> str:
+    """Return the beginning of a fault: the file or option that `key`, or its section, came from;
+    `default` if it is not known; nothing for a caller of `Pipeline`, who has not called `configure`.
     """
     while key and key not in origins:
         key = key.rpartition(".")[0]
-    return origins.get(key, default) or default
+    origin = origins.get(key, default) or default
+    return str(Words("" if origin == CALL else f"{origin}: ", f"{origin}: "))
 
 
 def find_key(word: str, schema: Schema) -> str:

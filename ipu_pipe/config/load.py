@@ -25,7 +25,7 @@ from typing import (
 import yaml
 from pydantic import ValidationError
 
-from ipu_pipe.config.faults import CALL, find_origin, format_faults, name_origin
+from ipu_pipe.config.faults import CALL, format_faults, name_origin
 from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.config.sections import GIVEN, LrSchedule, OptimizerConfig, StageCount
 from ipu_pipe.config.values import Section
@@ -436,17 +436,16 @@ def _validate(
     or option of its key.
     """
 
-    def add_origins(faults: Sequence[str]) -> List[str]:
-        keys = [Language.CONFIG.say(fault).partition(":")[0] for fault in faults]
-        places = [name_origin(find_origin(key, origins, source)) for key in keys]
-        return [f"{place}{fault}" for place, fault in zip(places, faults)]
+    def add_origin(fault: str) -> str:
+        key = Language.CONFIG.say(fault).partition(":")[0]
+        return f"{name_origin(key, origins, source)}{fault}"
 
     # null leaves a key out, where it is not a value of its own
     raw = {key: value for key, value in raw.items() if value is not None or key == "checkpoint"}
     faults = list(faults)
     if isinstance(raw.get("hardware"), str):
-        place = f"{name_origin(find_origin('hardware', origins, source))}hardware"
-        faults += _collect_faults(import_outer("read_hardware"), raw["hardware"], place)
+        read_hardware = import_outer("read_hardware")
+        faults += _collect_faults(read_hardware, raw["hardware"], add_origin("hardware"))
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
@@ -462,9 +461,9 @@ def _validate(
     try:
         conflicts, optimizer_conflicts = _list_method_conflicts(config)
     except BadInput as error:
-        raise BadInput([*faults, *add_origins(error.lines)]) from None
-    raise_faults([*faults, *add_origins(conflicts)])
-    config._optimizer_faults = tuple(add_origins(optimizer_conflicts))
+        raise BadInput([*faults, *map(add_origin, error.lines)]) from None
+    raise_faults([*faults, *map(add_origin, conflicts)])
+    config._optimizer_faults = tuple(map(add_origin, optimizer_conflicts))
     return config
 
 

@@ -227,6 +227,11 @@ class OptimizerGroup(OptimizerSettings):
     match: Optional[List[str]] = None
     ndim: Optional[Whole] = None
 
+    def list_cases(self) -> Iterator[Case]:
+        is_optimizer = self.name not in (GIVEN, GROUPS)
+        yield Case(not is_optimizer, "name", "must be the name of an optimizer")
+        yield from super().list_cases()
+
     @field_validator("match", mode="before")
     @classmethod
     def _validate_match(cls, value: Any) -> Any:
@@ -277,9 +282,6 @@ class OptimizerConfig(OptimizerSettings):
             "groups",
             "must be a list of groups, each with the keys of an optimizer",
         )
-        for number, group in enumerate(self.groups):
-            why = "must be the name of an optimizer"
-            yield Case(group.name in (GIVEN, GROUPS), f"groups.{number}.name", why, group.name)
         why = "cannot be combined with groups, each of which has its own; null leaves it out"
         for key in OptimizerSettings.model_fields:
             yield Case(getattr(self, key) != (GROUPS if key == "name" else None), key, why)
