@@ -84,8 +84,8 @@ def format_faults(
 
 
 def name_origin(key: str, origins: Mapping[str, str], default: str) -> str:
-    """Return the beginning of a fault: the file or option that `key`, or its section, came from;
-    `default` if it is not known; nothing for a caller of `Pipeline`, who has not called `configure`.
+    """Return the beginning of a fault: the file or option that `key`, or its section, came from,
+    `default` if it is not known. A caller of `Pipeline` has not called `configure` and reads none.
     """
     while key and key not in origins:
         key = key.rpartition(".")[0]

@@ -37,7 +37,8 @@ from ipu_pipe.schedule.methods import Method
 from ipu_pipe.shipped import find_example, list_configs
 from ipu_pipe.text import find_nearest, show
 
-# ---- YAML files: read keys within bounds and record the source of each value; write YAML that reads the same
+# ---- YAML files: read keys within bounds and record the source of each value; write YAML that
+# reads the same
 #
 # The bounds are far above any config of ours (the largest has 60 values on 4 levels), and a hostile
 # file is refused within seconds.

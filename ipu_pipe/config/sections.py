@@ -611,8 +611,8 @@ class ConstantDelay(Section):
     updates: Annotated[
         Union[Delayed, NonEmpty[NonEmpty[Annotated[Integer, Field(ge=0, le=MOST_VERSIONS)]]]],
         say_allowed(
-            f"an integer from 1 to {MOST_VERSIONS}, or a list of lists, for each stage the delays of "
-            f"an update's microbatches, as [[2, 1], [1, 0]], not all 0"
+            f"an integer from 1 to {MOST_VERSIONS}, or a list of lists, for each stage the delays "
+            f"of an update's microbatches, as [[2, 1], [1, 0]], not all 0"
         ),
     ]
 
