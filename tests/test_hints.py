@@ -32,6 +32,9 @@ HINTS = {
     "method=zero_bubble": "did you mean zb_h1?",
     "precision=fp16": "did you mean bfloat16_mixed?",
     "backend.name=torchrun": "did you mean distributed?",
+    "backend=cuda": "did you mean backend.device=cuda?",
+    "backend=xla": "did you mean backend.name=xla?",
+    "optimizer=adam": "did you mean optimizer.name=adam?",
     "optimizer=adam": "must be a mapping of keys to values: {name, lr, momentum, nesterov and 8 more}",
     "clip=1": "must be a mapping of keys to values: {norm, scope}",
 }

@@ -10,6 +10,7 @@ from typing import Any, List, Mapping, Sequence, Type, get_args
 
 from pydantic import BaseModel
 
+from ipu_pipe.config.values import DEVICES
 from ipu_pipe.refusals import Words, name_key, show_value
 from ipu_pipe.text import find_nearest, list_some, show, suggest
 
@@ -65,6 +66,7 @@ def format_faults(
     faults = []
     for detail in details[:MOST_FAULTS]:
         parts = [str(part) for part in detail["loc"] if part != "[key]"]
+        key = ".".join(parts)
         kind = detail["type"]
         value = "missing" if kind == "missing" else show_value(detail["input"])
         message = detail["msg"].replace("Value error, ", "").replace("Input should be", "must be")
@@ -72,11 +74,12 @@ def format_faults(
             section = _find_section(parts[:-1], schema, forms)
             message = f"unknown key{_suggest_key(parts[-1], section)}"
         elif kind == "model_type":
-            keys = list_some([*_find_section(parts, schema, forms).model_fields])
-            message = f"must be a mapping of keys to values: {{{keys}}}"
+            fields = _find_section(parts, schema, forms).model_fields
+            message = f"must be a mapping of keys to values: {{{list_some([*fields])}}}"
+            if "name" in fields and isinstance(detail["input"], str):
+                message += f"; did you mean {key}.{_choose_field(value, fields)}={value}?"
         elif kind == "literal_error":
             message += suggest(detail["input"], re.findall("'(.*?)'", message))
-        key = ".".join(parts)
         origin = name_origin(key, origins, default_origin)
         faults.append(f"{origin}{name_key(show(key))}: {value}: {message}")
     more = len(details) - len(faults)
@@ -112,6 +115,11 @@ def find_key(word: str, schema: Schema) -> str:
         for name, section in sections.items()
         if section is not None and name not in WRITTEN and key in section.model_fields
     )
+
+
+def _choose_field(value: str, fields: Mapping[str, Any]) -> str:
+    """Return the field that a text in the place of its section says."""
+    return "device" if "device" in fields and value in DEVICES else "name"
 
 
 def _suggest_key(word: str, section: Any) -> str:

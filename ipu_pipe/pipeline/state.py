@@ -396,9 +396,9 @@ def hand_over(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimi
     rounded.
     """
     names = _list_names(model, optimizer)
-    own = set(names.values())
-    tensors = {key: t for key, t in saved.optimizer.items() if _is_callers(key, own)}
-    plain = {key: value for key, value in saved.plain.items() if _is_callers(key, own)}
+    callers = set(names.values())
+    tensors = {key: t for key, t in saved.optimizer.items() if _is_callers(key, callers)}
+    plain = {key: value for key, value in saved.plain.items() if _is_callers(key, callers)}
     import_state(optimizer, names, tensors, copy.deepcopy(plain))
     state = model.state_dict()
     rest = {
@@ -422,10 +422,10 @@ def take_back(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimi
         if name not in state or _is_rounded(state[name], value)
     }
     names = _list_names(model, optimizer)
-    own = set(names.values())
+    callers = set(names.values())
     tensors, plain = export_state(optimizer, names)
-    others = {key: t for key, t in saved.optimizer.items() if not _is_callers(key, own)}
-    plain_others = {key: v for key, v in saved.plain.items() if not _is_callers(key, own)}
+    others = {key: t for key, t in saved.optimizer.items() if not _is_callers(key, callers)}
+    plain_others = {key: v for key, v in saved.plain.items() if not _is_callers(key, callers)}
     return saved._replace(
         model=rest, optimizer={**others, **tensors}, plain={**plain_others, **plain}
     )
