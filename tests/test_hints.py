@@ -34,8 +34,7 @@ HINTS = {
     "backend.name=torchrun": "did you mean distributed?",
     "backend=cuda": "did you mean backend.device=cuda?",
     "backend=xla": "did you mean backend.name=xla?",
-    "optimizer=adam": "did you mean optimizer.name=adam?",
-    "optimizer=adam": "must be a mapping of keys to values: {name, lr, momentum, nesterov and 8 more}",
+    "optimizer=adam": "{name, lr, momentum, nesterov and 8 more}; did you mean optimizer.name=adam?",
     "clip=1": "must be a mapping of keys to values: {norm, scope}",
 }
 
