@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from ipu_pipe.config.schema import Config
-from ipu_pipe.job.evaluation import EvaluationResult
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult
 from ipu_pipe.job.factories import Placed
+from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds
@@ -196,11 +197,12 @@ class Engine:
         """
         return contextlib.nullcontext()
 
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
-        """Return the loss and metrics of the test or validation set, the same on every process; the
+    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
+        """Return the loss and metrics over the batches of a set, the same on every process; the
         pipeline must be drained.
 
-        There is one result for each block that has a loss of its own, the whole model last.
+        There is one result for each block that has a loss of its own, the whole model last. A
+        process reads the batches that it evaluates, or a shard of them.
         """
         raise NotImplementedError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -29,6 +29,10 @@ from ipu_pipe.text import describe_kind
 
 # samples of one forward; the size does not matter for BatchNorm, which uses running statistics here
 TEST_BATCH = 128
+
+# (shard, shards) -> the batches of that shard, inputs and labels on the run's device; without
+# arguments all of them
+BatchReader = Callable[..., Iterator[Any]]
 
 
 class EvaluationResult(NamedTuple):
@@ -104,11 +108,6 @@ class Tally:
         self._losses = MetricSums(self._sum_loss, 2)
         self._metrics = [metric.make_sums() for metric in metrics]
 
-    @classmethod
-    def of(cls, setup: Setup) -> Tally:
-        """Return a tally of a run's loss and metrics."""
-        return cls(setup.loss, setup.metrics)
-
     def add(self, output: Any, y: Any, samples: int) -> None:
         """Add a batch's outputs and labels."""
         scores = take_scores(self._loss, output)
@@ -162,16 +161,23 @@ def compute_outputs(model: nn.Module, x: Any) -> list[Any]:
     return [call_model(model, x)] if blocks is None else blocks.compute_outputs(x)
 
 
-def evaluate(setup: Setup, split: str = "test") -> list[EvaluationResult]:
-    """Evaluate on the test or validation set, or its configured subset.
+def evaluate(setup: Setup) -> list[EvaluationResult]:
+    """Evaluate on the test set, or its configured subset."""
+    return evaluate_batches(setup.model, setup.loss, load_test_batches(setup), setup.metrics)
+
+
+def evaluate_batches(
+    model: nn.Module, loss: Loss, batches: Iterator[Any], metrics: Sequence[Metric]
+) -> list[EvaluationResult]:
+    """Evaluate a model on batches (x, y) on its device.
 
     Return the result of every block that has a loss of its own, then that of the model's output.
     """
     tallies: list[Tally] = []
-    with enter_evaluation(setup.model):
-        for x, y in load_test_batches(setup, split):
-            outputs = compute_outputs(setup.model, x)
-            tallies = tallies or [Tally.of(setup) for _ in outputs]
+    with enter_evaluation(model):
+        for x, y in batches:
+            outputs = compute_outputs(model, x)
+            tallies = tallies or [Tally(loss, metrics) for _ in outputs]
             for tally, output in zip(tallies, outputs):
                 tally.add(output, y, count_samples(x))
-    return [evaluate_sums(setup.metrics, tally.sums) for tally in tallies or [Tally.of(setup)]]
+    return [evaluate_sums(metrics, tally.sums) for tally in tallies or [Tally(loss, metrics)]]

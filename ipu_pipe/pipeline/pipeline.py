@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import tempfile
 import warnings
@@ -71,6 +72,7 @@ from ipu_pipe.pipeline.batches import (
     require_samples,
     sum_floats,
     take_pairs,
+    unwrap,
 )
 from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
 from ipu_pipe.pipeline.device_check import require_device
@@ -540,11 +542,14 @@ class Pipeline:
         require_iterable("evaluate", "batches", batches)
         job, engine = self._pause("evaluate")
         with self._break_on_error("evaluate", only_reads=True):
-            job.metrics = chosen
-            self._data.set_test_batches(
-                batches if isinstance(batches, (list, tuple)) else iter(batches)
-            )
-            result = engine.evaluate()[-1]
+            # on all ranks, also where none is read: the start of a DataLoader draws a seed
+            iterator = iter(batches)
+
+            def read(shard: int = 0, shards: int = 1) -> Iterator[tuple[Any, Any]]:
+                for batch in itertools.islice(iterator, shard, None, shards):
+                    yield job.prepare_batch(batch if self._loss is not None else unwrap(batch))
+
+            result = engine.evaluate(read, chosen)[-1]
         return {"loss": result.loss, **result.metrics}
 
     @take_turn

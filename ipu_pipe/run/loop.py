@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -15,7 +16,7 @@ from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.errors import RunFault, find_user_fault
 from ipu_pipe.files import atomic_file, write_json, write_text
-from ipu_pipe.job.evaluation import EvaluationResult, collect_by_block
+from ipu_pipe.job.evaluation import EvaluationResult, collect_by_block, load_test_batches
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import find_user_frame, raise_attributed, save_traceback
@@ -457,7 +458,7 @@ class TrainingLoop:
         """
         job = self.job
         position = self.position
-        results = self.engine.evaluate(split)
+        results = self.engine.evaluate(partial(load_test_batches, job, split), job.metrics)
         result = results[-1]
         epoch = job.count_epochs(position.update)
         if split == "test":

@@ -15,8 +15,15 @@ import torch
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.errors import summarize
-from ipu_pipe.job.evaluation import EvaluationResult, compute_outputs, enter_evaluation, evaluate
+from ipu_pipe.job.evaluation import (
+    BatchReader,
+    EvaluationResult,
+    compute_outputs,
+    enter_evaluation,
+    evaluate_batches,
+)
 from ipu_pipe.job.factories import place_whole
+from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
@@ -145,12 +152,10 @@ class EmulatorEngine(Engine):
         first_update: int,
         make_work: Callable[[int], Work],
         batches: Batches,
-        evaluate: Callable[[str], list[EvaluationResult]],
     ) -> None:
         self.run = run
         self._make_work = make_work
         self._batches = batches
-        self._evaluate = evaluate
         self._gradients = {}
         self.newest_model = run.model
         self.names = {parameter: name for name, parameter in run.get_trained().items()}
@@ -259,10 +264,10 @@ class EmulatorEngine(Engine):
             steps.append(StepResult(loss, accuracy, step_results[0].samples))
         return steps
 
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
         with attribute_faults(lambda: f"evaluation before update {self._emulator.update}"):
             with self.run.rules.hold_averages():
-                return self._evaluate(split)
+                return evaluate_batches(self.run.model, self.run.loss, batches(), metrics)
 
     def collect_state(self) -> CheckpointState | None:
         with self.run.precision.put_masters_in_place():
@@ -309,7 +314,6 @@ def make_engine(job: Job, first_update: int) -> EmulatorEngine:
         first_update,
         functools.partial(Work.from_job, job),
         Batches(job.read_microbatch, job.prepare_batch, job.weigh_microbatch),
-        functools.partial(evaluate, job),
     )
     if job.watches_gradients:
         job.rules.observe = engine._note_gradients

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from ipu_pipe.backends.ipu.placement import Placement
 from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.ipu.wrapping import wrap
 from ipu_pipe.errors import BadInput, Divergence, RunFault, summarize
-from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Tally, evaluate_sums
+from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks
@@ -276,26 +277,25 @@ class BlockEngine(Engine):
 
     # ---- evaluation
 
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
-        """Evaluate the test set through all blocks, on the same IPUs."""
+    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
+        """Evaluate the batches through all blocks, on the same IPUs."""
         start = time.perf_counter_ns()
         with describe_block_errors(self.rank, "evaluation"):
-            sums_here = self._sum_evaluation(split)
+            tally = Tally(self.run.loss, metrics)
+            self._tally_batches(batches(), tally)
+            sums_here = tally.sums
             sums = torch.zeros(self.depth, len(sums_here), dtype=torch.float64)
             sums[self.rank] = sums_here
             self._finish_sends()
             dist.all_reduce(sums)
             self._timeline.add("evaluate", self._done, start, time.perf_counter_ns())
-            return [evaluate_sums(self.job.metrics, row) for row in sums]
+            return [evaluate_sums(metrics, row) for row in sums]
 
-    def _sum_evaluation(self, split: str) -> torch.Tensor:
-        """Return the sums of a Tally of the test set through this block."""
-        tally = Tally.of(self.job)
+    def _tally_batches(self, batches: Iterator[Any], tally: Tally) -> None:
+        """Add the outputs of this block for the batches to a tally."""
         self.executors.begin_evaluation()
         rows = self.executors.rows
-        for number, (x, y, count) in enumerate(
-            split_into_calls(load_test_batches(self.job, split), rows)
-        ):
+        for number, (x, y, count) in enumerate(split_into_calls(batches, rows)):
             tag = EVALUATION_TAG + number
             outputs = self.executors.infer(
                 self._receive(rows // self.job.config.micro_batch_size, tag) if self.rank else x
@@ -304,7 +304,6 @@ class BlockEngine(Engine):
                 self._send(outputs.pop(), tag)
             tally.add(trim_output(outputs[0], count), y[:count], count)
         self.executors.end_evaluation()
-        return tally.sums
 
     # ---- checkpoints, report, end
 

@@ -22,7 +22,7 @@ import contextlib
 import gc
 import sys
 import time
-from typing import Any, Callable, Iterator, TypeVar
+from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,8 @@ from ipu_pipe.backends.ipu.profile import CallTimes, read_profiles
 from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
 from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.errors import BadInput, RunFault, end_process
-from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Tally, evaluate_sums
+from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
@@ -337,25 +338,27 @@ class PoptorchEngine(Engine):
             )
         return results
 
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
         assert not self._results, "an evaluation inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):
             results = self._run_with_retry(
-                lambda executors: self._evaluate_batches(executors, split)
+                lambda executors: self._evaluate_batches(executors, batches, metrics)
             )
             self._load_newest_weights()
         self._timeline.add("evaluate", self._updates_done, start, time.perf_counter_ns())
         return results
 
-    def _evaluate_batches(self, executors: Executors, split: str) -> list[EvaluationResult]:
+    def _evaluate_batches(
+        self, executors: Executors, batches: BatchReader, metrics: Sequence[Metric]
+    ) -> list[EvaluationResult]:
         """Evaluate on the inference model; each of poprun's instances evaluates a share of the
         batches.
         """
-        tallies = [Tally.of(self.job) for _ in range(self._loss_count)]
+        tallies = [Tally(self.run.loss, metrics) for _ in range(self._loss_count)]
         executors.begin_evaluation()
         rank, world = (dist.get_rank(), dist.get_world_size()) if self._other_instances else (0, 1)
-        calls = split_into_calls(load_test_batches(self.job, split, rank, world), executors.rows)
+        calls = split_into_calls(batches(rank, world), executors.rows)
         while True:
             x, y, count = next(calls, (self.job.example[0], self.job.example[1], 0))
             total = torch.tensor([count])
@@ -372,7 +375,7 @@ class PoptorchEngine(Engine):
         sums = [tally.sums for tally in tallies]
         for part in sums if self._other_instances else ():
             dist.all_reduce(part)
-        return [evaluate_sums(self.job.metrics, part) for part in sums]
+        return [evaluate_sums(metrics, part) for part in sums]
 
     def collect_state(self) -> CheckpointState | None:
         assert not self._results, "a checkpoint inside a call"

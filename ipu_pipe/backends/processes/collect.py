@@ -28,7 +28,8 @@ from ipu_pipe.cut.crossing import Crossing, TensorSpec
 from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Tally, evaluate_sums
+from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples
@@ -329,17 +330,18 @@ class Evaluation:
         self._count = 0
         self._predicted = 0
 
-    def evaluate(self, split: str) -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
         """Return loss and metrics of each stage with a loss for the loaded weights, the same on
         every rank.
         """
         layout = self._layout
         # finish the messages of training: waiting for them must not count as evaluation
         self._mail.flush()
-        sums = torch.zeros(layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
+        empty = Tally(self._job.loss, metrics).sums
+        sums = torch.zeros(layout.stages, len(empty) + 1, dtype=torch.float64)
         with self._enter_evaluation():
             if layout.replica == 0:
-                sums = self._sum_by_stage(split)
+                self._sum_by_stage(batches(), metrics, sums)
         if layout.replicas > 1:
             self._count += 1
             wait_for_first_replica(layout, self._mail, self._count)
@@ -353,7 +355,7 @@ class Evaluation:
                 f"data: {self._job.data_name}: evaluation: the ranks read different test sets: "
                 f"{DRAW_ALIKE}"
             )
-        return [evaluate_sums(self._job.metrics, by_stage[stage][:-1]) for stage in self._with_loss]
+        return [evaluate_sums(metrics, by_stage[stage][:-1]) for stage in self._with_loss]
 
     def predict(self, x: Any) -> Any:
         """Return the output of the last stage for inputs `x`, on every rank."""
@@ -400,13 +402,15 @@ class Evaluation:
         ):
             return cut.prepare(x, training=False)
 
-    def _sum_by_stage(self, split: str) -> torch.Tensor:
-        """Run this rank's stages on a set; return a row per stage: the sums of its tally, and the
-        checksum of the set.
+    def _sum_by_stage(
+        self, batches: Iterator[Any], metrics: Sequence[Metric], sums: torch.Tensor
+    ) -> None:
+        """Run this rank's stages on a set, and set the row of each in `sums`: the sums of its tally,
+        and the checksum of the set.
         """
-        tallies = {model.stage: Tally.of(self._job) for model in self._models}
+        tallies = {model.stage: Tally(self._job.loss, metrics) for model in self._models}
         checksum = 0
-        for batch, (x, y) in enumerate(load_test_batches(self._job, split)):
+        for batch, (x, y) in enumerate(batches):
             checksum = compute_checksum((x, get_labels(y)), checksum)
             crossings = self._prepare(x)
             for model in self._models:
@@ -418,12 +422,8 @@ class Evaluation:
                 limit = self._mail.limit
                 with detect_lost_rank([KEEPER], limit):
                     answer_within(limit.total_seconds(), lambda: store.add(EVALUATED, 1))
-        sums = torch.zeros(
-            self._layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64
-        )
         for stage, tally in tallies.items():
             sums[stage] = torch.cat([tally.sums, torch.tensor([checksum], dtype=torch.float64)])
-        return sums
 
     def _run_stage(
         self, model: StageModel, batch: int, x: Any, crossings: Sequence[Crossing]

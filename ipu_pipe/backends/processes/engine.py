@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
 from ipu_pipe.cut.cutting import Piece, list_crossings
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.evaluation import EvaluationResult
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult
+from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.local.blocks import get_blocks
@@ -242,11 +243,11 @@ class ProcessEngine(Engine):
         with self._name_faults():
             return self._gradient_collection.collect(k)
 
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
         with self._record_pause("evaluate", "evaluation"):
             self._interpreter.load_newest()
             with self.job.rules.hold_averages():
-                return self._evaluation.evaluate(split)
+                return self._evaluation.evaluate(batches, metrics)
 
     @contextlib.contextmanager
     def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:

@@ -7,7 +7,7 @@ looks: for an evaluation, a checkpoint, a prediction, and at the end.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import torch
@@ -17,7 +17,14 @@ from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.devices import list_devices
 from ipu_pipe.backends.xla.player import Player, StagePlayer, make_passes
 from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots
-from ipu_pipe.job.evaluation import EvaluationResult, compute_outputs, enter_evaluation, evaluate
+from ipu_pipe.job.evaluation import (
+    BatchReader,
+    EvaluationResult,
+    compute_outputs,
+    enter_evaluation,
+    evaluate_batches,
+)
+from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.precision import export_loss
@@ -90,10 +97,10 @@ class XlaEngine(Engine):
         with enter_evaluation(self.job.model):
             return compute_outputs(self.job.model, x)[-1]
 
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
         self._export()
         with attribute_faults(lambda: f"evaluation before update {self._player.update}"):
-            return evaluate(self.job, split)
+            return evaluate_batches(self.run.model, self.run.loss, batches(), metrics)
 
     def load_weights(self, load: Callable[[], None]) -> None:
         self._export()
