@@ -248,7 +248,7 @@ def test_a_model_that_returns_its_scores_and_its_loss_trains_as_in_plain_pytorch
         "model",
         output=0,
     )
-    engine = make_engine(job, 0)
+    engine = make_engine(job, 0, job.table)
     result, model = evaluate_on_test_set(engine, job)[0], job.model
     assert (
         result.accuracy

@@ -503,7 +503,8 @@ def test_an_engine_of_a_planned_run_gives_a_call_and_takes_its_updates(
         on="poptorch", ipu={"device_iterations": 2, "data_loading": {"mode": mode}}
     )
     train_small_run(settings, tmp_path, "mlp")
-    engine = make_engine(build(settings, make_ipu_model("mlp"), Source()), 0)
+    job = build(settings, make_ipu_model("mlp"), Source())
+    engine = make_engine(job, 0, job.table)
     calls_before = poptorch.recorded.names().count("PoplarExecutor.__call__")
     losses, calls = [], []
     for k in range(UPDATES):

@@ -59,7 +59,7 @@ def test_a_pods_job_starts_with_exactly_its_ipus(
         compile_blocks(job, poptorch, monkeypatch, pod)
         return
     assert len(job.partition) == config.stages and config.stages * config.replicas == pod
-    engine = make_engine(job, 0)
+    engine = make_engine(job, 0, job.table)
     x, y = engine.feed.take()  # type: ignore[attr-defined]
     executors = engine.executors  # type: ignore[attr-defined]
     assert (

@@ -25,6 +25,7 @@ from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.stretches import IntArray
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Counters, Events
 
 
@@ -142,15 +143,17 @@ class Engine:
         """
         raise NotImplementedError
 
-    def finish(self, batches: int) -> None:
+    def finish(self, batches: int, table: VersionTable) -> None:
         """Run the pipeline empty: finish this many updates, the last ones by the schedule that is
         still open.
+
+        `table`: that schedule with the drain after them, at which a round of replicas may end.
         """
         raise NotImplementedError
 
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
-        """Begin again with this update, from an empty pipeline, by the job's present schedule and
-        weights.
+    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
+        """Begin again with this update, from an empty pipeline, by the schedule of `table` and the
+        present weights.
 
         `is_loaded`: the optimizer's state was loaded, with that of replicas that have weights of
         their own.
@@ -261,7 +264,8 @@ class Backend(NamedTuple):
     """The functions of a backend, one row of the table of backends.
 
     `place` returns the stages and which of them are here. `list_faults` returns the reasons why a
-    job cannot run, one line each. `make_engine(job, first_update)` returns this process's engine.
+    job cannot run, one line each. `make_engine(job, first_update, table)` returns this process's
+    engine, which begins with this update by the schedule of `table`.
     `launch(config, asked)` joins the run's other processes, or raises `BadInput` if the launcher
     does not fit, or if they were started with other options. `describe` returns a line on how the
     stages will run, '' if there is nothing to say. `count_in_flight` returns the most microbatches
@@ -271,7 +275,7 @@ class Backend(NamedTuple):
 
     place: Callable[[Config, Method, nn.Module, torch.Tensor], Placed]
     list_faults: Callable[[Job], list[str]]
-    make_engine: Callable[[Job, int], Engine]
+    make_engine: Callable[[Job, int, VersionTable], Engine]
     launch: Callable[[Config, Mapping[str, object]], None] = lambda config, asked: None
     describe: Callable[[Job], str] = lambda job: ""
     count_in_flight: Callable[[Job], IntArray | None] = lambda job: None

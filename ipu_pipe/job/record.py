@@ -189,17 +189,15 @@ class Job(Setup):
     `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients.
     `folder`: the folder of the run, for files of every process. `data_fingerprints`: for
     record.json. On processes, `pieces`: the model cut into its stages. `placement`: the device of
-    each stage. `running`: the versions of the schedule that runs, whose end is open and which has
-    the newest drains. `after_update`: as of `Work`, called
-    there. `compared`: what ranks compare with each result. `stage_graphs`: of the pieces, once a
-    backend that compiles them has traced them (`ipu_pipe.cut.graphs`).
+    each stage. `after_update`: as of `Work`, called there. `compared`: what ranks compare with each
+    result. `stage_graphs`: of the pieces, once a backend that compiles them has traced them
+    (`ipu_pipe.cut.graphs`).
     """
 
     partition: Partition
     method: Method
     schedule: Schedule
     table: VersionTable
-    running: VersionTable
     full_optimizer: torch.optim.Optimizer
     optimizer: torch.optim.Optimizer
     rules: UpdateRules

@@ -624,7 +624,8 @@ class Pipeline:
         has_masters = self._require_job().precision.masters is not None
         # the engine has pointers to weights that were rounded anew
         if flow.engine.leaves_weights_stale or has_masters:
-            flow.engine.reopen(flow.given, is_loaded=flow.engine.leaves_weights_stale)
+            is_stale = flow.engine.leaves_weights_stale
+            flow.engine.reopen(flow.given, flow.table, is_loaded=is_stale)
 
     # ---- state
 

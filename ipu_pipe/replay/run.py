@@ -71,7 +71,7 @@ class Run:
             job.precision,
             job.partition,
             job.placement,
-            job.running,
+            job.table,
             job.rules,
             (clip.norm, clip.scope) if clip else None,
             job.replica_count,

@@ -61,14 +61,15 @@ class Work:
     after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
 
     @classmethod
-    def from_job(cls, job: Job, first_update: int) -> Work:
-        """Return the work of a job that continues with update `first_update`."""
+    def from_job(cls, job: Job, first_update: int, table: VersionTable) -> Work:
+        """Return the work of a job that continues with update `first_update` by the versions of
+        `table`.
+        """
         config = job.config
         clip = (config.clip.norm, config.clip.scope) if config.clip else None
         first = first_update * (
             config.gradient_accumulation if job.method.rounds is None else job.replica_count
         )
-        table = job.running
         replays: Replays | None = None
         history = job.method.history
         if history is not None:

@@ -44,6 +44,7 @@ from ipu_pipe.model.timing import (
 )
 from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work, list_exactness_faults
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
 
 # ---- profile: time each stage's passes and updates after training
@@ -150,7 +151,8 @@ class EmulatorEngine(Engine):
         self,
         run: Run,
         first_update: int,
-        make_work: Callable[[int], Work],
+        table: VersionTable,
+        make_work: Callable[[int, VersionTable], Work],
         batches: Batches,
     ) -> None:
         self.run = run
@@ -159,7 +161,7 @@ class EmulatorEngine(Engine):
         self._gradients = {}
         self.newest_model = run.model
         self.names = {parameter: name for name, parameter in run.get_trained().items()}
-        work = make_work(first_update)
+        work = make_work(first_update, table)
         self._block_updates = work.block_updates
         # results that were not taken, and the first update whose result was not read
         self._results: dict[int, StepResult] = {}
@@ -199,16 +201,16 @@ class EmulatorEngine(Engine):
             self._results[self._unread_update] = result
             self._unread_update += 1
 
-    def finish(self, batches: int) -> None:
-        self._emulator.end_round(self._make_work(batches))
+    def finish(self, batches: int, table: VersionTable) -> None:
+        self._emulator.end_round(self._make_work(batches, table))
 
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
+    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         old = self._emulator
         old.close()
         # replicas with weights of their own go on through the optimizer's state, as through a
         # checkpoint
         with contextlib.nullcontext() if is_loaded else old.export_replicas():
-            self._emulator = self._make_emulator(self._make_work(update))
+            self._emulator = self._make_emulator(self._make_work(update, table))
         self._emulator.weights.peak_bytes = old.weights.peak_bytes
         self._unread_update = update
 
@@ -307,11 +309,12 @@ def does_reading_synchronize(device: torch.device) -> bool:
     return get_kind(device).is_accelerator
 
 
-def make_engine(job: Job, first_update: int) -> EmulatorEngine:
+def make_engine(job: Job, first_update: int, table: VersionTable) -> EmulatorEngine:
     """Return the engine of a job. The engine reads nothing else of it."""
     engine = EmulatorEngine(
         Run.of(job),
         first_update,
+        table,
         functools.partial(Work.from_job, job),
         Batches(job.read_microbatch, job.prepare_batch, job.weigh_microbatch),
     )

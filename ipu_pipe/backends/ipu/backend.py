@@ -47,6 +47,7 @@ from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.refusals import BATCH, EMULATOR, NONE, OWN_LOSS, Argument, Words, name_key
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.timelines import OPEN
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import list_some
 
 # seconds that a process may wait for another one that compiles
@@ -228,7 +229,7 @@ def note(job: Job) -> str:
     )
 
 
-def make(job: Job, first_update: int) -> Engine:
+def make(job: Job, first_update: int, table: VersionTable) -> Engine:
     """Return the engine of this process. Raise `BadInput` if its IPUs are missing, before a
     compilation that may take an hour.
     """

@@ -39,6 +39,7 @@ from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.refusals import name_key
 from ipu_pipe.replay.work import require_finite
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
 
 # sends in flight to the next block
@@ -213,10 +214,10 @@ class BlockEngine(Engine):
             self._received[k] = self._collect_result(k)
             self._received_before = k + 1
 
-    def finish(self, batches: int) -> None:
+    def finish(self, batches: int, table: VersionTable) -> None:
         """Do nothing: the blocks have trained all batches that were given."""
 
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
+    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         """Do nothing: the next call goes on with the weights on the devices."""
 
     def _train(self, updates: range) -> None:

@@ -61,6 +61,7 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.refusals import name_key
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")
@@ -257,10 +258,10 @@ class PoptorchEngine(Engine):
     def take(self, k: int) -> StepResult:
         return self._results.pop(k)
 
-    def finish(self, batches: int) -> None:
+    def finish(self, batches: int, table: VersionTable) -> None:
         """Do nothing: PopTorch has flushed its pipeline."""
 
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
+    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         # without a loaded state the executors go on: PopTorch's pipeline is empty after each update
         if not is_loaded:
             return

@@ -42,6 +42,7 @@ from ipu_pipe.refusals import EMULATOR
 from ipu_pipe.replay.work import LossShare, Work, list_exactness_faults
 from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.methods import Timeline
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import list_some
 from ipu_pipe.update.rules import select_rules
 
@@ -51,10 +52,10 @@ class ProcessEngine(Engine):
     evaluations and checkpoints.
     """
 
-    def __init__(self, job: Job, first_update: int) -> None:
+    def __init__(self, job: Job, first_update: int, table: VersionTable) -> None:
         super().__init__(job)
         config = job.config
-        work = Work.from_job(job, first_update)
+        work = Work.from_job(job, first_update, table)
         self._layout = layout = RankLayout(dist.get_rank(), job.placement, config.replicas)
         self.is_main = layout.rank == 0
         self._first_update = first_update
@@ -182,17 +183,17 @@ class ProcessEngine(Engine):
         with self._name_faults():
             return self._results.collect(k)
 
-    def finish(self, batches: int) -> None:
+    def finish(self, batches: int, table: VersionTable) -> None:
         with self._name_faults():
             self._advance(float("inf"), batches)
-            self._interpreter.end_round(Work.from_job(self.job, batches))
+            self._interpreter.end_round(Work.from_job(self.job, batches, table))
 
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
+    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         with self._name_faults():
             old = self._interpreter
             old.end()
             self._mail.forget_expected()
-            work = Work.from_job(self.job, update)
+            work = Work.from_job(self.job, update, table)
             stages = self._make_stages(work)
             for s, stage in stages.items():
                 stage.continue_from(old.stages[s])
@@ -534,12 +535,12 @@ def name_faults(
         raise_attributed(error, f"rank {rank}, stage {stage()}, {doing()}")
 
 
-def make(job: Job, first_update: int) -> ProcessEngine:
+def make(job: Job, first_update: int, table: VersionTable) -> ProcessEngine:
     """Return this rank's engine, which continues with update `first_update`."""
     layout = RankLayout(dist.get_rank(), job.placement, job.config.replicas)
     doing = f"start before update {first_update}"
     with name_faults(layout.rank, lambda: layout.stages_of_rank[0], lambda: "start", lambda: doing):
-        return ProcessEngine(job, first_update)
+        return ProcessEngine(job, first_update, table)
 
 
 def list_faults(job: Job) -> list[str]:

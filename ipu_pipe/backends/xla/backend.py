@@ -6,13 +6,14 @@ from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.xla.devices import launch, place
 from ipu_pipe.backends.xla.faults import list_faults
 from ipu_pipe.job.record import Job
+from ipu_pipe.schedule.versions import VersionTable
 
 
-def make_engine(job: Job, first_update: int) -> Engine:
+def make_engine(job: Job, first_update: int, table: VersionTable) -> Engine:
     """Return the engine, which continues with update `first_update`."""
     from ipu_pipe.backends.xla.engine import XlaEngine
 
-    return XlaEngine(job, first_update)
+    return XlaEngine(job, first_update, table)
 
 
 def describe(job: Job) -> str:

@@ -30,6 +30,7 @@ from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.precision import export_loss
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import SPLIT_PASSES
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import concatenate_events
 from ipu_pipe.update.optimizer import export_state
 
@@ -39,11 +40,11 @@ class XlaEngine(Engine):
 
     leaves_weights_stale = True
 
-    def __init__(self, job: Job, first_update: int) -> None:
+    def __init__(self, job: Job, first_update: int, table: VersionTable) -> None:
         super().__init__(job)
         self._first_update = first_update
         self.newest_model = None
-        work = Work.from_job(job, first_update)
+        work = Work.from_job(job, first_update, table)
         devices = list_devices(job.config.backend)
         is_split = job.schedule.passes == SPLIT_PASSES
         placed = [devices[device % len(devices)] for device in job.placement]
@@ -63,7 +64,7 @@ class XlaEngine(Engine):
     def give(self, k: int, cut: float) -> None:
         self._advance(cut, k + 1)
 
-    def finish(self, batches: int) -> None:
+    def finish(self, batches: int, table: VersionTable) -> None:
         self._advance(float("inf"), batches)
 
     def _advance(self, cut: float, batches: int) -> None:
@@ -74,13 +75,13 @@ class XlaEngine(Engine):
     def take(self, k: int) -> StepResult:
         return StepResult(*self._player.take(k))
 
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
+    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         if is_loaded:
             for stage in self._player.stages:
                 stage.load()
         else:
             self._player.gather()
-        self._player.begin(Work.from_job(self.job, update))
+        self._player.begin(Work.from_job(self.job, update, table))
 
     # ---- the host's model
 
