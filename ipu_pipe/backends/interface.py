@@ -123,8 +123,6 @@ class Engine:
         self.names = {parameter: name for name, parameter in job.get_trained().items()}
         # of the updates whose results were not taken yet
         self._gradients: dict[int, dict[str, torch.Tensor]] = {}
-        if job.watches_gradients:
-            job.rules.observe = self._note_gradients
 
     def give(self, k: int, cut: float) -> None:
         """Run the actions of slots before `cut`; the batches of the updates up to k are at hand.
@@ -170,6 +168,10 @@ class Engine:
         """Call `load`, which writes weights into the whole model; the pipeline is empty."""
         load()
 
+    def watch_gradients(self) -> None:
+        """Keep the gradients of each update from now on, for `collect_gradients`."""
+        self.run.rules.observe = self._note_gradients
+
     def _note_gradients(self, k: int, stages: Sequence[int]) -> None:
         """Copy the gradients of update k of these stages."""
         trained = [
@@ -188,7 +190,7 @@ class Engine:
 
         They are the gradients when the optimizer's step begins: before clipping and before rules
         that change an update (gradient shrinking), but after delay compensation, which changes the
-        gradients of each microbatch. The job must have `watches_gradients`.
+        gradients of each microbatch. They are kept since `watch_gradients`.
         """
         return self._gradients.pop(k, {})
 

@@ -186,11 +186,10 @@ class Job(Setup):
     updates before this start, where the pipeline is empty.
     `used`: the optimizer and the loss, described.
 
-    `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients.
-    `folder`: the folder of the run, for files of every process. `data_fingerprints`: for
-    record.json. On processes, `pieces`: the model cut into its stages. `placement`: the device of
-    each stage. `after_update`: as of `Work`, called there. `compared`: what ranks compare with each
-    result. `stage_graphs`: of the pieces, once a backend that compiles them has traced them
+    `wants_model`: callbacks read the whole model. `folder`: the folder of the run, for files of every
+    process. `data_fingerprints`: for record.json. On processes, `pieces`: the model cut into its
+    stages. `placement`: the device of each stage. `compared`: what ranks compare with each result.
+    `stage_graphs`: of the pieces, once a backend that compiles them has traced them
     (`ipu_pipe.cut.graphs`).
     """
 
@@ -214,12 +213,10 @@ class Job(Setup):
     used: Given = Given()
     plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
     wants_model: bool = False
-    watches_gradients: bool = False
     folder: Path | None = None
     data_fingerprints: dict[str, Any] | None = None
     pieces: Sequence[Piece] = ()
     placement: tuple[int, ...] = ()
-    after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
     compared: ComparedSettings = ComparedSettings()
     stage_graphs: Sequence[Any] = ()
 

@@ -258,7 +258,7 @@ class OpenRun(NamedTuple):
     rates are not known ahead.
 
     `warmup`: the updates of the synchronous warm-up. `choose_member`: the caller's parameter group
-    of each parameter. `settings`: as of `UpdateRules`. `after_update`, `compared`: as of `Job`.
+    of each parameter. `settings`, `after_update`: as of `UpdateRules`. `compared`: as of `Job`.
     """
 
     warmup: int
@@ -533,7 +533,7 @@ def assemble(
         placement=tuple(placed.placement) or schedule.device_of_stage,
     )
     if open_run is not None:
-        job.after_update = open_run.after_update
+        rules.after_update = open_run.after_update
         # randomized methods count a stage's own updates, not the batches of the settings
         if method.history is None:
             job.compared = open_run.compared

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Callable, Iterable, NamedTuple, Sequence
+from typing import Iterable, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -45,9 +45,7 @@ class Work:
     single stages that make one update of the run. `require_finite(update, losses)`: raises
     `Divergence` if a loss is not finite and the config does not allow it; by default nothing is
     checked. `weighs`: the microbatches of an update have weights (`LossShare`); otherwise all count
-    the same. `after_update(update, stages, averaged)`: called when these stages have made an
-    update. Of replicas with weights of their own each calls it, and `averaged` once more after
-    their average.
+    the same.
     """
 
     loss: Loss
@@ -58,7 +56,6 @@ class Work:
     replays: Replays | None = None
     block_updates: int = 1
     weighs: bool = False
-    after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
 
     @classmethod
     def from_job(cls, job: Job, first_update: int, table: VersionTable) -> Work:
@@ -82,9 +79,7 @@ class Work:
             )
         count = len(job.partition) if history is not None else 1
         weighs = job.loss_weight is not None
-        return cls(
-            job.loss, table, job.rules, clip, first, replays, count, weighs, job.after_update
-        )
+        return cls(job.loss, table, job.rules, clip, first, replays, count, weighs)
 
     def make_replays(self, replicas: Sequence[int]) -> Replays:
         """Return the source of replays for these replicas of the pipeline."""

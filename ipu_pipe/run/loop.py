@@ -83,7 +83,7 @@ class TrainingLoop:
         # all processes must know what rank 0's callbacks do: whether they may stop the run, whether
         # after any update, ...
         main = self.callbacks
-        self.has_callbacks, self.watches_updates, job.watches_gradients, job.wants_model = (
+        self.has_callbacks, self.watches_updates, self.watches_gradients, job.wants_model = (
             run_on_main(
                 lambda: (
                     bool(main.callbacks),
@@ -118,6 +118,8 @@ class TrainingLoop:
         self.progress.say(format_opening(job, position.update))
         self.flow = Flow(job, position.update)
         self.engine = engine = self.flow.engine
+        if self.watches_gradients:
+            engine.watch_gradients()
         settings = job.config.checkpoint
         keep = settings.keep if settings is not None and self.run is not None else None
         self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group, keep)
@@ -410,7 +412,7 @@ class TrainingLoop:
             if (k + 1) % job.config.log.every == 0 or k + 1 == job.updates:
                 self._log(self.unwritten_line)
                 self.unwritten_line = {}
-            if job.watches_gradients:
+            if self.watches_gradients:
                 before = self.moment
                 self.moment = replace(before, gradients=self.engine.collect_gradients(k))
                 self._call_back("on_gradients")

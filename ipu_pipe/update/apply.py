@@ -204,6 +204,9 @@ class UpdateRules:
         # called after a step with a group that the optimizer may have written into, and its
         # settings before the step
         self.after_step: Callable[[Mapping[str, Any], Mapping[str, Any]], None] | None = None
+        # called when these stages have made an update: (update, stages, averaged); of replicas with
+        # weights of their own each calls it, and `averaged` once more after their average
+        self.after_update: Callable[[int, Sequence[int], bool], None] = lambda *call: None
         # the changes that were written into a group last, by its id
         self._written: dict[int, Mapping[str, int]] = {}
         # entries that `compensate` changes with each microbatch

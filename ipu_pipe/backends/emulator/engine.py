@@ -311,16 +311,13 @@ def does_reading_synchronize(device: torch.device) -> bool:
 
 def make_engine(job: Job, first_update: int, table: VersionTable) -> EmulatorEngine:
     """Return the engine of a job. The engine reads nothing else of it."""
-    engine = EmulatorEngine(
+    return EmulatorEngine(
         Run.of(job),
         first_update,
         table,
         functools.partial(Work.from_job, job),
         Batches(job.read_microbatch, job.prepare_batch, job.weigh_microbatch),
     )
-    if job.watches_gradients:
-        job.rules.observe = engine._note_gradients
-    return engine
 
 
 BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=make_engine)

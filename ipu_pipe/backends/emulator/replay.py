@@ -286,7 +286,7 @@ class Emulator:
         # gradients accumulate until any stage is updated, then all are cleared
         if stages is not None:
             self.work.rules.optimizer.zero_grad(set_to_none=True)
-        self.work.after_update(
+        self.work.rules.after_update(
             self.update // self.work.block_updates, replay.updates.tolist(), False
         )
         self.update += 1

@@ -36,6 +36,7 @@ from ipu_pipe.model.batch import count_samples
 from ipu_pipe.model.loss import get_labels
 from ipu_pipe.model.precision import export_loss
 from ipu_pipe.model.restoring import restore_modes
+from ipu_pipe.replay.run import Run
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events
 from ipu_pipe.update import optimizer
 
@@ -239,10 +240,10 @@ class GradientCollection:
     replicas have equal ones.
     """
 
-    def __init__(self, job: Job, mail: Mail, layout: RankLayout) -> None:
+    def __init__(self, run: Run, mail: Mail, layout: RankLayout) -> None:
         self._mail = mail
         self._layout = layout
-        named = {s: job.list_trained(s) for s in range(layout.stages)}
+        named = {s: run.list_trained(s) for s in range(layout.stages)}
         self._names = {s: list(parameters) for s, parameters in named.items() if parameters}
         self._parameters = {
             s: list(parameters.values()) for s, parameters in named.items() if parameters

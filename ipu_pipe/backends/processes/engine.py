@@ -142,9 +142,6 @@ class ProcessEngine(Engine):
             else {}
         )
         self._gradient_collection: collect.GradientCollection | None = None
-        if job.watches_gradients:
-            self._gradient_collection = collect.GradientCollection(job, self._mail, layout)
-            job.rules.observe = self._gradient_collection.note
         self._freed = collect.free_other_stages(job, self._models, self._cut)
         self._with_loss = _list_stages_with_loss(job)
         group_of_replicas = groups[layout.rank % layout.devices] if groups else None
@@ -238,6 +235,11 @@ class ProcessEngine(Engine):
                 "gradients are computed later",
                 stacklevel=2,
             )
+
+    def watch_gradients(self) -> None:
+        collection = collect.GradientCollection(self.run, self._mail, self._layout)
+        self._gradient_collection = collection
+        self.run.rules.observe = collection.note
 
     def collect_gradients(self, k: int) -> dict[str, torch.Tensor]:
         assert self._gradient_collection is not None

@@ -317,7 +317,7 @@ class StageUpdate:
                     stage.stash_weights()
                 sample(k)
                 self.step(k)
-            self._work.after_update(k, [stage.model.stage for stage in self.stages], False)
+            self._work.rules.after_update(k, [stage.model.stage for stage in self.stages], False)
         for stage in self.stages:
             stage.advance_version()
             if stage.model.ties.copied_to:
