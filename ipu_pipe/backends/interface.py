@@ -22,7 +22,7 @@ from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds
-from ipu_pipe.replay.run import Run
+from ipu_pipe.replay.run import Batches, Run
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.versions import VersionTable
@@ -116,11 +116,11 @@ class Engine:
     leaves_weights_stale = False
     has_results = True
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.run = Run.of(job)
-        self.newest_model: nn.Module | None = job.model
-        self.names = {parameter: name for name, parameter in job.get_trained().items()}
+    def __init__(self, run: Run, batches: Batches) -> None:
+        self.run = run
+        self.batches = batches
+        self.newest_model: nn.Module | None = run.model
+        self.names = {parameter: name for name, parameter in run.get_trained().items()}
         # of the updates whose results were not taken yet
         self._gradients: dict[int, dict[str, torch.Tensor]] = {}
 

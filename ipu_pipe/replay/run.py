@@ -1,17 +1,18 @@
-"""What an engine reads of a run: one frozen record.
+"""What an engine reads of a run: one frozen record, and its batches.
 
-It does not say where the arguments came from, who gives the batches, what is written, or when the
+The record does not say where the arguments came from, who gives the batches, what is written, or when the
 run ends.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import nn
 
+from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.observation import Observation
@@ -35,11 +36,14 @@ class Run:
     rules:        the optimizer of the stages in this process, and the update rules.
     clip:         (norm, scope); None: no clipping.
     replicas:     those that take turns in a batch: copies of the pipeline, or LocalSGD's own.
+    samples:      of an update, on all replicas.
+    per_epoch:    the updates of an epoch; None if the data has no length.
     example:      the first microbatch (x, y), on the device.
     observation:  what a training pass of it does: side effects, draws, tensors that cross.
     footprint:    the cost of each stage: operations and bytes.
     seed:         of dropout and of the methods that draw.
     trace:        the updates whose events are recorded.
+    options:      the backend's own, a frozen record of its folder; None if it has none.
     """
 
     model: nn.Module
@@ -53,14 +57,17 @@ class Run:
     rules: UpdateRules
     clip: tuple[float, str] | None
     replicas: int
+    samples: int
+    per_epoch: int | None
     example: tuple[Any, Any]
     observation: Observation
     footprint: Footprint
     seed: int
     trace: range
+    options: Any
 
     @classmethod
-    def of(cls, job: Job) -> Run:
+    def of(cls, job: Job, options: Any = None) -> Run:
         """Return what an engine reads of a job."""
         clip = job.config.clip
         return cls(
@@ -75,11 +82,14 @@ class Run:
             job.rules,
             (clip.norm, clip.scope) if clip else None,
             job.replica_count,
+            job.global_batch_size,
+            job.updates_per_epoch,
             job.example,
             job.observation,
             job.footprint,
             job.config.seed,
             job.traced_updates,
+            options,
         )
 
     @property
@@ -106,3 +116,37 @@ class Run:
         return [
             sum(m.numel() * m.element_size() for p, m in stage if m is not p) for stage in pairs
         ]
+
+
+class Batches(NamedTuple):
+    """Where the batches of a run come from.
+
+    `read(m, replica)` returns microbatch m as the data source does, `prepare(batch)` moves it to the
+    device, `weigh(batch, k, m, replica)` returns its weight in the mean loss of update k, and
+    `compute_checksum(batch)` is equal on processes that read the same. `name`: of the data, in
+    messages. `reads_again`: whether a microbatch can be read once more.
+    """
+
+    read: Callable[[int, int], Any]
+    prepare: Callable[[Any], tuple[Any, Any]]
+    weigh: Callable[[Any, int, int, int], float]
+    compute_checksum: Callable[[Any], int]
+    name: str
+    reads_again: bool
+
+    @classmethod
+    def of(cls, job: Job) -> Batches:
+        """Return the batches of a job."""
+        return cls(
+            job.read_microbatch,
+            job.prepare_batch,
+            job.weigh_microbatch,
+            # a rank of an open run may lack inputs or labels, and knows which
+            getattr(job.data, "compute_checksum", compute_checksum),
+            job.data_name,
+            getattr(job.data, "reads_again", True),
+        )
+
+    def load(self, m: int) -> tuple[Any, Any]:
+        """Return inputs and labels of microbatch m of the only replica, on the device."""
+        return self.prepare(self.read(m, 0))

@@ -25,6 +25,7 @@ from ipu_pipe.replay.replays import (
     StreamedReplays,
     TableReplays,
 )
+from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.table import Schedule
@@ -58,28 +59,29 @@ class Work:
     weighs: bool = False
 
     @classmethod
-    def from_job(cls, job: Job, first_update: int, table: VersionTable) -> Work:
-        """Return the work of a job that continues with update `first_update` by the versions of
+    def of(cls, run: Run, first_update: int, table: VersionTable) -> Work:
+        """Return the work of a run that continues with update `first_update` by the versions of
         `table`.
         """
-        config = job.config
-        clip = (config.clip.norm, config.clip.scope) if config.clip else None
-        first = first_update * (
-            config.gradient_accumulation if job.method.rounds is None else job.replica_count
-        )
+        history = table.method.history
         replays: Replays | None = None
-        history = job.method.history
         if history is not None:
-            per_epoch = job.updates_per_epoch
             # without epochs nothing can be drawn from one
             replays = (
-                StreamedReplays(table, history, 1, config.seed)
-                if per_epoch is None
-                else RandomizedReplays(table, history, per_epoch, config.seed)
+                StreamedReplays(table, history, 1, run.seed)
+                if run.per_epoch is None
+                else RandomizedReplays(table, history, run.per_epoch, run.seed)
             )
-        count = len(job.partition) if history is not None else 1
-        weighs = job.loss_weight is not None
-        return cls(job.loss, table, job.rules, clip, first, replays, count, weighs)
+        return cls(
+            run.loss,
+            table,
+            run.rules,
+            run.clip,
+            first_update * table.schedule.accumulate,
+            replays,
+            1 if history is None else len(run.partition),
+            run.loss_weight is not None,
+        )
 
     def make_replays(self, replicas: Sequence[int]) -> Replays:
         """Return the source of replays for these replicas of the pipeline."""

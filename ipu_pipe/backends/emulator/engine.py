@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ from ipu_pipe.model.timing import (
     repeat_until_close,
     time_passes,
 )
-from ipu_pipe.replay.run import Run
+from ipu_pipe.replay.run import Batches, Run
 from ipu_pipe.replay.work import Work, list_exactness_faults
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
@@ -128,18 +127,6 @@ def _time_updates(run: Run) -> BestSeconds:
 # ---- engine and backend
 
 
-class Batches(NamedTuple):
-    """Where the batches come from.
-
-    `read(m, replica)` returns microbatch m, `prepare(batch)` moves it to the device, and
-    `weigh(batch, k, m, replica)` returns its weight in the mean loss of update k.
-    """
-
-    read: Callable[[int, int], Any]
-    prepare: Callable[[Any], tuple[Any, Any]]
-    weigh: Callable[[Any, int, int, int], float]
-
-
 class EmulatorEngine(Engine):
     """Run the exact emulator as an engine: the results are the same whenever an update is made, so
     it is made at once.
@@ -147,21 +134,9 @@ class EmulatorEngine(Engine):
 
     makes_updates_at_once = True
 
-    def __init__(
-        self,
-        run: Run,
-        first_update: int,
-        table: VersionTable,
-        make_work: Callable[[int, VersionTable], Work],
-        batches: Batches,
-    ) -> None:
-        self.run = run
-        self._make_work = make_work
-        self._batches = batches
-        self._gradients = {}
-        self.newest_model = run.model
-        self.names = {parameter: name for name, parameter in run.get_trained().items()}
-        work = make_work(first_update, table)
+    def __init__(self, run: Run, batches: Batches, first_update: int, table: VersionTable) -> None:
+        super().__init__(run, batches)
+        work = Work.of(run, first_update, table)
         self._block_updates = work.block_updates
         # results that were not taken, and the first update whose result was not read
         self._results: dict[int, StepResult] = {}
@@ -202,7 +177,7 @@ class EmulatorEngine(Engine):
             self._unread_update += 1
 
     def finish(self, batches: int, table: VersionTable) -> None:
-        self._emulator.end_round(self._make_work(batches, table))
+        self._emulator.end_round(Work.of(self.run, batches, table))
 
     def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         old = self._emulator
@@ -210,7 +185,7 @@ class EmulatorEngine(Engine):
         # replicas with weights of their own go on through the optimizer's state, as through a
         # checkpoint
         with contextlib.nullcontext() if is_loaded else old.export_replicas():
-            self._emulator = self._make_emulator(self._make_work(update, table))
+            self._emulator = self._make_emulator(Work.of(self.run, update, table))
         self._emulator.weights.peak_bytes = old.weights.peak_bytes
         self._unread_update = update
 
@@ -222,7 +197,7 @@ class EmulatorEngine(Engine):
         """Return the arguments of the emulator's step: the microbatches up to the next update, and
         any weights.
         """
-        source = self._batches
+        source = self.batches
         if self.run.loss_weight is None:
             return (self._microbatches(),)
         # the sum of the weights must be known before the first backward
@@ -243,7 +218,7 @@ class EmulatorEngine(Engine):
         while not is_done:
             replay = self._emulator.replay
             is_done = len(replay.updates) > 0
-            yield self._batches.prepare(self._batches.read(replay.microbatch, replay.replica))
+            yield self.batches.prepare(self.batches.read(replay.microbatch, replay.replica))
 
     def _combine(self, results: Sequence[StepResult]) -> list[StepResult]:
         """Return one result per step of the run.
@@ -311,13 +286,7 @@ def does_reading_synchronize(device: torch.device) -> bool:
 
 def make_engine(job: Job, first_update: int, table: VersionTable) -> EmulatorEngine:
     """Return the engine of a job. The engine reads nothing else of it."""
-    return EmulatorEngine(
-        Run.of(job),
-        first_update,
-        table,
-        functools.partial(Work.from_job, job),
-        Batches(job.read_microbatch, job.prepare_batch, job.weigh_microbatch),
-    )
+    return EmulatorEngine(Run.of(job), Batches.of(job), first_update, table)
 
 
 BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=make_engine)

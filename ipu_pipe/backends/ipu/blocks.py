@@ -38,6 +38,7 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.refusals import name_key
+from ipu_pipe.replay.run import Batches, Run
 from ipu_pipe.replay.work import require_finite
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
@@ -106,7 +107,8 @@ class BlockEngine(Engine):
     """
 
     def __init__(self, job: Job, first_update: int) -> None:
-        super().__init__(job)
+        super().__init__(Run.of(job), Batches.of(job))
+        self.job = job
         self.rank = dist.get_rank()
         self.depth = len(job.partition)
         self.is_main = self.has_results = self.rank == 0

@@ -61,6 +61,7 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.refusals import name_key
+from ipu_pipe.replay.run import Batches, Run
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Counters, Events
 
@@ -78,7 +79,8 @@ class PoptorchEngine(Engine):
     def __init__(self, job: Job, first_update: int) -> None:
         import poptorch
 
-        super().__init__(job)
+        super().__init__(Run.of(job), Batches.of(job))
+        self.job = job
         self.ipu = job.config.ipu
         self.updates_per_call = job.config.updates_per_call
         self._require_call(first_update)

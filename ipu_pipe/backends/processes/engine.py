@@ -39,6 +39,7 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.refusals import EMULATOR
+from ipu_pipe.replay.run import Batches, Run
 from ipu_pipe.replay.work import LossShare, Work, list_exactness_faults
 from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.methods import Timeline
@@ -53,9 +54,10 @@ class ProcessEngine(Engine):
     """
 
     def __init__(self, job: Job, first_update: int, table: VersionTable) -> None:
-        super().__init__(job)
+        super().__init__(Run.of(job), Batches.of(job))
+        self.job = job
         config = job.config
-        work = Work.from_job(job, first_update, table)
+        work = Work.of(self.run, first_update, table)
         self._layout = layout = RankLayout(dist.get_rank(), job.placement, config.replicas)
         self.is_main = layout.rank == 0
         self._first_update = first_update
@@ -183,14 +185,14 @@ class ProcessEngine(Engine):
     def finish(self, batches: int, table: VersionTable) -> None:
         with self._name_faults():
             self._advance(float("inf"), batches)
-            self._interpreter.end_round(Work.from_job(self.job, batches, table))
+            self._interpreter.end_round(Work.of(self.run, batches, table))
 
     def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         with self._name_faults():
             old = self._interpreter
             old.end()
             self._mail.forget_expected()
-            work = Work.from_job(self.job, update, table)
+            work = Work.of(self.run, update, table)
             stages = self._make_stages(work)
             for s, stage in stages.items():
                 stage.continue_from(old.stages[s])

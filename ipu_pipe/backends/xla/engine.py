@@ -28,6 +28,7 @@ from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.precision import export_loss
+from ipu_pipe.replay.run import Batches, Run
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.versions import VersionTable
@@ -41,10 +42,11 @@ class XlaEngine(Engine):
     leaves_weights_stale = True
 
     def __init__(self, job: Job, first_update: int, table: VersionTable) -> None:
-        super().__init__(job)
+        super().__init__(Run.of(job), Batches.of(job))
+        self.job = job
         self._first_update = first_update
         self.newest_model = None
-        work = Work.from_job(job, first_update, table)
+        work = Work.of(self.run, first_update, table)
         devices = list_devices(job.config.backend)
         is_split = job.schedule.passes == SPLIT_PASSES
         placed = [devices[device % len(devices)] for device in job.placement]
@@ -81,7 +83,7 @@ class XlaEngine(Engine):
                 stage.load()
         else:
             self._player.gather()
-        self._player.begin(Work.from_job(self.job, update, table))
+        self._player.begin(Work.of(self.run, update, table))
 
     # ---- the host's model
 
