@@ -7,6 +7,7 @@ looks: for an evaluation, a checkpoint, a prediction, and at the end.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
@@ -16,7 +17,8 @@ from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepRes
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.devices import list_devices
 from ipu_pipe.backends.xla.player import Player, StagePlayer, make_passes
-from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots
+from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots, list_slot_faults
+from ipu_pipe.cut.graphs import StageGraphs
 from ipu_pipe.job.evaluation import (
     BatchReader,
     EvaluationResult,
@@ -36,29 +38,42 @@ from ipu_pipe.trace.events import concatenate_events
 from ipu_pipe.update.optimizer import export_state
 
 
+@dataclass(frozen=True)
+class XlaOptions:
+    """The options of the backend.
+
+    `devices`: of the platform, on which the stages are placed. `graphs`: of each stage. `program`:
+    what a compiled program holds, an `action` or a `slot`; None: what the stages suggest.
+    """
+
+    devices: Sequence[Any]
+    graphs: Sequence[StageGraphs]
+    program: str | None
+
+
 class XlaEngine(Engine):
     """Play all stages on their XLA devices."""
 
     leaves_weights_stale = True
 
-    def __init__(self, job: Job, first_update: int, table: VersionTable) -> None:
-        super().__init__(Run.of(job), Batches.of(job))
-        self.job = job
+    def __init__(self, run: Run, batches: Batches, first_update: int, table: VersionTable) -> None:
+        super().__init__(run, batches)
         self._first_update = first_update
         self.newest_model = None
-        work = Work.of(self.run, first_update, table)
-        devices = list_devices(job.config.backend)
-        is_split = job.schedule.passes == SPLIT_PASSES
-        placed = [devices[device % len(devices)] for device in job.placement]
-        all_passes = make_passes(job.stage_graphs, placed, is_split)
-        stages = [StagePlayer(job, work, s, passes) for s, passes in enumerate(all_passes)]
+        work = Work.of(run, first_update, table)
+        options: XlaOptions = run.options
+        devices = options.devices
+        is_split = work.schedule.passes == SPLIT_PASSES
+        placed = [devices[device % len(devices)] for device in run.placement]
+        all_passes = make_passes(options.graphs, placed, is_split)
+        stages = [StagePlayer(run, work, s, passes) for s, passes in enumerate(all_passes)]
         recorders = [
-            TraceRecorder(device, 0, job.traced_updates) for device in range(max(job.placement) + 1)
+            TraceRecorder(device, 0, run.trace) for device in range(max(run.placement) + 1)
         ]
         for recorder in recorders:
             recorder.begin_update(first_update)
-        player = SlotPlayer if chooses_slots(job, stages) else Player
-        self._player: Player = player(job, work, stages, recorders)
+        player = SlotPlayer if chooses_slots(options.program, stages) else Player
+        self._player: Player = player(run, batches, work, stages, recorders)
         self._is_exported = True
 
     # ---- updates
@@ -97,8 +112,8 @@ class XlaEngine(Engine):
 
     def predict(self, x: Any) -> Any:
         self._export()
-        with enter_evaluation(self.job.model):
-            return compute_outputs(self.job.model, x)[-1]
+        with enter_evaluation(self.run.model):
+            return compute_outputs(self.run.model, x)[-1]
 
     def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
         self._export()
@@ -112,7 +127,7 @@ class XlaEngine(Engine):
     @contextlib.contextmanager
     def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
         self._export()
-        self.newest_model = self.job.model
+        self.newest_model = self.run.model
         try:
             yield
         finally:
@@ -121,9 +136,9 @@ class XlaEngine(Engine):
     def collect_state(self) -> CheckpointState | None:
         self._export()
         # copies, because a checkpoint may be written while training goes on
-        model = {name: t.clone() for name, t in self.job.model.state_dict().items()}
+        model = {name: t.clone() for name, t in self.run.model.state_dict().items()}
         return CheckpointState(
-            model, *export_state(self.job.optimizer, self.names), export_loss(self.job.loss)
+            model, *export_state(self.run.optimizer, self.names), export_loss(self.run.loss)
         )
 
     # ---- measurements and the end
@@ -133,14 +148,14 @@ class XlaEngine(Engine):
         player.gather()
         stages = player.stages
         events = None
-        if self.job.traced_updates:
+        if self.run.trace:
             events = concatenate_events([recorder.read_events() for recorder in player.recorders])
         return Report(
             [stage.optimizer.count_bytes() for stage in stages],
             [stage.peak_bytes for stage in stages],
             player.links,
             events,
-            (player.update - self._first_update) * self.job.schedule.accumulate,
+            (player.update - self._first_update) * player.work.schedule.accumulate,
             peak_memory=self._measure_peaks(),
         )
 
@@ -154,13 +169,21 @@ class XlaEngine(Engine):
 
     def close(self) -> None:
         self._export()
-        self.newest_model = self.job.model
+        self.newest_model = self.run.model
         self.release_blocks()
 
     def abort(self) -> None:
         # after a fault the arrays may be lost with their device
         with contextlib.suppress(Exception):
             self._export()
+
+
+def make_options(job: Job) -> XlaOptions:
+    """Return the options of a job whose graphs were traced."""
+    program = job.config.backend.program
+    if program is None and list_slot_faults(job):
+        program = "action"
+    return XlaOptions(list_devices(job.config.backend), job.stage_graphs, program)
 
 
 def describe(job: Job) -> str:

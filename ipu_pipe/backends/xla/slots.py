@@ -34,6 +34,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import check_same_shapes, count_samples, list_tensors
 from ipu_pipe.refusals import Argument, name_key
+from ipu_pipe.replay.run import Batches, Run
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads, Timeline
@@ -135,14 +136,12 @@ def list_slot_faults(job: Job) -> list[str]:
     ]
 
 
-def chooses_slots(job: Job, stages: Sequence[StagePlayer]) -> bool:
-    """Return whether a job is run by a program a slot: if that was asked for, or by default if it
-    can be and most stages are the same blocks without a convolution, of several of which XLA's CPU
-    makes slow ones.
+def chooses_slots(program: str | None, stages: Sequence[StagePlayer]) -> bool:
+    """Return whether a program a slot runs: if the options say so, or leave it open and most stages
+    are the same blocks without a convolution, of several of which XLA's CPU makes slow ones.
     """
-    asked = job.config.backend.program
-    if asked is not None or list_slot_faults(job):
-        return asked == "slot"
+    if program is not None:
+        return program == "slot"
     greatest = max(group_stages(stages), key=len)
     convolves = "convolution" in greatest[0].passes.graphs.forward.code
     return len(greatest) >= FEWEST_EQUAL and not convolves
@@ -425,7 +424,8 @@ class SlotPlayer(Player):
 
     def __init__(
         self,
-        job: Job,
+        run: Run,
+        batches: Batches,
         work: Work,
         stages: Sequence[StagePlayer],
         recorders: Sequence[TraceRecorder],
@@ -442,7 +442,7 @@ class SlotPlayer(Player):
         self._program = jax.jit(partial(_play, self._groups), donate_argnums=0)
         # the forwards and the backwards of each stage so far
         self._sent = np.zeros((2, count), np.int64)
-        super().__init__(job, work, stages, recorders)
+        super().__init__(run, batches, work, stages, recorders)
 
     def begin(self, work: Work) -> None:
         super().begin(work)
@@ -451,7 +451,7 @@ class SlotPlayer(Player):
         self._made = np.full(len(self.stages), work.update)
         self._first_slot = self._find_first_slot(work)
         self._eras = _Eras(work.rules)
-        x, y = self._job.example
+        x, y = self._run.example
         self._x: Arrays = [t.numpy() for t in list_tensors(x)]
         self._y: Arrays = [t.numpy() for t in list_tensors(y)]
         entering = list_tensors(x)
@@ -515,8 +515,8 @@ class SlotPlayer(Player):
         """Read what enters the first stage, and the labels of what enters the last."""
         if runs[0]:
             m = int(forward[0])
-            x, y = self._job.load_microbatch(m)
-            check_same_shapes(x, self._job.example[0], m)
+            x, y = self._source.load(m)
+            check_same_shapes(x, self._run.example[0], m)
             # copies, because the program may read them after the data source has gone on
             self._batches[m] = [np.array(t) for t in list_tensors(y)]
             self._samples[m] = count_samples(x)
@@ -582,7 +582,7 @@ class SlotPlayer(Player):
         for stage in group.stages:
             masks = stage.passes.graphs.masks
             m = int(forward[stage.stage]) if runs[stage.stage] else self._first
-            drawn.append(draw_masks(self._job.model, masks, self._job.config.seed, m))
+            drawn.append(draw_masks(self._run.model, masks, self._run.seed, m))
         return [np.stack([t.numpy() for t in row]) for row in zip(*drawn)]
 
     # ---- counts, and the arrays of the stages
