@@ -18,6 +18,7 @@ from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.observation import Observation
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import Footprint, Partition
+from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 
@@ -91,6 +92,16 @@ class Run:
             job.traced_updates,
             options,
         )
+
+    @property
+    def method(self) -> Method:
+        """The method of the version table."""
+        return self.table.method
+
+    @property
+    def copies(self) -> int:
+        """The copies of the pipeline; replicas with weights of their own take turns in one."""
+        return self.replicas if self.method.rounds is None else 1
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

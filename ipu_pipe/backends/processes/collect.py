@@ -30,7 +30,6 @@ from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Tally, evaluate_sums
 from ipu_pipe.job.metrics import Metric
-from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples
 from ipu_pipe.model.loss import get_labels
@@ -60,7 +59,7 @@ def gather(mail: Mail, value: Value) -> list[Value] | None:
 
 
 def export_stages(
-    job: Job, models: Sequence[StageModel], names: dict[nn.Parameter, str]
+    run: Run, models: Sequence[StageModel], names: dict[nn.Parameter, str]
 ) -> CheckpointState:
     """Return a rank's part of a checkpoint, on the host. `names`: parameter -> name, for all
     parameters of the optimizer.
@@ -71,12 +70,12 @@ def export_stages(
             *model.piece.list_tensors(),
             *(model.head.parameters() if model.head is not None else ()),
         ]
-    trained = {id(job.precision.get_trained(p)) for p in parameters if isinstance(p, nn.Parameter)}
+    trained = {id(run.precision.get_trained(p)) for p in parameters if isinstance(p, nn.Parameter)}
     names = {p: name for p, name in names.items() if id(p) in trained}
-    tensors, plain = optimizer.export_state(job.optimizer, names)
+    tensors, plain = optimizer.export_state(run.optimizer, names)
     weights: dict[str, torch.Tensor] = {}
     for model in models:
-        with job.precision.put_masters_in_place():
+        with run.precision.put_masters_in_place():
             weights.update(
                 {key: value.detach().cpu() for key, value in model.piece.select_state().items()}
             )
@@ -89,29 +88,29 @@ def export_stages(
                 }
             )
     # the loss runs on the last stage, and moves what it keeps there
-    has_loss = any(model.stage == len(job.partition) - 1 for model in models)
-    loss = export_loss(job.loss) if has_loss else {}
+    has_loss = any(model.stage == len(run.partition) - 1 for model in models)
+    loss = export_loss(run.loss) if has_loss else {}
     on_host = {key: value.cpu() for key, value in tensors.items()}
     return CheckpointState(weights, on_host, plain, loss)
 
 
-def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
+def merge_ranks(run: Run, ranks: Sequence[CheckpointState]) -> CheckpointState:
     """Merge the states of one replica's ranks into the state of the unsplit model."""
     model, tensors, plain, loss = (
         {key: value for part in parts for key, value in part.items()} for parts in zip(*ranks)
     )
-    with job.precision.put_masters_in_place():
+    with run.precision.put_masters_in_place():
         # tensors that no piece uses are unchanged here
-        state = job.model.state_dict()
+        state = run.model.state_dict()
     whole = {name: model.get(name, value) for name, value in state.items()}
     return CheckpointState(whole, tensors, plain, loss)
 
 
-def export_rest(job: Job, cut: Sequence[Piece]) -> dict[str, torch.Tensor]:
+def export_rest(run: Run, cut: Sequence[Piece]) -> dict[str, torch.Tensor]:
     """Return the part of the model's state that no stage uses; `cut`: the pieces of all stages."""
     in_pieces = {name for piece in cut for name in piece.select_state()}
-    with job.precision.put_masters_in_place():
-        state = job.model.state_dict()
+    with run.precision.put_masters_in_place():
+        state = run.model.state_dict()
     return {
         name: value
         for name, value in state.items()
@@ -184,7 +183,7 @@ def gather_weights(
 
 
 def free_other_stages(
-    job: Job, models: Sequence[StageModel], cut: Sequence[Piece]
+    run: Run, models: Sequence[StageModel], cut: Sequence[Piece]
 ) -> list[torch.Tensor]:
     """Free the tensors of the model that other ranks hold, and return them."""
     pieces = [
@@ -192,7 +191,7 @@ def free_other_stages(
     ]
     here = {id(t) for piece in pieces for t in piece.list_tensors()}
     others = [t for piece in cut for t in piece.list_tensors()]
-    blocks = get_blocks(job.model)
+    blocks = get_blocks(run.model)
     if blocks is not None:
         blocks.forget_duplicates()
         for index, head in blocks.heads.items():
@@ -200,7 +199,7 @@ def free_other_stages(
                 others += [*head.parameters(), *head.buffers()]
     others = [t for t in others if id(t) not in here]
     return free(
-        [*others, *(job.precision.get_trained(t) for t in others if isinstance(t, nn.Parameter))]
+        [*others, *(run.precision.get_trained(t) for t in others if isinstance(t, nn.Parameter))]
     )
 
 
@@ -320,9 +319,15 @@ class Evaluation:
     """
 
     def __init__(
-        self, job: Job, interpreter: Interpreter, with_loss: list[int], freed: list[torch.Tensor]
+        self,
+        run: Run,
+        data_name: str,
+        interpreter: Interpreter,
+        with_loss: list[int],
+        freed: list[torch.Tensor],
     ) -> None:
-        self._job = job
+        self._run = run
+        self._data_name = data_name
         self._with_loss = with_loss
         self._freed = freed
         self._models = [stage.model for stage in interpreter.stages.values()]
@@ -338,7 +343,7 @@ class Evaluation:
         layout = self._layout
         # finish the messages of training: waiting for them must not count as evaluation
         self._mail.flush()
-        empty = Tally(self._job.loss, metrics).sums
+        empty = Tally(self._run.loss, metrics).sums
         sums = torch.zeros(layout.stages, len(empty) + 1, dtype=torch.float64)
         with self._enter_evaluation():
             if layout.replica == 0:
@@ -353,7 +358,7 @@ class Evaluation:
         # stages without data and labels read the test set for shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
             raise RunFault(
-                f"data: {self._job.data_name}: evaluation: the ranks read different test sets: "
+                f"data: {self._data_name}: evaluation: the ranks read different test sets: "
                 f"{DRAW_ALIKE}"
             )
         return [evaluate_sums(metrics, by_stage[stage][:-1]) for stage in self._with_loss]
@@ -386,7 +391,7 @@ class Evaluation:
     def _enter_evaluation(self) -> Iterator[None]:
         """Turn gradients off and put all modules into evaluation mode inside the context."""
         # the loss may call modules of the model that no piece calls
-        modules = [self._job.model]
+        modules = [self._run.model]
         modules += [m for model in self._models for m in (model.piece, model.head) if m is not None]
         with torch.no_grad(), restore_modes(*modules):
             for module in modules:
@@ -409,7 +414,7 @@ class Evaluation:
         """Run this rank's stages on a set, and set the row of each in `sums`: the sums of its tally,
         and the checksum of the set.
         """
-        tallies = {model.stage: Tally(self._job.loss, metrics) for model in self._models}
+        tallies = {model.stage: Tally(self._run.loss, metrics) for model in self._models}
         checksum = 0
         for batch, (x, y) in enumerate(batches):
             checksum = compute_checksum((x, get_labels(y)), checksum)
@@ -492,7 +497,7 @@ class RankReport(NamedTuple):
     trace: Trace | None
 
 
-def report_rank(job: Job, interpreter: Interpreter, trace: Trace | None) -> RankReport:
+def report_rank(run: Run, interpreter: Interpreter, trace: Trace | None) -> RankReport:
     """Return this rank's report; `trace`: its recorded events, by rank 0's clock."""
     recorder = interpreter.recorder
     stages = interpreter.stages
@@ -503,8 +508,8 @@ def report_rank(job: Job, interpreter: Interpreter, trace: Trace | None) -> Rank
         for stage_replicas in replicas.values()
         for state in stage_replicas.list_other_states()
     ]
-    by_stage = optimizer.count_state_bytes(job.optimizer, count, others)
-    masters = job.count_master_bytes()
+    by_stage = optimizer.count_state_bytes(run.optimizer, count, others)
+    masters = run.count_master_bytes()
     optimizer_bytes = {s: by_stage[s] + masters[s] for s in stages}
     # overlapping local blocks have a layer of the previous stage here too
     total = sum(by_stage) + interpreter.memory.master_bytes
