@@ -514,4 +514,4 @@ def test_an_engine_of_a_planned_run_gives_a_call_and_takes_its_updates(
     assert calls == [1, 1, 2, 2, 3, 3]
     assert losses == read_column(tmp_path, "train_loss")
     engine.close()
-    assert_same(dict(engine.job.model.state_dict()), read_weights(tmp_path))
+    assert_same(dict(job.model.state_dict()), read_weights(tmp_path))

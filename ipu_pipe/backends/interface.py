@@ -16,10 +16,17 @@ import torch
 from torch import nn
 
 from ipu_pipe.config.schema import Config
-from ipu_pipe.job.evaluation import BatchReader, EvaluationResult
+from ipu_pipe.job.evaluation import (
+    BatchReader,
+    EvaluationResult,
+    compute_outputs,
+    enter_evaluation,
+    evaluate_batches,
+)
 from ipu_pipe.job.factories import Placed
 from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.replay.run import Batches, Run
@@ -124,6 +131,11 @@ class Engine:
         # of the updates whose results were not taken yet
         self._gradients: dict[int, dict[str, torch.Tensor]] = {}
 
+    @property
+    def update(self) -> int:
+        """The number of the next update."""
+        raise NotImplementedError
+
     def give(self, k: int, cut: float) -> None:
         """Run the actions of slots before `cut`; the batches of the updates up to k are at hand.
 
@@ -146,8 +158,8 @@ class Engine:
         still open.
 
         `table`: that schedule with the drain after them, at which a round of replicas may end.
+        Nothing is to do where calls leave the pipeline empty.
         """
-        raise NotImplementedError
 
     def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         """Begin again with this update, from an empty pipeline, by the schedule of `table` and the
@@ -156,13 +168,14 @@ class Engine:
         `is_loaded`: the optimizer's state was loaded, with that of replicas that have weights of
         their own.
         """
-        raise NotImplementedError
 
     def predict(self, x: Any) -> Any:
         """Return the model's output for inputs, in evaluation mode, on every process; the pipeline
         is empty.
         """
-        raise NotImplementedError
+        with self.hold_whole_model(), self.run.rules.hold_averages():
+            with enter_evaluation(self.run.model):
+                return compute_outputs(self.run.model, x)[-1]
 
     def load_weights(self, load: Callable[[], None]) -> None:
         """Call `load`, which writes weights into the whole model; the pipeline is empty."""
@@ -209,7 +222,10 @@ class Engine:
         There is one result for each block that has a loss of its own, the whole model last. A
         process reads the batches that it evaluates, or a shard of them.
         """
-        raise NotImplementedError
+        run = self.run
+        with self.hold_whole_model(), run.rules.hold_averages():
+            with attribute_faults(lambda: f"evaluation before update {self.update}"):
+                return evaluate_batches(run.model, run.loss, batches(), metrics)
 
     def collect_state(self) -> CheckpointState | None:
         """Return the state for a checkpoint on the main process, None on others."""
@@ -266,8 +282,9 @@ class Backend(NamedTuple):
     """The functions of a backend, one row of the table of backends.
 
     `place` returns the stages and which of them are here. `list_faults` returns the reasons why a
-    job cannot run, one line each. `make_engine(job, first_update, table)` returns this process's
-    engine, which begins with this update by the schedule of `table`.
+    job cannot run, one line each. `make_options(job)` returns what `Run.options` is.
+    `make_engine(run, batches, first_update, table)` returns this process's engine, which begins
+    with this update by the schedule of `table`.
     `launch(config, asked)` joins the run's other processes, or raises `BadInput` if the launcher
     does not fit, or if they were started with other options. `describe` returns a line on how the
     stages will run, '' if there is nothing to say. `count_in_flight` returns the most microbatches
@@ -277,7 +294,8 @@ class Backend(NamedTuple):
 
     place: Callable[[Config, Method, nn.Module, torch.Tensor], Placed]
     list_faults: Callable[[Job], list[str]]
-    make_engine: Callable[[Job, int, VersionTable], Engine]
+    make_engine: Callable[[Run, Batches, int, VersionTable], Engine]
+    make_options: Callable[[Job], Any] = lambda job: None
     launch: Callable[[Config, Mapping[str, object]], None] = lambda config, asked: None
     describe: Callable[[Job], str] = lambda job: ""
     count_in_flight: Callable[[Job], IntArray | None] = lambda job: None

@@ -220,15 +220,6 @@ class Job(Setup):
     compared: ComparedSettings = ComparedSettings()
     stage_graphs: Sequence[Any] = ()
 
-    def list_trained(self, stage: int) -> dict[str, nn.Parameter]:
-        """Return the tensors of a stage that an optimizer updates, by the names of the weights."""
-        weights = {
-            name: self.model.get_parameter(name) for name in self.partition.stages[stage].parameters
-        }
-        return {
-            name: self.precision.get_trained(p) for name, p in weights.items() if p.requires_grad
-        }
-
     @property
     def effects(self) -> ForwardEffects:
         """The side effects of a training forward of a microbatch."""
@@ -246,17 +237,6 @@ class Job(Setup):
         """
         rounds = self.method.rounds
         return self.config.replicas if rounds is None else rounds.replicas or len(self.partition)
-
-    def count_master_bytes(self) -> list[int]:
-        """Return the bytes of each stage's master weights, 0 if it has none."""
-        sizes = []
-        for stage in self.partition.stages:
-            weights = [self.model.get_parameter(name) for name in stage.parameters]
-            masters = [
-                master for p in weights if (master := self.precision.get_trained(p)) is not p
-            ]
-            sizes.append(sum(p.numel() * p.element_size() for p in masters))
-        return sizes
 
     @property
     def traced_updates(self) -> range:

@@ -68,7 +68,7 @@ class Run:
     options: Any
 
     @classmethod
-    def of(cls, job: Job, options: Any = None) -> Run:
+    def of(cls, job: Job, options: Any) -> Run:
         """Return what an engine reads of a job."""
         clip = job.config.clip
         return cls(

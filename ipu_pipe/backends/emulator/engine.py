@@ -14,16 +14,7 @@ import torch
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.errors import summarize
-from ipu_pipe.job.evaluation import (
-    BatchReader,
-    EvaluationResult,
-    compute_outputs,
-    enter_evaluation,
-    evaluate_batches,
-)
 from ipu_pipe.job.factories import place_whole
-from ipu_pipe.job.metrics import Metric
-from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
 from ipu_pipe.model.devices import get_kind
@@ -63,7 +54,7 @@ def time_stages(run: Run) -> StageSeconds:
         return StageSeconds((), (), (), f"its stages could not be timed ({summarize(error)})")
     backward = passes.backward
     # a backward includes its recomputation
-    if run.table.method.segments is not None:
+    if run.method.segments is not None:
         backward = [f + b for f, b in zip(passes.forward, backward)]
     pass_seconds = np.add(passes.forward, backward)
     update_seconds = updates.least[0] / run.table.schedule.accumulate
@@ -155,6 +146,10 @@ class EmulatorEngine(Engine):
             run.observation.effects.draws,
         )
 
+    @property
+    def update(self) -> int:
+        return self._emulator.update
+
     def give(self, k: int, cut: float) -> None:
         with attribute_faults(lambda: self._emulator.activity):
             if not does_reading_synchronize(self.run.device):
@@ -188,10 +183,6 @@ class EmulatorEngine(Engine):
             self._emulator = self._make_emulator(Work.of(self.run, update, table))
         self._emulator.weights.peak_bytes = old.weights.peak_bytes
         self._unread_update = update
-
-    def predict(self, x: Any) -> Any:
-        with enter_evaluation(self.run.model), self.run.rules.hold_averages():
-            return compute_outputs(self.run.model, x)[-1]
 
     def _read_batch(self) -> tuple[Any, ...]:
         """Return the arguments of the emulator's step: the microbatches up to the next update, and
@@ -241,11 +232,6 @@ class EmulatorEngine(Engine):
             steps.append(StepResult(loss, accuracy, step_results[0].samples))
         return steps
 
-    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
-        with attribute_faults(lambda: f"evaluation before update {self._emulator.update}"):
-            with self.run.rules.hold_averages():
-                return evaluate_batches(self.run.model, self.run.loss, batches(), metrics)
-
     def collect_state(self) -> CheckpointState | None:
         with self.run.precision.put_masters_in_place():
             model = self.run.model.state_dict()
@@ -284,9 +270,4 @@ def does_reading_synchronize(device: torch.device) -> bool:
     return get_kind(device).is_accelerator
 
 
-def make_engine(job: Job, first_update: int, table: VersionTable) -> EmulatorEngine:
-    """Return the engine of a job. The engine reads nothing else of it."""
-    return EmulatorEngine(Run.of(job), Batches.of(job), first_update, table)
-
-
-BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=make_engine)
+BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=EmulatorEngine)

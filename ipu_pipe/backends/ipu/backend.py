@@ -45,6 +45,7 @@ from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.refusals import BATCH, EMULATOR, NONE, OWN_LOSS, Argument, Words, name_key
+from ipu_pipe.replay.run import Batches, Run
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.schedule.versions import VersionTable
@@ -229,12 +230,13 @@ def note(job: Job) -> str:
     )
 
 
-def make(job: Job, first_update: int, table: VersionTable) -> Engine:
+def make(run: Run, batches: Batches, first_update: int, table: VersionTable) -> Engine:
     """Return the engine of this process. Raise `BadInput` if its IPUs are missing, before a
     compilation that may take an hour.
     """
     import poptorch
 
+    job = run.options
     ipu = job.config.ipu
     is_block = job.config.ipu.local == "decoupled"
     ipus = place_stages(ipu, len(job.partition)).ipu_count
@@ -251,7 +253,8 @@ def make(job: Job, first_update: int, table: VersionTable) -> Engine:
             f"{name_key('backend.ipu.compile_only')}=true "
             f"{name_key('backend.ipu.offline_target')}=2"
         )
-    return (BlockEngine if is_block else PoptorchEngine)(job, first_update)
+    engine = BlockEngine if is_block else PoptorchEngine
+    return engine(run, batches, first_update, table)
 
 
 def count_in_flight(job: Job) -> IntArray | None:
@@ -276,5 +279,6 @@ BACKEND = Backend(
     list_faults=list_faults,
     describe=note,
     make_engine=make,
+    make_options=lambda job: job,
     count_in_flight=count_in_flight,
 )

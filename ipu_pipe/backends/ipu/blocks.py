@@ -32,7 +32,6 @@ from ipu_pipe.backends.ipu.wrapping import wrap
 from ipu_pipe.errors import BadInput, Divergence, RunFault, summarize
 from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Tally, evaluate_sums
 from ipu_pipe.job.metrics import Metric
-from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
@@ -106,9 +105,9 @@ class BlockEngine(Engine):
     A call of `give` has as many updates as all blocks make whole steps of.
     """
 
-    def __init__(self, job: Job, first_update: int) -> None:
-        super().__init__(Run.of(job), Batches.of(job))
-        self.job = job
+    def __init__(self, run: Run, batches: Batches, first_update: int, table: VersionTable) -> None:
+        super().__init__(run, batches)
+        self.job = job = run.options
         self.rank = dist.get_rank()
         self.depth = len(job.partition)
         self.is_main = self.has_results = self.rank == 0
@@ -215,12 +214,6 @@ class BlockEngine(Engine):
             k = self._received_before
             self._received[k] = self._collect_result(k)
             self._received_before = k + 1
-
-    def finish(self, batches: int, table: VersionTable) -> None:
-        """Do nothing: the blocks have trained all batches that were given."""
-
-    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
-        """Do nothing: the next call goes on with the weights on the devices."""
 
     def _train(self, updates: range) -> None:
         """Update this block once for `updates` in one call; send its activations to the next block,

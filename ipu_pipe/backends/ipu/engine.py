@@ -56,7 +56,6 @@ from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.errors import BadInput, RunFault, end_process
 from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Tally, evaluate_sums
 from ipu_pipe.job.metrics import Metric
-from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
@@ -76,11 +75,11 @@ class PoptorchEngine(Engine):
     # PopTorch flushes its pipeline at each update
     makes_updates_at_once = is_empty_after_calls = True
 
-    def __init__(self, job: Job, first_update: int) -> None:
+    def __init__(self, run: Run, batches: Batches, first_update: int, table: VersionTable) -> None:
         import poptorch
 
-        super().__init__(Run.of(job), Batches.of(job))
-        self.job = job
+        super().__init__(run, batches)
+        self.job = job = run.options
         self.ipu = job.config.ipu
         self.updates_per_call = job.config.updates_per_call
         self._require_call(first_update)
@@ -259,9 +258,6 @@ class PoptorchEngine(Engine):
 
     def take(self, k: int) -> StepResult:
         return self._results.pop(k)
-
-    def finish(self, batches: int, table: VersionTable) -> None:
-        """Do nothing: PopTorch has flushed its pipeline."""
 
     def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         # without a loaded state the executors go on: PopTorch's pipeline is empty after each update

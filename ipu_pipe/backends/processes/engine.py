@@ -75,11 +75,18 @@ class ProcessEngine(Engine):
     evaluations and checkpoints.
     """
 
-    def __init__(self, run: Run, batches: Batches, first_update: int, table: VersionTable) -> None:
+    def __init__(
+        self,
+        run: Run,
+        batches: Batches,
+        layout: RankLayout,
+        first_update: int,
+        table: VersionTable,
+    ) -> None:
         super().__init__(run, batches)
         options: ProcessOptions = run.options
         work = Work.of(run, first_update, table)
-        self._layout = layout = RankLayout(dist.get_rank(), run.placement, run.copies)
+        self._layout = layout
         self.is_main = layout.rank == 0
         self._first_update = first_update
         self._clocks_compared_at = first_update
@@ -570,7 +577,8 @@ def name_faults(
         raise_attributed(error, f"rank {rank}, stage {stage()}, {doing()}")
 
 
-def _make_options(job: Job) -> ProcessOptions:
+def make_options(job: Job) -> ProcessOptions:
+    """Return the options of a job."""
     config = job.config
     folder = job.folder if job.traced_updates else None
     return ProcessOptions(
@@ -586,13 +594,12 @@ def _make_options(job: Job) -> ProcessOptions:
     )
 
 
-def make(job: Job, first_update: int, table: VersionTable) -> ProcessEngine:
+def make(run: Run, batches: Batches, first_update: int, table: VersionTable) -> ProcessEngine:
     """Return this rank's engine, which continues with update `first_update`."""
-    run = Run.of(job, _make_options(job))
     layout = RankLayout(dist.get_rank(), run.placement, run.copies)
     doing = f"start before update {first_update}"
     with name_faults(layout.rank, lambda: layout.stages_of_rank[0], lambda: "start", lambda: doing):
-        return ProcessEngine(run, Batches.of(job), first_update, table)
+        return ProcessEngine(run, batches, layout, first_update, table)
 
 
 def list_faults(job: Job) -> list[str]:
@@ -620,4 +627,10 @@ def list_faults(job: Job) -> list[str]:
     return faults
 
 
-BACKEND = Backend(launch=join, place=place, list_faults=list_faults, make_engine=make)
+BACKEND = Backend(
+    launch=join,
+    place=place,
+    list_faults=list_faults,
+    make_engine=make,
+    make_options=make_options,
+)

@@ -7,27 +7,13 @@ looks: for an evaluation, a checkpoint, a prediction, and at the end.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Sequence
-
-import jax
-import torch
+from typing import Callable, Iterator
 
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.backends.xla.devices import list_devices
+from ipu_pipe.backends.xla.devices import XlaOptions
 from ipu_pipe.backends.xla.player import Player, StagePlayer, make_passes
-from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots, list_slot_faults
-from ipu_pipe.cut.graphs import StageGraphs
-from ipu_pipe.job.evaluation import (
-    BatchReader,
-    EvaluationResult,
-    compute_outputs,
-    enter_evaluation,
-    evaluate_batches,
-)
-from ipu_pipe.job.metrics import Metric
-from ipu_pipe.job.record import Job
+from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.precision import export_loss
 from ipu_pipe.replay.run import Batches, Run
@@ -36,19 +22,6 @@ from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import concatenate_events
 from ipu_pipe.update.optimizer import export_state
-
-
-@dataclass(frozen=True)
-class XlaOptions:
-    """The options of the backend.
-
-    `devices`: of the platform, on which the stages are placed. `graphs`: of each stage. `program`:
-    what a compiled program holds, an `action` or a `slot`; None: what the stages suggest.
-    """
-
-    devices: Sequence[Any]
-    graphs: Sequence[StageGraphs]
-    program: str | None
 
 
 class XlaEngine(Engine):
@@ -77,6 +50,10 @@ class XlaEngine(Engine):
         self._is_exported = True
 
     # ---- updates
+
+    @property
+    def update(self) -> int:
+        return self._player.update
 
     def give(self, k: int, cut: float) -> None:
         self._advance(cut, k + 1)
@@ -109,16 +86,6 @@ class XlaEngine(Engine):
             for stage in self._player.stages:
                 stage.export()
         self._is_exported = True
-
-    def predict(self, x: Any) -> Any:
-        self._export()
-        with enter_evaluation(self.run.model):
-            return compute_outputs(self.run.model, x)[-1]
-
-    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
-        self._export()
-        with attribute_faults(lambda: f"evaluation before update {self._player.update}"):
-            return evaluate_batches(self.run.model, self.run.loss, batches(), metrics)
 
     def load_weights(self, load: Callable[[], None]) -> None:
         self._export()
@@ -176,21 +143,3 @@ class XlaEngine(Engine):
         # after a fault the arrays may be lost with their device
         with contextlib.suppress(Exception):
             self._export()
-
-
-def make_options(job: Job) -> XlaOptions:
-    """Return the options of a job whose graphs were traced."""
-    program = job.config.backend.program
-    if program is None and list_slot_faults(job):
-        program = "action"
-    return XlaOptions(list_devices(job.config.backend), job.stage_graphs, program)
-
-
-def describe(job: Job) -> str:
-    """Return a line on the devices of the stages."""
-    devices = list_devices(job.config.backend)
-    used = min(len(devices), max(job.placement) + 1)
-    return (
-        f"{len(job.partition)} stages on {used} {devices[0].platform} devices of XLA "
-        f"(jax {jax.__version__}, {devices[0].device_kind}), torch {torch.__version__}"
-    )

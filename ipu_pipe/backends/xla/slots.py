@@ -26,27 +26,20 @@ import torch
 from jax import lax
 
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.backends.xla.devices import list_devices
 from ipu_pipe.backends.xla.player import Arrays, Player, StagePlayer, list_outputs
 from ipu_pipe.backends.xla.update import Numbers, step_stage
 from ipu_pipe.cut.graphs import StageGraphs, draw_masks
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import check_same_shapes, count_samples, list_tensors
-from ipu_pipe.refusals import Argument, name_key
+from ipu_pipe.refusals import name_key
 from ipu_pipe.replay.run import Batches, Run
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.methods import Reads, Timeline
-from ipu_pipe.text import list_some
 from ipu_pipe.update.apply import PLAIN, UpdateRules
-from ipu_pipe.update.optimizer import get_kind
-from ipu_pipe.update.rules import STEP, VELOCITY, select_rules
+from ipu_pipe.update.rules import STEP, VELOCITY
 
 # the stages of the same shape from which on a program a slot is the default
 FEWEST_EQUAL = 4
-# the rules that may read the step of an optimizer
-PREDICTIONS = ("weight_prediction", "spectrain")
 _STEP_SIZE = Numbers._fields.index("step_size")
 _ROOT = Numbers._fields.index("root")
 
@@ -107,33 +100,6 @@ def group_stages(stages: Sequence[StagePlayer]) -> list[list[StagePlayer]]:
             groups.append([stage])
         last = description
     return groups
-
-
-def list_slot_faults(job: Job) -> list[str]:
-    """Return why a program a slot cannot run a job, one line each."""
-    method = job.method
-    reads = (method.forward_reads, method.backward_reads)
-    is_dataflow = method.pipeline is Timeline.DATAFLOW and reads == (Reads.NEWEST, Reads.NEWEST)
-    devices = len({device % len(list_devices(job.config.backend)) for device in job.placement})
-    rules = [rule.key for rule, _ in select_rules(job.config.method_settings(), method)]
-    kinds = {get_kind(job.full_optimizer, group) for group in job.full_optimizer.param_groups}
-    faults = {
-        f"method: {method.name}: must be one whose passes read the newest weights in a dataflow "
-        "pipeline, such as pipelined_backprop or pipemare": not is_dataflow,
-        f"{Argument('warmup')}: synchronous updates have another order": job.rules.switch > 0,
-        f"{Argument('backend_args.devices')}: {devices}: a program runs on one device": devices > 1,
-        f"{Argument('trace')}: a program has no times of its actions: leave it out": bool(
-            job.traced_updates
-        ),
-        f"method_args.{list_some(rules)}: weights are predicted by the step of Adam": kinds
-        != {"sgd"}
-        and any(rule in PREDICTIONS for rule in rules),
-    }
-    return [
-        f"{Argument('backend_args.program')}: slot: {fault}"
-        for fault, applies in faults.items()
-        if applies
-    ]
 
 
 def chooses_slots(program: str | None, stages: Sequence[StagePlayer]) -> bool:
