@@ -244,12 +244,6 @@ class Job(Setup):
         trace = self.config.log.trace
         return range(0) if trace is None else trace.updates(self.config.gradient_accumulation)
 
-    def load_microbatch(self, m: int, replica: int = 0) -> tuple[Any, Any]:
-        """Return microbatch m of a replica of the pipeline as inputs and labels, on the run's
-        device.
-        """
-        return self.prepare_batch(self.read_microbatch(m, replica))
-
     def read_microbatch(self, m: int, replica: int = 0) -> Any:
         """Return microbatch m of a replica as the data source returns it; replicas take turns in an
         epoch's order.

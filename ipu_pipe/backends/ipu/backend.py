@@ -19,6 +19,7 @@ from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu.blocks import BlockEngine
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
 from ipu_pipe.backends.ipu.model_facts import observe_model
+from ipu_pipe.backends.ipu.options import IpuOptions
 from ipu_pipe.backends.ipu.placement import (
     initialize_popdist,
     is_pipelined,
@@ -177,7 +178,7 @@ def list_faults(job: Job) -> list[str]:
     if faults:
         return faults
     local = (
-        read_poprun_share(config).replicas
+        read_poprun_share(config.replicas).replicas
         if importlib.util.find_spec("poptorch") is not None
         else None
     )
@@ -236,11 +237,12 @@ def make(run: Run, batches: Batches, first_update: int, table: VersionTable) -> 
     """
     import poptorch
 
-    job = run.options
-    ipu = job.config.ipu
-    is_block = job.config.ipu.local == "decoupled"
-    ipus = place_stages(ipu, len(job.partition)).ipu_count
-    count = 1 if is_block else round_up_ipus(ipus * read_poprun_share(job.config).replicas)
+    options: IpuOptions = run.options
+    ipu = options.ipu
+    is_block = ipu.local == "decoupled"
+    ipus = place_stages(ipu, len(run.partition)).ipu_count
+    share = read_poprun_share(options.replicas)
+    count = 1 if is_block else round_up_ipus(ipus * share.replicas)
     simulated = (
         ipu.use_ipu_model
         or ipu.offline_target is not None
@@ -279,6 +281,6 @@ BACKEND = Backend(
     list_faults=list_faults,
     describe=note,
     make_engine=make,
-    make_options=lambda job: job,
+    make_options=IpuOptions.of,
     count_in_flight=count_in_flight,
 )

@@ -1,7 +1,7 @@
 """Train a job on Graphcore IPUs with PopTorch 3.4: the engine that the run's loop calls for
 updates, evaluations and checkpoints.
 
-    job.model -> copy, a poptorch.BeginBlock per stage -> trainingModel  -> a call trains D updates of N microbatches, R replicas
+    run.model -> copy, a poptorch.BeginBlock per stage -> trainingModel  -> a call trains D updates of N microbatches, R replicas
                                                        -> inferenceModel -> evaluates with the same weights
 
 A call is one execution on the device: D (device_iterations) updates. PopTorch's own pipeline fills,
@@ -43,7 +43,7 @@ from ipu_pipe.backends.ipu.optimizer import (
     import_state,
     require_compiled_settings,
 )
-from ipu_pipe.backends.ipu.options import make_options
+from ipu_pipe.backends.ipu.options import IpuOptions, make_options
 from ipu_pipe.backends.ipu.placement import (
     is_pipelined,
     place_stages,
@@ -79,28 +79,28 @@ class PoptorchEngine(Engine):
         import poptorch
 
         super().__init__(run, batches)
-        self.job = job = run.options
-        self.ipu = job.config.ipu
-        self.updates_per_call = job.config.updates_per_call
+        self.options: IpuOptions = run.options
+        self.ipu = self.options.ipu
+        self.updates_per_call = self.ipu.device_iterations
         self._require_call(first_update)
-        self._share = read_poprun_share(job.config)
+        self._share = read_poprun_share(self.options.replicas)
         self.is_main = self._share.first == 0
         # number of other poprun instances; if there are any, a device error ends the run: they
         # cannot restart together
         self._other_instances = dist.get_world_size() - 1 if are_joined() else 0
-        self._placement = place_stages(self.ipu, len(job.partition))
-        blocks = get_blocks(job.model)
+        self._placement = place_stages(self.ipu, len(run.partition))
+        blocks = get_blocks(run.model)
         self._loss_count = 1 if blocks is None else len(blocks.heads) + 1
-        start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
-        self._last_snapshot = Snapshot(first_update, start, import_state(job.optimizer, self.ipu))
+        start = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+        self._last_snapshot = Snapshot(first_update, start, import_state(run.optimizer, self.ipu))
         self._updates_done = first_update
         # a caller's loop gives a batch once
-        self._reads_again = getattr(job.data, "reads_again", True)
+        self._reads_again = batches.reads_again
         self._may_retry = self._reads_again
         if self._other_instances:
             self.newest_model = None
         self._results: dict[int, StepResult] = {}
-        self._timeline = CallTimes(job.traced_updates)
+        self._timeline = CallTimes(run.trace)
         # PopVision's system trace is written if the SDK's libpvti is installed and PVTI_OPTIONS is
         # set
         self._channel = poptorch.profiling.Channel("ipu_pipe")
@@ -111,10 +111,10 @@ class PoptorchEngine(Engine):
 
     def _start(self) -> None:
         """Make executors and data loader that continue from the last snapshot."""
-        job = self.job
+        run = self.run
         last = self._last_snapshot
         share = self._share
-        wrapped = wrap(job.model, job.loss, job.partition, job.config.precision, self.ipu)
+        wrapped = wrap(run.model, run.loss, run.partition, self.options.precision, self.ipu)
         tensors = {
             get_unsplit_name(name): t for name, t in wrapped.state_dict(keep_vars=True).items()
         }
@@ -122,17 +122,21 @@ class PoptorchEngine(Engine):
             for name, value in last.model.items():
                 tensors[name].copy_(value)
         executors = Executors(
-            job,
+            run,
             wrapped,
             self._make_options,
-            job.example[0],
+            run.example[0],
             last.optimizer,
             last.update,
             self._timeline,
         )
         replicas = range(share.first, share.first + share.replicas)
         self.calls = Calls(
-            job.data, job.config, job.updates_per_epoch, range(last.update, job.updates), replicas
+            self.options.data,
+            self.options,
+            run.per_epoch,
+            range(last.update, self.options.updates),
+            replicas,
         )
         with describe_errors("starting the data loader"):
             loading = DataLoading() if self.ipu.compile_only else self.ipu.data_loading
@@ -146,13 +150,13 @@ class PoptorchEngine(Engine):
             popdist_options = self._share.make_options(
                 round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus
             )
-        seed = derive_seed(self.job.config.seed, "ipu", self._last_snapshot.update) % 2**32
+        seed = derive_seed(self.run.seed, "ipu", self._last_snapshot.update) % 2**32
         # randomSeed seeds the host's generator, too
         with torch.random.fork_rng(devices=[]):
             ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
             return make_options(
-                self.job.config,
-                self.job.method,
+                self.options,
+                self.run.method,
                 self._placement,
                 training,
                 seed,
@@ -249,7 +253,7 @@ class PoptorchEngine(Engine):
         if k % self.updates_per_call:
             return
         assert k == self._updates_done, f"update {self._updates_done} is next, not {k}"
-        require_compiled_settings(self.job.optimizer, self.job.rules, k)
+        require_compiled_settings(self.run.optimizer, self.run.rules, k)
         with self._channel.tracepoint(f"update {k}"):
             results = self._run_with_retry(lambda executors: self._call(executors, k))
         self._results.update(enumerate(results, k))
@@ -265,9 +269,9 @@ class PoptorchEngine(Engine):
             return
         self._require_call(update)
         model = {
-            name: value.detach().clone() for name, value in self.job.model.state_dict().items()
+            name: value.detach().clone() for name, value in self.run.model.state_dict().items()
         }
-        optimizer = import_state(self.job.optimizer, self.ipu)
+        optimizer = import_state(self.run.optimizer, self.ipu)
         self._last_snapshot = Snapshot(update, model, optimizer)
         self._updates_done = update
         self._drop()
@@ -306,7 +310,6 @@ class PoptorchEngine(Engine):
         """Make the updates k to k + D - 1 in one call; return mean losses and accuracies over the
         outputs of the output mode.
         """
-        job = self.job
         blocks = self._loss_count
         iterations = self.updates_per_call
         x, y = self.feed.take()
@@ -314,7 +317,7 @@ class PoptorchEngine(Engine):
         row_count = iterations if self.ipu.output_mode in ("all", "every_n") else 1
         means = losses.double().reshape(row_count, -1, blocks).mean(dim=1)
         if self.ipu.output_mode == "sum":
-            means /= iterations * job.config.gradient_accumulation
+            means /= iterations * self.options.gradient_accumulation
         counts_of_right = torch.full((row_count, blocks, 2), float("nan"), dtype=torch.float64)
         if accuracy_outputs:
             counts_of_right = (
@@ -333,7 +336,7 @@ class PoptorchEngine(Engine):
                 for loss, (n, total) in zip(row, counts)
             )
             results.append(
-                StepResult(*by_block[-1], job.global_batch_size, by_block if blocks > 1 else ())
+                StepResult(*by_block[-1], self.run.samples, by_block if blocks > 1 else ())
             )
         return results
 
@@ -359,7 +362,7 @@ class PoptorchEngine(Engine):
         rank, world = (dist.get_rank(), dist.get_world_size()) if self._other_instances else (0, 1)
         calls = split_into_calls(batches(rank, world), executors.rows)
         while True:
-            x, y, count = next(calls, (self.job.example[0], self.job.example[1], 0))
+            x, y, count = next(calls, (self.run.example[0], self.run.example[1], 0))
             total = torch.tensor([count])
             # replicas of all instances wait for one another, so an instance that has no batch left
             # evaluates the example
@@ -401,17 +404,17 @@ class PoptorchEngine(Engine):
 
     def _load_into_model(self, snapshot: Snapshot) -> None:
         """Copy a snapshot's weights into the user's model."""
-        load_state(self.job.model, snapshot.model)
+        load_state(self.run.model, snapshot.model)
         if not self._other_instances:
-            self.newest_model = self.job.model
+            self.newest_model = self.run.model
 
     def report(self) -> Report | None:
         """Return the pipeline's placement and the measurements of the calls."""
         if not self.is_main:
             return None
         placement = self._placement
-        accumulation = self.job.config.gradient_accumulation
-        pipelined = is_pipelined(self.job.method)
+        accumulation = self.options.gradient_accumulation
+        pipelined = is_pipelined(self.run.method)
         busy = (
             accumulation / placement.count_cycles(accumulation)
             if pipelined
@@ -420,7 +423,7 @@ class PoptorchEngine(Engine):
         figures = {
             "forward_stages": placement.forward_stages,
             "ipus_per_replica": placement.ipu_count,
-            "replicas": self.job.config.replicas,
+            "replicas": self.options.replicas,
             "execution": "PipelinedExecution" if pipelined else "ShardedExecution",
             "pipeline_cycles_an_update": placement.count_cycles(accumulation)
             if pipelined
@@ -430,7 +433,7 @@ class PoptorchEngine(Engine):
             "profiles": read_profiles(self.ipu),
         }
         return Report(
-            count_state_bytes(self._export()[0], self.job.partition),
+            count_state_bytes(self._export()[0], self.run.partition),
             [0],
             None,
             Events.from_rows(self._timeline.events),
