@@ -28,7 +28,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.pipeline.build import build
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from models.transformer import transformer_lm, transformer_translation
 from tests.support import ipu_runs
 from tests.support.data import write_pictures
@@ -95,7 +95,7 @@ def compile_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
         group = SimpleNamespace(get_rank=lambda rank=rank: rank, get_world_size=lambda: pod)
         monkeypatch.setattr(ipu_blocks, "dist", group)
         run = Run.of(job, get_backend(job.config).make_options(job))
-        engine = ipu_blocks.BlockEngine(run, Batches.of(job), 0, job.table)
+        engine = ipu_blocks.BlockEngine(run, 0, job.table)
         x, y = job.example
         shape = x.shape if not rank else engine.example.shape
         count = job.config.gradient_accumulation

@@ -19,17 +19,17 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.job.evaluation import (
     BatchReader,
     EvaluationResult,
+    Metrics,
     compute_outputs,
     enter_evaluation,
     evaluate_batches,
 )
 from ipu_pipe.job.factories import Placed
-from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.versions import VersionTable
@@ -50,6 +50,11 @@ class StepResult:
     accuracy: float | None
     samples: int
     blocks: tuple[tuple[float | None, float | None], ...] = ()
+
+    @property
+    def losses(self) -> tuple[float | None, ...]:
+        """The loss of each block, or the one loss."""
+        return tuple(loss for loss, _ in self.blocks) or (self.loss,)
 
 
 class CheckpointState(NamedTuple):
@@ -123,11 +128,11 @@ class Engine:
     leaves_weights_stale = False
     has_results = True
 
-    def __init__(self, run: Run, batches: Batches) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.batches = batches
         self.newest_model: nn.Module | None = run.model
-        self.names = {parameter: name for name, parameter in run.get_trained().items()}
+        get_trained = run.precision.get_trained
+        self.names = {get_trained(p): name for name, p in run.model.named_parameters()}
         # of the updates whose results were not taken yet
         self._gradients: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -187,12 +192,7 @@ class Engine:
 
     def _note_gradients(self, k: int, stages: Sequence[int]) -> None:
         """Copy the gradients of update k of these stages."""
-        trained = [
-            item
-            for s in range(len(self.run.partition))
-            if s in stages
-            for item in self.run.list_trained(s).items()
-        ]
+        trained = [item for s in sorted(stages) for item in self.run.list_trained(s).items()]
         self._gradients[k] = {
             name: p.grad.detach().cpu().clone() for name, p in trained if p.grad is not None
         }
@@ -215,7 +215,7 @@ class Engine:
         """
         return contextlib.nullcontext()
 
-    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
         """Return the loss and metrics over the batches of a set, the same on every process; the
         pipeline must be drained.
 
@@ -283,7 +283,7 @@ class Backend(NamedTuple):
 
     `place` returns the stages and which of them are here. `list_faults` returns the reasons why a
     job cannot run, one line each. `make_options(job)` returns what `Run.options` is.
-    `make_engine(run, batches, first_update, table)` returns this process's engine, which begins
+    `make_engine(run, first_update, table)` returns this process's engine, which begins
     with this update by the schedule of `table`.
     `launch(config, asked)` joins the run's other processes, or raises `BadInput` if the launcher
     does not fit, or if they were started with other options. `describe` returns a line on how the
@@ -294,7 +294,7 @@ class Backend(NamedTuple):
 
     place: Callable[[Config, Method, nn.Module, torch.Tensor], Placed]
     list_faults: Callable[[Job], list[str]]
-    make_engine: Callable[[Run, Batches, int, VersionTable], Engine]
+    make_engine: Callable[[Run, int, VersionTable], Engine]
     make_options: Callable[[Job], Any] = lambda job: None
     launch: Callable[[Config, Mapping[str, object]], None] = lambda config, asked: None
     describe: Callable[[Job], str] = lambda job: ""

@@ -18,7 +18,7 @@ from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import end_with_launcher, read_launch
 from ipu_pipe.refusals import Argument
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.versions import VersionTable
 
 BACKENDS: dict[str, Backend] = {
@@ -69,4 +69,4 @@ def make_engine(job: Job, first_update: int, table: VersionTable) -> Engine:
     """
     backend = get_backend(job.config)
     run = Run.of(job, backend.make_options(job))
-    return backend.make_engine(run, Batches.of(job), first_update, table)
+    return backend.make_engine(run, first_update, table)

@@ -33,6 +33,7 @@ TEST_BATCH = 128
 # (shard, shards) -> the batches of that shard, inputs and labels on the run's device; without
 # arguments all of them
 BatchReader = Callable[..., Iterator[Any]]
+Metrics = Sequence[Metric]
 
 
 class EvaluationResult(NamedTuple):
@@ -102,7 +103,7 @@ class Tally:
     Cross-entropy is averaged over labels other than -100, other losses over samples.
     """
 
-    def __init__(self, loss: Loss, metrics: Sequence[Metric] = DEFAULT) -> None:
+    def __init__(self, loss: Loss, metrics: Metrics = DEFAULT) -> None:
         self._loss = get_block_loss(loss)
         self._counts_labels = is_cross_entropy(get_uncast_loss(get_plain_loss(self._loss)))
         self._losses = MetricSums(self._sum_loss, 2)
@@ -129,7 +130,7 @@ class Tally:
         return torch.cat([sums.sums().cpu() for sums in (self._losses, *self._metrics)])
 
 
-def evaluate_sums(metrics: Sequence[Metric], sums: torch.Tensor) -> EvaluationResult:
+def evaluate_sums(metrics: Metrics, sums: torch.Tensor) -> EvaluationResult:
     """Return the mean loss and the metrics from the sums of a Tally, which may be added up over
     processes.
     """
@@ -167,7 +168,7 @@ def evaluate(setup: Setup) -> list[EvaluationResult]:
 
 
 def evaluate_batches(
-    model: nn.Module, loss: Loss, batches: Iterator[Any], metrics: Sequence[Metric]
+    model: nn.Module, loss: Loss, batches: Iterator[Any], metrics: Metrics
 ) -> list[EvaluationResult]:
     """Evaluate a model on batches (x, y) on its device.
 

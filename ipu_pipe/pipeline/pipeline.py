@@ -559,10 +559,8 @@ class Pipeline:
         """
         job, engine = self._pause("predict")
         with self._break_on_error("predict", only_reads=True):
-            inputs, _ = (
-                job.move_to_device(x, None) if self._loss is None else (_move_inputs(job, x), None)
-            )
-            return engine.predict(inputs)
+            moved = job.move_to_device(x, None)[0] if self._loss is None else _move_inputs(job, x)
+            return engine.predict(moved)
 
     @take_turn
     def averages(self) -> dict[str, torch.Tensor]:
@@ -1267,7 +1265,7 @@ class Pipeline:
         for k, result in results:
             sums = self._sums.pop(k, [])
             try:
-                require_finite(job, k, [loss for loss, _ in result.blocks] or [result.loss])
+                require_finite(job, k, result.losses)
             except Divergence as error:
                 if all(bool(total.isfinite()) for total in sums):
                     raise

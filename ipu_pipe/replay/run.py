@@ -1,7 +1,6 @@
-"""What an engine reads of a run: one frozen record, and its batches.
+"""What an engine reads of a run: one frozen record.
 
-The record does not say where the arguments came from, who gives the batches, what is written, or when the
-run ends.
+It does not say where the arguments came from, what is written, or when the run ends.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch import nn
 
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.job.record import Job
+from ipu_pipe.model.batch import check_same_shapes, count_bytes
 from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.observation import Observation
 from ipu_pipe.model.precision import ModelPrecision
@@ -21,112 +21,6 @@ from ipu_pipe.model.stages import Footprint, Partition
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run as an engine sees it.
-
-    model, loss:  trained in place; the mean loss of a microbatch, or one for each block.
-    loss_weight:  the weight of a microbatch in the mean loss of its update; None: all count the same.
-    device:       of this process.
-    precision:    the dtypes of weights, inputs and updates, and the master copies.
-    partition:    the stages, in order, and the parameters of each.
-    placement:    the device of each stage.
-    table:        the weight versions that passes read, with the schedule and the method.
-    rules:        the optimizer of the stages in this process, and the update rules.
-    clip:         (norm, scope); None: no clipping.
-    replicas:     those that take turns in a batch: copies of the pipeline, or LocalSGD's own.
-    samples:      of an update, on all replicas.
-    per_epoch:    the updates of an epoch; None if the data has no length.
-    example:      the first microbatch (x, y), on the device.
-    observation:  what a training pass of it does: side effects, draws, tensors that cross.
-    footprint:    the cost of each stage: operations and bytes.
-    seed:         of dropout and of the methods that draw.
-    trace:        the updates whose events are recorded.
-    options:      the backend's own, a frozen record of its folder; None if it has none.
-    """
-
-    model: nn.Module
-    loss: Loss
-    loss_weight: LossWeight | None
-    device: torch.device
-    precision: ModelPrecision
-    partition: Partition
-    placement: tuple[int, ...]
-    table: VersionTable
-    rules: UpdateRules
-    clip: tuple[float, str] | None
-    replicas: int
-    samples: int
-    per_epoch: int | None
-    example: tuple[Any, Any]
-    observation: Observation
-    footprint: Footprint
-    seed: int
-    trace: range
-    options: Any
-
-    @classmethod
-    def of(cls, job: Job, options: Any) -> Run:
-        """Return what an engine reads of a job."""
-        clip = job.config.clip
-        return cls(
-            job.model,
-            job.loss,
-            job.loss_weight,
-            job.device,
-            job.precision,
-            job.partition,
-            job.placement,
-            job.table,
-            job.rules,
-            (clip.norm, clip.scope) if clip else None,
-            job.replica_count,
-            job.global_batch_size,
-            job.updates_per_epoch,
-            job.example,
-            job.observation,
-            job.footprint,
-            job.config.seed,
-            job.traced_updates,
-            options,
-        )
-
-    @property
-    def method(self) -> Method:
-        """The method of the version table."""
-        return self.table.method
-
-    @property
-    def copies(self) -> int:
-        """The copies of the pipeline; replicas with weights of their own take turns in one."""
-        return self.replicas if self.method.rounds is None else 1
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the stages in this process."""
-        return self.rules.optimizer
-
-    def get_trained(self) -> dict[str, nn.Parameter]:
-        """Return the tensors that the optimizer updates, by the names of the weights."""
-        return {name: self.precision.get_trained(p) for name, p in self.model.named_parameters()}
-
-    def list_trained(self, stage: int) -> dict[str, nn.Parameter]:
-        """Return the tensors of a stage that an optimizer updates, by the names of the weights."""
-        names = self.partition.stages[stage].parameters
-        weights = {name: self.model.get_parameter(name) for name in names}
-        return {n: self.precision.get_trained(p) for n, p in weights.items() if p.requires_grad}
-
-    def count_master_bytes(self) -> list[int]:
-        """Return the bytes of each stage's master weights, 0 if it has none."""
-        weights = [
-            [self.model.get_parameter(n) for n in s.parameters] for s in self.partition.stages
-        ]
-        pairs = [[(p, self.precision.get_trained(p)) for p in stage] for stage in weights]
-        return [
-            sum(m.numel() * m.element_size() for p, m in stage if m is not p) for stage in pairs
-        ]
 
 
 class Batches(NamedTuple):
@@ -158,6 +52,113 @@ class Batches(NamedTuple):
             getattr(job.data, "reads_again", True),
         )
 
+    def load(self, m: int, replica: int = 0) -> tuple[Any, Any]:
+        """Return inputs and labels of microbatch m, on the device."""
+        return self.prepare(self.read(m, replica))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as an engine sees it.
+
+    model, loss:  trained in place; the mean loss of a microbatch, or one for each block.
+    loss_weight:  the weight of a microbatch in the mean loss of its update; None: all count the same.
+    device:       of this process.
+    precision:    the dtypes of weights, inputs and updates, and the master copies.
+    partition:    the stages, in order, and the parameters of each.
+    placement:    the device of each stage.
+    table:        the weight versions that passes read, with the schedule and the method.
+    rules:        the optimizer of the stages in this process, and the update rules.
+    clip:         (norm, scope); None: no clipping.
+    replicas:     those that take turns in a batch: copies of the pipeline, or LocalSGD's own.
+    samples:      of an update, on all replicas.
+    per_epoch:    the updates of an epoch; None if the data has no length.
+    example:      the first microbatch (x, y), on the device.
+    observation:  what a training pass of it does: side effects, draws, tensors that cross.
+    footprint:    the cost of each stage: operations and bytes.
+    seed:         of dropout and of the methods that draw.
+    trace:        the updates whose events are recorded.
+    batches:      how its microbatches are read.
+    options:      the backend's own, a frozen record of its folder; None if it has none.
+    """
+
+    model: nn.Module
+    loss: Loss
+    loss_weight: LossWeight | None
+    device: torch.device
+    precision: ModelPrecision
+    partition: Partition
+    placement: tuple[int, ...]
+    table: VersionTable
+    rules: UpdateRules
+    clip: tuple[float, str] | None
+    replicas: int
+    samples: int
+    per_epoch: int | None
+    example: tuple[Any, Any]
+    observation: Observation
+    footprint: Footprint
+    seed: int
+    trace: range
+    batches: Batches
+    options: Any
+
+    @classmethod
+    def of(cls, job: Job, options: Any) -> Run:
+        """Return what an engine reads of a job."""
+        clip = job.config.clip
+        return cls(
+            job.model,
+            job.loss,
+            job.loss_weight,
+            job.device,
+            job.precision,
+            job.partition,
+            job.placement,
+            job.table,
+            job.rules,
+            (clip.norm, clip.scope) if clip else None,
+            job.replica_count,
+            job.global_batch_size,
+            job.updates_per_epoch,
+            job.example,
+            job.observation,
+            job.footprint,
+            job.config.seed,
+            job.traced_updates,
+            Batches.of(job),
+            options,
+        )
+
+    @property
+    def method(self) -> Method:
+        """The method of the version table."""
+        return self.table.method
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the stages in this process."""
+        return self.rules.optimizer
+
     def load(self, m: int) -> tuple[Any, Any]:
-        """Return inputs and labels of microbatch m of the only replica, on the device."""
-        return self.prepare(self.read(m, 0))
+        """Return microbatch m of the only replica. Raise `BadInput` if it has other shapes than the
+        first one.
+        """
+        x, y = self.batches.load(m)
+        check_same_shapes(x, self.example[0], m)
+        return x, y
+
+    def list_trained(self, stage: int) -> dict[str, nn.Parameter]:
+        """Return the tensors of a stage that an optimizer updates, by the names of the weights."""
+        names = self.partition.stages[stage].parameters
+        weights = {name: self.model.get_parameter(name) for name in names}
+        return {n: self.precision.get_trained(p) for n, p in weights.items() if p.requires_grad}
+
+    def count_master_bytes(self) -> list[int]:
+        """Return the bytes of each stage's master weights, 0 if it has none."""
+        get_trained = self.precision.get_trained
+        sizes = []
+        for stage in self.partition.stages:
+            weights = [self.model.get_parameter(name) for name in stage.parameters]
+            sizes.append(count_bytes(m for p in weights if (m := get_trained(p)) is not p))
+        return sizes

@@ -381,7 +381,7 @@ class TrainingLoop:
         assert self.bar is not None
         for k, result in results:
             if self.engine.has_results:
-                require_finite(job, k, [loss for loss, _ in result.blocks] or [result.loss])
+                require_finite(job, k, result.losses)
             position.update = k + 1
             # the training loss is averaged over an epoch, or over 100 updates of data without a
             # length
@@ -391,12 +391,11 @@ class TrainingLoop:
             self.bar.advance(
                 result.loss, result.accuracy if shows_accuracy else None, samples_per_second
             )
-            losses = tuple(loss for loss, _ in result.blocks) or (result.loss,)
             self.moment = replace(
                 self.moment,
                 step=k + 1,
                 epoch=job.count_epochs(k + 1),
-                losses=losses,
+                losses=result.losses,
                 rate=job.rate(k),
                 samples_per_second=samples_per_second,
             )
@@ -408,7 +407,7 @@ class TrainingLoop:
                 "samples_per_second": samples_per_second,
             }
             if result.blocks:
-                self.unwritten_line["block_train_loss"] = list(losses)
+                self.unwritten_line["block_train_loss"] = list(result.losses)
             if (k + 1) % job.config.log.every == 0 or k + 1 == job.updates:
                 self._log(self.unwritten_line)
                 self.unwritten_line = {}

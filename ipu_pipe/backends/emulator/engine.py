@@ -32,7 +32,7 @@ from ipu_pipe.model.timing import (
     repeat_until_close,
     time_passes,
 )
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work, list_exactness_faults
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
@@ -125,8 +125,8 @@ class EmulatorEngine(Engine):
 
     makes_updates_at_once = True
 
-    def __init__(self, run: Run, batches: Batches, first_update: int, table: VersionTable) -> None:
-        super().__init__(run, batches)
+    def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
+        super().__init__(run)
         work = Work.of(run, first_update, table)
         self._block_updates = work.block_updates
         # results that were not taken, and the first update whose result was not read
@@ -152,13 +152,10 @@ class EmulatorEngine(Engine):
 
     def give(self, k: int, cut: float) -> None:
         with attribute_faults(lambda: self._emulator.activity):
-            if not does_reading_synchronize(self.run.device):
-                self._keep(
-                    [self._emulator.step(*self._read_batch()) for _ in range(self._block_updates)]
-                )
-                return
             for _ in range(self._block_updates):
                 self._emulator.advance(*self._read_batch())
+            if not does_reading_synchronize(self.run.device):
+                self._keep(self._emulator.read())
 
     def take(self, k: int) -> StepResult:
         if k not in self._results:
@@ -188,7 +185,7 @@ class EmulatorEngine(Engine):
         """Return the arguments of the emulator's step: the microbatches up to the next update, and
         any weights.
         """
-        source = self.batches
+        source = self.run.batches
         if self.run.loss_weight is None:
             return (self._microbatches(),)
         # the sum of the weights must be known before the first backward
@@ -209,7 +206,7 @@ class EmulatorEngine(Engine):
         while not is_done:
             replay = self._emulator.replay
             is_done = len(replay.updates) > 0
-            yield self.batches.prepare(self.batches.read(replay.microbatch, replay.replica))
+            yield self.run.batches.load(replay.microbatch, replay.replica)
 
     def _combine(self, results: Sequence[StepResult]) -> list[StepResult]:
         """Return one result per step of the run.
@@ -247,7 +244,7 @@ class EmulatorEngine(Engine):
         optimizer = [size + masters for size, masters in zip(state, self.run.count_master_bytes())]
         model = self.run.model
         versions = self._emulator.peak_bytes
-        trained = [p for p in self.run.get_trained().values() if p.requires_grad]
+        trained = [p for p in self.names if p.requires_grad]
         peaks = {
             "weights": count_bytes([*model.parameters(), *model.buffers()]),
             "versions": versions,

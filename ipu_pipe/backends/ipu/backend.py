@@ -46,7 +46,7 @@ from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.refusals import BATCH, EMULATOR, NONE, OWN_LOSS, Argument, Words, name_key
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.schedule.versions import VersionTable
@@ -231,7 +231,7 @@ def note(job: Job) -> str:
     )
 
 
-def make(run: Run, batches: Batches, first_update: int, table: VersionTable) -> Engine:
+def make(run: Run, first_update: int, table: VersionTable) -> Engine:
     """Return the engine of this process. Raise `BadInput` if its IPUs are missing, before a
     compilation that may take an hour.
     """
@@ -255,8 +255,7 @@ def make(run: Run, batches: Batches, first_update: int, table: VersionTable) -> 
             f"{name_key('backend.ipu.compile_only')}=true "
             f"{name_key('backend.ipu.offline_target')}=2"
         )
-    engine = BlockEngine if is_block else PoptorchEngine
-    return engine(run, batches, first_update, table)
+    return (BlockEngine if is_block else PoptorchEngine)(run, first_update, table)
 
 
 def count_in_flight(job: Job) -> IntArray | None:

@@ -16,7 +16,7 @@ import contextlib
 import time
 from collections import deque
 from dataclasses import replace
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator
 
 import numpy as np
 import torch
@@ -31,14 +31,13 @@ from ipu_pipe.backends.ipu.placement import Placement
 from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.ipu.wrapping import wrap
 from ipu_pipe.errors import BadInput, Divergence, RunFault, summarize
-from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Tally, evaluate_sums
-from ipu_pipe.job.metrics import Metric
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics, Tally, evaluate_sums
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.refusals import name_key
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
 
@@ -105,8 +104,8 @@ class BlockEngine(Engine):
     A call of `give` has as many updates as all blocks make whole steps of.
     """
 
-    def __init__(self, run: Run, batches: Batches, first_update: int, table: VersionTable) -> None:
-        super().__init__(run, batches)
+    def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
+        super().__init__(run)
         self.options: IpuOptions = run.options
         self.rank = dist.get_rank()
         self.depth = len(run.partition)
@@ -164,9 +163,10 @@ class BlockEngine(Engine):
         if isinstance(shares, list):
             ipu = options.ipu.model_copy(update={"available_memory_proportion": shares[self.rank]})
             options = replace(options, ipu=ipu)
+        accumulation = options.gradient_accumulation * self._block_updates
+        options = replace(options, gradient_accumulation=accumulation)
         ipu_id = ids[self.rank] if ids else self.rank if local is None else local
         seed = derive_seed(self.run.seed, "ipu", self._first, self.rank) % 2**32
-        accumulation = options.gradient_accumulation * self._block_updates
         with torch.random.fork_rng(devices=[]):
             return make_options(
                 options,
@@ -176,7 +176,6 @@ class BlockEngine(Engine):
                 seed,
                 None,
                 ipu_id,
-                accumulation,
             )
 
     def _receive(self, microbatches: int, tag: int) -> torch.Tensor:
@@ -224,7 +223,7 @@ class BlockEngine(Engine):
         """
         accumulate = self.options.gradient_accumulation
         pairs = [
-            self.batches.load(m)
+            self.run.batches.load(m)
             for m in range(updates.start * accumulate, updates.stop * accumulate)
         ]
         y = convert_label(torch.cat([pair[1] for pair in pairs]))
@@ -273,7 +272,7 @@ class BlockEngine(Engine):
 
     # ---- evaluation
 
-    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
         """Evaluate the batches through all blocks, on the same IPUs."""
         start = time.perf_counter_ns()
         with describe_block_errors(self.rank, "evaluation"):
@@ -284,7 +283,7 @@ class BlockEngine(Engine):
             sums[self.rank] = sums_here
             self._finish_sends()
             dist.all_reduce(sums)
-            self._timeline.add("evaluate", self._done, start, time.perf_counter_ns())
+            self._timeline.add("evaluate", self._done, start)
             return [evaluate_sums(metrics, row) for row in sums]
 
     def _tally_batches(self, batches: Iterator[Any], tally: Tally) -> None:
@@ -318,7 +317,7 @@ class BlockEngine(Engine):
         start = time.perf_counter_ns()
         with describe_block_errors(self.rank, "checkpoint"):
             gathered = self._gather(self._read_state())
-        self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
+        self._timeline.add("checkpoint", self._done, start)
         if gathered is None:
             return None
         model, tensors, plain = (

@@ -22,7 +22,7 @@ import contextlib
 import gc
 import sys
 import time
-from typing import Any, Callable, Iterator, Sequence, TypeVar
+from typing import Any, Callable, Iterator, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,13 +54,12 @@ from ipu_pipe.backends.ipu.profile import CallTimes, read_profiles
 from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
 from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.errors import BadInput, RunFault, end_process
-from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Tally, evaluate_sums
-from ipu_pipe.job.metrics import Metric
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics, Tally, evaluate_sums
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.refusals import name_key
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Counters, Events
 
@@ -75,14 +74,13 @@ class PoptorchEngine(Engine):
     # PopTorch flushes its pipeline at each update
     makes_updates_at_once = is_empty_after_calls = True
 
-    def __init__(self, run: Run, batches: Batches, first_update: int, table: VersionTable) -> None:
+    def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
         import poptorch
 
-        super().__init__(run, batches)
+        super().__init__(run)
         self.options: IpuOptions = run.options
         self.ipu = self.options.ipu
         self.updates_per_call = self.ipu.device_iterations
-        self._require_call(first_update)
         self._share = read_poprun_share(self.options.replicas)
         self.is_main = self._share.first == 0
         # number of other poprun instances; if there are any, a device error ends the run: they
@@ -91,11 +89,8 @@ class PoptorchEngine(Engine):
         self._placement = place_stages(self.ipu, len(run.partition))
         blocks = get_blocks(run.model)
         self._loss_count = 1 if blocks is None else len(blocks.heads) + 1
-        start = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
-        self._last_snapshot = Snapshot(first_update, start, import_state(run.optimizer, self.ipu))
-        self._updates_done = first_update
         # a caller's loop gives a batch once
-        self._reads_again = batches.reads_again
+        self._reads_again = run.batches.reads_again
         self._may_retry = self._reads_again
         if self._other_instances:
             self.newest_model = None
@@ -105,7 +100,7 @@ class PoptorchEngine(Engine):
         # set
         self._channel = poptorch.profiling.Channel("ipu_pipe")
         self.executors: Executors | None = None
-        self._start()
+        self.reopen(first_update, table, is_loaded=True)
         if self.ipu.compile_only:
             self._compile_only()
 
@@ -340,7 +335,7 @@ class PoptorchEngine(Engine):
             )
         return results
 
-    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
         assert not self._results, "an evaluation inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):
@@ -348,11 +343,11 @@ class PoptorchEngine(Engine):
                 lambda executors: self._evaluate_batches(executors, batches, metrics)
             )
             self._load_newest_weights()
-        self._timeline.add("evaluate", self._updates_done, start, time.perf_counter_ns())
+        self._timeline.add("evaluate", self._updates_done, start)
         return results
 
     def _evaluate_batches(
-        self, executors: Executors, batches: BatchReader, metrics: Sequence[Metric]
+        self, executors: Executors, batches: BatchReader, metrics: Metrics
     ) -> list[EvaluationResult]:
         """Evaluate on the inference model; each of poprun's instances evaluates a share of the
         batches.
@@ -388,7 +383,7 @@ class PoptorchEngine(Engine):
             )
         self._load_into_model(self._last_snapshot)
         self._may_retry = self._reads_again
-        self._timeline.add("checkpoint", self._updates_done, start, time.perf_counter_ns())
+        self._timeline.add("checkpoint", self._updates_done, start)
         return CheckpointState(self._last_snapshot.model, *self._export()) if self.is_main else None
 
     def _export(self) -> Any:

@@ -67,12 +67,11 @@ def make_options(
     seed: int,
     base: Any | None = None,
     ipu_id: int | None = None,
-    accumulation: int | None = None,
 ) -> Any:
     """Return the poptorch.Options of a run's training or inference model.
 
     `base`: popdist's options, which have the replicas and processes already. `ipu_id`: an id of
-    gc-info, None for any device. `accumulation`: microbatches of an update, None for the chosen ones.
+    gc-info, None for any device.
     """
     import poptorch
 
@@ -107,7 +106,7 @@ def make_options(
         # set the partials type again, because setConvolutionDithering would drop it
         popart["convolutionOptions"] = {"partialsType": ipu.partials, "enableConvDithering": "true"}
     if training:
-        settings.update(_list_training_settings(ipu, accumulation or chosen.gradient_accumulation))
+        settings.update(_list_training_settings(ipu, chosen.gradient_accumulation))
         popart["autoRecomputation"] = RECOMPUTATION.get(mode)
         popart["explicitRecomputation"] = (
             mode in ("standard", "recompute_all") and not is_split

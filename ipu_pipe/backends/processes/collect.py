@@ -28,8 +28,7 @@ from ipu_pipe.cut.crossing import Crossing, TensorSpec
 from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Tally, evaluate_sums
-from ipu_pipe.job.metrics import Metric
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics, Tally, evaluate_sums
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples
 from ipu_pipe.model.loss import get_labels
@@ -321,13 +320,11 @@ class Evaluation:
     def __init__(
         self,
         run: Run,
-        data_name: str,
         interpreter: Interpreter,
         with_loss: list[int],
         freed: list[torch.Tensor],
     ) -> None:
         self._run = run
-        self._data_name = data_name
         self._with_loss = with_loss
         self._freed = freed
         self._models = [stage.model for stage in interpreter.stages.values()]
@@ -336,7 +333,7 @@ class Evaluation:
         self._count = 0
         self._predicted = 0
 
-    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
         """Return loss and metrics of each stage with a loss for the loaded weights, the same on
         every rank.
         """
@@ -358,7 +355,7 @@ class Evaluation:
         # stages without data and labels read the test set for shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
             raise RunFault(
-                f"data: {self._data_name}: evaluation: the ranks read different test sets: "
+                f"data: {self._run.batches.name}: evaluation: the ranks read different test sets: "
                 f"{DRAW_ALIKE}"
             )
         return [evaluate_sums(metrics, by_stage[stage][:-1]) for stage in self._with_loss]
@@ -389,11 +386,13 @@ class Evaluation:
 
     @contextlib.contextmanager
     def _enter_evaluation(self) -> Iterator[None]:
-        """Turn gradients off and put all modules into evaluation mode inside the context."""
+        """Turn gradients off, put all modules into evaluation mode and the averages of the weights into
+        the model inside the context.
+        """
         # the loss may call modules of the model that no piece calls
         modules = [self._run.model]
         modules += [m for model in self._models for m in (model.piece, model.head) if m is not None]
-        with torch.no_grad(), restore_modes(*modules):
+        with torch.no_grad(), restore_modes(*modules), self._run.rules.hold_averages():
             for module in modules:
                 module.eval()
             yield
@@ -408,9 +407,7 @@ class Evaluation:
         ):
             return cut.prepare(x, training=False)
 
-    def _sum_by_stage(
-        self, batches: Iterator[Any], metrics: Sequence[Metric], sums: torch.Tensor
-    ) -> None:
+    def _sum_by_stage(self, batches: Iterator[Any], metrics: Metrics, sums: torch.Tensor) -> None:
         """Run this rank's stages on a set, and set the row of each in `sums`: the sums of its tally,
         and the checksum of the set.
         """

@@ -32,15 +32,14 @@ from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
 from ipu_pipe.cut.cutting import Piece, list_crossings
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.evaluation import BatchReader, EvaluationResult
-from ipu_pipe.job.metrics import Metric
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics
 from ipu_pipe.job.record import ComparedSettings, Job, make_trace_metadata
 from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.refusals import EMULATOR
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import LossShare, Work, list_exactness_faults
 from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.methods import Timeline
@@ -78,12 +77,11 @@ class ProcessEngine(Engine):
     def __init__(
         self,
         run: Run,
-        batches: Batches,
         layout: RankLayout,
         first_update: int,
         table: VersionTable,
     ) -> None:
-        super().__init__(run, batches)
+        super().__init__(run)
         options: ProcessOptions = run.options
         work = Work.of(run, first_update, table)
         self._layout = layout
@@ -101,7 +99,7 @@ class ProcessEngine(Engine):
         every_rank = range(dist.get_world_size())
         if options.is_sharded:
             self.checkpoint_group = make_group(every_rank, options.deadline)
-        self._microbatches = Microbatches(run, batches, layout, work.microbatch)
+        self._microbatches = Microbatches(run, layout, work.microbatch)
         models, self._cut = cut_stages(run, layout, self._microbatches)
         stream = trace.make_stream_clock(run.device)
         self._recorder = trace.TraceRecorder(layout.rank, models[0].stage, run.trace, stream)
@@ -119,8 +117,8 @@ class ProcessEngine(Engine):
             channels,
             _bound_sends(run),
         )
+        group = groups[layout.rank % layout.devices] if groups else None
         if run.loss_weight is not None:
-            group = groups[layout.placement[models[0].stage]] if groups else None
             self._weights = UpdateWeights(work, self._microbatches, self._mail, group)
             for model in models:
                 model.weigh_update = self._weights.read
@@ -138,19 +136,14 @@ class ProcessEngine(Engine):
             lambda: self._interpreter.doing,
             lambda: self._interpreter.activity,
         )
-        self._prepare_collection(groups)
+        self._prepare_collection(group)
         # import now: an optimizer's first step would import it within the measured time
         importlib.import_module("torch._dynamo")
         with detect_lost_rank(limit=self._mail.limit):
             offset_ns = trace.compare_clocks()
             if options.folder is not None:
                 trace.open_file(
-                    options.folder,
-                    options.metadata,
-                    layout.rank,
-                    self._recorder,
-                    first_update,
-                    offset_ns,
+                    options.folder, options.metadata, self._recorder, first_update, offset_ns
                 )
 
     def _make_replica_groups(self, groups: list[Any], channels: Any) -> list[ReplicaGroup]:
@@ -165,12 +158,11 @@ class ProcessEngine(Engine):
             for device in self._layout.placement
         ]
 
-    def _prepare_collection(self, groups: list[Any]) -> None:
+    def _prepare_collection(self, group_of_replicas: Any) -> None:
         """Prepare what rank 0 or the caller gets from the ranks: losses, gradients, evaluations and
         the whole model.
         """
         run = self.run
-        layout = self._layout
         self.newest_model = None
         # for a model that the caller uses after training
         self._holders = (
@@ -179,19 +171,10 @@ class ProcessEngine(Engine):
         self._gradient_collection: collect.GradientCollection | None = None
         self._freed = collect.free_other_stages(run, self._models, self._cut)
         self._with_loss = _list_stages_with_loss(run)
-        group_of_replicas = groups[layout.rank % layout.devices] if groups else None
         self._results = ResultCollection(
-            run,
-            self.batches,
-            self._mail,
-            self._recorder,
-            layout,
-            self._with_loss,
-            group_of_replicas,
+            run, self._mail, self._recorder, self._layout, self._with_loss, group_of_replicas
         )
-        self._evaluation = collect.Evaluation(
-            run, self.batches.name, self._interpreter, self._with_loss, self._freed
-        )
+        self._evaluation = collect.Evaluation(run, self._interpreter, self._with_loss, self._freed)
 
     def _make_stages(self, work: Work) -> dict[int, Stage]:
         """Return the rank's stages by number, for the work from an empty pipeline on."""
@@ -251,8 +234,7 @@ class ProcessEngine(Engine):
     def predict(self, x: Any) -> Any:
         with self._name_faults():
             self._interpreter.load_newest()
-            with self.run.rules.hold_averages():
-                return self._evaluation.predict(x)
+            return self._evaluation.predict(x)
 
     def load_weights(self, load: Callable[[], None]) -> None:
         for tensor in self._freed:
@@ -289,11 +271,10 @@ class ProcessEngine(Engine):
         with self._name_faults():
             return self._gradient_collection.collect(k)
 
-    def evaluate(self, batches: BatchReader, metrics: Sequence[Metric]) -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
         with self._record_pause("evaluate", "evaluation"):
             self._interpreter.load_newest()
-            with self.run.rules.hold_averages():
-                return self._evaluation.evaluate(batches, metrics)
+            return self._evaluation.evaluate(batches, metrics)
 
     @contextlib.contextmanager
     def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
@@ -369,7 +350,7 @@ class ProcessEngine(Engine):
             if self.run.trace:
                 # ranks may be at different updates, and all must compare
                 self._synchronize_clocks()
-            recorded = trace.read_back(self.run.options.folder, self._layout.rank, self._recorder)
+            recorded = trace.read_back(self.run.options.folder, self._recorder)
             ranks = collect.gather(
                 self._mail, collect.report_rank(self.run, self._interpreter, recorded)
             )
@@ -456,9 +437,9 @@ class Microbatches:
     a loss take its labels.
     """
 
-    def __init__(self, run: Run, batches: Batches, layout: RankLayout, first: int) -> None:
+    def __init__(self, run: Run, layout: RankLayout, first: int) -> None:
         self._run = run
-        self._source = batches
+        self._source = run.batches
         self._replica = layout.replica
         self._next = first
         # replicas with weights of their own take turns in one row
@@ -594,12 +575,14 @@ def make_options(job: Job) -> ProcessOptions:
     )
 
 
-def make(run: Run, batches: Batches, first_update: int, table: VersionTable) -> ProcessEngine:
+def make(run: Run, first_update: int, table: VersionTable) -> ProcessEngine:
     """Return this rank's engine, which continues with update `first_update`."""
-    layout = RankLayout(dist.get_rank(), run.placement, run.copies)
+    # replicas with weights of their own take turns in one pipeline
+    copies = run.replicas if run.method.rounds is None else 1
+    layout = RankLayout(dist.get_rank(), run.placement, copies)
     doing = f"start before update {first_update}"
     with name_faults(layout.rank, lambda: layout.stages_of_rank[0], lambda: "start", lambda: doing):
-        return ProcessEngine(run, batches, layout, first_update, table)
+        return ProcessEngine(run, layout, first_update, table)
 
 
 def list_faults(job: Job) -> list[str]:

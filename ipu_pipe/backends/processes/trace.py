@@ -396,7 +396,6 @@ def _ask_clock() -> tuple[int, int]:
 def open_file(
     folder: Path,
     metadata: dict[str, Any],
-    rank: int,
     recorder: TraceRecorder,
     first_update: int,
     offset_ns: int,
@@ -407,6 +406,7 @@ def open_file(
     `first_update` are moved so that they end where this start begins, because its clock may be
     another one. Its later events are left out.
     """
+    rank = recorder._rank
     path = _get_path(folder, rank)
     earlier = _read_earlier(path, metadata, first_update) if first_update else None
     # remove the files of ranks that this start does not have
@@ -424,10 +424,10 @@ def open_file(
         recorder.continue_trace(earlier, int(last[1] - last[0]) - offset_ns, first_update)
 
 
-def read_back(folder: Path | None, rank: int, recorder: TraceRecorder) -> Trace | None:
+def read_back(folder: Path | None, recorder: TraceRecorder) -> Trace | None:
     """Return this rank's trace so far, by rank 0's clock; None if there is no file."""
     recorder.flush(wait=True)
-    return None if folder is None else read_store(_get_path(folder, rank))
+    return None if folder is None else read_store(_get_path(folder, recorder._rank))
 
 
 def _get_path(folder: Path, rank: int) -> Path:

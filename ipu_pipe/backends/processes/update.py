@@ -29,7 +29,7 @@ from ipu_pipe.errors import RunFault
 from ipu_pipe.job.record import ComparedSettings
 from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.replay.replicas import IndependentReplicas
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import COLUMNS, Work, average
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.clipping import GradientClipping, OtherStages
@@ -455,14 +455,13 @@ class ResultCollection:
     def __init__(
         self,
         run: Run,
-        batches: Batches,
         mail: Mail,
         recorder: TraceRecorder,
         layout: RankLayout,
         with_loss: list[int],
         group: Any,
     ) -> None:
-        self._batches = batches
+        self._batches = run.batches
         self._compared: ComparedSettings = run.options.compared
         self._mail = mail
         self._recorder = recorder

@@ -8,7 +8,7 @@ from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.xla.devices import XlaOptions, import_jax, launch, list_devices, place
 from ipu_pipe.backends.xla.faults import list_faults, list_slot_faults
 from ipu_pipe.job.record import Job
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.versions import VersionTable
 
 
@@ -20,11 +20,11 @@ def make_options(job: Job) -> XlaOptions:
     return XlaOptions(list_devices(job.config.backend), job.stage_graphs, program)
 
 
-def make_engine(run: Run, batches: Batches, first_update: int, table: VersionTable) -> Engine:
+def make_engine(run: Run, first_update: int, table: VersionTable) -> Engine:
     """Return the engine, which continues with update `first_update`."""
     from ipu_pipe.backends.xla.engine import XlaEngine
 
-    return XlaEngine(run, batches, first_update, table)
+    return XlaEngine(run, first_update, table)
 
 
 def describe(job: Job) -> str:

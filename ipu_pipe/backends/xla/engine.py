@@ -16,7 +16,7 @@ from ipu_pipe.backends.xla.player import Player, StagePlayer, make_passes
 from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.precision import export_loss
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.versions import VersionTable
@@ -29,8 +29,8 @@ class XlaEngine(Engine):
 
     leaves_weights_stale = True
 
-    def __init__(self, run: Run, batches: Batches, first_update: int, table: VersionTable) -> None:
-        super().__init__(run, batches)
+    def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
+        super().__init__(run)
         self._first_update = first_update
         self.newest_model = None
         work = Work.of(run, first_update, table)
@@ -46,7 +46,7 @@ class XlaEngine(Engine):
         for recorder in recorders:
             recorder.begin_update(first_update)
         player = SlotPlayer if chooses_slots(options.program, stages) else Player
-        self._player: Player = player(run, batches, work, stages, recorders)
+        self._player: Player = player(run, work, stages, recorders)
         self._is_exported = True
 
     # ---- updates

@@ -32,9 +32,9 @@ from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.lower import lower
 from ipu_pipe.backends.xla.update import StageOptimizer
 from ipu_pipe.cut.graphs import StageGraphs, count_bytes, draw_masks
-from ipu_pipe.model.batch import check_same_shapes, count_samples, list_tensors
+from ipu_pipe.model.batch import count_samples, list_tensors
 from ipu_pipe.replay.replays import Replay, ReplayPlan
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import MicrobatchResult, Work, average, tabulate
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.apply import PLAIN
@@ -344,13 +344,11 @@ class Player:
     def __init__(
         self,
         run: Run,
-        batches: Batches,
         work: Work,
         stages: Sequence[StagePlayer],
         recorders: Sequence[TraceRecorder],
     ) -> None:
         self._run = run
-        self._source = batches
         self.stages = stages
         self.recorders = recorders
         self.results: dict[int, tuple[list[Any], int]] = {}
@@ -438,8 +436,7 @@ class Player:
         graphs = stage.passes.graphs
         is_last = s == len(self.stages) - 1
         if m not in self._batches:
-            x, y = self._source.load(m)
-            check_same_shapes(x, self._run.example[0], m)
+            x, y = self._run.load(m)
             self._batches[m] = x, y
             self._samples[m] = count_samples(x)
         x, y = self._batches[m]

@@ -30,9 +30,9 @@ from ipu_pipe.backends.xla.player import Arrays, Player, StagePlayer, list_outpu
 from ipu_pipe.backends.xla.update import Numbers, step_stage
 from ipu_pipe.cut.graphs import StageGraphs, draw_masks
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import check_same_shapes, count_samples, list_tensors
+from ipu_pipe.model.batch import count_samples, list_tensors
 from ipu_pipe.refusals import name_key
-from ipu_pipe.replay.run import Batches, Run
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.apply import PLAIN, UpdateRules
@@ -391,7 +391,6 @@ class SlotPlayer(Player):
     def __init__(
         self,
         run: Run,
-        batches: Batches,
         work: Work,
         stages: Sequence[StagePlayer],
         recorders: Sequence[TraceRecorder],
@@ -408,7 +407,7 @@ class SlotPlayer(Player):
         self._program = jax.jit(partial(_play, self._groups), donate_argnums=0)
         # the forwards and the backwards of each stage so far
         self._sent = np.zeros((2, count), np.int64)
-        super().__init__(run, batches, work, stages, recorders)
+        super().__init__(run, work, stages, recorders)
 
     def begin(self, work: Work) -> None:
         super().begin(work)
@@ -481,8 +480,7 @@ class SlotPlayer(Player):
         """Read what enters the first stage, and the labels of what enters the last."""
         if runs[0]:
             m = int(forward[0])
-            x, y = self._source.load(m)
-            check_same_shapes(x, self._run.example[0], m)
+            x, y = self._run.load(m)
             # copies, because the program may read them after the data source has gone on
             self._batches[m] = [np.array(t) for t in list_tensors(y)]
             self._samples[m] = count_samples(x)
