@@ -262,7 +262,12 @@ class PoptorchEngine(Engine):
         # without a loaded state the executors go on: PopTorch's pipeline is empty after each update
         if not is_loaded:
             return
-        self._require_call(update)
+        # no call of the device would begin with it
+        if update % self.updates_per_call:
+            why = f"must divide the {update} updates that are done"
+            raise BadInput(
+                f"{name_key('backend.ipu.device_iterations')}: {self.updates_per_call}: {why}"
+            )
         model = {
             name: value.detach().clone() for name, value in self.run.model.state_dict().items()
         }
@@ -292,14 +297,6 @@ class PoptorchEngine(Engine):
         if self.newest_model is None:
             self._load_newest_weights()
         yield
-
-    def _require_call(self, update: int) -> None:
-        """Raise `BadInput` if no call begins with this update."""
-        if update % self.updates_per_call:
-            why = f"must divide the {update} updates that are done"
-            raise BadInput(
-                f"{name_key('backend.ipu.device_iterations')}: {self.updates_per_call}: {why}"
-            )
 
     def _call(self, executors: Executors, k: int) -> list[StepResult]:
         """Make the updates k to k + D - 1 in one call; return mean losses and accuracies over the
