@@ -43,9 +43,6 @@ _HOMES = {
     "EarlyStopping": "run.callbacks",
     "predict": "run.predict",
     "export": "run.export",
-    "CSVLogger": "run.loggers",
-    "MLflowLogger": "run.loggers",
-    "WandbLogger": "run.loggers",
     "Moment": "run.callbacks",
     "Stop": "run.callbacks",
     "load_data": "data",
@@ -68,7 +65,6 @@ if TYPE_CHECKING:
     from ipu_pipe.report.analysis.analyze import analyze_run
     from ipu_pipe.run.callbacks import Callback, EarlyStopping, Moment, Stop
     from ipu_pipe.run.export import export
-    from ipu_pipe.run.loggers import CSVLogger, MLflowLogger, WandbLogger
     from ipu_pipe.run.planning import plan_config
     from ipu_pipe.run.predict import predict
     from ipu_pipe.run.train import train
@@ -80,17 +76,14 @@ if TYPE_CHECKING:
 __all__ = [
     "METHODS",
     "BadInput",
-    "CSVLogger",
     "Callback",
     "EarlyStopping",
-    "MLflowLogger",
     "Moment",
     "Pipeline",
     "RunFault",
     "Stop",
     "Update",
     "VersionTable",
-    "WandbLogger",
     "analyze_run",
     "begin_stage",
     "configure",

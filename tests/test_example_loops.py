@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, List
@@ -52,6 +55,32 @@ def test_a_loop_of_lightning_runs(tmp_path: Path) -> None:
     (accuracy,) = re.findall(r"after 60 updates: test accuracy (\S+)", printed)
     # 0.1 by chance
     assert float(accuracy) >= 0.3
+
+
+@pytest.mark.slow
+def test_a_long_loop_prints_the_same_on_two_ranks_and_after_ctrl_c(tmp_path: Path) -> None:
+    script = [str(EXAMPLES / "vit_loop.py"), "3"]
+    straight = run_script(script, tmp_path).splitlines()
+    assert [line.split(":")[0] for line in straight[:3]] == ["epoch 1", "epoch 2", "epoch 3"]
+    # 0.1 by chance
+    assert float(straight[-1].split()[5].strip(",")) > 0.2
+    assert run_script([*TWO_RANKS, *script], tmp_path).splitlines() == straight
+    with subprocess.Popen(
+        [sys.executable, *script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as interrupted:
+        assert interrupted.stdout is not None
+        while not interrupted.stdout.readline().startswith("epoch 2"):
+            assert interrupted.poll() is None
+        interrupted.send_signal(signal.SIGINT)
+        assert interrupted.wait() == 130
+    first, *rest = run_script(script, tmp_path).splitlines()
+    # the file of epoch 2 may not have been written yet
+    assert first in ("goes on after epoch 1", "goes on after epoch 2")
+    assert rest == straight[int(first.split()[-1]) :]
 
 
 README = EXAMPLES.parent / "README.md"

@@ -38,6 +38,42 @@ def load_two_stage_config(*sets: str) -> Any:
     return load_config(DIGITS, [*SHORT, "stages=2", *sets])
 
 
+class Averaging(torch.optim.SGD):
+    """An optimizer that must be switched before an evaluation, as schedule-free ones."""
+
+    def eval(self) -> None: ...
+
+    def train(self) -> None: ...
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps a number in its groups, as Prodigy."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+def test_an_optimizer_that_must_be_switched_is_refused(tmp_path: Path) -> None:
+    """Story: evaluations of a schedule-free optimizer measured the weights that it trains."""
+    optimizer = functools.partial(Averaging, lr=0.1)
+    with pytest.raises(BadInput, match="^optimizer: Averaging: evaluates other weights than it"):
+        train(load_two_stage_config(), tmp_path / "run", optimizer=optimizer, quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_optimizer_keeps_numbers_in_its_groups_is_not_resumed(tmp_path: Path) -> None:
+    """Story: a resumed run began with the numbers of the start, without a word."""
+    optimizer = functools.partial(Counting, lr=0.1)
+    out = tmp_path / "run"
+    train(load_two_stage_config("checkpoint.every=1"), out, optimizer=optimizer, quiet=True)
+    (out / "summary.json").unlink()
+    longer = load_two_stage_config("checkpoint.every=1", "steps=4")
+    with pytest.raises(BadInput, match="optimizer: keeps k in its parameter groups, which a"):
+        train(longer, out, optimizer=optimizer, resume=True, quiet=True)
+
+
 def test_files_record_objects_from_python_and_resuming_compares_them(tmp_path: Path) -> None:
     """Story: config.yaml named an optimizer and a loss that were not used; summary.json did not."""
     out = tmp_path / "run"

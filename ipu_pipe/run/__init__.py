@@ -3,7 +3,6 @@
 train       starts or resumes a run: `train`, `check`, `evaluate_checkpoint`
 loop        updates, evaluations, checkpoints and callbacks: `TrainingLoop`
 callbacks   the user's own code in a run: `Callback`, `Moment`, `Stop`, `EarlyStopping`
-loggers     loggers as callbacks: `CSVLogger`, `WandbLogger`, `MLflowLogger`
 progress    the progress on the terminal, in metrics.jsonl and in TensorBoard
 resume      chooses and checks a checkpoint, and loads it
 planning    builds a job for its figures alone: `plan_config`

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 from ipu_pipe.backends.interface import Report, StepResult
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
@@ -24,6 +24,7 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.modes import find_changed_mode
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.pipeline.flow import Flow
+from ipu_pipe.pipeline.optimizer import NOT_WRITTEN, is_same_setting
 from ipu_pipe.pipeline.state import select_averages
 from ipu_pipe.plan.config_cut import predict_rate
 from ipu_pipe.replay.work import require_finite
@@ -39,6 +40,7 @@ from ipu_pipe.run.resume import join_loss, make_manifest, restore
 from ipu_pipe.store import checkpoint
 from ipu_pipe.store.folder import RunFolder, read_starts
 from ipu_pipe.store.saving import Saver
+from ipu_pipe.update.optimizer import ELEMENTWISE, list_parts
 from ipu_pipe.update.rates import export_plateau
 
 
@@ -83,6 +85,10 @@ class TrainingLoop:
         # all processes must know what rank 0's callbacks do: whether they may stop the run, whether
         # after any update, ...
         main = self.callbacks
+        # in its groups, which checkpoints do not have
+        self.written_settings: set[str] = set()
+        if not all(type(part) in ELEMENTWISE for part in list_parts(job.optimizer)):
+            job.rules.after_step = self._note_written_settings
         self.has_callbacks, self.watches_updates, self.watches_gradients, job.wants_model = (
             run_on_main(
                 lambda: (
@@ -502,9 +508,18 @@ class TrainingLoop:
             manifest = make_manifest(
                 self.job, position, state.plain, self.callbacks.collect_states()
             )
+            manifest["written_settings"] = sorted(self.written_settings)
         best_steps = [position.best_step, *self.callbacks.list_best_steps()]
         self.saver.start(position.update, state, manifest, best_steps, settings.background)
         self._finish_saving(waits=not settings.background)
+
+    def _note_written_settings(self, group: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+        """Note the settings of a group that the optimizer itself has changed in a step."""
+        self.written_settings |= {
+            key
+            for key, value in group.items()
+            if key not in NOT_WRITTEN and not is_same_setting(value, before.get(key))
+        }
 
     def _finish_saving(self, waits: bool = True) -> None:
         """Call the callbacks if the begun checkpoint is complete now. Raise `RunFault` if writing

@@ -130,7 +130,6 @@ def _make_small(config: Config) -> Config:
         evaluate={"every": 0},
         checkpoint={"every": 1},
         callbacks=[],
-        loggers=[],
     )
     known = {name: value for name, value in keys.items() if name in Config.model_fields}
     return configure(**known)

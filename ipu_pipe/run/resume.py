@@ -25,6 +25,7 @@ from ipu_pipe.store import checkpoint
 from ipu_pipe.store.checkpoint import Checkpoint
 from ipu_pipe.store.folder import read_starts
 from ipu_pipe.store.manifest import NEEDED
+from ipu_pipe.text import list_some
 from ipu_pipe.update.optimizer import import_state
 from ipu_pipe.update.rates import import_plateau
 
@@ -127,6 +128,14 @@ def check_run(job: Job, out: Path, saved: Checkpoint) -> None:
     checkpoint.raise_first_faults(
         path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved, path)
     )
+    written = saved.manifest.get("written_settings")
+    if written:
+        raise BadInput(
+            f"--resume: {path}: optimizer: keeps {list_some(written)} in its parameter groups, which "
+            f"a checkpoint lacks: begin a new run from its weights (init_from: "
+            f"{path / checkpoint.MODEL}), or train in a loop of your own, whose "
+            f"Pipeline.state_dict() has them"
+        )
     faults = compare_data(job, read_data_record(out), job.data_fingerprints or {})
     why = (
         "the data of a run cannot change: restore them, or begin another run (--overwrite, or "

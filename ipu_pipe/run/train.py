@@ -27,7 +27,7 @@ from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.pipeline.build import build, set_up
-from ipu_pipe.pipeline.optimizer import OptimizerHandle
+from ipu_pipe.pipeline.optimizer import MODES, OptimizerHandle
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run.callbacks import Callback, make_callbacks, require_supported_callbacks
 from ipu_pipe.run.loop import TrainingLoop
@@ -42,7 +42,7 @@ from ipu_pipe.store.folder import (
     read_summary,
 )
 from ipu_pipe.text import describe_kind
-from ipu_pipe.update.optimizer import make_factory_of
+from ipu_pipe.update.optimizer import list_parts, make_factory_of
 from ipu_pipe.update.rates import SchedulerFactory
 
 
@@ -138,6 +138,7 @@ def train(
         job = _build(start, objects)
         try:
             require_supported_callbacks(job, run_callbacks)
+            _require_one_set_of_weights(job)
             # only the main process reads the data here, so its random states must not change
             with restore_random_states():
                 _fingerprint(job, out, start)
@@ -159,6 +160,19 @@ def _require_kinds(objects: Overrides) -> None:
             for name, (v, fits, allowed) in kinds.items()
         }
     )
+
+
+def _require_one_set_of_weights(job: Job) -> None:
+    """Raise `BadInput` for an optimizer that must be switched before an evaluation, which only a
+    loop of the user's own does.
+    """
+    for part in list_parts(job.full_optimizer):
+        if all(callable(getattr(part, mode, None)) for mode in MODES):
+            raise BadInput(
+                f"optimizer: {type(part).__name__}: evaluates other weights than it trains, and "
+                f"`train` does not switch it (eval, train): use it in a loop of your own, over "
+                f"ipu_pipe.Pipeline"
+            )
 
 
 def _fingerprint(job: Job, out: Path, start: _Start) -> None:
@@ -206,6 +220,7 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
     if start.ended is None:
         job = _build(start, Overrides())
         require_supported_callbacks(job, run_callbacks)
+        _require_one_set_of_weights(job)
         _fingerprint(job, out, start)
         if start.done:
             saved = checkpoint.load(out / "checkpoints" / f"step-{start.done}")
