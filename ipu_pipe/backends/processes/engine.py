@@ -388,8 +388,8 @@ class ProcessEngine(Engine):
 
 def _bound_sends(run: Run) -> int:
     """Return the most microbatches whose messages may be on their way on a link."""
-    # a file of rows may receive a message after any number of later ones
     schedule = run.table.schedule
+    # a file of rows may receive a message after any number of later ones
     if run.method.pipeline is Timeline.ROWS:
         return schedule.microbatches
     # with local losses no gradient comes back, so only the limit on sends tells that a message has
