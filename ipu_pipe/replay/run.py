@@ -160,5 +160,5 @@ class Run:
         sizes = []
         for stage in self.partition.stages:
             weights = [self.model.get_parameter(name) for name in stage.parameters]
-            sizes.append(count_bytes(m for p in weights if (m := get_trained(p)) is not p))
+            sizes.append(count_bytes([m for p in weights if (m := get_trained(p)) is not p]))
         return sizes
