@@ -131,7 +131,7 @@ def test_a_run_that_fails_is_a_difference_with_its_reason() -> None:
 @pytest.mark.slow
 def test_processes_that_fail_show_the_first_error_of_a_rank() -> None:
     first, *rest = machine_check._run_on_processes("gloo", {"deadline": -1})
-    why = "BadInput: configure: backend.deadline: -1: must be > 0"
+    why = "BadInput: configure: backend.deadline: -1: must be greater than 0"
     assert (first.verdict, first.detail) == ("different", why)
     assert {row.verdict for row in rest} == {"not run"} and rest[-1].number == 205
 

@@ -149,7 +149,7 @@ def test_a_loop_without_an_average_is_told_how_to_keep_one() -> None:
 @pytest.mark.parametrize(
     "method, decay, line",
     [
-        ("pipedream", 2.0, "ema: 2.0: must be < 1"),
+        ("pipedream", 2.0, "ema: 2.0: must be less than 1"),
         ("pipedream", True, "ema: True: must be a number"),
         ("randomized_pipedream", 0.9, "ema: randomized_pipedream: its stages, .*: must be None"),
     ],

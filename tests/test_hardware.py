@@ -110,7 +110,9 @@ def test_bad_files_are_reported_one_line_per_fault_with_the_nearest_key(tmp_path
         {**PLAIN, "lockstep": "maybe", "device": device, "links": links, "hots": 3}, tmp_path
     )
     begins = [
-        "lockstep: maybe: ", "device.memory_bytes.value: -3: must be >= 1", "device.usable_share.value: 1.2: must be <= 1",
+        "lockstep: maybe: ",
+        "device.memory_bytes.value: -3: must be greater than or equal to 1",
+        "device.usable_share.value: 1.2: must be less than or equal to 1",
         "device.usable_share.sorce: x: unknown key, nearest is source", "device.memory_bandwidth.confirmed: true: says that",
         "device.rates.float17: float17: ", "device.rates.float32.achievable_share: missing: ",
         "links.1.bandwith: 1: unknown key, nearest is bandwidth", "hots: 3: unknown key, nearest is host",

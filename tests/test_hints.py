@@ -32,8 +32,8 @@ HINTS = {
     "method=zero_bubble": "did you mean zb_h1?",
     "precision=fp16": "did you mean bfloat16_mixed?",
     "backend.name=torchrun": "did you mean distributed?",
-    "optimizer=adam": "must be a mapping of keys to values, such as {name: adam}",
-    "clip=1": "must be a mapping of keys to values, such as {norm: 1}",
+    "optimizer=adam": "must be a mapping of keys to values: {name, lr, momentum, nesterov and 8 more}",
+    "clip=1": "must be a mapping of keys to values: {norm, scope}",
 }
 
 

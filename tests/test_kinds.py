@@ -126,9 +126,9 @@ def test_early_stopping_reports_each_wrong_argument() -> None:
     faults = list_faults(ipu_pipe.EarlyStopping, 3, mode="up", patience="x", min_delta=-1.0)
     begins = (
         "metric: 3: ",
-        "mode: up: must be min or max",
+        "mode: up: must be 'min' or 'max'",
         "patience: x: ",
-        "min_delta: -1.0: must be >= 0",
+        "min_delta: -1.0: must be greater than or equal to 0",
     )
     assert len(faults) == 4 and all(
         fault.startswith(f"EarlyStopping: {begin}") for fault, begin in zip(faults, begins)
@@ -272,7 +272,7 @@ KEYS = {
     "model.output=1.5": "model.output: 1.5: must be null, a field's name, an index, or module:function",
     "lr_schedule={name: torch.optim.lr_scheduler.StepLR, gamma: 0.5}": "lr_schedule.gamma: 0.5: ",
     "output=logits": "output: logits: unknown key, nearest is model.output",  # story: or given.output, which a run alone writes
-    "early_stopping={restore_best: 1}": "early_stopping.restore_best: 1: must be true or false",
+    "early_stopping={restore_best: 1}": "early_stopping.restore_best: 1: must be a valid boolean",
     "metric=accuracy": "metric: accuracy: unknown key, nearest is metrics",  # story: early_stopping.metric
 }
 

@@ -492,10 +492,10 @@ def test_config_and_pipeline_refuse_on_processes(tmp_path: Path) -> None:
 OF_ARGUMENTS = {
     "program": ({"backend_args": {"program": "slot"}}, "backend_args.program: slot: belongs to backend xla, not emulator"),
     "switch": ({"backend_args": {"tf32": True}}, "backend_args.tf32: True: belongs to device cuda, not cpu"),
-    "kind": ({"backend_args": {"tf32": "yes"}}, "backend_args.tf32: yes: must be True or False"),
+    "kind": ({"backend_args": {"tf32": "yes"}}, "backend_args.tf32: yes: must be a valid boolean"),
     "section": ({"backend_args": {"ipu": {}}}, "backend_args.ipu: given: belongs to backend poptorch, not emulator: leave"),
-    "device": ({"backend": "cuda"}, "backend: cuda: must be emulator, distributed, poptorch or xla; did you mean device=cuda"),
-    "deadline": ({"deadline": -1}, "deadline: -1: must be > 0"),
+    "device": ({"backend": "cuda"}, "backend: cuda: is a device; did you mean device=cuda?"),
+    "deadline": ({"deadline": -1}, "deadline: -1: must be greater than 0"),
     "stages": ({"stages": 0}, "stages: 0: must be None (the model's own)"),
 }  # fmt: skip
 

@@ -266,6 +266,26 @@ def test_weights_written_after_loading_are_trained_on(keys: Any) -> None:
     assert not torch.equal(finish(plain, 3), ends[0])
 
 
+@pytest.mark.parametrize("keys", [{}, {"method": "gpipe"}])
+def test_entries_written_after_loading_are_used(keys: Any) -> None:
+    """The first step put those of the state over what the loop had written."""
+    state = make_state(**keys)
+    ends = []
+    for is_used in (False, True):
+        pipe = bring_to("used" if is_used else "fresh", make_pipeline(**keys))
+        pipe.load_state_dict(state)
+        for entries in pipe.optimizer.state.values():
+            entries["momentum_buffer"].zero_()
+        assert len(pipe.optimizer.state) == len(list(pipe.model.parameters()))
+        with pytest.raises(ValueError, match="does not divide"):
+            pipe.step(*(t[:1] for t in make_batch(3)))
+        ends.append(finish(pipe, 3))
+    assert torch.equal(*ends)
+    plain = make_pipeline(**keys)
+    plain.load_state_dict(state)
+    assert not torch.equal(finish(plain, 3), ends[0])
+
+
 def test_a_loaded_state_is_a_copy() -> None:
     """The caller's tensors were read at the first step, whatever was in them by then."""
     state = make_state()

@@ -42,6 +42,8 @@ from tests.support.processes import run_in_group
 from tests.support.runs import needs_processes
 from tests.support.slow import mark_slow
 
+pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
+
 # ---- the emulator
 
 
@@ -299,6 +301,56 @@ def test_each_kind_of_change_that_xla_looks_at_would_be_missed(kind: str) -> Non
     walk = Walk("gpipe", {2: [MISSED_ON_XLA[kind]]})
     with see_as_live("xla", kind):
         assert compare_walk(train_on_xla(walk), walk, tolerance=1e-11).kind == "differs"
+
+
+# ---- IPUs, on the double of PopTorch: nothing here ran on an IPU
+
+# PopTorch has compiled the optimizer's numbers, and takes no weights that are changed in `whole_model`
+REFUSED_ON_IPUS = ("momentum", "weight decay", "clamp in whole_model")
+# the state is on the IPUs: the optimizer's is empty here, so that nobody sees that it was cleared
+UNSEEN_ON_IPUS = ("clear state",)
+
+
+def train_on_ipus(walk: Walk) -> Any:
+    """Train in float32, and return the weights and buffers in the replay's dtype."""
+    trained = train_by_pipeline(walk, backend="poptorch")
+    if isinstance(trained, Refused):
+        return trained
+    return {n: t.double() if t.is_floating_point() else t for n, t in trained.items()}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_ipus_are_near_plain_pytorch_or_refuse_by_name(poptorch: Any, act: str) -> None:
+    walk = Walk("gpipe", {2: [act]}, microbatches=4)
+    outcome = compare_walk(train_on_ipus(walk), walk, tolerance=1e-4)
+    if act in UNSEEN_ON_IPUS:
+        assert outcome.kind == "differs"
+    elif act in HARMLESS and act not in REFUSED_ON_IPUS:
+        assert outcome.kind == "equal", outcome
+    else:
+        assert outcome.kind in ("equal", "refused"), outcome
+
+
+@pytest.mark.parametrize("kind", ["value", "buffer", "requires_grad"])
+def test_each_kind_of_change_that_ipus_look_at_would_be_missed(poptorch: Any, kind: str) -> None:
+    walk = Walk("gpipe", {2: [MISSED_ON_XLA[kind]]}, microbatches=4)
+    with see_as_live("poptorch", kind):
+        assert compare_walk(train_on_ipus(walk), walk, tolerance=1e-4).kind == "differs"
+
+
+def test_weights_on_ipus_are_not_numbers_between_two_steps(poptorch: Any) -> None:
+    """Story: `model.state_dict()` in the loop saved the weights of the start, without a word."""
+    scene = make_scene(Walk("gpipe", {}, microbatches=4), "poptorch")
+    assert scene.pipe is not None
+    x, y = make_batch(0)
+    scene.pipe.step(x.float(), y)
+    assert all(bool(p.isnan().all()) for p in scene.model.parameters())
+    with pytest.raises(RuntimeError, match=r"^model.state_dict\(\): the newest weights are not"):
+        scene.model.state_dict()
+    with scene.pipe.whole_model() as model:
+        assert model is not None and all(bool(p.isfinite().all()) for p in model.parameters())
+    scene.pipe.close()
+    assert all(bool(p.isfinite().all()) for p in scene.model.parameters())
 
 
 def test_walks_are_drawn_with_every_method_and_act() -> None:

@@ -82,7 +82,11 @@ def list_faults_of_key(section: Type[BaseModel], name: str, value: Any) -> List[
     try:
         section.model_validate({name: value})
     except ValidationError as error:
-        return [detail["msg"] for detail in error.errors() if detail["loc"][:1] == (name,)]
+        return [
+            detail["msg"]
+            for detail in error.errors()
+            if detail["loc"][:1] == (name,) and detail["type"] != "setting"
+        ]
     return []
 
 

@@ -52,6 +52,8 @@ TYPE_ERRORS = (
     "list_type",
     "tuple_type",
 )
+# limits of a number in a JSON schema
+LIMITS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 WORDS = {
     int: "whole number",
     float: "number",
@@ -108,7 +110,8 @@ def _describe_value(section: Type[BaseModel], name: str) -> str:
     """Describe the values that a key may have: those that an error message allows, else those of
     its type.
     """
-    type_text = describe_type(section.model_fields[name].annotation)
+    annotation = section.model_fields[name].annotation
+    type_text = SECTION if name in FORMS and annotation is Any else describe_type(annotation)
     allowed = _describe_allowed(section, name)
     if type_text == SECTION or not allowed:
         return type_text
@@ -267,10 +270,16 @@ def _describe_allowed(section: Type[BaseModel], name: str) -> str:
 
 
 def _describe_bounds(section: Type[BaseModel], name: str) -> str:
-    """Return the limits of a number; those that only keep slips away are left out."""
+    """Return the limits of a number; those that only keep slips away are left out. "" for a union
+    of types that differ in them.
+    """
     schema = section.model_json_schema()["properties"][name]
+    forms = [form for form in schema.get("anyOf", [schema]) if form.get("type") != "null"]
+    # the message of a union says what all its types allow
+    if len({tuple(map(form.get, LIMITS)) for form in forms}) > 1:
+        return ""
     texts = []
-    for form in schema.get("anyOf", [schema]):
+    for form in forms:
         prefix = "a list, each " if "items" in form else ""
         form = form.get("items", form)
         least = [

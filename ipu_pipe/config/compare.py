@@ -26,20 +26,18 @@ class Role(Enum):
     FREE = "where it runs and what it writes: may change"
 
 
-ROLES: dict[str, Role] = {
-    **dict.fromkeys(
-        ("model", "data", "loss", "given", "init_from", "seed", "precision"), Role.DECIDES
-    ),
-    "loss_weight": Role.DECIDES,
-    **dict.fromkeys(("method", "method_args", "optimizer", "lr_schedule", "clip"), Role.DECIDES),
-    **dict.fromkeys(("micro_batch_size", "gradient_accumulation", "replicas"), Role.DECIDES),
-    **dict.fromkeys(("recompute", "allow_nonfinite", "stages_per_device", "ema"), Role.FIXED),
-    **dict.fromkeys(("steps", "epochs"), Role.GROWS),
-    **dict.fromkeys(
-        ("backend", "reduction", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE
-    ),
-    **dict.fromkeys(("metrics", "callbacks", "early_stopping"), Role.FREE),
+KEYS_BY_ROLE = {
+    Role.DECIDES: """
+        model data loss loss_weight given init_from seed precision method method_args optimizer
+        lr_schedule clip micro_batch_size gradient_accumulation replicas
+    """,
+    Role.FIXED: "recompute allow_nonfinite stages_per_device ema",
+    Role.GROWS: "steps epochs",
+    Role.FREE: """
+        backend reduction stages hardware evaluate checkpoint log metrics callbacks early_stopping
+    """,
 }
+ROLES = {key: role for role, keys in KEYS_BY_ROLE.items() for key in keys.split()}
 
 
 def dump_config(config: Config) -> str:
@@ -80,31 +78,33 @@ def keep_recorded_choices(old: Config, new: Config) -> Config:
     and replicas: if the method is the same, and learning rates if the optimizers are as many. The
     size of a microbatch, which may be that of a loader's batches.
     """
-    if new.method == old.method and len(new.optimizer.members) == len(old.optimizer.members):
+    changes: dict[str, Any] = {}
+    is_same_method = new.method == old.method
+    if is_same_method and len(new.optimizer.members) == len(old.optimizer.members):
         rates = [one.lr for one in old.optimizer.members]
-        new = new.model_copy(update={"optimizer": new.optimizer.fill_rates(rates)})
+        changes["optimizer"] = new.optimizer.fill_rates(rates)
     if "micro_batch_size" not in new.model_fields_set:
-        new = new.model_copy(update={"micro_batch_size": old.micro_batch_size})
-    balanced_by = new.stages.get("by") if isinstance(new.stages, dict) else None
-    old_count = len(old.stages) + 1 if isinstance(old.stages, list) else old.stages
-    run_chooses = new.stages == "auto" or (
-        balanced_by in ("time", "hardware") and old_count == new.stages["count"]
-    )
-    may_have_others = new.hardware != old.hardware or new.backend.facts.uses_processes
-    plans_again = balanced_by != "time" and may_have_others
-    if run_chooses and not plans_again and (isinstance(old.stages, list) or old.stages == 1):
-        new = new.model_copy(update={"stages": old.stages})
+        changes["micro_batch_size"] = old.micro_batch_size
+    if (isinstance(old.stages, list) or old.stages == 1) and _keeps_stages(old, new):
+        changes["stages"] = old.stages
     method = METHODS[new.method]
-    key = (
-        "blocks"
-        if method.structure is not None
-        else "replicas"
-        if method.rounds is not None
-        else None
-    )
-    if key is None or new.method != old.method or getattr(new.method_args, key) is not None:
-        return new
-    return new.with_method_args(**{key: getattr(old.method_args, key)})
+    for key, is_chosen in (("blocks", method.structure), ("replicas", method.rounds)):
+        if is_same_method and is_chosen is not None and getattr(new.method_args, key) is None:
+            recorded = {key: getattr(old.method_args, key)}
+            changes["method_args"] = new.method_args.model_copy(update=recorded)
+    return new.model_copy(update=changes)
+
+
+def _keeps_stages(old: Config, new: Config) -> bool:
+    """Return whether a run of `new` would choose its stages again, and has those of `old` to choose
+    from.
+    """
+    old_count = len(old.stages) + 1 if isinstance(old.stages, list) else 1
+    by = new.stages.get("by") if isinstance(new.stages, dict) else new.stages
+    if by in ("time", "hardware") and new.stages["count"] != old_count:
+        return False
+    may_have_others = new.hardware != old.hardware or new.backend.facts.uses_processes
+    return by == "time" or (by in ("auto", "hardware") and not may_have_others)
 
 
 def find_role(key: str, method: str) -> Role:
@@ -114,11 +114,9 @@ def find_role(key: str, method: str) -> Role:
     too.
     """
     top, _, inner = key.partition(".")
-    top = (
-        inner.partition(".")[0]
-        if top == "given" and ROLES.get(inner.partition(".")[0]) is Role.FREE
-        else top
-    )
+    object_key = inner.partition(".")[0]
+    if top == "given" and ROLES.get(object_key) is Role.FREE:
+        top = object_key
     if top == "stages" and method in METHODS and METHODS[method].structure is not None:
         return Role.DECIDES
     return ROLES.get(top, Role.FIXED)

@@ -8,16 +8,28 @@ import re
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    Union,
+)
 
 import yaml
 from pydantic import ValidationError
 
-from ipu_pipe.config.faults import CALL, find_origin, format_faults, name_origin
+from ipu_pipe.config.faults import CALL, format_faults, name_origin
 from ipu_pipe.config.schema import Config, import_outer
-from ipu_pipe.config.sections import GIVEN, GROUPS, LrSchedule, OptimizerConfig, StageCount
+from ipu_pipe.config.sections import GIVEN, LrSchedule, OptimizerConfig, StageCount
 from ipu_pipe.config.values import Section
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import read_file
 from ipu_pipe.refusals import Language, show_in_config
 from ipu_pipe.schedule import methods
@@ -25,7 +37,8 @@ from ipu_pipe.schedule.methods import Method
 from ipu_pipe.shipped import find_example, list_configs
 from ipu_pipe.text import find_nearest, show
 
-# ---- YAML files: read keys within bounds and record the source of each value; write YAML that reads the same
+# ---- YAML files: read keys within bounds and record the source of each value; write YAML that
+# reads the same
 #
 # The bounds are far above any config of ours (the largest has 60 values on 4 levels), and a hostile
 # file is refused within seconds.
@@ -70,22 +83,18 @@ class _Loader(yaml.SafeLoader):
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
     def flatten_mapping(self, node: Any) -> None:
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, str(key.value))
+            if name in seen and key.tag != f"{_TAG}merge":
+                problem = f"{show(key.value)}: the key appears twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(name)
         super().flatten_mapping(node)  # type: ignore[no-untyped-call]
         # keep each key once (the last wins), because merges of merges would multiply
         node.value = list(
             {(key.tag, str(key.value)): (key, value) for key, value in node.value}.values()
         )
-
-    def construct_keys(self, node: Any) -> Dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key = (key_node.tag, key_node.value)
-            if key_node.tag != f"{_TAG}merge" and isinstance(key_node, yaml.ScalarNode):
-                if key in seen:
-                    problem = f"{show(key_node.value)}: the key appears twice"
-                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
-                seen.add(key)
-        return self.construct_mapping(node)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -107,7 +116,7 @@ _Loader.yaml_constructors = {
         "float": _Loader.construct_number,
         "str": yaml.SafeLoader.construct_yaml_str,
         "seq": yaml.SafeLoader.construct_yaml_seq,
-        "map": _Loader.construct_keys,
+        "map": yaml.SafeLoader.construct_yaml_map,
     }.items()
 }
 # refuse all other tags
@@ -233,17 +242,12 @@ def _suggest_file(path: Path) -> str:
     """Return the end of a fault that names the nearest file beside a missing one, or the nearest
     example config.
     """
-    try:
-        beside = {file.stem: str(file) for file in path.parent.glob("*.y*ml")}
+    files = {Path(name).name: name for name in list_configs()}
     # such as a name that is too long
-    except (OSError, ValueError):
-        beside = {}
-    near = find_nearest(path.stem, beside)
-    if near:
-        return f"; did you mean {beside[near]}?"
-    examples = {Path(name).name: name for name in list_configs()}
-    near = find_nearest(path.stem, examples)
-    return f"; did you mean {examples[near]}?" if near else ""
+    with suppress(OSError, ValueError):
+        files.update({file.stem: str(file) for file in path.parent.glob("*.y*ml")})
+    near = find_nearest(path.stem, files)
+    return f"; did you mean {files[near]}?" if near else ""
 
 
 def note_origin(value: Any, key: str, origin: str, origins: Origins) -> None:
@@ -275,25 +279,16 @@ def apply_override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
     if len(names) > MOST_LEVELS:
         raise BadInput(f"{option}: {_TOO_LARGE}")
     parsed = parse_yaml(value, option, level=len(names))
-    section = raw
-    for depth, name in enumerate(names[:-1], 1):
-        inner = section.get(name)
-        # copy it, because aliases give several keys the same mapping
-        section[name] = dict(inner) if isinstance(inner, dict) else {}
-        if not isinstance(inner, dict):
-            origins[".".join(names[:depth])] = option
-        section = section[name]
-    last = names[-1]
-    merges = isinstance(parsed, dict) and isinstance(section.get(last), dict) and parsed
-    section[last] = merge_keys(section[last], parsed) if merges else parsed
-    note_origin(parsed, key, option, origins)
+    # an empty mapping replaces, where others are merged
+    for new in [parsed] if parsed else [None, parsed]:
+        keys: Any = new
+        for name in reversed(names):
+            keys = {name: keys}
+        raw.update(merge_keys(raw, keys))
+    note_origin(keys[names[0]], names[0], option, origins)
 
 
 # ---- configs from keys
-
-
-# keys at which null is a value; at others it means that the key is left out
-NULLABLE = ("stages", "steps", "clip", "hardware", "init_from", "checkpoint")
 
 
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:
@@ -301,116 +296,89 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
     with every fault found.
     """
     origins: Origins = {}
-    layers = _read_layers(Path(path))
     raw: Dict[str, Any] = {}
-    for file, keys in layers:
-        note_origin(keys, "", str(file), origins)
-        raw = merge_keys(raw, keys)
+    for file, keys in _read_layers(Path(path)):
+        layer: Origins = {}
+        note_origin(keys, "", str(file), layer)
+        raw = _leave_out_replaced(raw, merge_keys(raw, keys), layer, origins)
+    changed = dict(raw)
+    layer = {}
     faults = [
-        fault for text in overrides for fault in _collect_faults(apply_override, raw, text, origins)
+        fault
+        for text in overrides
+        for fault in _collect_faults(apply_override, changed, text, layer)
     ]
-    files = [str(file) for file, _ in layers]
-    modules = [_find_module(keys) for _, keys in layers]
-    _leave_out_arguments(raw, origins, files, modules)
-    _leave_out_inherited(raw, origins, files)
+    raw = _leave_out_replaced(raw, changed, layer, origins)
     return _validate(raw, origins, str(path), faults)
 
 
-def _find_module(keys: Mapping[str, Any]) -> str:
-    """Return the module of `model.entry` in a file's or config's keys, "" if they name none."""
-    model = keys.get("model")
-    return str(model.get("entry") or "").partition(":")[0] if isinstance(model, dict) else ""
+def _leave_out_replaced(
+    before: Mapping[str, Any], after: Dict[str, Any], layer: Origins, origins: Origins
+) -> Dict[str, Any]:
+    """Return the keys `after` a layer, a file or all options, without the keys of `before` that
+    belong to what the layer replaces, and warn of them.
 
-
-def _find_layer(key: str, origins: Origins, files: Sequence[str]) -> int:
-    """Return the number of the file that a key came from; options come after all files."""
-    origin = find_origin(key, origins, files[0])
-    return files.index(origin) if origin in files else len(files)
-
-
-def _leave_out_arguments(
-    raw: Dict[str, Any], origins: Origins, files: Sequence[str], modules: Sequence[str]
-) -> None:
-    """Leave out the arguments of a model that a later file or option has replaced by one of another
-    module, and warn of them. Models of one module, such as resnet18 and resnet50, share theirs.
-
-    `files`: extended files first; `modules`: that of `model.entry` in each, "" where it has none.
+    layer: the keys that the layer sets. They stay, and are faults if they do not fit.
+    origins: those of `before`, to which the layer's are added.
     """
-    module = _find_module(raw)
-    others = [number for number, one in enumerate(modules) if one not in ("", module)]
-    args = raw["model"].get("args") if module else None
-    if not others or not isinstance(args, dict):
-        return
-    # the layer that replaced the last other model; options come after all files
-    later = range(others[-1], len(files))
-    layer = next((number for number in later if modules[number] == module), len(files))
-    inherited = {
-        name: value
-        for name, value in args.items()
-        if _find_layer(f"model.args.{name}", origins, files) < layer
-    }
-    if inherited:
-        rest = {name: value for name, value in args.items() if name not in inherited}
-        raw["model"] = {**raw["model"], "args": rest}
-        left_out = {f"model.args.{name}": value for name, value in inherited.items()}
-        why = f"model.entry is {show(raw['model']['entry'])}"
-        _warn_left_out(left_out, origins, why)
+    left_out: Dict[str, List[str]] = {}
+    for path, why in list(_find_replaced(before, after, layer)):
+        section = after
+        for name in path[:-1]:
+            # copy it, because aliases give several keys the same mapping
+            section[name] = dict(section[name])
+            section = section[name]
+        key = ".".join(map(str, path))
+        value = show_in_config(section.pop(path[-1]))
+        left_out.setdefault(why, []).append(f"{origins[key]}: {key}: {value}")
+    for why, values in left_out.items():
+        warnings.warn(f"{'; '.join(values)}: left out, because {why}", stacklevel=2)
+    origins.update(layer)
+    return after
 
 
-def _warn_left_out(left_out: Mapping[str, Any], origins: Origins, why: str) -> None:
-    """Warn of inherited keys, with their values, that are left out."""
-    values = [
-        f"{find_origin(key, origins, '')}: {key}: {show_in_config(value)}"
-        for key, value in left_out.items()
-    ]
-    warnings.warn(f"{'; '.join(values)}: left out, because {why}", stacklevel=2)
-
-
-def _leave_out_inherited(raw: Dict[str, Any], origins: Origins, files: Sequence[str]) -> None:
-    """Leave out settings of an optimizer or of a schedule of rates that a later file or option has
-    replaced by another one, and the microbatches of an update that a later method does not have.
-
-    `files`: extended files first. A setting that comes with the new name or the new groups, or
-    after them, stays, and is a fault if it does not fit. Warn of those that are left out.
-    """
-
-    def find_layer(key: str) -> int:
-        return _find_layer(key, origins, files)
-
+def _find_replaced(
+    before: Mapping[str, Any], after: Mapping[str, Any], layer: Origins
+) -> Iterator[Tuple[Tuple[str, ...], str]]:
+    """Yield each key of `before` that belongs to what a layer replaces, and why it is left out."""
+    entries = [_get_section(keys, "model").get("entry") or "" for keys in (before, after)]
+    old_module, new_module = (str(entry).partition(":")[0] for entry in entries)
+    # models of one module, such as resnet18 and resnet50, share their arguments
+    if old_module not in ("", new_module):
+        for name in _get_section(_get_section(after, "model"), "args"):
+            if f"model.args.{name}" not in layer:
+                yield ("model", "args", name), f"model.entry is {show(entries[1])}"
     for section, schema in (("optimizer", OptimizerConfig), ("lr_schedule", LrSchedule)):
-        settings = raw.get(section)
-        if not isinstance(settings, dict):
+        settings = _get_section(after, section)
+        # an optimizer has groups, each with a name of its own, or a name
+        choices = [key for key in ("groups", "name") if settings.get(key)]
+        chosen = [key for key in choices if f"{section}.{key}" in layer]
+        if not chosen:
             continue
-        # an optimizer has a name, or groups with names of their own
-        choices = [
-            key
-            for key in ("name", "groups")
-            if settings.get(key) and settings[key] != GROUPS and f"{section}.{key}" in origins
-        ]
-        if not choices:
-            continue
-        newest = max(choices, key=lambda key: find_layer(f"{section}.{key}"))
-        layer = find_layer(f"{section}.{newest}")
-        left_out = {}
-        older = [key for key in choices if find_layer(f"{section}.{key}") < layer]
+        is_name = chosen == ["name"]
+        why = (
+            f"{section}.name is {show(settings['name'])}"
+            if is_name
+            else f"{section}.groups is given"
+        )
         while True:
-            misfit = older.pop() if older else _find_misfit(schema, settings)
-            key = f"{section}.{misfit}"
-            if misfit not in settings or find_layer(key) >= layer:
+            has_groups = is_name and settings.get("groups")
+            misfit = "groups" if has_groups else _find_misfit(schema, settings)
+            if misfit not in settings or f"{section}.{misfit}" in layer:
                 break
-            left_out[key] = settings[misfit]
-            # an alias may give other keys the same mapping
+            yield (section, misfit), why
             settings = {name: value for name, value in settings.items() if name != misfit}
-        if left_out:
-            raw[section] = settings
-            chosen = show(settings[newest]) if newest == "name" else "given"
-            _warn_left_out(left_out, origins, f"{section}.{newest} is {chosen}")
-    method = methods.METHODS.get(str(raw.get("method")))
-    key = "gradient_accumulation"
+    method = methods.METHODS.get(str(after.get("method")))
     updates_alone = method is not None and (method.history or method.rounds)
-    if updates_alone and key in origins and find_layer(key) < find_layer("method"):
-        why = f"each microbatch of {raw['method']} is an update"
-        _warn_left_out({key: raw.pop(key)}, origins, why)
+    key = "gradient_accumulation"
+    if updates_alone and "method" in layer and key in before and key not in layer:
+        yield (key,), f"each microbatch of {after['method']} is an update"
+
+
+def _get_section(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section, an empty one if there is none."""
+    section = keys.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _find_misfit(schema: Type[Section], settings: Mapping[str, Any]) -> str:
@@ -419,7 +387,7 @@ def _find_misfit(schema: Type[Section], settings: Mapping[str, Any]) -> str:
         schema.model_validate(settings)
     except ValidationError as error:
         detail = error.errors()[0]
-        return str(detail["ctx"]["key"]) if detail["type"] == "setting" else ""
+        return str(detail["loc"][0]) if detail["type"] == "setting" else ""
     return ""
 
 
@@ -453,10 +421,9 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     Raise `BadInput` for an unknown name, for values that are not allowed, and for arguments that do
     not belong to the method.
     """
-    method_args = {key: value for key, value in args.items() if key != "stages_per_device"}
-    config = configure(
-        method=name, method_args=method_args, stages_per_device=args.get("stages_per_device")
-    )
+    method_args = dict(args)
+    count = method_args.pop("stages_per_device", None)
+    config = configure(method=name, method_args=method_args, stages_per_device=count)
     return methods.resolve_method(config.method, config.method_settings())
 
 
@@ -470,59 +437,41 @@ def _validate(
     or option of its key.
     """
 
-    def add_origins(faults: Sequence[str]) -> List[str]:
-        keys = [Language.CONFIG.say(fault).partition(":")[0] for fault in faults]
-        places = [name_origin(find_origin(key, origins, source)) for key in keys]
-        return [f"{place}{fault}" for place, fault in zip(places, faults)]
+    def add_origin(fault: str) -> str:
+        key = Language.CONFIG.say(fault).partition(":")[0]
+        return f"{name_origin(key, origins, source)}{fault}"
 
-    raw = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
-    config = None
+    # null leaves a key out, where it is not a value of its own
+    raw = {key: value for key, value in raw.items() if value is not None or key == "checkpoint"}
     faults = list(faults)
-    # keys with faults, and their sections
-    faulty_keys: Set[Tuple[str, ...]] = set()
+    if isinstance(raw.get("hardware"), str):
+        read_hardware = import_outer("read_hardware")
+        faults += _collect_faults(read_hardware, raw["hardware"], add_origin("hardware"))
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        details = error.errors()
         # the types of these keys do not tell their section
         forms = {
             "stages": StageCount,
             "ipu": import_outer("ipu"),
             "hardware": import_outer("hardware"),
         }
-        faults += format_faults(details, origins, source, Config, forms)
-        for detail in details:
-            key = tuple(
-                map(str, (*detail["loc"], *filter(None, [detail.get("ctx", {}).get("key")])))
-            )
-            faulty_keys |= {key[:1], key[:2]}
-    if isinstance(raw.get("hardware"), str):
-        origin = name_origin(find_origin("hardware", origins, source))
-        faults += _collect_faults(
-            import_outer("read_hardware"), raw["hardware"], f"{origin}hardware"
-        )
-    # check the method even if other keys are wrong
-    if ("method",) not in faulty_keys:
-        args = raw.get("method_args", {})
-        args = args if isinstance(args, dict) else {}
-        args = {
-            key: value for key, value in args.items() if ("method_args", key) not in faulty_keys
-        }
-        faults += add_origins(
-            _collect_faults(methods.resolve_method, raw.get("method", "gpipe"), args)
-        )
-    if config is not None and not faults:
+        raise BadInput(
+            [*format_faults(error.errors(), origins, source, Config, forms), *faults]
+        ) from None
+    try:
         conflicts, optimizer_conflicts = _list_method_conflicts(config)
-        config._optimizer_faults = tuple(add_origins(optimizer_conflicts))
-        faults += add_origins(conflicts)
-    if faults or config is None:
-        raise BadInput(faults)
+    except BadInput as error:
+        raise BadInput([*faults, *map(add_origin, error.lines)]) from None
+    raise_faults([*faults, *map(add_origin, conflicts)])
+    config._optimizer_faults = tuple(map(add_origin, optimizer_conflicts))
     return config
 
 
 def _list_method_conflicts(config: Config) -> Tuple[List[str], List[str]]:
     """Return the conflicts of the method's rules with each other and the backend, and those with
-    the config's own optimizer, which are kept apart because Python may replace it.
+    the config's own optimizer, which are kept apart because Python may replace it. Raise `BadInput`
+    for arguments that do not belong to the method.
     """
     # imported here because it imports torch, which reading a config otherwise does not need
     from ipu_pipe.update import rules

@@ -8,27 +8,31 @@ documentation site is made from them.
 from __future__ import annotations
 
 import importlib
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Type, Union
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
-from pydantic import PrivateAttr, StrictBool, field_validator, model_validator
-from typing_extensions import Literal
+from pydantic import Field, PrivateAttr, StrictBool, ValidationInfo, field_validator
+from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config import sections
 from ipu_pipe.config.backend_facts import BACKEND_FACTS, BackendFacts
 from ipu_pipe.config.values import (
+    DEVICES,
     MOST_STAGES,
     Case,
     Count,
     DeviceName,
+    NonEmpty,
     Seconds,
     Section,
     Seed,
+    Stages,
     Threads,
     Updates,
+    say_allowed,
 )
-from ipu_pipe.refusals import NONE, Argument, Words
+from ipu_pipe.refusals import NONE, Argument, Words, name_key
 from ipu_pipe.schedule.methods import METHODS, Reads, Timeline
-from ipu_pipe.text import suggest
+from ipu_pipe.text import find_nearest, suggest
 
 # Sections and checks of folders above this one, as "module:name", imported when a config needs
 # them. A backend has its section and its checks in its own folder; a new backend needs only a
@@ -69,28 +73,27 @@ class BackendConfig(Section):
     platform: Optional[Literal["cpu", "tpu"]] = None
     devices: Optional[Count] = None
     program: Optional[Literal["action", "slot"]] = None
-    ipu: Any = None
+    ipu: Any = Field(default=None, validate_default=True)
 
-    @model_validator(mode="before")
+    @field_validator("name", mode="before")
     @classmethod
-    def _fill_validate_ipu(cls, value: Any) -> Any:
-        """Add the section of poptorch if the config has none."""
-        if (
-            isinstance(value, Mapping)
-            and value.get("name") == "poptorch"
-            and value.get("ipu") is None
-        ):
-            return {**value, "ipu": {}}
+    def _validate_name(cls, value: Any) -> Any:
+        """Refuse a kind of device, which users of other libraries expect here."""
+        device = find_nearest(value, DEVICES, cutoff=1.0)
+        if device:
+            why = f"is a device; did you mean {name_key('backend.device')}={device}?"
+            raise ValueError(why)
         return value
 
     @field_validator("ipu", mode="before")
     @classmethod
-    def _validate_ipu(cls, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return import_outer("ipu").model_validate(value)
+    def _validate_ipu(cls, value: Any, info: ValidationInfo) -> Any:
+        """Validate the section of poptorch, whose keys have defaults if the config has none."""
+        if value is None and info.data.get("name") == "poptorch":
+            value = {}
         if value is None or isinstance(value, Section):
             return value
-        raise ValueError("must be a mapping of keys to values")
+        return import_outer("ipu").model_validate(value)
 
     def list_cases(self) -> Iterator[Case]:
         why = (
@@ -100,9 +103,8 @@ class BackendConfig(Section):
         yield Case(self.ipu is not None and self.name != "poptorch", "ipu", why, "given")
         why = f"belongs to {Argument('backend')} xla, not {self.name}: leave it out"
         is_other = not self.facts.counts_devices
-        yield Case(self.platform is not None and is_other, "platform", why)
-        yield Case(self.devices is not None and is_other, "devices", why)
-        yield Case(self.program is not None and is_other, "program", why)
+        for key in ("platform", "devices", "program"):
+            yield Case(is_other and getattr(self, key) is not None, key, why)
         why = f"belongs to {Argument('device')} cuda, not {self.device}: leave it out"
         is_other = self.device != "cuda"
         yield Case(is_other and not self.deterministic, "deterministic", why)
@@ -112,6 +114,27 @@ class BackendConfig(Section):
     def facts(self) -> BackendFacts:
         """What the backend supports."""
         return BACKEND_FACTS[self.name]
+
+
+# null, "finest", "auto", a count, names, {count, by} or {finest}
+if TYPE_CHECKING:
+    StagesValue = Any
+else:
+    StagesValue = Annotated[
+        Union[None, Literal["finest", "auto"], Stages, NonEmpty[str], Dict[str, Any]],
+        say_allowed(
+            f"{NONE} (the model's own), auto, finest, a whole number from 1 to {MOST_STAGES}, a "
+            f"list of module names, {{count, by}} or {{finest}}",
+            "auto",
+            "finest",
+        ),
+    ]
+Entries = Annotated[
+    List[Union[str, sections.Entry]],
+    say_allowed(
+        "a list of names such as accuracy, or import strings module:name, or of {entry, args}"
+    ),
+]
 
 
 class Config(Section):
@@ -150,7 +173,7 @@ class Config(Section):
     data: sections.DataConfig
     method: str = "gpipe"
     method_args: sections.MethodArgs = sections.MethodArgs()
-    stages: Any = None
+    stages: StagesValue = None
     stages_per_device: Optional[Count] = None
     loss: str = "cross_entropy"
     loss_weight: Optional[str] = None
@@ -166,8 +189,8 @@ class Config(Section):
     epochs: Updates = 1
     steps: Optional[Updates] = None
     evaluate: sections.EvaluateConfig = sections.EvaluateConfig()
-    metrics: List[Union[str, sections.Entry]] = ["accuracy"]
-    callbacks: List[Union[str, sections.Entry]] = []
+    metrics: Entries = ["accuracy"]
+    callbacks: Entries = []
     early_stopping: Optional[sections.EarlyStoppingConfig] = None
     checkpoint: Optional[sections.CheckpointConfig] = sections.CheckpointConfig()
     log: sections.LogConfig = sections.LogConfig()
@@ -176,7 +199,13 @@ class Config(Section):
         "float32", "float64", "bfloat16", "bfloat16_mixed", "16.16", "16.32", "32.32"
     ] = "float32"
     recompute: StrictBool = False
-    hardware: Union[None, str, Dict[str, Any]] = None
+    hardware: Annotated[
+        Union[None, str, Dict[str, Any]],
+        say_allowed(
+            f"{NONE}, a name of configs/hardware, a YAML file such as those there, or a mapping of "
+            f"its keys"
+        ),
+    ] = None
     init_from: Optional[sections.InitFrom] = None
     allow_nonfinite: StrictBool = False
     given: Optional[sections.Given] = None
@@ -184,27 +213,12 @@ class Config(Section):
     # another
     _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
 
-    @field_validator("metrics", "callbacks", mode="before")
+    @field_validator("method")
     @classmethod
-    def _validate_entries(cls, value: Any) -> Any:
-        """Validate a list of names or import strings, or of mappings of an Entry's keys, which
-        become Entries.
-        """
-        entries = value if isinstance(value, (list, tuple)) else [None]
-        if all(
-            isinstance(one, (str, sections.Entry)) or sections.is_entry_mapping(one)
-            for one in entries
-        ):
-            return [
-                one
-                if isinstance(one, (str, sections.Entry))
-                else sections.Entry.model_validate(one)
-                for one in entries
-            ]
-        raise ValueError(
-            "must be a list of names such as accuracy, or import strings module:name, or of "
-            "{entry, args}"
-        )
+    def _validate_method(cls, value: str) -> str:
+        if value not in METHODS:
+            raise ValueError(f"must be one of {', '.join(METHODS)}{suggest(value, METHODS)}")
+        return value
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -215,46 +229,19 @@ class Config(Section):
     @field_validator("hardware", mode="before")
     @classmethod
     def _validate_hardware(cls, value: Any) -> Any:
-        """Validate null, a name or file (which is read with the config), or a mapping of a file's
-        keys.
-        """
+        """Validate a mapping of a file's keys. A name or file is read with the config."""
         if isinstance(value, Mapping):
             import_outer("hardware").model_validate({"name": "given", **value})
-        elif not (value is None or isinstance(value, str)):
-            allowed = (
-                f"{NONE}, a name of configs/hardware, a YAML file such as those there, or a "
-                f"mapping of its keys"
-            )
-            raise ValueError(f"must be {allowed}")
         return value
 
-    @field_validator("stages")
+    @field_validator("stages", mode="before")
     @classmethod
     def _validate_stages(cls, value: Any) -> Any:
-        """Validate null, "finest", "auto", a count, names, {count, by} or {finest}."""
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        names = (
-            isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
-        )
-        if whole and value > MOST_STAGES:
-            raise ValueError(
-                f"must be a whole number from 1 to {MOST_STAGES}: a schedule is planned before it "
-                f"starts"
-            )
-        if value is None or value in ("finest", "auto") or whole or names:
+        """Validate a mapping, {count, by} or {finest}."""
+        if not isinstance(value, Mapping):
             return value
-        if isinstance(value, Mapping) and ("count" in value or "finest" in value):
-            section: Type[Section] = (
-                sections.StageFinest if "finest" in value else sections.StageCount
-            )
-            return section.model_validate(value).model_dump()
-        allowed = (
-            f"must be {NONE} (the model's own), auto, finest, a whole number >= 1, a list of "
-            f"module names, {{count, by}} or {{finest}}"
-        )
-        raise ValueError(
-            allowed + (suggest(value, ("auto", "finest")) if isinstance(value, str) else "")
-        )
+        section: Any = sections.StageFinest if "finest" in value else sections.StageCount
+        return section.model_validate(value).model_dump()
 
     def list_cases(self) -> Iterator[Case]:
         why = (
@@ -274,9 +261,9 @@ class Config(Section):
         yield Case(is_unknown and self.stages != "auto", "stages.by", why, "hardware")
         is_auto = self.stages == "auto" and not self.backend.facts.uses_processes
         yield Case(is_unknown and is_auto, "stages", f"{why}, or processes")
-        method = METHODS.get(self.method)
+        method = METHODS[self.method]
         args = self.method_args
-        if method is not None and method.is_stale and method.backward_reads is Reads.NEWEST:
+        if method.is_stale and method.backward_reads is Reads.NEWEST:
             recomputes = self.recompute and not args.recompute and not args.stash
             why = (
                 f"cannot be combined with {Argument('recompute', True)}, which recomputes with older "
@@ -305,7 +292,7 @@ class Config(Section):
         PopTorch's pipelines recompute unless `backend.ipu.recomputation` says otherwise.
         """
         ipu = self.backend.ipu
-        if ipu is None or self.recompute or self.method not in METHODS:
+        if ipu is None or self.recompute:
             return self.recompute
         if ipu.recomputation == "auto":
             is_split = ipu.local == "decoupled" or self.stages == 1

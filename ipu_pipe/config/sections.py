@@ -8,7 +8,6 @@ import math
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     StrictBool,
@@ -21,6 +20,7 @@ from typing_extensions import Annotated, Literal
 from ipu_pipe.config.values import (
     MOST_STAGES,
     MOST_VERSIONS,
+    NUMBER,
     Case,
     Count,
     Decay,
@@ -28,6 +28,7 @@ from ipu_pipe.config.values import (
     Epochs,
     Fraction,
     Integer,
+    NonEmpty,
     NotNegative,
     Often,
     PathText,
@@ -37,10 +38,9 @@ from ipu_pipe.config.values import (
     Stages,
     Updates,
     Whole,
-    check_path,
     key_fault,
+    say_allowed,
     to_number,
-    to_numbers,
 )
 from ipu_pipe.refusals import NONE
 from ipu_pipe.text import find_nearest, show
@@ -62,7 +62,7 @@ BY_STAGE = (
 
 
 # classes that are known without torch, whose import a config does not wait for
-OPTIMIZER_CLASSES = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+OPTIMIZER_CLASSES = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop", "RMSprop")
 SCHEDULER_CLASSES = (
     "LambdaLR",
     "MultiplicativeLR",
@@ -74,12 +74,16 @@ SCHEDULER_CLASSES = (
 )
 
 
-def suggest_class(name: Any, known: Sequence[str], within: str, classes: Sequence[str]) -> str:
-    """Return the end of a fault that names the nearest known name, or class in the module `within`;
-    "" if there is none.
+def validate_name(value: Any, known: Sequence[str], within: str, classes: Sequence[str]) -> Any:
+    """Validate the name of one of `known`, of a class in the module `within`, or an import string.
+    Raise `ValueError` that names the nearest known name, or of the `classes`.
     """
-    near = find_nearest(show(name).rpartition(".")[2], [*known, *classes])
-    return f"; did you mean {within if near in classes else ''}{near}?" if near else ""
+    if value in known or is_entry(value, within):
+        return value
+    near = find_nearest(show(value).rpartition(".")[2], [*known, *classes])
+    hint = f"; did you mean {within if near in classes else ''}{near}?" if near else ""
+    allowed = f"{', '.join(known)}, a class such as {within}{classes[-1]}, or module:name"
+    raise ValueError(f"must be one of {allowed}{hint}")
 
 
 def is_entry(value: Any, within: str) -> bool:
@@ -89,6 +93,19 @@ def is_entry(value: Any, within: str) -> bool:
     if not isinstance(value, str):
         return False
     return ":" in value or (value.startswith(within) and value[len(within) :].isidentifier())
+
+
+def is_by_stage(values: Any) -> bool:
+    """Return whether a value is a list, or {from, to, over} with as many numbers at both ends."""
+    if not isinstance(values, Mapping):
+        return isinstance(values, list) and bool(values)
+    if not {"from", "to"} <= set(values) <= {"from", "to", "over"}:
+        return False
+    first, last = (
+        end if isinstance(end, list) else [end] for end in (values["from"], values["to"])
+    )
+    are_numbers = None not in map(to_number, (*first, *last))
+    return are_numbers and len(first) == len(last) and values.get("over", STAGES) == STAGES
 
 
 class ModelConfig(Section):
@@ -102,17 +119,12 @@ class ModelConfig(Section):
     entry: str
     args: Dict[str, Any] = {}
     compile: StrictBool = False
-    output: Union[None, int, str] = None
-
-    @field_validator("output", mode="before")
-    @classmethod
-    def _validate_output(cls, value: Any) -> Any:
-        if value is None or (isinstance(value, (int, str)) and not isinstance(value, bool)):
-            return value
-        raise ValueError("must be null, a field's name, an index, or module:function")
+    output: Annotated[
+        Union[None, Integer, str], say_allowed("null, a field's name, an index, or module:function")
+    ] = None
 
 
-class DataConfig(BaseModel):
+class DataConfig(Section):
     """Keys that are not listed here are arguments of the data set or callable. `name`: a set of
     ipu_pipe.data or "module:callable" that makes a DataSource. `root`: the folder that contains the
     set's folder. `subset`, `test_subset`: use the first samples only. `validation`: training
@@ -120,34 +132,36 @@ class DataConfig(BaseModel):
     1.
     """
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow")
+
     name: str
     root: Optional[PathText] = None
     subset: Optional[Count] = None
     test_subset: Optional[Count] = None
-    validation: Union[None, int, float] = None
-
-    @field_validator("validation", mode="before")
-    @classmethod
-    def _validate_validation(cls, value: Any) -> Any:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is None or (
-            is_number and (0 < value < 1 or (1 <= value < 2**53 and value == int(value)))
-        ):
-            return value
-        raise ValueError("must be null, a share between 0 and 1, or a whole number of samples")
+    validation: Annotated[
+        Union[
+            None,
+            Annotated[float, Field(gt=0, lt=1), NUMBER],
+            Annotated[int, Field(ge=1, lt=2**53), NUMBER],
+        ],
+        say_allowed("null, a share between 0 and 1, or a whole number of samples"),
+    ] = None
 
     def options(self) -> Dict[str, Any]:
         """Return all keys that are not null, except the name."""
-        return {
-            key: value
-            for key, value in self.model_dump().items()
-            if key != "name" and value is not None
-        }
+        return self.model_dump(exclude={"name"}, exclude_none=True)
 
 
 # the name of an optimizer whose groups have different optimizers
 GROUPS = "groups"
+
+
+# optimizers that are known by a short name -> their settings besides lr and weight_decay
+SETTINGS = {
+    "sgd": ("momentum", "nesterov"),
+    "adam": ("betas", "eps"),
+    "adamw": ("betas", "eps"),
+}
 
 
 class OptimizerSettings(Section):
@@ -167,35 +181,15 @@ class OptimizerSettings(Section):
     @field_validator("name", mode="before")
     @classmethod
     def _validate_name(cls, value: Any) -> Any:
-        known = ("sgd", "adam", "adamw")
-        if isinstance(value, str) and (
-            value in (*known, GIVEN, GROUPS) or is_entry(value, OPTIMIZERS)
-        ):
+        if value in (GIVEN, GROUPS):
             return value
-        hint = suggest_class(value, known, OPTIMIZERS, OPTIMIZER_CLASSES)
-        raise ValueError(
-            f"must be sgd, adam or adamw, a class such as torch.optim.RMSprop, or module:name{hint}"
-        )
+        return validate_name(value, tuple(SETTINGS), OPTIMIZERS, OPTIMIZER_CLASSES)
 
     @field_validator("by_stage")
     @classmethod
     def _validate_by_stage(cls, value: Any) -> Any:
         for key, values in (value or {}).items():
-            if isinstance(values, Mapping) and {"from", "to"} <= set(values) <= {
-                "from",
-                "to",
-                "over",
-            }:
-                ends = [
-                    one if isinstance(one, list) else [one]
-                    for one in (values["from"], values["to"])
-                ]
-                fits = len(ends[0]) == len(ends[1]) and all(
-                    to_number(one) is not None for one in (*ends[0], *ends[1])
-                )
-            else:
-                fits = isinstance(values, list) and bool(values)
-            if not fits or (isinstance(values, Mapping) and values.get("over", STAGES) != STAGES):
+            if not is_by_stage(values):
                 raise key_fault(key, values, BY_STAGE)
         return value
 
@@ -212,29 +206,17 @@ class OptimizerSettings(Section):
             "args",
             f"{self.name} takes its settings beside its name, without args",
         )
-        known = (
-            ()
-            if self.is_other
-            else ("momentum", "nesterov")
-            if self.name == "sgd"
-            else ("betas", "eps")
-        )
-        remedy = "put it into optimizer.args" if self.is_other else f"it has {', '.join(known)}"
+        known = SETTINGS.get(self.name, ())
+        remedy = f"it has {', '.join(known)}" if known else "put it into optimizer.args"
+        why = f"{self.name} has no such key, {remedy}; null leaves it out"
         for key in ("momentum", "nesterov", "betas", "eps"):
-            is_foreign = getattr(self, key) is not None and key not in known
-            yield Case(
-                is_foreign, key, f"{self.name} has no such key, {remedy}; null leaves it out"
-            )
+            yield Case(getattr(self, key) is not None and key not in known, key, why)
         yield Case(self.nesterov and not self.momentum, "nesterov", "needs a momentum above 0")
 
     def settings(self) -> Dict[str, Any]:
         """Return the keyword arguments of the torch.optim class."""
-        keys = ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps")
-        values = {key: getattr(self, key) for key in keys}
-        return {
-            **{key: value for key, value in values.items() if value is not None},
-            **(self.args or {}),
-        }
+        keys = {"lr", "momentum", "nesterov", "weight_decay", "betas", "eps"}
+        return {**self.model_dump(include=keys, exclude_none=True), **(self.args or {})}
 
 
 class OptimizerGroup(OptimizerSettings):
@@ -244,6 +226,11 @@ class OptimizerGroup(OptimizerSettings):
 
     match: Optional[List[str]] = None
     ndim: Optional[Whole] = None
+
+    def list_cases(self) -> Iterator[Case]:
+        is_optimizer = self.name not in (GIVEN, GROUPS)
+        yield Case(not is_optimizer, "name", "must be the name of an optimizer")
+        yield from super().list_cases()
 
     @field_validator("match", mode="before")
     @classmethod
@@ -264,7 +251,10 @@ class OptimizerConfig(OptimizerSettings):
     all: each parameter is in the first group that matches it.
     """
 
-    no_decay: Union[str, List[str]] = []
+    no_decay: Annotated[
+        Union[str, List[str]],
+        say_allowed("norms_and_biases or a list of name patterns such as *.bias"),
+    ] = []
     reference_batch_size: Optional[Count] = None
     groups: List[OptimizerGroup] = []
 
@@ -280,15 +270,6 @@ class OptimizerConfig(OptimizerSettings):
             return {**value, "name": GROUPS}
         return value
 
-    @field_validator("no_decay", mode="before")
-    @classmethod
-    def _validate_patterns(cls, value: Any) -> Any:
-        if isinstance(value, str) or (
-            isinstance(value, list) and all(isinstance(pattern, str) for pattern in value)
-        ):
-            return value
-        raise ValueError("must be norms_and_biases or a list of name patterns such as *.bias")
-
     def list_cases(self) -> Iterator[Case]:
         yield from super().list_cases()
         kind = "settings by stage" if self.name == "sgd" else self.name
@@ -301,26 +282,9 @@ class OptimizerConfig(OptimizerSettings):
             "groups",
             "must be a list of groups, each with the keys of an optimizer",
         )
-        for number, group in enumerate(self.groups):
-            why = "must be the name of an optimizer"
-            yield Case(group.name in (GIVEN, GROUPS), f"groups.{number}.name", why, group.name)
-        for key in (
-            "name",
-            "lr",
-            "momentum",
-            "nesterov",
-            "weight_decay",
-            "betas",
-            "eps",
-            "args",
-            "by_stage",
-        ):
-            is_set = getattr(self, key) != (GROUPS if key == "name" else None)
-            yield Case(
-                is_set,
-                key,
-                "cannot be combined with groups, each of which has its own; null leaves it out",
-            )
+        why = "cannot be combined with groups, each of which has its own; null leaves it out"
+        for key in OptimizerSettings.model_fields:
+            yield Case(getattr(self, key) != (GROUPS if key == "name" else None), key, why)
 
     @property
     def members(self) -> Sequence[OptimizerSettings]:
@@ -336,21 +300,23 @@ class OptimizerConfig(OptimizerSettings):
         """Return the same optimizers. Members that leave their learning rate to the method get
         theirs of `rates`, which has one for each member.
         """
-        filled = [
-            one.model_copy(update={"lr": rate}) if one.lr is None and not one.is_other else one
+        return self._with_rates(
+            rate if one.lr is None and not one.is_other else one.lr
             for one, rate in zip(self.members, rates)
-        ]
-        return self.model_copy(update={"groups": filled}) if self.groups else filled[0]  # type: ignore[return-value]
+        )
 
     def scale_rate(self, factor: float) -> "OptimizerConfig":
         """Return the same optimizers with their learning rates times `factor`. Rates that are not
         given keep their defaults.
         """
+        return self._with_rates(one.lr and one.lr * factor for one in self.members)
 
-        def scale(one: Any) -> Any:
-            return one if one.lr is None else one.model_copy(update={"lr": one.lr * factor})
-
-        return scale(self).model_copy(update={"groups": list(map(scale, self.groups))})  # type: ignore[no-any-return]
+    def _with_rates(self, rates: Iterable[Optional[float]]) -> "OptimizerConfig":
+        """Return the same optimizers, each with its learning rate of `rates`."""
+        members: List[Any] = [
+            one.model_copy(update={"lr": rate}) for one, rate in zip(self.members, rates)
+        ]
+        return self.model_copy(update={"groups": members}) if self.groups else members[0]  # type: ignore[no-any-return]
 
 
 class LrSchedule(Section):
@@ -378,13 +344,9 @@ class LrSchedule(Section):
     @classmethod
     def _validate_name(cls, value: Any) -> Any:
         known = ("constant", "step", "cosine", "linear", "plateau")
-        if isinstance(value, str) and (value in (*known, GIVEN) or is_entry(value, SCHEDULERS)):
-            return value
-        allowed = (
-            f"must be one of {', '.join(known)}, a class such as {SCHEDULERS}OneCycleLR, or "
-            f"module:name"
+        return (
+            value if value == GIVEN else validate_name(value, known, SCHEDULERS, SCHEDULER_CLASSES)
         )
-        raise ValueError(allowed + suggest_class(value, known, SCHEDULERS, SCHEDULER_CLASSES))
 
     @property
     def is_played(self) -> bool:
@@ -527,15 +489,6 @@ class Entry(Section):
     args: Dict[str, Any] = {}
 
 
-def is_entry_mapping(value: Any) -> bool:
-    """Return whether a value has the keys of an `Entry`."""
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("entry"), str)
-        and set(value) <= {"entry", "args"}
-    )
-
-
 class StageCount(Section):
     """A number of stages, balanced. Times differ from one measurement to the next, so a run's
     folder contains the names of the modules at which its stages begin, which a resumed run uses.
@@ -564,9 +517,7 @@ class InitFrom(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_path(cls, value: Any) -> Any:
-        if not isinstance(value, (str, Mapping)):
-            raise ValueError("must be a path, or {path, strict}")
-        return {"path": check_path(value)} if isinstance(value, str) else value
+        return {"path": value} if isinstance(value, str) else value
 
     @model_serializer
     def _write_path(self) -> Union[str, Dict[str, Any]]:
@@ -582,18 +533,21 @@ class Description(Section):
     groups: List[Dict[str, Any]] = []
 
 
+Object = Optional[Description]
+
+
 class Given(Section):
     """Objects that were passed from Python in place of the config's keys. Runs write them; the
     command line cannot use them.
     """
 
-    model: Optional[Description] = None
-    output: Optional[Description] = None
-    data: Optional[Description] = None
-    loss: Optional[Description] = None
-    loss_weight: Optional[Description] = None
-    optimizer: Optional[Description] = None
-    lr_scheduler: Optional[Description] = None
+    model: Object = None
+    output: Object = None
+    data: Object = None
+    loss: Object = None
+    loss_weight: Object = None
+    optimizer: Object = None
+    lr_scheduler: Object = None
     metrics: Optional[List[Description]] = None
     callbacks: Optional[List[Description]] = None
 
@@ -616,15 +570,9 @@ class T2(Section):
     gamma^D for a delay of D, or `optimal` for the optimum on a quadratic; the default is exp(-2).
     """
 
-    decay: Any = math.exp(-2)
-
-    @field_validator("decay")
-    @classmethod
-    def _validate_decay(cls, value: Any) -> Any:
-        share = to_number(value)
-        if value == "optimal" or (share is not None and 0 < share < 1):
-            return value if value == "optimal" else share
-        raise ValueError("must be a number > 0 and < 1, or optimal")
+    decay: Annotated[
+        Union[Literal["optimal"], Decay], say_allowed("a number > 0 and < 1, or optimal", "optimal")
+    ] = math.exp(-2)
 
 
 class Warmup(Section):
@@ -647,15 +595,11 @@ class Hogwild(Section):
     null: the stage's delay in the method's pipeline.
     """
 
-    mean: Any = None
+    mean: Annotated[
+        Union[None, NotNegative, NonEmpty[NotNegative]],
+        say_allowed(f"{NONE}, a number >= 0, or a list of such, one per stage"),
+    ] = None
     max: Delayed
-
-    @field_validator("mean")
-    @classmethod
-    def _validate_mean(cls, value: Any) -> Any:
-        return to_numbers(
-            value, math.inf, f"must be {NONE}, a number >= 0, or a list of such, one per stage"
-        )
 
 
 class ConstantDelay(Section):
@@ -664,24 +608,17 @@ class ConstantDelay(Section):
     update.
     """
 
-    updates: Any
+    updates: Annotated[
+        Union[Delayed, NonEmpty[NonEmpty[Annotated[Integer, Field(ge=0, le=MOST_VERSIONS)]]]],
+        say_allowed(
+            f"an integer from 1 to {MOST_VERSIONS}, or a list of lists, for each stage the delays "
+            f"of an update's microbatches, as [[2, 1], [1, 0]], not all 0"
+        ),
+    ]
 
-    @field_validator("updates")
-    @classmethod
-    def _validate_updates(cls, value: Any) -> Any:
-        rows = value if isinstance(value, list) else [[value]]
-        delays = [
-            delay for row in rows for delay in (row if isinstance(row, list) and row else [None])
-        ]
-        if all(type(delay) is int and 0 <= delay <= MOST_VERSIONS for delay in delays) and any(
-            delays
-        ):
-            return value
-        table = (
-            "a list of lists, for each stage the delays of an update's microbatches, as [[2, "
-            "1], [1, 0]], not all 0"
-        )
-        raise ValueError(f"must be an integer from 1 to {MOST_VERSIONS}, or {table}")
+    def list_cases(self) -> Iterator[Case]:
+        is_zero = isinstance(self.updates, list) and not any(map(any, self.updates))
+        yield Case(is_zero, "updates", "must not be 0 for all stages and microbatches")
 
 
 class SpikeCompensation(Section):
@@ -736,17 +673,13 @@ class OuterConfig(Section):
     lr: Positive = 0.7
     momentum: Share = 0.9
     nesterov: StrictBool = True
-    fragments: Any = 1
+    fragments: Annotated[
+        Union[Literal["per_stage"], Stages],
+        say_allowed("an integer >= 1, or per_stage", "per_stage"),
+    ] = 1
     offset: Whole = 0
     delay: Whole = 0
     mix: Annotated[NotNegative, Field(le=1)] = 0.0
-
-    @field_validator("fragments")
-    @classmethod
-    def _validate_fragments(cls, value: Any) -> Any:
-        if value == "per_stage" or (type(value) is int and 1 <= value <= MOST_STAGES):
-            return value
-        raise ValueError("must be an integer >= 1, or per_stage")
 
     def list_cases(self) -> Iterator[Case]:
         yield Case(self.nesterov and not self.momentum, "nesterov", "needs a momentum above 0")
@@ -813,7 +746,10 @@ class MethodArgs(Section):
     gradient_shrinking: Optional[GradientShrinking] = None
     error_feedback: Optional[ErrorFeedback] = None
     delay_compensation: Optional[DelayCompensation] = None
-    blocks: Any = None
+    blocks: Annotated[
+        Union[None, Stages, NonEmpty[str]],
+        say_allowed(f"{NONE}, an integer from 1 to {MOST_STAGES}, or a list of module names"),
+    ] = None
     overlap: Optional[Literal[1]] = None
     layers: Optional[Count] = None
     head: Any = None
@@ -828,26 +764,7 @@ class MethodArgs(Section):
     outer: Optional[OuterConfig] = None
     split_backward: Optional[StrictBool] = None
     activation_limit: Optional[Annotated[Positive, Field(ge=1)]] = None
-    file: Optional[PathText] = None
-
-    @field_validator("file")
-    @classmethod
-    def _validate_file(cls, value: Any) -> Any:
-        if value == "":
-            raise ValueError("must be the name of a CSV file")
-        return value
-
-    @field_validator("blocks")
-    @classmethod
-    def _validate_blocks(cls, value: Any) -> Any:
-        names = (
-            isinstance(value, (list, tuple))
-            and bool(value)
-            and all(isinstance(name, str) for name in value)
-        )
-        if value is None or names or (type(value) is int and 1 <= value <= MOST_STAGES):
-            return value
-        raise ValueError(f"must be an integer from 1 to {MOST_STAGES}, or a list of module names")
+    file: Optional[Annotated[PathText, Field(min_length=1)]] = None
 
     @field_validator("head")
     @classmethod

@@ -7,22 +7,32 @@ from __future__ import annotations
 import math
 import re
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Iterable, NamedTuple, Optional, TypeVar, Union
+from typing import (
+    Any,
+    Callable,
+    Iterable,
+    List,
+    NamedTuple,
+    Optional,
+    TypeVar,
+    Union,
+)
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     Strict,
+    ValidationError,
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
-from typing_extensions import Annotated, Literal
+from pydantic_core import InitErrorDetails, PydanticCustomError
+from typing_extensions import Annotated
 
-from ipu_pipe.text import ALSO_CALLED, find_nearest
+from ipu_pipe.text import ALSO_CALLED, find_nearest, suggest
 
 # Limits of numbers that have none of their own. A larger one is a slip, and would not end: a run is
 # planned before it starts, in time and memory that grow with its stages and with the updates
@@ -64,21 +74,23 @@ def check_number(value: Any) -> Any:
     return value if isinstance(value, int) else number
 
 
-def to_numbers(value: Any, most: float, allowed: str) -> Any:
-    """Convert null, a number from 0 to `most`, or a list of such numbers. Raise `ValueError`
-    (`allowed`) for anything else.
+def say_allowed(allowed: str, *names: str) -> WrapValidator:
+    """Return a validator that says in one line what a union of types allows, and which of its
+    `names` may be meant. Pydantic has a line for each of the types.
     """
-    numbers = [to_number(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
-    if value is None:
-        return None
-    if not numbers or not all(number is not None and 0 <= number <= most for number in numbers):
-        raise ValueError(allowed)
-    return numbers if isinstance(value, (list, tuple)) else numbers[0]
+
+    def validate(value: Any, validate_union: Callable[[Any], Any]) -> Any:
+        try:
+            return validate_union(value)
+        except ValidationError:
+            raise ValueError(f"must be {allowed}{suggest(value, names)}") from None
+
+    return WrapValidator(validate)
 
 
-def check_path(value: Any) -> Any:
-    """Validate text that can be a path: no file's name holds a NUL or half a character."""
-    if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+def check_path(value: str) -> str:
+    """Validate text that can be a path: no file's name holds a NUL."""
+    if "\0" in value:
         raise ValueError("contains a character that a file name cannot have")
     return value
 
@@ -89,7 +101,7 @@ DEVICES = ("cpu", "cuda")
 OTHER_DEVICES = ("xpu", "npu", "hpu", "tpu", "mps", "mtia")
 
 
-def to_device_name(value: Any) -> Any:
+def validate_device(value: Any) -> Any:
     """Validate a kind of device. One that torch may have by an extension is any short word without
     another meaning; whether torch has it here is known only when torch is there.
     """
@@ -97,13 +109,15 @@ def to_device_name(value: Any) -> Any:
     is_word = isinstance(value, str) and re.fullmatch("[a-z][a-z0-9_]{1,31}", value) is not None
     if is_word and (value in known or not (value in ALSO_CALLED or find_nearest(value, known))):
         return value
-    why = "Input should be 'cpu', 'cuda' or another kind of device that torch has"
-    raise PydanticCustomError("literal_error", why)
+    allowed = "cpu, cuda or another kind of device that torch has"
+    raise ValueError(f"must be {allowed}{suggest(value, DEVICES)}")
 
 
-def key_fault(key: str, value: Any, why: str) -> PydanticCustomError:
+def key_fault(key: str, value: Any, why: str) -> ValidationError:
     """Return the fault of one key in a section whose keys do not fit together."""
-    return PydanticCustomError("setting", "{why}", {"key": key, "value": value, "why": why})
+    fault = PydanticCustomError("setting", "{why}", {"why": why})
+    detail: InitErrorDetails = {"type": fault, "loc": (key,), "input": value}
+    return ValidationError.from_exception_data(key, [detail])
 
 
 # stands for the present value of a key
@@ -112,16 +126,10 @@ PRESENT: Any = object()
 Integer = Annotated[int, Strict()]
 # used together with the limits of a float
 NUMBER = BeforeValidator(check_number)
-# a kind of device; `Literal` names what a wrong one may mean
-if TYPE_CHECKING:
-    DeviceName = str
-else:
-    DeviceName = Annotated[
-        Literal[DEVICES],
-        WrapValidator(lambda value, _: to_device_name(value)),
-        PlainSerializer(str),
-    ]
-PathText = Annotated[str, BeforeValidator(check_path)]
+DeviceName = Annotated[str, BeforeValidator(validate_device)]
+PathText = Annotated[str, AfterValidator(check_path)]
+Item = TypeVar("Item")
+NonEmpty = Annotated[List[Item], Field(min_length=1)]
 Count = Annotated[Integer, Field(ge=1, le=MOST_COUNT)]
 Updates = Annotated[Integer, Field(ge=1, le=MOST_UPDATES)]
 Delayed = Annotated[Integer, Field(ge=1, le=MOST_VERSIONS)]

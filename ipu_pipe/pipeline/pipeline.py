@@ -96,10 +96,10 @@ from ipu_pipe.pipeline.state import (
     check_loss,
     check_tensors,
     describe_state,
-    drop_loaded,
-    drop_written,
+    hand_over,
     parse_state,
     select_averages,
+    take_back,
 )
 from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
 from ipu_pipe.pipeline.turns import Turns, take_turn
@@ -687,7 +687,8 @@ class Pipeline:
         if are_joined() and not is_part and _get_rank():
             return {}
         model = {} if is_part else self.model.state_dict()
-        weights = {**model, **drop_written(saved, self.model).model}
+        saved = take_back(saved, self.model, self._handle.optimizer)
+        weights = {**model, **saved.model}
         loss = saved.loss if is_part else export_loss(self._loss)
         state = CheckpointState(weights, saved.optimizer, saved.plain, loss)
         settings = self._handle.export_settings()
@@ -746,7 +747,7 @@ class Pipeline:
             weights = {n: value for n, value in saved.model.items() if not n.startswith(HEADS)}
             load_weights(self.model, weights, "load_state_dict")
             self._load_loss(saved)
-            self._loaded = drop_loaded(saved, self.model)
+            self._loaded = hand_over(saved, self.model, self._handle.optimizer)
 
     def _parse_state(self, state: Any) -> SavedState:
         """Return a copy of a state. Raise `BadInput` if it does not fit; nothing has changed
@@ -930,6 +931,7 @@ class Pipeline:
             return
         if not self._is_broken and self._flow is not None:
             # the loop has failed, not the pipeline
+            self._absent.end()
             self._flow.engine.keep_newest()
         self.abort()
 
@@ -966,9 +968,14 @@ class Pipeline:
         )
         if self._loaded is not None:
             # before the model is converted
-            self._loaded = drop_written(self._loaded, self.model)
+            self._loaded = take_back(self._loaded, self.model, self._handle.optimizer)
         with attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
             # a batch or arguments that do not fit leave the model and the optimizer as they were
+            if self._loaded is not None:
+                # `_load` puts in what this process needs of it
+                state = self._handle.optimizer.state
+                undo.callback(state.update, dict(state))
+                state.clear()
             self._handle.claim()
             undo.callback(self._handle.release)
             undo.callback(record_modes(self.model))
@@ -997,7 +1004,7 @@ class Pipeline:
         self._modes = {module: module.training for module in self.model.modules()}
         self._stage_count = len(job.partition)
         backend = self._config.backend.name
-        if flow.engine.newest_model is None:
+        if flow.engine.newest_model is None or flow.engine.leaves_weights_stale:
             self._absent.arm(hides_memory=flow.engine.leaves_weights_stale)
         if self._loaded is not None:
             self._load(job, flow)
@@ -1049,6 +1056,8 @@ class Pipeline:
         if not self._handle.may_write_settings:
             # as torch's own `load_state_dict` does
             tensors = cast_entries(tensors, trained)
+        # entries of other ranks' parameters that were handed over
+        self._handle.optimizer.state.clear()
         import_state(job.optimizer, names, tensors, copy.deepcopy(saved.plain))
         job.rules.forget_compensated()
         self._handle.forget()

@@ -147,7 +147,8 @@ def _look_at_tensors(tensors: Mapping[Place, torch.Tensor]) -> Picture:
 
 
 def _look_at_training_of_weights(objects: Objects) -> Picture:
-    return Picture(objects.parameters, ([p.requires_grad for p in objects.parameters.values()],))
+    places = [(name, f"{key}.requires_grad") for name, key in objects.parameters]
+    return Picture(places, ([p.requires_grad for p in objects.parameters.values()],))
 
 
 def _look_at_hooks(objects: Objects) -> Picture:
@@ -301,7 +302,7 @@ class Look(NamedTuple):
 IN_WHOLE_MODEL = "change it inside `with pipe.whole_model():`"
 WITH_THE_BATCH = "pass it with the batch, or keep it in a buffer"
 LOOKS: Mapping[str, Look] = {
-    "mode": Look(_look_at_modes, "set it back"),
+    "mode": Look(_look_at_modes, "make a new pipeline"),
     "value": Look(_look_at_values, WITH_THE_BATCH),
     "module": Look(_look_at_modules, "make a new pipeline"),
     "weight": Look(_look_at_weights, IN_WHOLE_MODEL),
@@ -389,9 +390,13 @@ def get_treatment(backend: str, kind: str) -> str:
 def explain_refusal(call: str, backend: str, change: Change, in_flight: int) -> str:
     """Return the line for a change that a backend cannot take over now."""
     if get_treatment(backend, change.kind) == NEVER:
+        remedy = LOOKS[change.kind].remedy
+        # the one backend that takes over no weights that are changed in `whole_model`
+        if remedy == IN_WHOLE_MODEL and not TAKEN_OVER.get(backend):
+            remedy = "use pipe.load_state_dict()"
         return (
             f"{call}: {change.where}: was changed after the last call, and backend {backend} would "
-            f"not see it: {LOOKS[change.kind].remedy}, or set it back"
+            f"not see it: {remedy}, or set it back"
         )
     return (
         f"{call}: {change.where}: was changed while {in_flight} updates are in flight: call "

@@ -23,7 +23,7 @@ from ipu_pipe.pipeline.optimizer import OptimizerHandle
 from ipu_pipe.store.checkpoint import check_weights, describe_wrapper
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update.apply import AVERAGE
-from ipu_pipe.update.optimizer import COUNTS
+from ipu_pipe.update.optimizer import COUNTS, export_state, import_state
 
 # the first has no `contents`, no `loss` and maybe no `settings`; `state_dict` returns the newest
 FIRST_FORMAT = 1
@@ -51,7 +51,7 @@ class SavedState(NamedTuple):
     """A state that fits: copies of tensors, the settings of the optimizer's groups (None in states
     of earlier versions), the position, and the place of a part (None for a whole state).
 
-    `is_in_model`: the model has the weights already.
+    `is_handed_over`: the model has the weights already, and the caller's optimizer its entries.
     """
 
     model: dict[str, torch.Tensor]
@@ -62,7 +62,7 @@ class SavedState(NamedTuple):
     updates: int
     drains: list[int]
     layout: Any = None
-    is_in_model: bool = False
+    is_handed_over: bool = False
 
 
 def describe_state(
@@ -390,24 +390,30 @@ def cast_entries(
 # ---- between loading and the first step
 
 
-def drop_loaded(saved: SavedState, model: nn.Module) -> SavedState:
-    """Return a state whose weights are in the model, without them: it keeps those of heads, and
-    those that the model has rounded.
+def hand_over(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedState:
+    """Put the entries of the caller's parameters into the optimizer, and return the state without
+    the weights that are in the model already: it keeps those of heads, and those that the model has
+    rounded.
     """
+    names = _list_names(model, optimizer)
+    own = set(names.values())
+    tensors = {key: t for key, t in saved.optimizer.items() if _is_callers(key, own)}
+    plain = {key: value for key, value in saved.plain.items() if _is_callers(key, own)}
+    import_state(optimizer, names, tensors, copy.deepcopy(plain))
     state = model.state_dict()
     rest = {
         name: value
         for name, value in saved.model.items()
         if name not in state or state[name].dtype != value.dtype
     }
-    return saved._replace(model=rest, is_in_model=True)
+    return saved._replace(model=rest, is_handed_over=True)
 
 
-def drop_written(saved: SavedState, model: nn.Module) -> SavedState:
-    """Return a state without the weights that the caller has written since it was put into the
-    model.
+def take_back(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedState:
+    """Return a state with the caller's entries of now, and without the weights that the caller has
+    written since it was handed over.
     """
-    if not saved.is_in_model:
+    if not saved.is_handed_over:
         return saved
     state = model.state_dict()
     rest = {
@@ -415,7 +421,28 @@ def drop_written(saved: SavedState, model: nn.Module) -> SavedState:
         for name, value in saved.model.items()
         if name not in state or _is_rounded(state[name], value)
     }
-    return saved._replace(model=rest)
+    names = _list_names(model, optimizer)
+    own = set(names.values())
+    tensors, plain = export_state(optimizer, names)
+    others = {key: t for key, t in saved.optimizer.items() if not _is_callers(key, own)}
+    plain_others = {key: v for key, v in saved.plain.items() if not _is_callers(key, own)}
+    return saved._replace(
+        model=rest, optimizer={**others, **tensors}, plain={**plain_others, **plain}
+    )
+
+
+def _is_callers(key: str, names: set[str]) -> bool:
+    """Return whether an entry is one of the caller's optimizer, and not of a head, a replica or an
+    outer optimizer, whose entries have a prefix.
+    """
+    name, _, entry = key.rpartition("/")
+    return "." not in entry and name in names
+
+
+def _list_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
+    """Return the names of the parameters that the optimizer has."""
+    here = {p for group in optimizer.param_groups for p in group["params"]}
+    return {p: name for name, p in model.named_parameters() if p in here}
 
 
 def _is_rounded(now: torch.Tensor, saved: torch.Tensor) -> bool:

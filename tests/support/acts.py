@@ -68,13 +68,18 @@ class Scene(NamedTuple):
         return lambda output, y: weight * F.cross_entropy(output, y)
 
 
+def get_dtype(backend: str) -> torch.dtype:
+    """Return the widest dtype of a backend."""
+    return torch.float32 if backend == "poptorch" else torch.float64
+
+
 def make_scene(walk: Optional[Walk], backend: str = "emulator", lr: Any = 0.05) -> Scene:
     """Return equal objects for each call, with the pipeline of a walk, if there is one."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(6, 8), nn.Tanh(), Scale(), nn.Dropout(0.0), nn.BatchNorm1d(8),
         nn.Linear(8, 8), nn.Tanh(), Scale(), nn.Linear(8, 4),
-    ).double()  # fmt: skip
+    ).to(get_dtype(backend))  # fmt: skip
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     box: Dict[str, Any] = {"weight": 1.0}
@@ -85,6 +90,8 @@ def make_scene(walk: Optional[Walk], backend: str = "emulator", lr: Any = 0.05) 
             return box["weight"] * F.cross_entropy(output, y)
 
         more: Dict[str, Any] = {"deadline": 60} if backend == "distributed" else {}
+        if backend == "poptorch":
+            more = {"backend_args": {"ipu": {"device_iterations": 1}}}
         pipe = ipu_pipe.Pipeline(
             model,
             compute_loss,
@@ -368,6 +375,7 @@ def train_by_pipeline(walk: Walk, reuses: bool = False, **keys: Any) -> Any:
     try:
         for k in range(walk.steps):
             x, y = make_batch(k)
+            x = x.to(get_dtype(keys.get("backend", "")))
             pipe.step(x, y)
             after = k
             for act in walk.plan.get(k, []):
@@ -378,7 +386,14 @@ def train_by_pipeline(walk: Walk, reuses: bool = False, **keys: Any) -> Any:
     except (RuntimeError, BadInput) as error:
         pipe.abort()
         # the third one is torch's, of weights that are elsewhere
-        ours = (": was changed ", "model.state_dict(): ", "single memory location", "xla has no")
+        ours = (
+            ": was changed ",
+            "were changed, which the IPUs",
+            "model.state_dict(): ",
+            "single memory location",
+            "xla has no",
+            "PopTorch compiled it",
+        )
         if any(words in str(error) for words in ours):
             return Refused(str(error), after)
         raise

@@ -6,53 +6,28 @@ Source: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py).
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
-from pydantic import BeforeValidator, Field, StrictBool
+from pydantic import Field, StrictBool
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config.values import (
-    MOST_REAL,
+    NUMBER,
+    Case,
     Count,
     Integer,
+    NonEmpty,
     NotNegative,
+    Positive,
     Section,
     Whole,
-    to_number,
-    to_numbers,
+    say_allowed,
 )
 from ipu_pipe.refusals import NONE
 
+# a share of an IPU's memory
+Proportion = Annotated[float, Field(ge=0, le=1), NUMBER]
 LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
-
-
-def _validate_proportion(value: Any) -> Any:
-    """Validate null, a share of each IPU's memory, or a list with one share per IPU."""
-    return to_numbers(
-        value, 1, f"must be {NONE}, a number from 0 to 1, or a list of such numbers, one per IPU"
-    )
-
-
-def _check_loss_scaling(value: Any) -> Any:
-    """Validate a number > 0, or a list of [update, number] that begins with update 0 and rises."""
-    pairs = value if isinstance(value, list) else [[0, value]]
-    if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        updates = [pair[0] for pair in pairs]
-        scales = [to_number(pair[1]) for pair in pairs]
-        are_counts = (
-            all(type(k) is int for k in updates)
-            and updates[:1] == [0]
-            and updates == sorted(set(updates))
-        )
-        if are_counts and all(scale is not None and 0 < scale <= MOST_REAL for scale in scales):
-            return (
-                [list(pair) for pair in zip(updates, scales)]
-                if isinstance(value, list)
-                else scales[0]
-            )
-    raise ValueError(
-        "must be a number > 0, or [[0, number], [update, number], ...] with rising updates"
-    )
 
 
 class TensorLocation(Section):
@@ -122,7 +97,8 @@ class IpuConfig(Section):
     detach_for_evaluation: StrictBool = True
 
     available_memory_proportion: Annotated[
-        Union[None, float, List[float]], BeforeValidator(_validate_proportion)
+        Union[None, Proportion, NonEmpty[Proportion]],
+        say_allowed(f"{NONE}, a number from 0 to 1, or a list of such numbers, one per IPU"),
     ] = None
     partials: Literal["float", "half"] = "float"
     stochastic_rounding: StrictBool = False
@@ -130,7 +106,8 @@ class IpuConfig(Section):
     stable_norm: StrictBool = False
     convolution_dithering: StrictBool = False
     loss_scaling: Annotated[
-        Union[float, List[Tuple[int, float]]], BeforeValidator(_check_loss_scaling)
+        Union[Positive, NonEmpty[Tuple[Whole, Positive]]],
+        say_allowed("a number > 0, or [[0, number], [update, number], ...] with rising updates"),
     ] = 1.0
     automatic_loss_scaling: StrictBool = False
     mean_reduction_strategy: Literal["post", "running", "post_and_loss"] = "post"
@@ -165,6 +142,13 @@ class IpuConfig(Section):
     profile: IpuProfile = IpuProfile()
     engine_options: Dict[str, str] = {}
     popart_options: Dict[str, Any] = {}
+
+    def list_cases(self) -> Iterator[Case]:
+        updates = (
+            [pair[0] for pair in self.loss_scaling] if isinstance(self.loss_scaling, list) else [0]
+        )
+        rises = updates == sorted({0, *updates})
+        yield Case(not rises, "loss_scaling", "its updates must begin with 0 and rise")
 
     @property
     def changes_loss_scaling(self) -> bool:

@@ -73,6 +73,7 @@ class PoptorchEngine(Engine):
 
     # PopTorch flushes its pipeline at each update
     makes_updates_at_once = is_empty_after_calls = True
+    leaves_weights_stale = True
 
     def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
         import poptorch
