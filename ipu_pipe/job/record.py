@@ -186,8 +186,8 @@ class Job(Setup):
     updates before this start, where the pipeline is empty.
     `used`: the optimizer and the loss, described.
 
-    `wants_model`: callbacks read the whole model. `folder`: the folder of the run, for files of every
-    process. `data_fingerprints`: for record.json. On processes, `pieces`: the model cut into its
+    `wants_model`: callbacks read the whole model. `folder`: the folder of the run, for files of
+    every process. `data_fingerprints`: for record.json. On processes, `pieces`: the model cut into its
     stages. `placement`: the device of each stage. `compared`: what ranks compare with each result.
     `stage_graphs`: of the pieces, once a backend that compiles them has traced them
     (`ipu_pipe.cut.graphs`).

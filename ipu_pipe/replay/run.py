@@ -26,8 +26,8 @@ from ipu_pipe.update.apply import UpdateRules
 class Batches(NamedTuple):
     """Where the batches of a run come from.
 
-    `read(m, replica)` returns microbatch m as the data source does, `prepare(batch)` moves it to the
-    device, `weigh(batch, k, m, replica)` returns its weight in the mean loss of update k, and
+    `read(m, replica)` returns microbatch m as the data source does, `prepare(batch)` moves it to
+    the device, `weigh(batch, k, m, replica)` returns its weight in the mean loss of update k, and
     `compute_checksum(batch)` is equal on processes that read the same. `name`: of the data, in
     messages. `reads_again`: whether a microbatch can be read once more.
     """

@@ -386,8 +386,8 @@ class Evaluation:
 
     @contextlib.contextmanager
     def _enter_evaluation(self) -> Iterator[None]:
-        """Turn gradients off, put all modules into evaluation mode and the averages of the weights into
-        the model inside the context.
+        """Turn gradients off, put all modules into evaluation mode and the averages of the weights
+        into the model inside the context.
         """
         # the loss may call modules of the model that no piece calls
         modules = [self._run.model]
@@ -408,8 +408,8 @@ class Evaluation:
             return cut.prepare(x, training=False)
 
     def _sum_by_stage(self, batches: Iterator[Any], metrics: Metrics, sums: torch.Tensor) -> None:
-        """Run this rank's stages on a set, and set the row of each in `sums`: the sums of its tally,
-        and the checksum of the set.
+        """Run this rank's stages on a set, and set the row of each in `sums`: the sums of its
+        tally, and the checksum of the set.
         """
         tallies = {model.stage: Tally(self._run.loss, metrics) for model in self._models}
         checksum = 0

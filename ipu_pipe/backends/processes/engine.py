@@ -52,10 +52,10 @@ from ipu_pipe.update.rules import select_rules
 class ProcessOptions:
     """The options of the backend.
 
-    `deadline`: seconds. `is_fast`: replicas average in any order. `is_sharded`: each rank writes its
-    part of a checkpoint. `compiles`: the stages. `pieces`: the model cut into its stages.
-    `keeps_model`: the whole model is used at the end. `compared`: what ranks compare with each
-    result. `folder`: of the trace files with this `metadata`; None: none are written.
+    `deadline`: seconds. `is_fast`: replicas average in any order. `is_sharded`: each rank writes
+    its part of a checkpoint. `compiles`: the stages are compiled. `pieces`: the model cut into its
+    stages. `keeps_model`: the whole model is used at the end. `compared`: what ranks compare with
+    each result. `folder`: of the trace files with this `metadata`; None: none are written.
     """
 
     deadline: float

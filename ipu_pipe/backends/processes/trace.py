@@ -402,9 +402,9 @@ def open_file(
 ) -> None:
     """Let the recorder write to its file in the folder of a run. All ranks call this at once.
 
-    `metadata`: of the trace. `offset_ns`: rank 0's clock minus this rank's clock. The events of an earlier start before
-    `first_update` are moved so that they end where this start begins, because its clock may be
-    another one. Its later events are left out.
+    `metadata`: of the trace. `offset_ns`: rank 0's clock minus this rank's clock. The events of an
+    earlier start before `first_update` are moved so that they end where this start begins, because
+    its clock may be another one. Its later events are left out.
     """
     rank = recorder._rank
     path = _get_path(folder, rank)
