@@ -13,7 +13,7 @@ from ipu_pipe.backends.emulator.replay import Emulator
 @contextlib.contextmanager
 def interrupt_at(update: int) -> Iterator[None]:
     """Interrupt the emulator in this update, as Ctrl-C does; assert that the block ends with KeyboardInterrupt."""
-    step = Emulator.step
+    step = Emulator.advance
 
     def step_or_interrupt(self: Any, microbatches: Any) -> Any:
         if self.update == update:
@@ -21,5 +21,5 @@ def interrupt_at(update: int) -> Iterator[None]:
         return step(self, microbatches)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Emulator, "step", step_or_interrupt)
+        patch.setattr(Emulator, "advance", step_or_interrupt)
         yield

@@ -203,7 +203,7 @@ def _die_at(moment: int, on_xla: bool) -> None:
         from ipu_pipe.backends.xla.player import Player
         from ipu_pipe.backends.xla.slots import SlotPlayer
 
-        Player._run = count(Player._run)  # type: ignore[method-assign]
+        Player._act = count(Player._act)  # type: ignore[method-assign]
         SlotPlayer._play_slot = count(SlotPlayer._play_slot)  # type: ignore[method-assign]
 
 

@@ -34,7 +34,7 @@ from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.run_text import describe_left_out
 from ipu_pipe.run.planning import PlanningRequest, make_planning_problem
-from tests.support.flows import train_updates
+from tests.support.flows import evaluate_on_test_set, train_updates
 from tests.support.models import Composed
 from tests.support.processes import run_in_group, train_on_processes
 from tests.support.runs import assert_same, list_faults, needs_processes, read_column
@@ -74,10 +74,10 @@ def assert_trains_alike(
         for batch in (clone_tensors(batches[m % len(batches)]) for m in (2 * k, 2 * k + 1)):
             (compute_loss(plain, batch) / 2).backward()
         optimizer.step()
-    flow, _ = train_updates(
-        build(configure_short_run(), model, ipu_pipe.from_loader(batches, batches[:1]), **others), 3
-    )
-    assert flow.engine.evaluate()[0].loss is not None
+    data = ipu_pipe.from_loader(batches, batches[:1])
+    job = build(configure_short_run(), model, data, **others)
+    flow, _ = train_updates(job, 3)
+    assert evaluate_on_test_set(flow.engine, job)[0].loss is not None
     flow.engine.close()
     assert_same(dict(model.named_parameters()), dict(plain.named_parameters()))
 
@@ -248,8 +248,8 @@ def test_a_model_that_returns_its_scores_and_its_loss_trains_as_in_plain_pytorch
         "model",
         output=0,
     )
-    engine = make_engine(job, 0)
-    result, model = engine.evaluate()[0], job.model
+    engine = make_engine(job, 0, job.table)
+    result, model = evaluate_on_test_set(engine, job)[0], job.model
     assert (
         result.accuracy
         == sum(int((model(a, b).argmax(dim=1) == y).sum()) for a, b, y in PARTS) / 16

@@ -20,8 +20,8 @@ def test_cuts_in_windows_are_those_of_single_batches(name: str, drain: int) -> N
     if drain is not None:
         loop.pipe.drain()
     job, flow = loop.pipe._job, loop.pipe._flow
-    assert job is not None and job.running is not None and flow is not None
-    schedule = job.running.schedule
+    assert job is not None and flow is not None
+    schedule = flow.table.schedule
     margin = len(job.partition) - 1 if job.method.structure is not None else 0
     # in order, at the ends of windows, and back to before the window
     batches = [*range(6, 6 + 5 * NARROWEST), WIDEST * 3 - 1, WIDEST * 3, WIDEST * 3 + 1, 7]
@@ -44,8 +44,8 @@ def test_a_drain_is_planned_without_those_before_the_last(name: str) -> None:
         loop.run(k, k + 1, drains=False)
         if k in (2, 3, 5, 9, 10, 13):
             loop.pipe.drain()
-            job = loop.pipe._job
-            assert job is not None and job.running is not None
-            sizes.append(len(job.running.schedule.stretches))
+            flow = loop.pipe._flow
+            assert flow is not None
+            sizes.append(len(flow.table.schedule.stretches))
     assert max(sizes) <= 5
     loop.close()

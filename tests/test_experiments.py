@@ -124,7 +124,7 @@ def test_rows_and_seeds_are_run_once_and_compared(
     def fail_step(*args: Any) -> None:
         raise AssertionError("a finished run is not run again")
 
-    monkeypatch.setattr("ipu_pipe.backends.emulator.replay.Emulator.step", fail_step)
+    monkeypatch.setattr("ipu_pipe.backends.emulator.replay.Emulator.advance", fail_step)
     for curve in outcome.findings.curves:
         config = read_grid(grid_file).make_config(curve["label"], curve["seed"])
         again = run_one(

@@ -100,14 +100,14 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
 import sys, time
 from pathlib import Path
 from ipu_pipe.backends.emulator.replay import Emulator
-step = Emulator.step
+step = Emulator.advance
 def wait_then_step(self, microbatches):
     if self.update == {steps // 2}:
         Path({str(waiting_file)!r}).touch()
         while not Path({str(go_file)!r}).exists():
             time.sleep(0.02)
     return step(self, microbatches)
-Emulator.step = wait_then_step
+Emulator.advance = wait_then_step
 sys.argv = ['train', *{arguments!r}]
 from ipu_pipe.cli.train import main
 main()
@@ -145,7 +145,7 @@ main()
 def test_a_comparison_locks_both_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    out, step, locks = tmp_path / "run", Emulator.step, []
+    out, step, locks = tmp_path / "run", Emulator.advance, []
 
     def check_locks_and_step(self: Any, microbatches: Any) -> Any:
         locks.append([(out / name / ".lock").exists() for name in (".", "gpipe")])
@@ -155,7 +155,7 @@ def test_a_comparison_locks_both_folders(
             pass
         return step(self, microbatches)
 
-    monkeypatch.setattr(Emulator, "step", check_locks_and_step)
+    monkeypatch.setattr(Emulator, "advance", check_locks_and_step)
     arguments = [
         DIGITS,
         *list_short_options("steps=2"),

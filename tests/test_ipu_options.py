@@ -460,7 +460,8 @@ def test_the_papers_tables_start_on_ipus_in_their_precision(
     config = load_config(path, settings)
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", name[-1])
     small = load_config(path, [*settings, "data.shape=[3, 32, 32]", "micro_batch_size=2"])
-    engine = make_engine(build(small), 0)
+    job = build(small)
+    engine = make_engine(job, 0, job.table)
     assert small.gradient_accumulation == config.gradient_accumulation
     if name == "resnet34_ipu4":
         engine.executors.training.compile(*engine.calls[0])  # type: ignore[attr-defined]

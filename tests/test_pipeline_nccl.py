@@ -13,7 +13,7 @@ from ipu_pipe.backends.processes import engine
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.mail import REPLICAS, Link
 from ipu_pipe.backends.processes.nccl import list_links
-from ipu_pipe.job.record import Job
+from ipu_pipe.replay.run import Run
 from tests.nccl_double import NcclDouble
 from tests.support.loops import Loop, make_loop_batch
 from tests.support.processes import run_in_group
@@ -36,11 +36,11 @@ def make_channel_factory(doubles: List[NcclDouble]) -> Any:
     `doubles`."""
 
     def make_double_channels(
-        job: Job, layout: RankLayout, tied: Sequence[Link]
+        run: Run, layout: RankLayout, tied: Sequence[Link]
     ) -> Optional[Dict[Link, Any]]:
         channels: Dict[Link, Any] = {}
         for replica in range(layout.replicas):
-            for link in list_links(layout.stages, job.method, tied):
+            for link in list_links(layout.stages, run.method, tied):
                 pair = sorted(
                     layout.list_ranks(layout.placement[stage])[replica] for stage in link[:2]
                 )
@@ -53,8 +53,8 @@ def make_channel_factory(doubles: List[NcclDouble]) -> Any:
         double = NcclDouble(list(channels.values()))
         double.__enter__()
         doubles.append(double)
-        for piece in job.pieces:
-            double.watch(piece, job.optimizer)
+        for piece in run.options.pieces:
+            double.watch(piece, run.optimizer)
         return channels
 
     return make_double_channels

@@ -503,7 +503,8 @@ def test_an_engine_of_a_planned_run_gives_a_call_and_takes_its_updates(
         on="poptorch", ipu={"device_iterations": 2, "data_loading": {"mode": mode}}
     )
     train_small_run(settings, tmp_path, "mlp")
-    engine = make_engine(build(settings, make_ipu_model("mlp"), Source()), 0)
+    job = build(settings, make_ipu_model("mlp"), Source())
+    engine = make_engine(job, 0, job.table)
     calls_before = poptorch.recorded.names().count("PoplarExecutor.__call__")
     losses, calls = [], []
     for k in range(UPDATES):
@@ -513,4 +514,4 @@ def test_an_engine_of_a_planned_run_gives_a_call_and_takes_its_updates(
     assert calls == [1, 1, 2, 2, 3, 3]
     assert losses == read_column(tmp_path, "train_loss")
     engine.close()
-    assert_same(dict(engine.job.model.state_dict()), read_weights(tmp_path))
+    assert_same(dict(job.model.state_dict()), read_weights(tmp_path))

@@ -23,11 +23,12 @@ from ipu_pipe.backends.ipu.config import DataLoading
 from ipu_pipe.backends.ipu.feed import Calls, Feed, convert_input
 from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.processes import launch as processes
-from ipu_pipe.backends.table import make_engine
+from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.config.load import load_config
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.pipeline.build import build
+from ipu_pipe.replay.run import Run
 from models.transformer import transformer_lm, transformer_translation
 from tests.support import ipu_runs
 from tests.support.data import write_pictures
@@ -59,7 +60,7 @@ def test_a_pods_job_starts_with_exactly_its_ipus(
         compile_blocks(job, poptorch, monkeypatch, pod)
         return
     assert len(job.partition) == config.stages and config.stages * config.replicas == pod
-    engine = make_engine(job, 0)
+    engine = make_engine(job, 0, job.table)
     x, y = engine.feed.take()  # type: ignore[attr-defined]
     executors = engine.executors  # type: ignore[attr-defined]
     assert (
@@ -93,7 +94,8 @@ def compile_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
     for rank in range(pod):
         group = SimpleNamespace(get_rank=lambda rank=rank: rank, get_world_size=lambda: pod)
         monkeypatch.setattr(ipu_blocks, "dist", group)
-        engine = ipu_blocks.BlockEngine(job, 0)
+        run = Run.of(job, get_backend(job.config).make_options(job))
+        engine = ipu_blocks.BlockEngine(run, 0, job.table)
         x, y = job.example
         shape = x.shape if not rank else engine.example.shape
         count = job.config.gradient_accumulation

@@ -16,14 +16,23 @@ import torch
 from torch import nn
 
 from ipu_pipe.config.schema import Config
-from ipu_pipe.job.evaluation import EvaluationResult
+from ipu_pipe.job.evaluation import (
+    BatchReader,
+    EvaluationResult,
+    Metrics,
+    compute_outputs,
+    enter_evaluation,
+    evaluate_batches,
+)
 from ipu_pipe.job.factories import Placed
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.stretches import IntArray
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Counters, Events
 
 
@@ -41,6 +50,11 @@ class StepResult:
     accuracy: float | None
     samples: int
     blocks: tuple[tuple[float | None, float | None], ...] = ()
+
+    @property
+    def losses(self) -> tuple[float | None, ...]:
+        """The loss of each block, or the one loss."""
+        return tuple(loss for loss, _ in self.blocks) or (self.loss,)
 
 
 class CheckpointState(NamedTuple):
@@ -114,15 +128,18 @@ class Engine:
     leaves_weights_stale = False
     has_results = True
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.run = Run.of(job)
-        self.newest_model: nn.Module | None = job.model
-        self.names = {parameter: name for name, parameter in job.get_trained().items()}
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.newest_model: nn.Module | None = run.model
+        get_trained = run.precision.get_trained
+        self.names = {get_trained(p): name for name, p in run.model.named_parameters()}
         # of the updates whose results were not taken yet
         self._gradients: dict[int, dict[str, torch.Tensor]] = {}
-        if job.watches_gradients:
-            job.rules.observe = self._note_gradients
+
+    @property
+    def update(self) -> int:
+        """The number of the next update."""
+        raise NotImplementedError
 
     def give(self, k: int, cut: float) -> None:
         """Run the actions of slots before `cut`; the batches of the updates up to k are at hand.
@@ -141,39 +158,41 @@ class Engine:
         """
         raise NotImplementedError
 
-    def finish(self, batches: int) -> None:
+    def finish(self, batches: int, table: VersionTable) -> None:
         """Run the pipeline empty: finish this many updates, the last ones by the schedule that is
         still open.
-        """
-        raise NotImplementedError
 
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
-        """Begin again with this update, from an empty pipeline, by the job's present schedule and
-        weights.
+        `table`: that schedule with the drain after them, at which a round of replicas may end.
+        Nothing is to do where calls leave the pipeline empty.
+        """
+
+    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
+        """Begin again with this update, from an empty pipeline, by the schedule of `table` and the
+        present weights.
 
         `is_loaded`: the optimizer's state was loaded, with that of replicas that have weights of
         their own.
         """
-        raise NotImplementedError
 
     def predict(self, x: Any) -> Any:
         """Return the model's output for inputs, in evaluation mode, on every process; the pipeline
         is empty.
         """
-        raise NotImplementedError
+        with self.hold_whole_model(), self.run.rules.hold_averages():
+            with enter_evaluation(self.run.model):
+                return compute_outputs(self.run.model, x)[-1]
 
     def load_weights(self, load: Callable[[], None]) -> None:
         """Call `load`, which writes weights into the whole model; the pipeline is empty."""
         load()
 
+    def watch_gradients(self) -> None:
+        """Keep the gradients of each update from now on, for `collect_gradients`."""
+        self.run.rules.observe = self._note_gradients
+
     def _note_gradients(self, k: int, stages: Sequence[int]) -> None:
         """Copy the gradients of update k of these stages."""
-        trained = [
-            item
-            for s in range(len(self.run.partition))
-            if s in stages
-            for item in self.run.list_trained(s).items()
-        ]
+        trained = [item for s in sorted(stages) for item in self.run.list_trained(s).items()]
         self._gradients[k] = {
             name: p.grad.detach().cpu().clone() for name, p in trained if p.grad is not None
         }
@@ -184,7 +203,7 @@ class Engine:
 
         They are the gradients when the optimizer's step begins: before clipping and before rules
         that change an update (gradient shrinking), but after delay compensation, which changes the
-        gradients of each microbatch. The job must have `watches_gradients`.
+        gradients of each microbatch. They are kept since `watch_gradients`.
         """
         return self._gradients.pop(k, {})
 
@@ -196,13 +215,17 @@ class Engine:
         """
         return contextlib.nullcontext()
 
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
-        """Return the loss and metrics of the test or validation set, the same on every process; the
+    def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
+        """Return the loss and metrics over the batches of a set, the same on every process; the
         pipeline must be drained.
 
-        There is one result for each block that has a loss of its own, the whole model last.
+        There is one result for each block that has a loss of its own, the whole model last. A
+        process reads the batches that it evaluates, or a shard of them.
         """
-        raise NotImplementedError
+        run = self.run
+        with self.hold_whole_model(), run.rules.hold_averages():
+            with attribute_faults(lambda: f"evaluation before update {self.update}"):
+                return evaluate_batches(run.model, run.loss, batches(), metrics)
 
     def collect_state(self) -> CheckpointState | None:
         """Return the state for a checkpoint on the main process, None on others."""
@@ -259,7 +282,9 @@ class Backend(NamedTuple):
     """The functions of a backend, one row of the table of backends.
 
     `place` returns the stages and which of them are here. `list_faults` returns the reasons why a
-    job cannot run, one line each. `make_engine(job, first_update)` returns this process's engine.
+    job cannot run, one line each. `make_options(job)` returns what `Run.options` is.
+    `make_engine(run, first_update, table)` returns this process's engine, which begins
+    with this update by the schedule of `table`.
     `launch(config, asked)` joins the run's other processes, or raises `BadInput` if the launcher
     does not fit, or if they were started with other options. `describe` returns a line on how the
     stages will run, '' if there is nothing to say. `count_in_flight` returns the most microbatches
@@ -269,7 +294,8 @@ class Backend(NamedTuple):
 
     place: Callable[[Config, Method, nn.Module, torch.Tensor], Placed]
     list_faults: Callable[[Job], list[str]]
-    make_engine: Callable[[Job, int], Engine]
+    make_engine: Callable[[Run, int, VersionTable], Engine]
+    make_options: Callable[[Job], Any] = lambda job: None
     launch: Callable[[Config, Mapping[str, object]], None] = lambda config, asked: None
     describe: Callable[[Job], str] = lambda job: ""
     count_in_flight: Callable[[Job], IntArray | None] = lambda job: None

@@ -18,6 +18,8 @@ from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import end_with_launcher, read_launch
 from ipu_pipe.refusals import Argument
+from ipu_pipe.replay.run import Run
+from ipu_pipe.schedule.versions import VersionTable
 
 BACKENDS: dict[str, Backend] = {
     "emulator": emulator.BACKEND,
@@ -61,6 +63,10 @@ def leave() -> None:
         leave_group()
 
 
-def make_engine(job: Job, first_update: int) -> Engine:
-    """Return this process's engine, which continues with update `first_update`."""
-    return get_backend(job.config).make_engine(job, first_update)
+def make_engine(job: Job, first_update: int, table: VersionTable) -> Engine:
+    """Return this process's engine, which continues with update `first_update` by the schedule of
+    `table`.
+    """
+    backend = get_backend(job.config)
+    run = Run.of(job, backend.make_options(job))
+    return backend.make_engine(run, first_update, table)

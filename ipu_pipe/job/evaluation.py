@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -29,6 +29,11 @@ from ipu_pipe.text import describe_kind
 
 # samples of one forward; the size does not matter for BatchNorm, which uses running statistics here
 TEST_BATCH = 128
+
+# (shard, shards) -> the batches of that shard, inputs and labels on the run's device; without
+# arguments all of them
+BatchReader = Callable[..., Iterator[Any]]
+Metrics = Sequence[Metric]
 
 
 class EvaluationResult(NamedTuple):
@@ -98,16 +103,11 @@ class Tally:
     Cross-entropy is averaged over labels other than -100, other losses over samples.
     """
 
-    def __init__(self, loss: Loss, metrics: Sequence[Metric] = DEFAULT) -> None:
+    def __init__(self, loss: Loss, metrics: Metrics = DEFAULT) -> None:
         self._loss = get_block_loss(loss)
         self._counts_labels = is_cross_entropy(get_uncast_loss(get_plain_loss(self._loss)))
         self._losses = MetricSums(self._sum_loss, 2)
         self._metrics = [metric.make_sums() for metric in metrics]
-
-    @classmethod
-    def of(cls, setup: Setup) -> Tally:
-        """Return a tally of a run's loss and metrics."""
-        return cls(setup.loss, setup.metrics)
 
     def add(self, output: Any, y: Any, samples: int) -> None:
         """Add a batch's outputs and labels."""
@@ -130,7 +130,7 @@ class Tally:
         return torch.cat([sums.sums().cpu() for sums in (self._losses, *self._metrics)])
 
 
-def evaluate_sums(metrics: Sequence[Metric], sums: torch.Tensor) -> EvaluationResult:
+def evaluate_sums(metrics: Metrics, sums: torch.Tensor) -> EvaluationResult:
     """Return the mean loss and the metrics from the sums of a Tally, which may be added up over
     processes.
     """
@@ -162,16 +162,23 @@ def compute_outputs(model: nn.Module, x: Any) -> list[Any]:
     return [call_model(model, x)] if blocks is None else blocks.compute_outputs(x)
 
 
-def evaluate(setup: Setup, split: str = "test") -> list[EvaluationResult]:
-    """Evaluate on the test or validation set, or its configured subset.
+def evaluate(setup: Setup) -> list[EvaluationResult]:
+    """Evaluate on the test set, or its configured subset."""
+    return evaluate_batches(setup.model, setup.loss, load_test_batches(setup), setup.metrics)
+
+
+def evaluate_batches(
+    model: nn.Module, loss: Loss, batches: Iterator[Any], metrics: Metrics
+) -> list[EvaluationResult]:
+    """Evaluate a model on batches (x, y) on its device.
 
     Return the result of every block that has a loss of its own, then that of the model's output.
     """
     tallies: list[Tally] = []
-    with enter_evaluation(setup.model):
-        for x, y in load_test_batches(setup, split):
-            outputs = compute_outputs(setup.model, x)
-            tallies = tallies or [Tally.of(setup) for _ in outputs]
+    with enter_evaluation(model):
+        for x, y in batches:
+            outputs = compute_outputs(model, x)
+            tallies = tallies or [Tally(loss, metrics) for _ in outputs]
             for tally, output in zip(tallies, outputs):
                 tally.add(output, y, count_samples(x))
-    return [evaluate_sums(setup.metrics, tally.sums) for tally in tallies or [Tally.of(setup)]]
+    return [evaluate_sums(metrics, tally.sums) for tally in tallies or [Tally(loss, metrics)]]

@@ -186,20 +186,17 @@ class Job(Setup):
     updates before this start, where the pipeline is empty.
     `used`: the optimizer and the loss, described.
 
-    `wants_model`, `watches_gradients`: callbacks read the whole model, or each update's gradients.
-    `folder`: the folder of the run, for files of every process. `data_fingerprints`: for
-    record.json. On processes, `pieces`: the model cut into its stages. `placement`: the device of
-    each stage. `running`: the versions of the schedule that runs, whose end is open and which has
-    the newest drains. `after_update`: as of `Work`, called
-    there. `compared`: what ranks compare with each result. `stage_graphs`: of the pieces, once a
-    backend that compiles them has traced them (`ipu_pipe.cut.graphs`).
+    `wants_model`: callbacks read the whole model. `folder`: the folder of the run, for files of
+    every process. `data_fingerprints`: for record.json. On processes, `pieces`: the model cut into its
+    stages. `placement`: the device of each stage. `compared`: what ranks compare with each result.
+    `stage_graphs`: of the pieces, once a backend that compiles them has traced them
+    (`ipu_pipe.cut.graphs`).
     """
 
     partition: Partition
     method: Method
     schedule: Schedule
     table: VersionTable
-    running: VersionTable
     full_optimizer: torch.optim.Optimizer
     optimizer: torch.optim.Optimizer
     rules: UpdateRules
@@ -216,23 +213,12 @@ class Job(Setup):
     used: Given = Given()
     plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
     wants_model: bool = False
-    watches_gradients: bool = False
     folder: Path | None = None
     data_fingerprints: dict[str, Any] | None = None
     pieces: Sequence[Piece] = ()
     placement: tuple[int, ...] = ()
-    after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
     compared: ComparedSettings = ComparedSettings()
     stage_graphs: Sequence[Any] = ()
-
-    def list_trained(self, stage: int) -> dict[str, nn.Parameter]:
-        """Return the tensors of a stage that an optimizer updates, by the names of the weights."""
-        weights = {
-            name: self.model.get_parameter(name) for name in self.partition.stages[stage].parameters
-        }
-        return {
-            name: self.precision.get_trained(p) for name, p in weights.items() if p.requires_grad
-        }
 
     @property
     def effects(self) -> ForwardEffects:
@@ -252,28 +238,11 @@ class Job(Setup):
         rounds = self.method.rounds
         return self.config.replicas if rounds is None else rounds.replicas or len(self.partition)
 
-    def count_master_bytes(self) -> list[int]:
-        """Return the bytes of each stage's master weights, 0 if it has none."""
-        sizes = []
-        for stage in self.partition.stages:
-            weights = [self.model.get_parameter(name) for name in stage.parameters]
-            masters = [
-                master for p in weights if (master := self.precision.get_trained(p)) is not p
-            ]
-            sizes.append(sum(p.numel() * p.element_size() for p in masters))
-        return sizes
-
     @property
     def traced_updates(self) -> range:
         """The updates whose events are recorded."""
         trace = self.config.log.trace
         return range(0) if trace is None else trace.updates(self.config.gradient_accumulation)
-
-    def load_microbatch(self, m: int, replica: int = 0) -> tuple[Any, Any]:
-        """Return microbatch m of a replica of the pipeline as inputs and labels, on the run's
-        device.
-        """
-        return self.prepare_batch(self.read_microbatch(m, replica))
 
     def read_microbatch(self, m: int, replica: int = 0) -> Any:
         """Return microbatch m of a replica as the data source returns it; replicas take turns in an

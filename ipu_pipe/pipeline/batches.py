@@ -124,6 +124,12 @@ def sum_floats(nest: Any) -> list[torch.Tensor]:
     ]
 
 
+def unwrap(batch: Any) -> Any:
+    """Return the batch of a pair (batch, None): a model with its own loss takes no labels."""
+    is_wrapped = isinstance(batch, (tuple, list)) and len(batch) == 2 and batch[1] is None
+    return batch[0] if is_wrapped else batch
+
+
 class GivenBatches:
     """A data source of the microbatches that a caller's loop has given and no stage has read yet.
 
@@ -139,7 +145,6 @@ class GivenBatches:
         self._example = Microbatch(clone_tensors(example.x), clone_tensors(example.y))
         self._passes_whole = passes_whole
         self._given: dict[int, Microbatch] = {}
-        self._test_batches: Iterable[Any] = ()
 
     def give(self, microbatches: dict[int, Microbatch]) -> None:
         """Add microbatches by their number."""
@@ -148,10 +153,6 @@ class GivenBatches:
     def forget(self) -> None:
         """Drop the microbatches that were given and not read."""
         self._given.clear()
-
-    def set_test_batches(self, batches: Iterable[Any]) -> None:
-        """Take the batches of the next evaluation."""
-        self._test_batches = batches
 
     def train_batches_per_epoch(self, batch_size: int) -> None:
         """Return None: the loop decides how many batches there are."""
@@ -164,16 +165,8 @@ class GivenBatches:
         return x if self._passes_whole else (x, y)
 
     def test_batches(self, batch_size: int) -> Iterator[Any]:
-        """Yield the batches of the evaluation as they were given."""
-        if not self._passes_whole:
-            return iter(self._test_batches)
-        # a model that has its own loss takes no labels: a pair (batch, None) is that batch
-        return (
-            batch[0]
-            if isinstance(batch, (tuple, list)) and len(batch) == 2 and batch[1] is None
-            else batch
-            for batch in self._test_batches
-        )
+        """Return no batches: `Pipeline.evaluate` is given its own."""
+        return iter(())
 
     def compute_checksum(self, batch: Any) -> int:
         """Return a checksum of a microbatch's labels, of all of it if they are inside, 0 if this

@@ -258,7 +258,7 @@ class OpenRun(NamedTuple):
     rates are not known ahead.
 
     `warmup`: the updates of the synchronous warm-up. `choose_member`: the caller's parameter group
-    of each parameter. `settings`: as of `UpdateRules`. `after_update`, `compared`: as of `Job`.
+    of each parameter. `settings`, `after_update`: as of `UpdateRules`. `compared`: as of `Job`.
     """
 
     warmup: int
@@ -276,8 +276,7 @@ class Resolved(NamedTuple):
     `placed`: the stages, and which of them are here. `example`: the first microbatch;
     `observation`: of a training pass of it. `per_epoch`, `updates`: the updates of an epoch (None
     if the data has no length) and of the run. `switch`: the updates of the synchronous warm-up.
-    `table`: the schedule and the weight versions that its passes read; `running`: those of the
-    schedule whose end is open. `optimizer`: of the stages
+    `table`: the schedule and the weight versions that its passes read. `optimizer`: of the stages
     that this process trains; `full_optimizer`: of all. `advice`: a line about the learning rate that
     the method advised; empty if the config has its own.
     """
@@ -292,7 +291,6 @@ class Resolved(NamedTuple):
     updates: int
     switch: int
     table: VersionTable
-    running: VersionTable
     optimizer: torch.optim.Optimizer
     full_optimizer: torch.optim.Optimizer
     advice: str
@@ -342,8 +340,6 @@ def resolve(
             [line.replace("accumulate:", f"{Argument('microbatches')}:", 1) for line in error.lines]
         ) from None
     table = VersionTable(schedule, method, config.seed)
-    beginning = open_schedule(method, stage_count, accumulate, [done] if done else [], switch)
-    running = VersionTable(beginning, method, config.seed)
     setup, advice = _fill_open_rates(setup, objects, table)
     config = setup.config
     optimizer, full_optimizer = _make_optimizers(setup, objects, placed, table, open_run)
@@ -361,7 +357,6 @@ def resolve(
         updates,
         switch,
         table,
-        running,
         optimizer,
         full_optimizer,
         advice,
@@ -519,7 +514,6 @@ def assemble(
         method=method,
         schedule=schedule,
         table=resolved.table,
-        running=resolved.running,
         full_optimizer=full_optimizer,
         optimizer=resolved.optimizer,
         rules=rules,
@@ -539,7 +533,7 @@ def assemble(
         placement=tuple(placed.placement) or schedule.device_of_stage,
     )
     if open_run is not None:
-        job.after_update = open_run.after_update
+        rules.after_update = open_run.after_update
         # randomized methods count a stage's own updates, not the batches of the settings
         if method.history is None:
             job.compared = open_run.compared

@@ -31,7 +31,8 @@ class Flow:
 
     `given`: the number of batches given, of which the first ones were given before this start;
     `left`: the updates whose results were taken; `drains`: the updates after which the pipeline ran
-    empty.
+    empty; `table`: the versions of the schedule that runs, whose end is open and which has the
+    newest drains.
     """
 
     def __init__(self, job: Job, given: int = 0) -> None:
@@ -39,7 +40,7 @@ class Flow:
         self.given = self.left = given
         self.drains = [given] if given else []
         self._open()
-        self.engine = make_engine(job, given)
+        self.engine = make_engine(job, given, self.table)
 
     def give(self) -> None:
         """Give batch k, and run the actions of slots before batch k + 1 enters."""
@@ -91,16 +92,16 @@ class Flow:
         # the engine finishes the row that it has begun; the new schedule says that a round of
         # replicas may end here
         self._open()
-        self.engine.finish(self.given)
+        self.engine.finish(self.given, self.table)
         updates = list(self._take_before(self.given))
-        self.engine.reopen(self.given)
+        self.engine.reopen(self.given, self.table)
         return updates
 
     def finish(self) -> Iterator[tuple[int, StepResult]]:
         """Run the pipeline empty for the last time, within a round of replicas. Yield the updates
         that had not been taken.
         """
-        self.engine.finish(self.given)
+        self.engine.finish(self.given, self.table)
         yield from self._take_before(self.given)
 
     def restart(self, given: int, drains: list[int]) -> None:
@@ -108,7 +109,7 @@ class Flow:
         self.given = self.left = given
         self.drains = drains
         self._open()
-        self.engine.reopen(given, is_loaded=True)
+        self.engine.reopen(given, self.table, is_loaded=True)
 
     def find_end(self, k: int) -> int:
         """Return the number of batches given when update k leaves, after which a run ends that is
@@ -117,7 +118,7 @@ class Flow:
         The round of replicas with weights of their own ends too.
         """
         if self._job.method.rounds is not None:
-            return self._job.running.schedule.get_drain_interval(k)[1]
+            return self.table.schedule.get_drain_interval(k)[1]
         batches = k + 1
         while self.count_left(batches) <= k:
             batches += 1
@@ -126,7 +127,7 @@ class Flow:
         return -(-batches // per_call) * per_call
 
     def _open(self) -> None:
-        """Give the job the versions of a schedule with the newest drains and an open end.
+        """Make the versions of a schedule with the newest drains and an open end.
 
         The drains before the last two are left out, so that a drain costs the same however many
         came before it: no pass after a drain reads what was before it, and the engine that finishes
@@ -140,7 +141,7 @@ class Flow:
             self.drains[-2:],
             job.rules.switch,
         )
-        job.running = VersionTable(schedule, job.method, job.config.seed)
+        self.table = VersionTable(schedule, job.method, job.config.seed)
         # the window of cuts: of the batches from `_first` on
         self._first = 0
         self._slots: list[int] = []
@@ -162,7 +163,7 @@ class Flow:
         if job.method.history is not None:
             # no pipeline: each update has left when the next batch enters
             return [0] * width, list(range(batch, batch + width))
-        schedule = job.running.schedule
+        schedule = self.table.schedule
         accumulate = schedule.accumulate
         first_microbatch = batch * accumulate
         end_microbatch = (batch + width) * accumulate

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import tempfile
 import warnings
@@ -71,6 +72,7 @@ from ipu_pipe.pipeline.batches import (
     require_samples,
     sum_floats,
     take_pairs,
+    unwrap,
 )
 from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
 from ipu_pipe.pipeline.device_check import require_device
@@ -540,11 +542,14 @@ class Pipeline:
         require_iterable("evaluate", "batches", batches)
         job, engine = self._pause("evaluate")
         with self._break_on_error("evaluate", only_reads=True):
-            job.metrics = chosen
-            self._data.set_test_batches(
-                batches if isinstance(batches, (list, tuple)) else iter(batches)
-            )
-            result = engine.evaluate()[-1]
+            # on all ranks, also where none is read: the start of a DataLoader draws a seed
+            iterator = iter(batches)
+
+            def read(shard: int = 0, shards: int = 1) -> Iterator[tuple[Any, Any]]:
+                for batch in itertools.islice(iterator, shard, None, shards):
+                    yield job.prepare_batch(batch if self._loss is not None else unwrap(batch))
+
+            result = engine.evaluate(read, chosen)[-1]
         return {"loss": result.loss, **result.metrics}
 
     @take_turn
@@ -554,10 +559,8 @@ class Pipeline:
         """
         job, engine = self._pause("predict")
         with self._break_on_error("predict", only_reads=True):
-            inputs, _ = (
-                job.move_to_device(x, None) if self._loss is None else (_move_inputs(job, x), None)
-            )
-            return engine.predict(inputs)
+            moved = job.move_to_device(x, None)[0] if self._loss is None else _move_inputs(job, x)
+            return engine.predict(moved)
 
     @take_turn
     def averages(self) -> dict[str, torch.Tensor]:
@@ -619,7 +622,8 @@ class Pipeline:
         has_masters = self._require_job().precision.masters is not None
         # the engine has pointers to weights that were rounded anew
         if flow.engine.leaves_weights_stale or has_masters:
-            flow.engine.reopen(flow.given, is_loaded=flow.engine.leaves_weights_stale)
+            is_stale = flow.engine.leaves_weights_stale
+            flow.engine.reopen(flow.given, flow.table, is_loaded=is_stale)
 
     # ---- state
 
@@ -1270,7 +1274,7 @@ class Pipeline:
         for k, result in results:
             sums = self._sums.pop(k, [])
             try:
-                require_finite(job, k, [loss for loss, _ in result.blocks] or [result.loss])
+                require_finite(job, k, result.losses)
             except Divergence as error:
                 if all(bool(total.isfinite()) for total in sums):
                     raise

@@ -300,7 +300,7 @@ class IndependentReplicas:
 
         The replica in the model has just done the step, as `after_update` is told.
         """
-        work.after_update(step, self._stages, False)
+        work.rules.after_update(step, self._stages, False)
         if (
             self._outer is not None
             and work.schedule.get_drain_interval(step)[1] - self._outer.settings.delay == step + 1
@@ -332,7 +332,7 @@ class IndependentReplicas:
             for buffers in zip(*self._buffers):
                 _average(buffers)
         self.enter(0)
-        work.after_update(step, self._stages, True)
+        work.rules.after_update(step, self._stages, True)
 
     def list_other_states(self) -> list[Mapping[Any, Mapping[str, Any]]]:
         """List by parameter the optimizer state of replicas that are not in the model, and the

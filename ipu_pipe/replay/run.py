@@ -1,24 +1,60 @@
 """What an engine reads of a run: one frozen record.
 
-It does not say where the arguments came from, who gives the batches, what is written, or when the
-run ends.
+It does not say where the arguments came from, what is written, or when the run ends.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import nn
 
+from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.job.record import Job
+from ipu_pipe.model.batch import check_same_shapes, count_bytes
 from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.observation import Observation
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import Footprint, Partition
+from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
+
+
+class Batches(NamedTuple):
+    """Where the batches of a run come from.
+
+    `read(m, replica)` returns microbatch m as the data source does, `prepare(batch)` moves it to
+    the device, `weigh(batch, k, m, replica)` returns its weight in the mean loss of update k, and
+    `compute_checksum(batch)` is equal on processes that read the same. `name`: of the data, in
+    messages. `reads_again`: whether a microbatch can be read once more.
+    """
+
+    read: Callable[[int, int], Any]
+    prepare: Callable[[Any], tuple[Any, Any]]
+    weigh: Callable[[Any, int, int, int], float]
+    compute_checksum: Callable[[Any], int]
+    name: str
+    reads_again: bool
+
+    @classmethod
+    def of(cls, job: Job) -> Batches:
+        """Return the batches of a job."""
+        return cls(
+            job.read_microbatch,
+            job.prepare_batch,
+            job.weigh_microbatch,
+            # a rank of an open run may lack inputs or labels, and knows which
+            getattr(job.data, "compute_checksum", compute_checksum),
+            job.data_name,
+            getattr(job.data, "reads_again", True),
+        )
+
+    def load(self, m: int, replica: int = 0) -> tuple[Any, Any]:
+        """Return inputs and labels of microbatch m, on the device."""
+        return self.prepare(self.read(m, replica))
 
 
 @dataclass(frozen=True)
@@ -35,11 +71,15 @@ class Run:
     rules:        the optimizer of the stages in this process, and the update rules.
     clip:         (norm, scope); None: no clipping.
     replicas:     those that take turns in a batch: copies of the pipeline, or LocalSGD's own.
+    samples:      of an update, on all replicas.
+    per_epoch:    the updates of an epoch; None if the data has no length.
     example:      the first microbatch (x, y), on the device.
     observation:  what a training pass of it does: side effects, draws, tensors that cross.
     footprint:    the cost of each stage: operations and bytes.
     seed:         of dropout and of the methods that draw.
     trace:        the updates whose events are recorded.
+    batches:      how its microbatches are read.
+    options:      the backend's own, a frozen record of its folder; None if it has none.
     """
 
     model: nn.Module
@@ -53,14 +93,18 @@ class Run:
     rules: UpdateRules
     clip: tuple[float, str] | None
     replicas: int
+    samples: int
+    per_epoch: int | None
     example: tuple[Any, Any]
     observation: Observation
     footprint: Footprint
     seed: int
     trace: range
+    batches: Batches
+    options: Any
 
     @classmethod
-    def of(cls, job: Job) -> Run:
+    def of(cls, job: Job, options: Any) -> Run:
         """Return what an engine reads of a job."""
         clip = job.config.clip
         return cls(
@@ -71,25 +115,38 @@ class Run:
             job.precision,
             job.partition,
             job.placement,
-            job.running,
+            job.table,
             job.rules,
             (clip.norm, clip.scope) if clip else None,
             job.replica_count,
+            job.global_batch_size,
+            job.updates_per_epoch,
             job.example,
             job.observation,
             job.footprint,
             job.config.seed,
             job.traced_updates,
+            Batches.of(job),
+            options,
         )
+
+    @property
+    def method(self) -> Method:
+        """The method of the version table."""
+        return self.table.method
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the stages in this process."""
         return self.rules.optimizer
 
-    def get_trained(self) -> dict[str, nn.Parameter]:
-        """Return the tensors that the optimizer updates, by the names of the weights."""
-        return {name: self.precision.get_trained(p) for name, p in self.model.named_parameters()}
+    def load(self, m: int) -> tuple[Any, Any]:
+        """Return microbatch m of the only replica. Raise `BadInput` if it has other shapes than the
+        first one.
+        """
+        x, y = self.batches.load(m)
+        check_same_shapes(x, self.example[0], m)
+        return x, y
 
     def list_trained(self, stage: int) -> dict[str, nn.Parameter]:
         """Return the tensors of a stage that an optimizer updates, by the names of the weights."""
@@ -99,10 +156,9 @@ class Run:
 
     def count_master_bytes(self) -> list[int]:
         """Return the bytes of each stage's master weights, 0 if it has none."""
-        weights = [
-            [self.model.get_parameter(n) for n in s.parameters] for s in self.partition.stages
-        ]
-        pairs = [[(p, self.precision.get_trained(p)) for p in stage] for stage in weights]
-        return [
-            sum(m.numel() * m.element_size() for p, m in stage if m is not p) for stage in pairs
-        ]
+        get_trained = self.precision.get_trained
+        sizes = []
+        for stage in self.partition.stages:
+            weights = [self.model.get_parameter(name) for name in stage.parameters]
+            sizes.append(count_bytes([m for p in weights if (m := get_trained(p)) is not p]))
+        return sizes

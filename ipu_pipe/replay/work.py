@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Callable, Iterable, NamedTuple, Sequence
+from typing import Iterable, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from ipu_pipe.replay.replays import (
     StreamedReplays,
     TableReplays,
 )
+from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.table import Schedule
@@ -45,9 +46,7 @@ class Work:
     single stages that make one update of the run. `require_finite(update, losses)`: raises
     `Divergence` if a loss is not finite and the config does not allow it; by default nothing is
     checked. `weighs`: the microbatches of an update have weights (`LossShare`); otherwise all count
-    the same. `after_update(update, stages, averaged)`: called when these stages have made an
-    update. Of replicas with weights of their own each calls it, and `averaged` once more after
-    their average.
+    the same.
     """
 
     loss: Loss
@@ -58,31 +57,30 @@ class Work:
     replays: Replays | None = None
     block_updates: int = 1
     weighs: bool = False
-    after_update: Callable[[int, Sequence[int], bool], None] = lambda update, stages, averaged: None
 
     @classmethod
-    def from_job(cls, job: Job, first_update: int) -> Work:
-        """Return the work of a job that continues with update `first_update`."""
-        config = job.config
-        clip = (config.clip.norm, config.clip.scope) if config.clip else None
-        first = first_update * (
-            config.gradient_accumulation if job.method.rounds is None else job.replica_count
-        )
-        table = job.running
+    def of(cls, run: Run, first_update: int, table: VersionTable) -> Work:
+        """Return the work of a run that continues with update `first_update` by the versions of
+        `table`.
+        """
+        history = table.method.history
         replays: Replays | None = None
-        history = job.method.history
         if history is not None:
-            per_epoch = job.updates_per_epoch
             # without epochs nothing can be drawn from one
             replays = (
-                StreamedReplays(table, history, 1, config.seed)
-                if per_epoch is None
-                else RandomizedReplays(table, history, per_epoch, config.seed)
+                StreamedReplays(table, history, 1, run.seed)
+                if run.per_epoch is None
+                else RandomizedReplays(table, history, run.per_epoch, run.seed)
             )
-        count = len(job.partition) if history is not None else 1
-        weighs = job.loss_weight is not None
         return cls(
-            job.loss, table, job.rules, clip, first, replays, count, weighs, job.after_update
+            run.loss,
+            table,
+            run.rules,
+            run.clip,
+            first_update * table.schedule.accumulate,
+            replays,
+            1 if history is None else len(run.partition),
+            run.loss_weight is not None,
         )
 
     def make_replays(self, replicas: Sequence[int]) -> Replays:

@@ -18,6 +18,7 @@ from ipu_pipe.hardware.paper_figures import PipelineSizes, compute_paper_figures
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import count_bytes
+from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.table import list_stages
 from ipu_pipe.schedule.versions import count_weight_copies
@@ -123,7 +124,7 @@ def build_memory_table(
     )
     trained = _count_trained_bytes(job)
     shared = _count_shared_layer_bytes(job)
-    masters = job.count_master_bytes()
+    masters = Run.of(job, None).count_master_bytes()
     moments = _count_trained_bytes(job, times_moments=True)
     max_moments = _count_max_moments(job)
     delays = job.table.greatest_lag()

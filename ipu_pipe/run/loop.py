@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
@@ -15,7 +16,7 @@ from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.errors import RunFault, find_user_fault
 from ipu_pipe.files import atomic_file, write_json, write_text
-from ipu_pipe.job.evaluation import EvaluationResult, collect_by_block
+from ipu_pipe.job.evaluation import EvaluationResult, collect_by_block, load_test_batches
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import find_user_frame, raise_attributed, save_traceback
@@ -88,7 +89,7 @@ class TrainingLoop:
         self.written_settings: set[str] = set()
         if not all(type(part) in ELEMENTWISE for part in list_parts(job.optimizer)):
             job.rules.after_step = self._note_written_settings
-        self.has_callbacks, self.watches_updates, job.watches_gradients, job.wants_model = (
+        self.has_callbacks, self.watches_updates, self.watches_gradients, job.wants_model = (
             run_on_main(
                 lambda: (
                     bool(main.callbacks),
@@ -123,6 +124,8 @@ class TrainingLoop:
         self.progress.say(format_opening(job, position.update))
         self.flow = Flow(job, position.update)
         self.engine = engine = self.flow.engine
+        if self.watches_gradients:
+            engine.watch_gradients()
         settings = job.config.checkpoint
         keep = settings.keep if settings is not None and self.run is not None else None
         self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group, keep)
@@ -384,7 +387,7 @@ class TrainingLoop:
         assert self.bar is not None
         for k, result in results:
             if self.engine.has_results:
-                require_finite(job, k, [loss for loss, _ in result.blocks] or [result.loss])
+                require_finite(job, k, result.losses)
             position.update = k + 1
             # the training loss is averaged over an epoch, or over 100 updates of data without a
             # length
@@ -394,12 +397,11 @@ class TrainingLoop:
             self.bar.advance(
                 result.loss, result.accuracy if shows_accuracy else None, samples_per_second
             )
-            losses = tuple(loss for loss, _ in result.blocks) or (result.loss,)
             self.moment = replace(
                 self.moment,
                 step=k + 1,
                 epoch=job.count_epochs(k + 1),
-                losses=losses,
+                losses=result.losses,
                 rate=job.rate(k),
                 samples_per_second=samples_per_second,
             )
@@ -411,11 +413,11 @@ class TrainingLoop:
                 "samples_per_second": samples_per_second,
             }
             if result.blocks:
-                self.unwritten_line["block_train_loss"] = list(losses)
+                self.unwritten_line["block_train_loss"] = list(result.losses)
             if (k + 1) % job.config.log.every == 0 or k + 1 == job.updates:
                 self._log(self.unwritten_line)
                 self.unwritten_line = {}
-            if job.watches_gradients:
+            if self.watches_gradients:
                 before = self.moment
                 self.moment = replace(before, gradients=self.engine.collect_gradients(k))
                 self._call_back("on_gradients")
@@ -463,7 +465,7 @@ class TrainingLoop:
         """
         job = self.job
         position = self.position
-        results = self.engine.evaluate(split)
+        results = self.engine.evaluate(partial(load_test_batches, job, split), job.metrics)
         result = results[-1]
         epoch = job.count_epochs(position.update)
         if split == "test":

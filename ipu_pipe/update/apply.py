@@ -204,11 +204,14 @@ class UpdateRules:
         # called after a step with a group that the optimizer may have written into, and its
         # settings before the step
         self.after_step: Callable[[Mapping[str, Any], Mapping[str, Any]], None] | None = None
+        # called when these stages have made an update: (update, stages, averaged); of replicas with
+        # weights of their own each calls it, and `averaged` once more after their average
+        self.after_update: Callable[[int, Sequence[int], bool], None] = lambda *call: None
         # the changes that were written into a group last, by its id
         self._written: dict[int, Mapping[str, int]] = {}
         # entries that `compensate` changes with each microbatch
         self._compensated: dict[tuple[torch.nn.Parameter, str], torch.Tensor] = {}
-        self._batches_per_step = chosen.batches_per_step
+        self.batches_per_step = chosen.batches_per_step
         # whether `compensate` does more than `collect`
         self.compensates = any(rule.compensate is not None for rule, _ in self._rules)
         self._stage_count = len(chosen.batches_per_step)
@@ -440,8 +443,8 @@ class UpdateRules:
             others = [stage for stage in self.stages.values() if stage.index not in stages]
         # [1] take away the gradients that stay, because the optimizer steps all that it finds
         other_gradients = _take_gradients(others) if others else []
-        if max(self._batches_per_step) > 1:
-            other_gradients += _take_incomplete(self.stages.values(), self._batches_per_step, k)
+        if max(self.batches_per_step) > 1:
+            other_gradients += _take_incomplete(self.stages.values(), self.batches_per_step, k)
         # [2] the settings of this update; stages that step later may have others
         for stage in self.stages.values():
             if stage not in others:

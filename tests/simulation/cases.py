@@ -24,6 +24,7 @@ from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.pipeline.build import build
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.schedule.methods import METHODS
+from tests.support.flows import evaluate_on_test_set
 
 WIDTH, CLASSES = 4, 3
 DEADLINE = 300.0  # virtual seconds
@@ -247,21 +248,21 @@ def train_job(flow: Flow, job: Job, case: Case) -> Result:
     result = Result([], [], [])
     end = job.updates
     if job.config.evaluate.steps:
-        result.evaluations.append(engine.evaluate())
+        result.evaluations.append(evaluate_on_test_set(engine, job))
     while flow.given < end:
         evaluates, saves = job.plan_pauses(flow.given + 1)
         flow.give()
         updates = [*flow.take(), *(flow.drain() if evaluates or saves or flow.given == end else ())]
         result.losses.extend(step.loss for _, step in updates)
         if flow.given < job.updates and evaluates:
-            result.evaluations.append(engine.evaluate())
+            result.evaluations.append(evaluate_on_test_set(engine, job))
         if flow.given < job.updates and saves:
             result.states.append(copy_state(engine.collect_state()))
         if case.stop_after is not None and flow.given < end:
             end = min(end, run_on_main(lambda: find_stopping_end(flow, case)))
     result.losses.extend(step.loss for _, step in flow.drain())
     if job.config.evaluate.steps:
-        result.evaluations.append(engine.evaluate())
+        result.evaluations.append(evaluate_on_test_set(engine, job))
     result.states.append(copy_state(engine.collect_state()))
     return result
 

@@ -24,6 +24,7 @@ from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.pipeline.flow import Flow
+from ipu_pipe.replay.run import Run
 from tests.simulation.cases import (
     DEADLINE,
     Case,
@@ -90,15 +91,15 @@ def train_on_network(prepared: Prepared, network: Network) -> List[Outcome]:
         launch.leave()
         return result
 
-    channels = _make_channels if case.through_channels else lambda job, layout, tied: None
+    channels = _make_channels if case.through_channels else lambda run, layout, tied: None
     with network.install(), mock.patch.object(processes, "make_channels", channels):
         return network.run(work)
 
 
-def _make_channels(job: Job, layout: RankLayout, tied: Sequence[Any]) -> Optional[Dict[Any, Any]]:
+def _make_channels(run: Run, layout: RankLayout, tied: Sequence[Any]) -> Optional[Dict[Any, Any]]:
     """Make the groups that ranks have if each has a GPU."""
     with_gpu: Any = SimpleNamespace(
-        device=torch.device("cuda"), method=job.method, config=job.config
+        device=torch.device("cuda"), method=run.method, options=run.options
     )
     return make_channels(with_gpu, layout, tied)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Dict, Iterator, List, Tuple
 
 import torch
 
-from ipu_pipe.backends.interface import StepResult
+from ipu_pipe.backends.interface import Engine, StepResult
 from ipu_pipe.backends.processes.interpreter import Interpreter
+from ipu_pipe.job.evaluation import EvaluationResult, load_test_batches
 from ipu_pipe.job.record import Job
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.schedule.actions import Kind
@@ -27,6 +29,11 @@ def train_updates(job: Job, updates: int) -> Tuple[Flow, List[StepResult]]:
         # the emulator has made it, before it leaves the pipeline
         results.append(flow.engine.take(k))
     return flow, results
+
+
+def evaluate_on_test_set(engine: Engine, job: Job) -> List[EvaluationResult]:
+    """Return an engine's results on the job's test set, as `run.loop` asks for them."""
+    return engine.evaluate(partial(load_test_batches, job), job.metrics)
 
 
 def run_batches(

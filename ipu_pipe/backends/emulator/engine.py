@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,9 +14,7 @@ import torch
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.errors import summarize
-from ipu_pipe.job.evaluation import EvaluationResult, compute_outputs, enter_evaluation, evaluate
 from ipu_pipe.job.factories import place_whole
-from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
 from ipu_pipe.model.devices import get_kind
@@ -37,6 +34,7 @@ from ipu_pipe.model.timing import (
 )
 from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work, list_exactness_faults
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
 
 # ---- profile: time each stage's passes and updates after training
@@ -56,7 +54,7 @@ def time_stages(run: Run) -> StageSeconds:
         return StageSeconds((), (), (), f"its stages could not be timed ({summarize(error)})")
     backward = passes.backward
     # a backward includes its recomputation
-    if run.table.method.segments is not None:
+    if run.method.segments is not None:
         backward = [f + b for f, b in zip(passes.forward, backward)]
     pass_seconds = np.add(passes.forward, backward)
     update_seconds = updates.least[0] / run.table.schedule.accumulate
@@ -120,18 +118,6 @@ def _time_updates(run: Run) -> BestSeconds:
 # ---- engine and backend
 
 
-class Batches(NamedTuple):
-    """Where the batches come from.
-
-    `read(m, replica)` returns microbatch m, `prepare(batch)` moves it to the device, and
-    `weigh(batch, k, m, replica)` returns its weight in the mean loss of update k.
-    """
-
-    read: Callable[[int, int], Any]
-    prepare: Callable[[Any], tuple[Any, Any]]
-    weigh: Callable[[Any, int, int, int], float]
-
-
 class EmulatorEngine(Engine):
     """Run the exact emulator as an engine: the results are the same whenever an update is made, so
     it is made at once.
@@ -139,22 +125,9 @@ class EmulatorEngine(Engine):
 
     makes_updates_at_once = True
 
-    def __init__(
-        self,
-        run: Run,
-        first_update: int,
-        make_work: Callable[[int], Work],
-        batches: Batches,
-        evaluate: Callable[[str], list[EvaluationResult]],
-    ) -> None:
-        self.run = run
-        self._make_work = make_work
-        self._batches = batches
-        self._evaluate = evaluate
-        self._gradients = {}
-        self.newest_model = run.model
-        self.names = {parameter: name for name, parameter in run.get_trained().items()}
-        work = make_work(first_update)
+    def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
+        super().__init__(run)
+        work = Work.of(run, first_update, table)
         self._block_updates = work.block_updates
         # results that were not taken, and the first update whose result was not read
         self._results: dict[int, StepResult] = {}
@@ -173,15 +146,16 @@ class EmulatorEngine(Engine):
             run.observation.effects.draws,
         )
 
+    @property
+    def update(self) -> int:
+        return self._emulator.update
+
     def give(self, k: int, cut: float) -> None:
         with attribute_faults(lambda: self._emulator.activity):
-            if not does_reading_synchronize(self.run.device):
-                self._keep(
-                    [self._emulator.step(*self._read_batch()) for _ in range(self._block_updates)]
-                )
-                return
             for _ in range(self._block_updates):
                 self._emulator.advance(*self._read_batch())
+            if not does_reading_synchronize(self.run.device):
+                self._keep(self._emulator.read())
 
     def take(self, k: int) -> StepResult:
         if k not in self._results:
@@ -194,28 +168,24 @@ class EmulatorEngine(Engine):
             self._results[self._unread_update] = result
             self._unread_update += 1
 
-    def finish(self, batches: int) -> None:
-        self._emulator.end_round(self._make_work(batches))
+    def finish(self, batches: int, table: VersionTable) -> None:
+        self._emulator.end_round(Work.of(self.run, batches, table))
 
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
+    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         old = self._emulator
         old.close()
         # replicas with weights of their own go on through the optimizer's state, as through a
         # checkpoint
         with contextlib.nullcontext() if is_loaded else old.export_replicas():
-            self._emulator = self._make_emulator(self._make_work(update))
+            self._emulator = self._make_emulator(Work.of(self.run, update, table))
         self._emulator.weights.peak_bytes = old.weights.peak_bytes
         self._unread_update = update
-
-    def predict(self, x: Any) -> Any:
-        with enter_evaluation(self.run.model), self.run.rules.hold_averages():
-            return compute_outputs(self.run.model, x)[-1]
 
     def _read_batch(self) -> tuple[Any, ...]:
         """Return the arguments of the emulator's step: the microbatches up to the next update, and
         any weights.
         """
-        source = self._batches
+        source = self.run.batches
         if self.run.loss_weight is None:
             return (self._microbatches(),)
         # the sum of the weights must be known before the first backward
@@ -236,7 +206,7 @@ class EmulatorEngine(Engine):
         while not is_done:
             replay = self._emulator.replay
             is_done = len(replay.updates) > 0
-            yield self._batches.prepare(self._batches.read(replay.microbatch, replay.replica))
+            yield self.run.batches.load(replay.microbatch, replay.replica)
 
     def _combine(self, results: Sequence[StepResult]) -> list[StepResult]:
         """Return one result per step of the run.
@@ -259,11 +229,6 @@ class EmulatorEngine(Engine):
             steps.append(StepResult(loss, accuracy, step_results[0].samples))
         return steps
 
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
-        with attribute_faults(lambda: f"evaluation before update {self._emulator.update}"):
-            with self.run.rules.hold_averages():
-                return self._evaluate(split)
-
     def collect_state(self) -> CheckpointState | None:
         with self.run.precision.put_masters_in_place():
             model = self.run.model.state_dict()
@@ -279,7 +244,7 @@ class EmulatorEngine(Engine):
         optimizer = [size + masters for size, masters in zip(state, self.run.count_master_bytes())]
         model = self.run.model
         versions = self._emulator.peak_bytes
-        trained = [p for p in self.run.get_trained().values() if p.requires_grad]
+        trained = [p for p in self.names if p.requires_grad]
         peaks = {
             "weights": count_bytes([*model.parameters(), *model.buffers()]),
             "versions": versions,
@@ -302,18 +267,4 @@ def does_reading_synchronize(device: torch.device) -> bool:
     return get_kind(device).is_accelerator
 
 
-def make_engine(job: Job, first_update: int) -> EmulatorEngine:
-    """Return the engine of a job. The engine reads nothing else of it."""
-    engine = EmulatorEngine(
-        Run.of(job),
-        first_update,
-        functools.partial(Work.from_job, job),
-        Batches(job.read_microbatch, job.prepare_batch, job.weigh_microbatch),
-        functools.partial(evaluate, job),
-    )
-    if job.watches_gradients:
-        job.rules.observe = engine._note_gradients
-    return engine
-
-
-BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=make_engine)
+BACKEND = Backend(place=place_whole, list_faults=list_exactness_faults, make_engine=EmulatorEngine)

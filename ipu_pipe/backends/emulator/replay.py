@@ -127,10 +127,8 @@ class Emulator:
         With replicas the microbatches are the first of each replica, then the second of each, and
         so on. `weights`: their weights in the mean loss; None if all count the same.
         """
-        replay = self._run_batch(microbatches, weights)
-        result = self.read()[-1]
-        self._update(replay)
-        return result
+        self.advance(microbatches, weights)
+        return self.read()[-1]
 
     def advance(
         self, microbatches: Iterable[Microbatch], weights: Sequence[float] | None = None
@@ -286,7 +284,7 @@ class Emulator:
         # gradients accumulate until any stage is updated, then all are cleared
         if stages is not None:
             self.work.rules.optimizer.zero_grad(set_to_none=True)
-        self.work.after_update(
+        self.work.rules.after_update(
             self.update // self.work.block_updates, replay.updates.tolist(), False
         )
         self.update += 1

@@ -19,6 +19,7 @@ from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu.blocks import BlockEngine
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
 from ipu_pipe.backends.ipu.model_facts import observe_model
+from ipu_pipe.backends.ipu.options import IpuOptions
 from ipu_pipe.backends.ipu.placement import (
     initialize_popdist,
     is_pipelined,
@@ -45,8 +46,10 @@ from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.refusals import BATCH, EMULATOR, NONE, OWN_LOSS, Argument, Words, name_key
+from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.timelines import OPEN
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import list_some
 
 # seconds that a process may wait for another one that compiles
@@ -175,7 +178,7 @@ def list_faults(job: Job) -> list[str]:
     if faults:
         return faults
     local = (
-        read_poprun_share(config).replicas
+        read_poprun_share(config.replicas).replicas
         if importlib.util.find_spec("poptorch") is not None
         else None
     )
@@ -228,16 +231,18 @@ def note(job: Job) -> str:
     )
 
 
-def make(job: Job, first_update: int) -> Engine:
+def make(run: Run, first_update: int, table: VersionTable) -> Engine:
     """Return the engine of this process. Raise `BadInput` if its IPUs are missing, before a
     compilation that may take an hour.
     """
     import poptorch
 
-    ipu = job.config.ipu
-    is_block = job.config.ipu.local == "decoupled"
-    ipus = place_stages(ipu, len(job.partition)).ipu_count
-    count = 1 if is_block else round_up_ipus(ipus * read_poprun_share(job.config).replicas)
+    options: IpuOptions = run.options
+    ipu = options.ipu
+    is_block = ipu.local == "decoupled"
+    ipus = place_stages(ipu, len(run.partition)).ipu_count
+    share = read_poprun_share(options.replicas)
+    count = 1 if is_block else round_up_ipus(ipus * share.replicas)
     simulated = (
         ipu.use_ipu_model
         or ipu.offline_target is not None
@@ -250,7 +255,7 @@ def make(job: Job, first_update: int) -> Engine:
             f"{name_key('backend.ipu.compile_only')}=true "
             f"{name_key('backend.ipu.offline_target')}=2"
         )
-    return (BlockEngine if is_block else PoptorchEngine)(job, first_update)
+    return (BlockEngine if is_block else PoptorchEngine)(run, first_update, table)
 
 
 def count_in_flight(job: Job) -> IntArray | None:
@@ -275,5 +280,6 @@ BACKEND = Backend(
     list_faults=list_faults,
     describe=note,
     make_engine=make,
+    make_options=IpuOptions.of,
     count_in_flight=count_in_flight,
 )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any, Iterator
 
 import numpy as np
@@ -25,19 +26,19 @@ from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepRes
 from ipu_pipe.backends.ipu.executors import Executors
 from ipu_pipe.backends.ipu.feed import convert_input, convert_label, split_into_calls, trim_output
 from ipu_pipe.backends.ipu.optimizer import count_state_bytes, export_state, import_state
-from ipu_pipe.backends.ipu.options import make_options
+from ipu_pipe.backends.ipu.options import IpuOptions, make_options
 from ipu_pipe.backends.ipu.placement import Placement
 from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.ipu.wrapping import wrap
 from ipu_pipe.errors import BadInput, Divergence, RunFault, summarize
-from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics, Tally, evaluate_sums
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.refusals import name_key
-from ipu_pipe.replay.work import require_finite
+from ipu_pipe.replay.run import Run
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
 
 # sends in flight to the next block
@@ -103,13 +104,14 @@ class BlockEngine(Engine):
     A call of `give` has as many updates as all blocks make whole steps of.
     """
 
-    def __init__(self, job: Job, first_update: int) -> None:
-        super().__init__(job)
+    def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
+        super().__init__(run)
+        self.options: IpuOptions = run.options
         self.rank = dist.get_rank()
-        self.depth = len(job.partition)
+        self.depth = len(run.partition)
         self.is_main = self.has_results = self.rank == 0
         self._is_last = self.rank == self.depth - 1
-        blocks = get_blocks(job.model)
+        blocks = get_blocks(run.model)
         assert blocks is not None
         world = dist.get_world_size()
         if world != self.depth:
@@ -123,18 +125,16 @@ class BlockEngine(Engine):
                 f"stages: several tensors cross to block {several[0] + 1}: must be one, or "
                 f"{name_key('backend.ipu.local')} fused"
             )
-        block_accumulation = (
-            job.config.method_settings().get("block_accumulation") or [1] * self.depth
-        )
+        block_accumulation = run.rules.batches_per_step
         self._block_updates = block_accumulation[self.rank]
         # evaluations, checkpoints and the end come after multiples of it
         self.updates_per_call = int(np.lcm.reduce(block_accumulation))
         self._first = self._done = first_update
         # update -> (loss, right labels, counted labels) of this block
         self._results: dict[int, torch.Tensor] = {}
-        self._timeline = CallTimes(job.traced_updates, self.rank, self.rank)
+        self._timeline = CallTimes(run.trace, self.rank, self.rank)
         # type of the activations
-        self._type = torch.float16 if job.config.precision.startswith("16") else torch.float32
+        self._type = torch.float16 if self.options.precision.startswith("16") else torch.float32
         self.messages = Messages(SENDS_IN_FLIGHT * (1 + self._block_updates))
         # rank 0 is at most so many results late, so that no block ever waits until it receives one
         self._late_results = self.depth + self.updates_per_call
@@ -143,34 +143,39 @@ class BlockEngine(Engine):
         self._received_before = first_update
         self._received: dict[int, StepResult] = {}
         # an input microbatch of this block
-        self.example = job.example[0]
+        self.example = run.example[0]
         if self.rank:
             self.example = torch.zeros(blocks.crossings[self.rank - 1].tensors[0].shape)
         wrapped = wrap(
-            job.model, job.loss, job.partition, job.config.precision, job.config.ipu, self.rank
+            run.model, run.loss, run.partition, self.options.precision, self.options.ipu, self.rank
         )
-        saved = import_state(job.optimizer, job.config.ipu)
+        saved = import_state(run.optimizer, self.options.ipu)
         self.executors = Executors(
-            job, wrapped, self._make_options, self.example, saved, first_update, self._timeline
+            run, wrapped, self._make_options, self.example, saved, first_update, self._timeline
         )
 
     def _make_options(self, training: bool) -> Any:
-        config = self.job.config
-        ids = self.job.config.ipu.ipu_ids
+        options = self.options
+        ids = options.ipu.ipu_ids
         local = read_launch().local_rank
-        shares = config.ipu.available_memory_proportion
+        shares = options.ipu.available_memory_proportion
         # shares has one entry per block
         if isinstance(shares, list):
-            ipu = config.ipu.model_copy(update={"available_memory_proportion": shares[self.rank]})
-            config = config.model_copy(
-                update={"backend": config.backend.model_copy(update={"ipu": ipu})}
-            )
+            ipu = options.ipu.model_copy(update={"available_memory_proportion": shares[self.rank]})
+            options = replace(options, ipu=ipu)
+        accumulation = options.gradient_accumulation * self._block_updates
+        options = replace(options, gradient_accumulation=accumulation)
         ipu_id = ids[self.rank] if ids else self.rank if local is None else local
-        seed = derive_seed(config.seed, "ipu", self._first, self.rank) % 2**32
-        accumulation = config.gradient_accumulation * self._block_updates
+        seed = derive_seed(self.run.seed, "ipu", self._first, self.rank) % 2**32
         with torch.random.fork_rng(devices=[]):
             return make_options(
-                config, self.job.method, Placement((0,)), training, seed, None, ipu_id, accumulation
+                options,
+                self.run.method,
+                Placement((0,)),
+                training,
+                seed,
+                None,
+                ipu_id,
             )
 
     def _receive(self, microbatches: int, tag: int) -> torch.Tensor:
@@ -200,7 +205,7 @@ class BlockEngine(Engine):
 
     def take(self, k: int) -> StepResult:
         if not self.is_main:
-            return StepResult(float("nan"), None, self.job.global_batch_size)
+            return StepResult(float("nan"), None, self.run.samples)
         with describe_block_errors(self.rank, f"update {k}"):
             self._receive_results(k + 1)
         return self._received.pop(k)
@@ -212,20 +217,13 @@ class BlockEngine(Engine):
             self._received[k] = self._collect_result(k)
             self._received_before = k + 1
 
-    def finish(self, batches: int) -> None:
-        """Do nothing: the blocks have trained all batches that were given."""
-
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
-        """Do nothing: the next call goes on with the weights on the devices."""
-
     def _train(self, updates: range) -> None:
         """Update this block once for `updates` in one call; send its activations to the next block,
         and its results to rank 0.
         """
-        job = self.job
-        accumulate = self.job.config.gradient_accumulation
+        accumulate = self.options.gradient_accumulation
         pairs = [
-            job.load_microbatch(m)
+            self.run.batches.load(m)
             for m in range(updates.start * accumulate, updates.stop * accumulate)
         ]
         y = convert_label(torch.cat([pair[1] for pair in pairs]))
@@ -235,7 +233,7 @@ class BlockEngine(Engine):
             else [pair[0] for pair in pairs]
         )
         _, losses, *more_outputs = self.executors.call(
-            updates, updates[-1], convert_input(x, job.config.precision), y
+            updates, updates[-1], convert_input(x, self.options.precision), y
         )
         if not self._is_last:
             sent = self.messages.sent
@@ -249,7 +247,7 @@ class BlockEngine(Engine):
         for i, k in enumerate(updates):
             row = torch.cat([means[i : i + 1], right[i]])
             # the loop sees the results of rank 0 alone
-            require_finite(job, k, row[:1].tolist())
+            self.options.require_finite(k, row[:1].tolist())
             if self.is_main:
                 self._results[k] = row
             else:
@@ -265,9 +263,7 @@ class BlockEngine(Engine):
             (loss, None if counted != counted else right / max(counted, 1))
             for loss, right, counted in (row.tolist() for row in rows)
         )
-        return StepResult(
-            *blocks[-1], self.job.global_batch_size, blocks if len(blocks) > 1 else ()
-        )
+        return StepResult(*blocks[-1], self.run.samples, blocks if len(blocks) > 1 else ())
 
     def _finish_sends(self) -> None:
         """Wait until all messages are sent; rank 0 has taken all results."""
@@ -276,35 +272,33 @@ class BlockEngine(Engine):
 
     # ---- evaluation
 
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
-        """Evaluate the test set through all blocks, on the same IPUs."""
+    def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
+        """Evaluate the batches through all blocks, on the same IPUs."""
         start = time.perf_counter_ns()
         with describe_block_errors(self.rank, "evaluation"):
-            sums_here = self._sum_evaluation(split)
+            tally = Tally(self.run.loss, metrics)
+            self._tally_batches(batches(), tally)
+            sums_here = tally.sums
             sums = torch.zeros(self.depth, len(sums_here), dtype=torch.float64)
             sums[self.rank] = sums_here
             self._finish_sends()
             dist.all_reduce(sums)
-            self._timeline.add("evaluate", self._done, start, time.perf_counter_ns())
-            return [evaluate_sums(self.job.metrics, row) for row in sums]
+            self._timeline.add("evaluate", self._done, start)
+            return [evaluate_sums(metrics, row) for row in sums]
 
-    def _sum_evaluation(self, split: str) -> torch.Tensor:
-        """Return the sums of a Tally of the test set through this block."""
-        tally = Tally.of(self.job)
+    def _tally_batches(self, batches: Iterator[Any], tally: Tally) -> None:
+        """Add the outputs of this block for the batches to a tally."""
         self.executors.begin_evaluation()
         rows = self.executors.rows
-        for number, (x, y, count) in enumerate(
-            split_into_calls(load_test_batches(self.job, split), rows)
-        ):
+        for number, (x, y, count) in enumerate(split_into_calls(batches, rows)):
             tag = EVALUATION_TAG + number
             outputs = self.executors.infer(
-                self._receive(rows // self.job.config.micro_batch_size, tag) if self.rank else x
+                self._receive(rows // self.options.micro_batch_size, tag) if self.rank else x
             )
             if not self._is_last:
                 self._send(outputs.pop(), tag)
             tally.add(trim_output(outputs[0], count), y[:count], count)
         self.executors.end_evaluation()
-        return tally.sums
 
     # ---- checkpoints, report, end
 
@@ -323,13 +317,13 @@ class BlockEngine(Engine):
         start = time.perf_counter_ns()
         with describe_block_errors(self.rank, "checkpoint"):
             gathered = self._gather(self._read_state())
-        self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
+        self._timeline.add("checkpoint", self._done, start)
         if gathered is None:
             return None
         model, tensors, plain = (
             {key: v for part in parts for key, v in part.items()} for parts in zip(*gathered)
         )
-        return CheckpointState({**self.job.model.state_dict(), **model}, tensors, plain)
+        return CheckpointState({**self.run.model.state_dict(), **model}, tensors, plain)
 
     def _gather(self, value: Any) -> list[Any] | None:
         gathered: list[Any] | None = [None] * self.depth if self.is_main else None
@@ -355,7 +349,7 @@ class BlockEngine(Engine):
                 for s, (size, messages) in enumerate(sent[:-1])
             },
             concatenate_events(events),
-            microbatches=(self._done - self._first) * self.job.config.gradient_accumulation,
+            microbatches=(self._done - self._first) * self.options.gradient_accumulation,
             counters=concatenate_counters(counters),
             files={"ipu.json": {"execution": "decoupled", "blocks": figures}},
         )
@@ -364,8 +358,8 @@ class BlockEngine(Engine):
         """Copy the newest weights of this block into the user's model and release the IPU."""
         with describe_block_errors(self.rank, "end"):
             model, tensors, _ = self._read_state()
-            self._optimizer_bytes = count_state_bytes(tensors, self.job.partition)[self.rank]
-            load_state(self.job.model, {**self.job.model.state_dict(), **model})
+            self._optimizer_bytes = count_state_bytes(tensors, self.run.partition)[self.rank]
+            load_state(self.run.model, {**self.run.model.state_dict(), **model})
         self.abort()
 
     def abort(self) -> None:

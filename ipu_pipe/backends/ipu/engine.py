@@ -1,7 +1,7 @@
 """Train a job on Graphcore IPUs with PopTorch 3.4: the engine that the run's loop calls for
 updates, evaluations and checkpoints.
 
-    job.model -> copy, a poptorch.BeginBlock per stage -> trainingModel  -> a call trains D updates of N microbatches, R replicas
+    run.model -> copy, a poptorch.BeginBlock per stage -> trainingModel  -> a call trains D updates of N microbatches, R replicas
                                                        -> inferenceModel -> evaluates with the same weights
 
 A call is one execution on the device: D (device_iterations) updates. PopTorch's own pipeline fills,
@@ -43,7 +43,7 @@ from ipu_pipe.backends.ipu.optimizer import (
     import_state,
     require_compiled_settings,
 )
-from ipu_pipe.backends.ipu.options import make_options
+from ipu_pipe.backends.ipu.options import IpuOptions, make_options
 from ipu_pipe.backends.ipu.placement import (
     is_pipelined,
     place_stages,
@@ -54,12 +54,13 @@ from ipu_pipe.backends.ipu.profile import CallTimes, read_profiles
 from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
 from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.errors import BadInput, RunFault, end_process
-from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics, Tally, evaluate_sums
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.refusals import name_key
+from ipu_pipe.replay.run import Run
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")
@@ -74,45 +75,42 @@ class PoptorchEngine(Engine):
     makes_updates_at_once = is_empty_after_calls = True
     leaves_weights_stale = True
 
-    def __init__(self, job: Job, first_update: int) -> None:
+    def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
         import poptorch
 
-        super().__init__(job)
-        self.ipu = job.config.ipu
-        self.updates_per_call = job.config.updates_per_call
-        self._require_call(first_update)
-        self._share = read_poprun_share(job.config)
+        super().__init__(run)
+        self.options: IpuOptions = run.options
+        self.ipu = self.options.ipu
+        self.updates_per_call = self.ipu.device_iterations
+        self._share = read_poprun_share(self.options.replicas)
         self.is_main = self._share.first == 0
         # number of other poprun instances; if there are any, a device error ends the run: they
         # cannot restart together
         self._other_instances = dist.get_world_size() - 1 if are_joined() else 0
-        self._placement = place_stages(self.ipu, len(job.partition))
-        blocks = get_blocks(job.model)
+        self._placement = place_stages(self.ipu, len(run.partition))
+        blocks = get_blocks(run.model)
         self._loss_count = 1 if blocks is None else len(blocks.heads) + 1
-        start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
-        self._last_snapshot = Snapshot(first_update, start, import_state(job.optimizer, self.ipu))
-        self._updates_done = first_update
         # a caller's loop gives a batch once
-        self._reads_again = getattr(job.data, "reads_again", True)
+        self._reads_again = run.batches.reads_again
         self._may_retry = self._reads_again
         if self._other_instances:
             self.newest_model = None
         self._results: dict[int, StepResult] = {}
-        self._timeline = CallTimes(job.traced_updates)
+        self._timeline = CallTimes(run.trace)
         # PopVision's system trace is written if the SDK's libpvti is installed and PVTI_OPTIONS is
         # set
         self._channel = poptorch.profiling.Channel("ipu_pipe")
         self.executors: Executors | None = None
-        self._start()
+        self.reopen(first_update, table, is_loaded=True)
         if self.ipu.compile_only:
             self._compile_only()
 
     def _start(self) -> None:
         """Make executors and data loader that continue from the last snapshot."""
-        job = self.job
+        run = self.run
         last = self._last_snapshot
         share = self._share
-        wrapped = wrap(job.model, job.loss, job.partition, job.config.precision, self.ipu)
+        wrapped = wrap(run.model, run.loss, run.partition, self.options.precision, self.ipu)
         tensors = {
             get_unsplit_name(name): t for name, t in wrapped.state_dict(keep_vars=True).items()
         }
@@ -120,17 +118,21 @@ class PoptorchEngine(Engine):
             for name, value in last.model.items():
                 tensors[name].copy_(value)
         executors = Executors(
-            job,
+            run,
             wrapped,
             self._make_options,
-            job.example[0],
+            run.example[0],
             last.optimizer,
             last.update,
             self._timeline,
         )
         replicas = range(share.first, share.first + share.replicas)
         self.calls = Calls(
-            job.data, job.config, job.updates_per_epoch, range(last.update, job.updates), replicas
+            self.options.data,
+            self.options,
+            run.per_epoch,
+            range(last.update, self.options.updates),
+            replicas,
         )
         with describe_errors("starting the data loader"):
             loading = DataLoading() if self.ipu.compile_only else self.ipu.data_loading
@@ -144,13 +146,13 @@ class PoptorchEngine(Engine):
             popdist_options = self._share.make_options(
                 round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus
             )
-        seed = derive_seed(self.job.config.seed, "ipu", self._last_snapshot.update) % 2**32
+        seed = derive_seed(self.run.seed, "ipu", self._last_snapshot.update) % 2**32
         # randomSeed seeds the host's generator, too
         with torch.random.fork_rng(devices=[]):
             ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
             return make_options(
-                self.job.config,
-                self.job.method,
+                self.options,
+                self.run.method,
                 self._placement,
                 training,
                 seed,
@@ -247,7 +249,7 @@ class PoptorchEngine(Engine):
         if k % self.updates_per_call:
             return
         assert k == self._updates_done, f"update {self._updates_done} is next, not {k}"
-        require_compiled_settings(self.job.optimizer, self.job.rules, k)
+        require_compiled_settings(self.run.optimizer, self.run.rules, k)
         with self._channel.tracepoint(f"update {k}"):
             results = self._run_with_retry(lambda executors: self._call(executors, k))
         self._results.update(enumerate(results, k))
@@ -257,18 +259,20 @@ class PoptorchEngine(Engine):
     def take(self, k: int) -> StepResult:
         return self._results.pop(k)
 
-    def finish(self, batches: int) -> None:
-        """Do nothing: PopTorch has flushed its pipeline."""
-
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
+    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         # without a loaded state the executors go on: PopTorch's pipeline is empty after each update
         if not is_loaded:
             return
-        self._require_call(update)
+        # no call of the device would begin with it
+        if update % self.updates_per_call:
+            why = f"must divide the {update} updates that are done"
+            raise BadInput(
+                f"{name_key('backend.ipu.device_iterations')}: {self.updates_per_call}: {why}"
+            )
         model = {
-            name: value.detach().clone() for name, value in self.job.model.state_dict().items()
+            name: value.detach().clone() for name, value in self.run.model.state_dict().items()
         }
-        optimizer = import_state(self.job.optimizer, self.ipu)
+        optimizer = import_state(self.run.optimizer, self.ipu)
         self._last_snapshot = Snapshot(update, model, optimizer)
         self._updates_done = update
         self._drop()
@@ -295,19 +299,10 @@ class PoptorchEngine(Engine):
             self._load_newest_weights()
         yield
 
-    def _require_call(self, update: int) -> None:
-        """Raise `BadInput` if no call begins with this update."""
-        if update % self.updates_per_call:
-            why = f"must divide the {update} updates that are done"
-            raise BadInput(
-                f"{name_key('backend.ipu.device_iterations')}: {self.updates_per_call}: {why}"
-            )
-
     def _call(self, executors: Executors, k: int) -> list[StepResult]:
         """Make the updates k to k + D - 1 in one call; return mean losses and accuracies over the
         outputs of the output mode.
         """
-        job = self.job
         blocks = self._loss_count
         iterations = self.updates_per_call
         x, y = self.feed.take()
@@ -315,7 +310,7 @@ class PoptorchEngine(Engine):
         row_count = iterations if self.ipu.output_mode in ("all", "every_n") else 1
         means = losses.double().reshape(row_count, -1, blocks).mean(dim=1)
         if self.ipu.output_mode == "sum":
-            means /= iterations * job.config.gradient_accumulation
+            means /= iterations * self.options.gradient_accumulation
         counts_of_right = torch.full((row_count, blocks, 2), float("nan"), dtype=torch.float64)
         if accuracy_outputs:
             counts_of_right = (
@@ -334,31 +329,33 @@ class PoptorchEngine(Engine):
                 for loss, (n, total) in zip(row, counts)
             )
             results.append(
-                StepResult(*by_block[-1], job.global_batch_size, by_block if blocks > 1 else ())
+                StepResult(*by_block[-1], self.run.samples, by_block if blocks > 1 else ())
             )
         return results
 
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
         assert not self._results, "an evaluation inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):
             results = self._run_with_retry(
-                lambda executors: self._evaluate_batches(executors, split)
+                lambda executors: self._evaluate_batches(executors, batches, metrics)
             )
             self._load_newest_weights()
-        self._timeline.add("evaluate", self._updates_done, start, time.perf_counter_ns())
+        self._timeline.add("evaluate", self._updates_done, start)
         return results
 
-    def _evaluate_batches(self, executors: Executors, split: str) -> list[EvaluationResult]:
+    def _evaluate_batches(
+        self, executors: Executors, batches: BatchReader, metrics: Metrics
+    ) -> list[EvaluationResult]:
         """Evaluate on the inference model; each of poprun's instances evaluates a share of the
         batches.
         """
-        tallies = [Tally.of(self.job) for _ in range(self._loss_count)]
+        tallies = [Tally(self.run.loss, metrics) for _ in range(self._loss_count)]
         executors.begin_evaluation()
         rank, world = (dist.get_rank(), dist.get_world_size()) if self._other_instances else (0, 1)
-        calls = split_into_calls(load_test_batches(self.job, split, rank, world), executors.rows)
+        calls = split_into_calls(batches(rank, world), executors.rows)
         while True:
-            x, y, count = next(calls, (self.job.example[0], self.job.example[1], 0))
+            x, y, count = next(calls, (self.run.example[0], self.run.example[1], 0))
             total = torch.tensor([count])
             # replicas of all instances wait for one another, so an instance that has no batch left
             # evaluates the example
@@ -373,7 +370,7 @@ class PoptorchEngine(Engine):
         sums = [tally.sums for tally in tallies]
         for part in sums if self._other_instances else ():
             dist.all_reduce(part)
-        return [evaluate_sums(self.job.metrics, part) for part in sums]
+        return [evaluate_sums(metrics, part) for part in sums]
 
     def collect_state(self) -> CheckpointState | None:
         assert not self._results, "a checkpoint inside a call"
@@ -384,7 +381,7 @@ class PoptorchEngine(Engine):
             )
         self._load_into_model(self._last_snapshot)
         self._may_retry = self._reads_again
-        self._timeline.add("checkpoint", self._updates_done, start, time.perf_counter_ns())
+        self._timeline.add("checkpoint", self._updates_done, start)
         return CheckpointState(self._last_snapshot.model, *self._export()) if self.is_main else None
 
     def _export(self) -> Any:
@@ -400,17 +397,17 @@ class PoptorchEngine(Engine):
 
     def _load_into_model(self, snapshot: Snapshot) -> None:
         """Copy a snapshot's weights into the user's model."""
-        load_state(self.job.model, snapshot.model)
+        load_state(self.run.model, snapshot.model)
         if not self._other_instances:
-            self.newest_model = self.job.model
+            self.newest_model = self.run.model
 
     def report(self) -> Report | None:
         """Return the pipeline's placement and the measurements of the calls."""
         if not self.is_main:
             return None
         placement = self._placement
-        accumulation = self.job.config.gradient_accumulation
-        pipelined = is_pipelined(self.job.method)
+        accumulation = self.options.gradient_accumulation
+        pipelined = is_pipelined(self.run.method)
         busy = (
             accumulation / placement.count_cycles(accumulation)
             if pipelined
@@ -419,7 +416,7 @@ class PoptorchEngine(Engine):
         figures = {
             "forward_stages": placement.forward_stages,
             "ipus_per_replica": placement.ipu_count,
-            "replicas": self.job.config.replicas,
+            "replicas": self.options.replicas,
             "execution": "PipelinedExecution" if pipelined else "ShardedExecution",
             "pipeline_cycles_an_update": placement.count_cycles(accumulation)
             if pipelined
@@ -429,7 +426,7 @@ class PoptorchEngine(Engine):
             "profiles": read_profiles(self.ipu),
         }
         return Report(
-            count_state_bytes(self._export()[0], self.job.partition),
+            count_state_bytes(self._export()[0], self.run.partition),
             [0],
             None,
             Events.from_rows(self._timeline.events),

@@ -19,12 +19,13 @@ from ipu_pipe.backends.ipu.optimizer import (
     update_optimizer,
     write_state,
 )
+from ipu_pipe.backends.ipu.options import IpuOptions
 from ipu_pipe.backends.ipu.profile import CallTimes
 from ipu_pipe.backends.ipu.wrapping import Wrapped, get_unsplit_name
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.model.restoring import restore_modes
+from ipu_pipe.replay.run import Run
 
 # words of an error message -> remedy
 HINTS = {
@@ -95,7 +96,7 @@ class Executors:
     @describe_errors("making the training model")
     def __init__(
         self,
-        job: Job,
+        run: Run,
         wrapped: Wrapped,
         make_options: Callable[[bool], Any],
         example: torch.Tensor,
@@ -110,25 +111,25 @@ class Executors:
         """
         import poptorch
 
-        self.job = job
+        self._run = run
+        self._options: IpuOptions = run.options
         self.wrapped = wrapped
         self._make_options = make_options
         self.timeline = timeline
         self._example = example
         self._saved = optimizer
         self._starts_anew = first_update == 0
-        ipu = job.config.ipu
-        clip = job.config.clip
+        ipu = self._options.ipu
         self._detaches = ipu.detach_for_evaluation or ipu.local == "decoupled"
         trained = {
             name: p
             for name, p in zip(wrapped.list_names(), wrapped.parameters())
             if name is not None
         }
-        names = {p: name for name, p in job.model.named_parameters()}
-        norm = clip.norm if clip else None
+        names = {p: name for name, p in run.model.named_parameters()}
+        norm = run.clip[0] if run.clip else None
         self.optimizer: Any = translate_optimizer(
-            job.optimizer, names, trained, ipu, first_update, norm
+            run.optimizer, names, trained, ipu, first_update, norm
         )
         self.training_options = make_options(True)
         self.training: Any = poptorch.trainingModel(wrapped, self.training_options, self.optimizer)
@@ -157,8 +158,8 @@ class Executors:
                 self._saved = None
             if not self.training.isAttachedToDevice():
                 self.training.attachToDevice()
-            scaling = self.job.config.ipu.get_loss_scaling(rates_of)
-            update_optimizer(self.training, self.optimizer, self.job.rules, rates_of, scaling)
+            scaling = self._options.ipu.get_loss_scaling(rates_of)
+            update_optimizer(self.training, self.optimizer, self._run.rules, rates_of, scaling)
             start_ns = time.perf_counter_ns()
             outputs: Sequence[torch.Tensor] = self.training(x, y)
         end_ns = time.perf_counter_ns()
@@ -176,14 +177,17 @@ class Executors:
         """
         import poptorch
 
-        config = self.job.config
         options = self._make_options(False)
         with restore_modes(self.wrapped):
             self.rows = (
-                config.micro_batch_size * options.device_iterations * options.replication_factor
+                self._options.micro_batch_size
+                * options.device_iterations
+                * options.replication_factor
             )
             inference = poptorch.inferenceModel(self.wrapped.eval(), options)
-            inference.compile(convert_input(fill_up(self._example, self.rows), config.precision))
+            inference.compile(
+                convert_input(fill_up(self._example, self.rows), self._options.precision)
+            )
         self.inference = inference
 
     @describe_errors("making room for the evaluation")
@@ -205,7 +209,7 @@ class Executors:
     @describe_errors("evaluation")
     def infer(self, x: torch.Tensor) -> list[Any]:
         """Return the outputs of one call of the inference model, of `rows` samples."""
-        return list(self.inference(convert_input(x, self.job.config.precision)))
+        return list(self.inference(convert_input(x, self._options.precision)))
 
     @describe_errors("leaving the evaluation's IPUs")
     def end_evaluation(self) -> None:
@@ -218,7 +222,7 @@ class Executors:
     @describe_errors("reading the weights")
     def snapshot(self, update: int, with_optimizer: bool = True) -> Snapshot:
         """Return copies of the present weights and optimizer state."""
-        like = self.job.model.state_dict()
+        like = self._run.model.state_dict()
         self.leave_training(False)
         state = {get_unsplit_name(name): value for name, value in self.wrapped.state_dict().items()}
         model = {

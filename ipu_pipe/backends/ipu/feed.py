@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from ipu_pipe.backends.ipu.config import DataLoading
-from ipu_pipe.backends.ipu.options import find_member
-from ipu_pipe.config.schema import Config
+from ipu_pipe.backends.ipu.options import IpuOptions, find_member
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.sources import split_batch
 from ipu_pipe.errors import BadInput, RunFault, summarize
@@ -54,16 +53,21 @@ class Calls(Dataset):  # type: ignore[type-arg]
     def __init__(
         self,
         data: DataSource,
-        config: Config,
+        options: IpuOptions,
         per_epoch: int | None,
         updates: range,
         replicas: range,
     ) -> None:
         self._data = data
-        self._config = config
+        # the numbers alone, because a worker process gets a copy of this object
+        self._precision = options.precision
+        self._iterations = options.ipu.device_iterations
+        self._accumulation = options.gradient_accumulation
+        self._all_replicas = options.replicas
+        self._size = options.micro_batch_size
         self._per_epoch = per_epoch
         self._replicas = replicas
-        self._first_updates = updates[:: config.ipu.device_iterations]
+        self._first_updates = updates[:: self._iterations]
 
     def __len__(self) -> int:
         return len(self._first_updates)
@@ -83,32 +87,25 @@ class Calls(Dataset):  # type: ignore[type-arg]
 
     def _read_call(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = [
-            pair
-            for k in range(first, first + self._config.ipu.device_iterations)
-            for pair in self._read_update(k)
+            pair for k in range(first, first + self._iterations) for pair in self._read_update(k)
         ]
-        x = torch.cat([convert_input(x, self._config.precision) for x, _ in pairs])
+        x = torch.cat([convert_input(x, self._precision) for x, _ in pairs])
         return x, torch.cat([convert_label(y) for _, y in pairs])
 
     def _read_update(self, k: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return inputs and labels of update k, as one pair if the source can read microbatches
         together.
         """
-        config = self._config
         # a caller's loop gives its microbatches by one number, without epochs
         epoch, within = (0, k) if self._per_epoch is None else divmod(k, self._per_epoch)
-        microbatches = range(
-            within * config.gradient_accumulation, (within + 1) * config.gradient_accumulation
-        )
+        microbatches = range(within * self._accumulation, (within + 1) * self._accumulation)
         indices = [
-            m * config.replicas + replica for m in microbatches for replica in self._replicas
+            m * self._all_replicas + replica for m in microbatches for replica in self._replicas
         ]
         read_together = getattr(self._data, "train_batches", None)
         if read_together is not None:
-            return [split_batch(read_together(epoch, indices, config.micro_batch_size))]
-        return [
-            split_batch(self._data.train_batch(epoch, i, config.micro_batch_size)) for i in indices
-        ]
+            return [split_batch(read_together(epoch, indices, self._size))]
+        return [split_batch(self._data.train_batch(epoch, i, self._size)) for i in indices]
 
 
 class Feed:

@@ -5,12 +5,16 @@ Source: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py). Not run o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Callable, Sequence
 
 from ipu_pipe.backends.ipu.config import LOCATIONS, IpuConfig, TensorLocations
 from ipu_pipe.backends.ipu.placement import PIPELINED, Placement, get_execution
-from ipu_pipe.config.schema import Config
+from ipu_pipe.data import DataSource
+from ipu_pipe.job.record import Job
+from ipu_pipe.replay.work import require_finite
 from ipu_pipe.schedule.methods import Method
 
 # popart's numbers
@@ -20,31 +24,65 @@ TRAINING = "training"
 INFERENCE = "inference"
 
 
+@dataclass(frozen=True)
+class IpuOptions:
+    """The options of the backend, by their names in a config.
+
+    `data`: the source that a loader's worker reads; `updates`: of the run, up to which it reads.
+    `require_finite(k, losses)`: raises `Divergence`.
+    """
+
+    ipu: IpuConfig
+    precision: str
+    replicas: int
+    micro_batch_size: int
+    gradient_accumulation: int
+    recompute: bool
+    data: DataSource
+    updates: int
+    require_finite: Callable[[int, Sequence[float]], None]
+
+    @classmethod
+    def of(cls, job: Job) -> IpuOptions:
+        """Return the options of a job."""
+        config = job.config
+        return cls(
+            config.ipu,
+            config.precision,
+            config.replicas,
+            config.micro_batch_size,
+            config.gradient_accumulation,
+            config.recompute,
+            job.data,
+            job.updates,
+            partial(require_finite, job),
+        )
+
+
 def make_options(
-    config: Config,
+    chosen: IpuOptions,
     method: Method,
     placement: Placement,
     training: bool,
     seed: int,
     base: Any | None = None,
     ipu_id: int | None = None,
-    accumulation: int | None = None,
 ) -> Any:
     """Return the poptorch.Options of a run's training or inference model.
 
     `base`: popdist's options, which have the replicas and processes already. `ipu_id`: an id of
-    gc-info, None for any device. `accumulation`: microbatches of an update, None for the config's.
+    gc-info, None for any device.
     """
     import poptorch
 
-    ipu = config.ipu
+    ipu = chosen.ipu
     execution = get_execution(method)
     assert execution is not None, "check_method refuses a method that PopTorch does not run"
     options = poptorch.Options() if base is None else base
     if base is None:
         # under mpirun PopTorch would take this process for one of several
         options.Distributed.disable()
-        options.replicationFactor(config.replicas)
+        options.replicationFactor(chosen.replicas)
         if ipu_id is not None:
             options.useIpuId(ipu_id)
     stages = [
@@ -56,7 +94,7 @@ def make_options(
     is_split = is_pipeline and placement.ipu_count > 1
     # a pipeline recomputes by default
     mode = ipu.recomputation
-    if mode == "auto" and config.recompute and not is_split:
+    if mode == "auto" and chosen.recompute and not is_split:
         mode = "standard"
     settings = _list_settings(ipu, training)
     settings["randomSeed"] = seed
@@ -68,7 +106,7 @@ def make_options(
         # set the partials type again, because setConvolutionDithering would drop it
         popart["convolutionOptions"] = {"partialsType": ipu.partials, "enableConvDithering": "true"}
     if training:
-        settings.update(_list_training_settings(ipu, accumulation or config.gradient_accumulation))
+        settings.update(_list_training_settings(ipu, chosen.gradient_accumulation))
         popart["autoRecomputation"] = RECOMPUTATION.get(mode)
         popart["explicitRecomputation"] = (
             mode in ("standard", "recompute_all") and not is_split
@@ -85,8 +123,8 @@ def make_options(
     for name, value in settings.items():
         if value is not None:
             attrgetter(name)(options)(value)
-    chosen = {name: value for name, value in popart.items() if value is not None}
-    for name, value in {**chosen, **ipu.popart_options}.items():
+    set_here = {name: value for name, value in popart.items() if value is not None}
+    for name, value in {**set_here, **ipu.popart_options}.items():
         options._Popart.set(name, value)
     _set_locations(options, ipu.tensor_locations, training)
     return options

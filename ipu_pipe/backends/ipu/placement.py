@@ -22,7 +22,6 @@ import itertools
 from typing import Any, Callable, NamedTuple
 
 from ipu_pipe.backends.ipu.config import IpuConfig
-from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, Reads, Structure, Timeline
 
@@ -151,22 +150,21 @@ class PoprunShare(NamedTuple):
     make_options: Callable[[int], Any] | None = None
 
 
-def read_poprun_share(config: Config) -> PoprunShare:
-    """Return this process's share of the replicas: all without poprun. Raise `BadInput` if poprun
+def read_poprun_share(replicas: int) -> PoprunShare:
+    """Return this process's share of the run's replicas: all without poprun. Raise `BadInput` if poprun
     started another number.
     """
     if not is_under_poprun():
-        return PoprunShare(0, config.replicas)
+        return PoprunShare(0, replicas)
     import popdist
     import popdist.poptorch
 
     initialize_popdist()
     local = popdist.getNumLocalReplicas()
     total = popdist.getNumTotalReplicas()
-    if total != config.replicas:
+    if total != replicas:
         raise BadInput(
-            f"replicas: {config.replicas}: poprun started {total} (--num-replicas): must be the "
-            f"same"
+            f"replicas: {replicas}: poprun started {total} (--num-replicas): must be the same"
         )
     return PoprunShare(
         popdist.getInstanceIndex() * local,

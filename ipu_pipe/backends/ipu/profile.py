@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import time
 from pathlib import Path
 from typing import Any, Callable
 
@@ -95,9 +96,9 @@ class CallTimes:
             Event(self._stage, self._device, kind, number, start_ns, end_ns, version, size)
         )
 
-    def add(self, kind: str, k: int, start_ns: int, end_ns: int) -> None:
-        """Add an evaluation or checkpoint after k updates."""
-        self._add(kind, -1, start_ns, end_ns, k)
+    def add(self, kind: str, k: int, start_ns: int) -> None:
+        """Add an evaluation or checkpoint after k updates, which ends now."""
+        self._add(kind, -1, start_ns, time.perf_counter_ns(), k)
 
     def describe(self) -> dict[str, Any]:
         """Return the figures of the last call, as `ipu.json` has them."""

@@ -28,13 +28,13 @@ from ipu_pipe.cut.crossing import Crossing, TensorSpec
 from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.evaluation import EvaluationResult, Tally, evaluate_sums, load_test_batches
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics, Tally, evaluate_sums
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples
 from ipu_pipe.model.loss import get_labels
 from ipu_pipe.model.precision import export_loss
 from ipu_pipe.model.restoring import restore_modes
+from ipu_pipe.replay.run import Run
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events
 from ipu_pipe.update import optimizer
 
@@ -58,7 +58,7 @@ def gather(mail: Mail, value: Value) -> list[Value] | None:
 
 
 def export_stages(
-    job: Job, models: Sequence[StageModel], names: dict[nn.Parameter, str]
+    run: Run, models: Sequence[StageModel], names: dict[nn.Parameter, str]
 ) -> CheckpointState:
     """Return a rank's part of a checkpoint, on the host. `names`: parameter -> name, for all
     parameters of the optimizer.
@@ -69,12 +69,12 @@ def export_stages(
             *model.piece.list_tensors(),
             *(model.head.parameters() if model.head is not None else ()),
         ]
-    trained = {id(job.precision.get_trained(p)) for p in parameters if isinstance(p, nn.Parameter)}
+    trained = {id(run.precision.get_trained(p)) for p in parameters if isinstance(p, nn.Parameter)}
     names = {p: name for p, name in names.items() if id(p) in trained}
-    tensors, plain = optimizer.export_state(job.optimizer, names)
+    tensors, plain = optimizer.export_state(run.optimizer, names)
     weights: dict[str, torch.Tensor] = {}
     for model in models:
-        with job.precision.put_masters_in_place():
+        with run.precision.put_masters_in_place():
             weights.update(
                 {key: value.detach().cpu() for key, value in model.piece.select_state().items()}
             )
@@ -87,29 +87,29 @@ def export_stages(
                 }
             )
     # the loss runs on the last stage, and moves what it keeps there
-    has_loss = any(model.stage == len(job.partition) - 1 for model in models)
-    loss = export_loss(job.loss) if has_loss else {}
+    has_loss = any(model.stage == len(run.partition) - 1 for model in models)
+    loss = export_loss(run.loss) if has_loss else {}
     on_host = {key: value.cpu() for key, value in tensors.items()}
     return CheckpointState(weights, on_host, plain, loss)
 
 
-def merge_ranks(job: Job, ranks: Sequence[CheckpointState]) -> CheckpointState:
+def merge_ranks(run: Run, ranks: Sequence[CheckpointState]) -> CheckpointState:
     """Merge the states of one replica's ranks into the state of the unsplit model."""
     model, tensors, plain, loss = (
         {key: value for part in parts for key, value in part.items()} for parts in zip(*ranks)
     )
-    with job.precision.put_masters_in_place():
+    with run.precision.put_masters_in_place():
         # tensors that no piece uses are unchanged here
-        state = job.model.state_dict()
+        state = run.model.state_dict()
     whole = {name: model.get(name, value) for name, value in state.items()}
     return CheckpointState(whole, tensors, plain, loss)
 
 
-def export_rest(job: Job, cut: Sequence[Piece]) -> dict[str, torch.Tensor]:
+def export_rest(run: Run, cut: Sequence[Piece]) -> dict[str, torch.Tensor]:
     """Return the part of the model's state that no stage uses; `cut`: the pieces of all stages."""
     in_pieces = {name for piece in cut for name in piece.select_state()}
-    with job.precision.put_masters_in_place():
-        state = job.model.state_dict()
+    with run.precision.put_masters_in_place():
+        state = run.model.state_dict()
     return {
         name: value
         for name, value in state.items()
@@ -182,7 +182,7 @@ def gather_weights(
 
 
 def free_other_stages(
-    job: Job, models: Sequence[StageModel], cut: Sequence[Piece]
+    run: Run, models: Sequence[StageModel], cut: Sequence[Piece]
 ) -> list[torch.Tensor]:
     """Free the tensors of the model that other ranks hold, and return them."""
     pieces = [
@@ -190,7 +190,7 @@ def free_other_stages(
     ]
     here = {id(t) for piece in pieces for t in piece.list_tensors()}
     others = [t for piece in cut for t in piece.list_tensors()]
-    blocks = get_blocks(job.model)
+    blocks = get_blocks(run.model)
     if blocks is not None:
         blocks.forget_duplicates()
         for index, head in blocks.heads.items():
@@ -198,7 +198,7 @@ def free_other_stages(
                 others += [*head.parameters(), *head.buffers()]
     others = [t for t in others if id(t) not in here]
     return free(
-        [*others, *(job.precision.get_trained(t) for t in others if isinstance(t, nn.Parameter))]
+        [*others, *(run.precision.get_trained(t) for t in others if isinstance(t, nn.Parameter))]
     )
 
 
@@ -238,10 +238,10 @@ class GradientCollection:
     replicas have equal ones.
     """
 
-    def __init__(self, job: Job, mail: Mail, layout: RankLayout) -> None:
+    def __init__(self, run: Run, mail: Mail, layout: RankLayout) -> None:
         self._mail = mail
         self._layout = layout
-        named = {s: job.list_trained(s) for s in range(layout.stages)}
+        named = {s: run.list_trained(s) for s in range(layout.stages)}
         self._names = {s: list(parameters) for s, parameters in named.items() if parameters}
         self._parameters = {
             s: list(parameters.values()) for s, parameters in named.items() if parameters
@@ -318,9 +318,13 @@ class Evaluation:
     """
 
     def __init__(
-        self, job: Job, interpreter: Interpreter, with_loss: list[int], freed: list[torch.Tensor]
+        self,
+        run: Run,
+        interpreter: Interpreter,
+        with_loss: list[int],
+        freed: list[torch.Tensor],
     ) -> None:
-        self._job = job
+        self._run = run
         self._with_loss = with_loss
         self._freed = freed
         self._models = [stage.model for stage in interpreter.stages.values()]
@@ -329,17 +333,18 @@ class Evaluation:
         self._count = 0
         self._predicted = 0
 
-    def evaluate(self, split: str) -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
         """Return loss and metrics of each stage with a loss for the loaded weights, the same on
         every rank.
         """
         layout = self._layout
         # finish the messages of training: waiting for them must not count as evaluation
         self._mail.flush()
-        sums = torch.zeros(layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
+        empty = Tally(self._run.loss, metrics).sums
+        sums = torch.zeros(layout.stages, len(empty) + 1, dtype=torch.float64)
         with self._enter_evaluation():
             if layout.replica == 0:
-                sums = self._sum_by_stage(split)
+                self._sum_by_stage(batches(), metrics, sums)
         if layout.replicas > 1:
             self._count += 1
             wait_for_first_replica(layout, self._mail, self._count)
@@ -350,10 +355,10 @@ class Evaluation:
         # stages without data and labels read the test set for shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
             raise RunFault(
-                f"data: {self._job.data_name}: evaluation: the ranks read different test sets: "
+                f"data: {self._run.batches.name}: evaluation: the ranks read different test sets: "
                 f"{DRAW_ALIKE}"
             )
-        return [evaluate_sums(self._job.metrics, by_stage[stage][:-1]) for stage in self._with_loss]
+        return [evaluate_sums(metrics, by_stage[stage][:-1]) for stage in self._with_loss]
 
     def predict(self, x: Any) -> Any:
         """Return the output of the last stage for inputs `x`, on every rank."""
@@ -381,11 +386,13 @@ class Evaluation:
 
     @contextlib.contextmanager
     def _enter_evaluation(self) -> Iterator[None]:
-        """Turn gradients off and put all modules into evaluation mode inside the context."""
+        """Turn gradients off, put all modules into evaluation mode and the averages of the weights
+        into the model inside the context.
+        """
         # the loss may call modules of the model that no piece calls
-        modules = [self._job.model]
+        modules = [self._run.model]
         modules += [m for model in self._models for m in (model.piece, model.head) if m is not None]
-        with torch.no_grad(), restore_modes(*modules):
+        with torch.no_grad(), restore_modes(*modules), self._run.rules.hold_averages():
             for module in modules:
                 module.eval()
             yield
@@ -400,13 +407,13 @@ class Evaluation:
         ):
             return cut.prepare(x, training=False)
 
-    def _sum_by_stage(self, split: str) -> torch.Tensor:
-        """Run this rank's stages on a set; return a row per stage: the sums of its tally, and the
-        checksum of the set.
+    def _sum_by_stage(self, batches: Iterator[Any], metrics: Metrics, sums: torch.Tensor) -> None:
+        """Run this rank's stages on a set, and set the row of each in `sums`: the sums of its
+        tally, and the checksum of the set.
         """
-        tallies = {model.stage: Tally.of(self._job) for model in self._models}
+        tallies = {model.stage: Tally(self._run.loss, metrics) for model in self._models}
         checksum = 0
-        for batch, (x, y) in enumerate(load_test_batches(self._job, split)):
+        for batch, (x, y) in enumerate(batches):
             checksum = compute_checksum((x, get_labels(y)), checksum)
             crossings = self._prepare(x)
             for model in self._models:
@@ -418,12 +425,8 @@ class Evaluation:
                 limit = self._mail.limit
                 with detect_lost_rank([KEEPER], limit):
                     answer_within(limit.total_seconds(), lambda: store.add(EVALUATED, 1))
-        sums = torch.zeros(
-            self._layout.stages, len(Tally.of(self._job).sums) + 1, dtype=torch.float64
-        )
         for stage, tally in tallies.items():
             sums[stage] = torch.cat([tally.sums, torch.tensor([checksum], dtype=torch.float64)])
-        return sums
 
     def _run_stage(
         self, model: StageModel, batch: int, x: Any, crossings: Sequence[Crossing]
@@ -491,7 +494,7 @@ class RankReport(NamedTuple):
     trace: Trace | None
 
 
-def report_rank(job: Job, interpreter: Interpreter, trace: Trace | None) -> RankReport:
+def report_rank(run: Run, interpreter: Interpreter, trace: Trace | None) -> RankReport:
     """Return this rank's report; `trace`: its recorded events, by rank 0's clock."""
     recorder = interpreter.recorder
     stages = interpreter.stages
@@ -502,8 +505,8 @@ def report_rank(job: Job, interpreter: Interpreter, trace: Trace | None) -> Rank
         for stage_replicas in replicas.values()
         for state in stage_replicas.list_other_states()
     ]
-    by_stage = optimizer.count_state_bytes(job.optimizer, count, others)
-    masters = job.count_master_bytes()
+    by_stage = optimizer.count_state_bytes(run.optimizer, count, others)
+    masters = run.count_master_bytes()
     optimizer_bytes = {s: by_stage[s] + masters[s] for s in stages}
     # overlapping local blocks have a layer of the previous stage here too
     total = sum(by_stage) + interpreter.memory.master_bytes

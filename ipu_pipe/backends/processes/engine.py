@@ -11,7 +11,9 @@ import contextlib
 import functools
 import importlib
 import warnings
-from typing import Any, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,20 +31,42 @@ from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
 from ipu_pipe.cut.cutting import Piece, list_crossings
-from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.evaluation import EvaluationResult
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics
+from ipu_pipe.job.record import ComparedSettings, Job, make_trace_metadata
 from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.refusals import EMULATOR
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import LossShare, Work, list_exactness_faults
 from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.methods import Timeline
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import list_some
 from ipu_pipe.update.rules import select_rules
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """The options of the backend.
+
+    `deadline`: seconds. `is_fast`: replicas average in any order. `is_sharded`: each rank writes
+    its part of a checkpoint. `compiles`: the stages are compiled. `pieces`: the model cut into its
+    stages. `keeps_model`: the whole model is used at the end. `compared`: what ranks compare with
+    each result. `folder`: of the trace files with this `metadata`; None: none are written.
+    """
+
+    deadline: float
+    is_fast: bool
+    is_sharded: bool
+    compiles: bool
+    pieces: Sequence[Piece]
+    keeps_model: bool
+    compared: ComparedSettings
+    folder: Path | None
+    metadata: dict[str, Any]
 
 
 class ProcessEngine(Engine):
@@ -50,11 +74,17 @@ class ProcessEngine(Engine):
     evaluations and checkpoints.
     """
 
-    def __init__(self, job: Job, first_update: int) -> None:
-        super().__init__(job)
-        config = job.config
-        work = Work.from_job(job, first_update)
-        self._layout = layout = RankLayout(dist.get_rank(), job.placement, config.replicas)
+    def __init__(
+        self,
+        run: Run,
+        layout: RankLayout,
+        first_update: int,
+        table: VersionTable,
+    ) -> None:
+        super().__init__(run)
+        options: ProcessOptions = run.options
+        work = Work.of(run, first_update, table)
+        self._layout = layout
         self.is_main = layout.rank == 0
         self._first_update = first_update
         self._clocks_compared_at = first_update
@@ -63,40 +93,38 @@ class ProcessEngine(Engine):
         groups: list[Any] = []
         if layout.replicas > 1:
             groups = [
-                make_group(layout.list_ranks(device), config.backend.deadline)
+                make_group(layout.list_ranks(device), options.deadline)
                 for device in range(layout.devices)
             ]
         every_rank = range(dist.get_world_size())
-        if config.checkpoint is not None and config.checkpoint.format == "sharded":
-            self.checkpoint_group = make_group(every_rank, config.backend.deadline)
-        self._microbatches = Microbatches(job, layout, work.microbatch)
-        models, self._cut = cut_stages(job, layout, self._microbatches)
-        stream = trace.make_stream_clock(job.device)
-        self._recorder = trace.TraceRecorder(
-            layout.rank, models[0].stage, job.traced_updates, stream
-        )
-        channels = make_channels(job, layout, models[0].ties.links)
+        if options.is_sharded:
+            self.checkpoint_group = make_group(every_rank, options.deadline)
+        self._microbatches = Microbatches(run, layout, work.microbatch)
+        models, self._cut = cut_stages(run, layout, self._microbatches)
+        stream = trace.make_stream_clock(run.device)
+        self._recorder = trace.TraceRecorder(layout.rank, models[0].stage, run.trace, stream)
+        channels = make_channels(run, layout, models[0].ties.links)
         self._replicas = self._make_replica_groups(groups, channels)
         # a group of its own, so that no message that a broken pipeline has left reaches the next
         # one, nor one of the caller's own
-        self._group = make_group(every_rank, config.backend.deadline)
+        self._group = make_group(every_rank, options.deadline)
         self._mail = Mail(
             layout,
-            job.device,
+            run.device,
             self._recorder,
-            config.backend.deadline,
+            options.deadline,
             self._group,
             channels,
-            _bound_sends(job),
+            _bound_sends(run),
         )
-        if job.loss_weight is not None:
-            group = groups[layout.placement[models[0].stage]] if groups else None
+        group = groups[layout.rank % layout.devices] if groups else None
+        if run.loss_weight is not None:
             self._weights = UpdateWeights(work, self._microbatches, self._mail, group)
             for model in models:
                 model.weigh_update = self._weights.read
         self._models = models
         stages = self._make_stages(work)
-        if job.schedule.passes == SPLIT_PASSES:
+        if work.schedule.passes == SPLIT_PASSES:
             self._split_backwards(stages)
         self._interpreter = Interpreter(
             work, stages, self._mail, self._recorder, self._replicas, channels
@@ -108,11 +136,15 @@ class ProcessEngine(Engine):
             lambda: self._interpreter.doing,
             lambda: self._interpreter.activity,
         )
-        self._prepare_collection(groups)
+        self._prepare_collection(group)
         # import now: an optimizer's first step would import it within the measured time
         importlib.import_module("torch._dynamo")
         with detect_lost_rank(limit=self._mail.limit):
-            trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
+            offset_ns = trace.compare_clocks()
+            if options.folder is not None:
+                trace.open_file(
+                    options.folder, options.metadata, self._recorder, first_update, offset_ns
+                )
 
     def _make_replica_groups(self, groups: list[Any], channels: Any) -> list[ReplicaGroup]:
         """Return the group of each stage's replicas; `groups`: of each device's ranks, none without
@@ -121,35 +153,28 @@ class ProcessEngine(Engine):
         if not groups:
             return []
         nccl_group = (channels or {}).get(REPLICAS)
-        is_fast = self.job.config.reduction == "fast"
         return [
-            ReplicaGroup(groups[device], nccl_group, is_fast) for device in self._layout.placement
+            ReplicaGroup(groups[device], nccl_group, self.run.options.is_fast)
+            for device in self._layout.placement
         ]
 
-    def _prepare_collection(self, groups: list[Any]) -> None:
+    def _prepare_collection(self, group_of_replicas: Any) -> None:
         """Prepare what rank 0 or the caller gets from the ranks: losses, gradients, evaluations and
         the whole model.
         """
-        job = self.job
-        layout = self._layout
+        run = self.run
         self.newest_model = None
         # for a model that the caller uses after training
         self._holders = (
-            collect.find_holders(job.model, self._cut)
-            if job.precision.is_given or job.wants_model
-            else {}
+            collect.find_holders(run.model, self._cut) if run.options.keeps_model else {}
         )
         self._gradient_collection: collect.GradientCollection | None = None
-        if job.watches_gradients:
-            self._gradient_collection = collect.GradientCollection(job, self._mail, layout)
-            job.rules.observe = self._gradient_collection.note
-        self._freed = collect.free_other_stages(job, self._models, self._cut)
-        self._with_loss = _list_stages_with_loss(job)
-        group_of_replicas = groups[layout.rank % layout.devices] if groups else None
+        self._freed = collect.free_other_stages(run, self._models, self._cut)
+        self._with_loss = _list_stages_with_loss(run)
         self._results = ResultCollection(
-            job, self._mail, self._recorder, layout, self._with_loss, group_of_replicas
+            run, self._mail, self._recorder, self._layout, self._with_loss, group_of_replicas
         )
-        self._evaluation = collect.Evaluation(job, self._interpreter, self._with_loss, self._freed)
+        self._evaluation = collect.Evaluation(run, self._interpreter, self._with_loss, self._freed)
 
     def _make_stages(self, work: Work) -> dict[int, Stage]:
         """Return the rank's stages by number, for the work from an empty pipeline on."""
@@ -181,17 +206,17 @@ class ProcessEngine(Engine):
         with self._name_faults():
             return self._results.collect(k)
 
-    def finish(self, batches: int) -> None:
+    def finish(self, batches: int, table: VersionTable) -> None:
         with self._name_faults():
             self._advance(float("inf"), batches)
-            self._interpreter.end_round(Work.from_job(self.job, batches))
+            self._interpreter.end_round(Work.of(self.run, batches, table))
 
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
+    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         with self._name_faults():
             old = self._interpreter
             old.end()
             self._mail.forget_expected()
-            work = Work.from_job(self.job, update)
+            work = Work.of(self.run, update, table)
             stages = self._make_stages(work)
             for s, stage in stages.items():
                 stage.continue_from(old.stages[s])
@@ -203,14 +228,13 @@ class ProcessEngine(Engine):
                 )
             self._interpreter.memory.continue_from(old.memory)
             self._microbatches.restart(work.microbatch)
-            if self.job.loss_weight is not None:
+            if self.run.loss_weight is not None:
                 self._weights.restart()
 
     def predict(self, x: Any) -> Any:
         with self._name_faults():
             self._interpreter.load_newest()
-            with self.job.rules.hold_averages():
-                return self._evaluation.predict(x)
+            return self._evaluation.predict(x)
 
     def load_weights(self, load: Callable[[], None]) -> None:
         for tensor in self._freed:
@@ -224,7 +248,7 @@ class ProcessEngine(Engine):
         """
         is_whole = torch.zeros(self._layout.stages, dtype=torch.int64)
         for s, stage in stages.items():
-            is_whole[s] = not stage.verify_split(self.job.example)
+            is_whole[s] = not stage.verify_split(self.run.example)
         whole = (
             torch.stack(self._mail.all_gather(is_whole)).amax(dim=0).nonzero().flatten().tolist()
         )
@@ -237,16 +261,20 @@ class ProcessEngine(Engine):
                 stacklevel=2,
             )
 
+    def watch_gradients(self) -> None:
+        collection = collect.GradientCollection(self.run, self._mail, self._layout)
+        self._gradient_collection = collection
+        self.run.rules.observe = collection.note
+
     def collect_gradients(self, k: int) -> dict[str, torch.Tensor]:
         assert self._gradient_collection is not None
         with self._name_faults():
             return self._gradient_collection.collect(k)
 
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
+    def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
         with self._record_pause("evaluate", "evaluation"):
             self._interpreter.load_newest()
-            with self.job.rules.hold_averages():
-                return self._evaluation.evaluate(split)
+            return self._evaluation.evaluate(batches, metrics)
 
     @contextlib.contextmanager
     def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
@@ -254,13 +282,13 @@ class ProcessEngine(Engine):
             self._interpreter.load_newest()
             if everywhere:
                 collect.broadcast_weights(
-                    self._mail, self.job.model, self._holders, self._layout.placement, self._freed
+                    self._mail, self.run.model, self._holders, self._layout.placement, self._freed
                 )
             else:
                 collect.gather_weights(
-                    self._mail, self.job.model, self._holders, self._layout, self._freed
+                    self._mail, self.run.model, self._holders, self._layout, self._freed
                 )
-        self.newest_model = self.job.model if everywhere or self.is_main else None
+        self.newest_model = self.run.model if everywhere or self.is_main else None
         try:
             yield
         finally:
@@ -271,7 +299,7 @@ class ProcessEngine(Engine):
         with self._record_pause("checkpoint", "checkpoint"):
             ranks = collect.gather(self._mail, self._export())
         return (
-            None if ranks is None else collect.merge_ranks(self.job, ranks[: self._layout.devices])
+            None if ranks is None else collect.merge_ranks(self.run, ranks[: self._layout.devices])
         )
 
     def collect_part(self, every_replica: bool = False) -> CheckpointState:
@@ -280,14 +308,14 @@ class ProcessEngine(Engine):
         # only the first replica writes
         if self._layout.replica and not every_replica:
             return CheckpointState({}, {}, {})
-        rest = collect.export_rest(self.job, self._cut) if self.is_main or every_replica else {}
+        rest = collect.export_rest(self.run, self._cut) if self.is_main or every_replica else {}
         return part._replace(model={**part.model, **rest})
 
     def _export(self) -> CheckpointState:
         self._interpreter.load_newest()
         models = [stage.model for stage in self._interpreter.stages.values()]
         with self._interpreter.export_replicas():
-            return collect.export_stages(self.job, models, self.names)
+            return collect.export_stages(self.run, models, self.names)
 
     @contextlib.contextmanager
     def _record_pause(self, kind: str, doing: str) -> Iterator[None]:
@@ -306,7 +334,7 @@ class ProcessEngine(Engine):
 
     def _compare_clocks(self) -> None:
         """Compare the clocks if events were recorded since the last comparison."""
-        traced = self.job.traced_updates
+        traced = self.run.trace
         done = self._interpreter.update + 1
         if max(traced.start, self._clocks_compared_at) < min(traced.stop, done):
             self._synchronize_clocks()
@@ -319,16 +347,16 @@ class ProcessEngine(Engine):
     def report(self) -> Report | None:
         self._interpreter.doing = "report"
         with self._name_faults():
-            if self.job.traced_updates:
+            if self.run.trace:
                 # ranks may be at different updates, and all must compare
                 self._synchronize_clocks()
-            recorded = trace.read_back(self.job, self._layout.rank, self._recorder)
+            recorded = trace.read_back(self.run.options.folder, self._recorder)
             ranks = collect.gather(
-                self._mail, collect.report_rank(self.job, self._interpreter, recorded)
+                self._mail, collect.report_rank(self.run, self._interpreter, recorded)
             )
         microbatches = (
             self._interpreter.update - self._first_update
-        ) * self.job.schedule.accumulate
+        ) * self.run.table.schedule.accumulate
         return None if ranks is None else collect.merge_reports(ranks, self._layout, microbatches)
 
     def close(self) -> None:
@@ -336,11 +364,11 @@ class ProcessEngine(Engine):
         with self._name_faults():
             self._interpreter.close()
             if self._holders:
-                with self.job.precision.put_masters_in_place(loads=True):
+                with self.run.precision.put_masters_in_place(loads=True):
                     collect.broadcast_weights(
-                        self._mail, self.job.model, self._holders, self._layout.placement
+                        self._mail, self.run.model, self._holders, self._layout.placement
                     )
-                self.newest_model = self.job.model
+                self.newest_model = self.run.model
         self.abort()
 
     def disconnect(self) -> None:
@@ -358,45 +386,46 @@ class ProcessEngine(Engine):
         self.release_blocks()
 
 
-def _bound_sends(job: Job) -> int:
+def _bound_sends(run: Run) -> int:
     """Return the most microbatches whose messages may be on their way on a link."""
+    schedule = run.table.schedule
     # a file of rows may receive a message after any number of later ones
-    if job.method.pipeline is Timeline.ROWS:
-        return job.schedule.microbatches
+    if run.method.pipeline is Timeline.ROWS:
+        return schedule.microbatches
     # with local losses no gradient comes back, so only the limit on sends tells that a message has
     # arrived
-    if job.method.structure is not None:
-        return 8 * (len(job.partition) + 1)
-    return int(job.schedule.max_in_flight().max())
+    if run.method.structure is not None:
+        return 8 * (len(run.partition) + 1)
+    return int(schedule.max_in_flight().max())
 
 
 def cut_stages(
-    job: Job, layout: RankLayout, microbatches: Microbatches
+    run: Run, layout: RankLayout, microbatches: Microbatches
 ) -> tuple[list[StageModel], list[Piece]]:
-    """Return this rank's stages of a job's model, which read `microbatches`, and the pieces of all
+    """Return this rank's stages of a run's model, which read `microbatches`, and the pieces of all
     stages.
     """
-    blocks = get_blocks(job.model)
-    cut = list(job.pieces) if blocks is None else blocks.pieces
+    blocks = get_blocks(run.model)
+    cut = list(run.options.pieces) if blocks is None else blocks.pieces
     across = list_crossings(cut) if blocks is None else blocks.crossings
-    if job.config.model.compile:
+    if run.options.compiles:
         cut[0].cut.compile()
-    draws = job.effects.draws
-    keyed = KeyedRandomness(job.model, draws, job.config.seed, job.device) if draws else None
+    draws = run.observation.effects.draws
+    keyed = KeyedRandomness(run.model, draws, run.seed, run.device) if draws else None
     models = []
     for s in layout.stages_of_rank:
         ties = Ties()
         local = None
         if blocks is None:
-            ties = find_ties(job.model, cut, s, layout.placement)
+            ties = find_ties(run.model, cut, s, layout.placement)
         else:
             local = LocalBlock.create(cut, s, blocks.overlap > 0, blocks.get_head(s))
         checksums: dict[int, int] = {}
         read = functools.partial(microbatches.read, checksums)
         model = StageModel(
-            layout, s, cut[s], across, read, job.device, keyed, local, ties, checksums
+            layout, s, cut[s], across, read, run.device, keyed, local, ties, checksums
         )
-        model.example = job.example
+        model.example = run.example
         models.append(model)
     return models, cut
 
@@ -408,46 +437,42 @@ class Microbatches:
     a loss take its labels.
     """
 
-    def __init__(self, job: Job, layout: RankLayout, first: int) -> None:
-        self._job = job
+    def __init__(self, run: Run, layout: RankLayout, first: int) -> None:
+        self._run = run
+        self._source = run.batches
         self._replica = layout.replica
         self._next = first
         # replicas with weights of their own take turns in one row
-        self._turns = job.replica_count if job.method.rounds is not None else None
-        self._user_count = len({0, *_list_stages_with_loss(job)} & {*layout.stages_of_rank})
+        self._turns = run.replicas if run.method.rounds is not None else None
+        self._user_count = len({0, *_list_stages_with_loss(run)} & {*layout.stages_of_rank})
         # microbatch -> (number of stages that will still take it, batch, checksum)
         self._batches: dict[int, tuple[int, Any, int]] = {}
 
     def read(self, checksums: dict[int, int], m: int) -> tuple[Any, Any]:
         """Return inputs and labels of microbatch m, and add its checksum to `checksums`."""
-        job = self._job
         self._read_up_to(m)
         left, batch, checksum = self._batches.pop(m)
         if left > 1:
             self._batches[m] = left - 1, batch, checksum
         checksums[m] = checksum
-        x, y = job.prepare_batch(batch)
-        check_same_shapes(x, job.example[0], m)
+        x, y = self._source.prepare(batch)
+        check_same_shapes(x, self._run.example[0], m)
         return x, y
 
     def weigh(self, m: int) -> float:
         """Return the weight of microbatch m, which no stage has taken."""
         self._read_up_to(m)
-        return self._job.weigh_microbatch(
-            self._batches[m][1], m // self._job.schedule.accumulate, *self._locate(m)
-        )
+        k = m // self._run.table.schedule.accumulate
+        return self._source.weigh(self._batches[m][1], k, *self._locate(m))
 
     def _read_up_to(self, m: int) -> None:
         """Read the microbatches from the next one to m, and m again if all stages have taken it."""
         # a file of rows may ask for a later microbatch first
         for number in dict.fromkeys([*range(self._next, m + 1), m]):
             if number not in self._batches:
-                batch = self._job.read_microbatch(*self._locate(number))
-                # a rank of an open run may lack inputs or labels, and knows which
-                compute: Callable[[Any], int] = getattr(
-                    self._job.data, "compute_checksum", compute_checksum
-                )
-                self._batches[number] = self._user_count, batch, compute(batch)
+                batch = self._source.read(*self._locate(number))
+                checksum = self._source.compute_checksum(batch)
+                self._batches[number] = self._user_count, batch, checksum
         self._next = max(self._next, m + 1)
 
     def restart(self, first: int) -> None:
@@ -502,9 +527,9 @@ class UpdateWeights:
         return self._newest[1]
 
 
-def _list_stages_with_loss(job: Job) -> list[int]:
-    blocks = get_blocks(job.model)
-    last = len(job.partition) - 1
+def _list_stages_with_loss(run: Run) -> list[int]:
+    blocks = get_blocks(run.model)
+    last = len(run.partition) - 1
     if blocks is None:
         return [last]
     return [s for s in range(last + 1) if s == last or blocks.get_head(s) is not None]
@@ -533,12 +558,31 @@ def name_faults(
         raise_attributed(error, f"rank {rank}, stage {stage()}, {doing()}")
 
 
-def make(job: Job, first_update: int) -> ProcessEngine:
+def make_options(job: Job) -> ProcessOptions:
+    """Return the options of a job."""
+    config = job.config
+    folder = job.folder if job.traced_updates else None
+    return ProcessOptions(
+        config.backend.deadline,
+        config.reduction == "fast",
+        config.checkpoint is not None and config.checkpoint.format == "sharded",
+        config.model.compile,
+        job.pieces,
+        job.precision.is_given or job.wants_model,
+        job.compared,
+        folder,
+        {} if folder is None else make_trace_metadata(job),
+    )
+
+
+def make(run: Run, first_update: int, table: VersionTable) -> ProcessEngine:
     """Return this rank's engine, which continues with update `first_update`."""
-    layout = RankLayout(dist.get_rank(), job.placement, job.config.replicas)
+    # replicas with weights of their own take turns in one pipeline
+    copies = run.replicas if run.method.rounds is None else 1
+    layout = RankLayout(dist.get_rank(), run.placement, copies)
     doing = f"start before update {first_update}"
     with name_faults(layout.rank, lambda: layout.stages_of_rank[0], lambda: "start", lambda: doing):
-        return ProcessEngine(job, first_update)
+        return ProcessEngine(run, layout, first_update, table)
 
 
 def list_faults(job: Job) -> list[str]:
@@ -566,4 +610,10 @@ def list_faults(job: Job) -> list[str]:
     return faults
 
 
-BACKEND = Backend(launch=join, place=place, list_faults=list_faults, make_engine=make)
+BACKEND = Backend(
+    launch=join,
+    place=place,
+    list_faults=list_faults,
+    make_engine=make,
+    make_options=make_options,
+)

@@ -31,10 +31,10 @@ from ipu_pipe.backends.processes.lost_ranks import answer_within, detect_lost_ra
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, REPLICAS, SHARED, Link
 from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.update import keep_version_counters
-from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.devices import DeviceKind, get_kind
 from ipu_pipe.model.restoring import restore_all
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import LossShare, Work
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.update import clipping
@@ -59,7 +59,7 @@ def list_links(stages: int, method: Method, tied: Sequence[Link] = ()) -> list[L
     return [*links, *tied]
 
 
-def make_channels(job: Job, layout: RankLayout, tied: Sequence[Link]) -> dict[Link, Any] | None:
+def make_channels(run: Run, layout: RankLayout, tied: Sequence[Link]) -> dict[Link, Any] | None:
     """Return a group for each link and one for the rank's replicas (`REPLICAS`), None if tensors go
     through the host's memory.
 
@@ -68,11 +68,11 @@ def make_channels(job: Job, layout: RankLayout, tied: Sequence[Link]) -> dict[Li
     differently, which needs tags. The groups' timeout is a day, because a receive may be posted
     long before its message; the mail's deadline limits a wait.
     """
-    kind = get_kind(job.device)
+    kind = get_kind(run.device)
     if (
         not kind.is_accelerator
         or not _has_each_a_device(kind)
-        or (job.method.order is not None and job.method.order.file)
+        or (run.method.order is not None and run.method.order.file)
     ):
         return None
     channels: dict[Link, Any] = {}
@@ -81,16 +81,16 @@ def make_channels(job: Job, layout: RankLayout, tied: Sequence[Link]) -> dict[Li
         "backend": kind.get_group_backend(),
     }
     for replica in range(layout.replicas):
-        for link in list_links(layout.stages, job.method, tied):
+        for link in list_links(layout.stages, run.method, tied):
             pair = sorted(layout.list_ranks(layout.placement[stage])[replica] for stage in link[:2])
             if pair[0] == pair[1]:
                 continue
-            group = make_group(pair, job.config.backend.deadline, **options)
+            group = make_group(pair, run.options.deadline, **options)
             if replica == layout.replica:
                 channels[link] = group
     for device in range(layout.devices) if layout.replicas > 1 else ():
         ranks = layout.list_ranks(device)
-        group = make_group(ranks, job.config.backend.deadline, **options)
+        group = make_group(ranks, run.options.deadline, **options)
         if layout.rank in ranks:
             channels[REPLICAS] = group
     return channels

@@ -32,7 +32,6 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.interface import DeviceTimes
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.record import Job, make_trace_metadata
 from ipu_pipe.model.devices import get_kind
 from ipu_pipe.trace.events import (
     COMMUNICATION,
@@ -395,24 +394,25 @@ def _ask_clock() -> tuple[int, int]:
 
 
 def open_file(
-    job: Job, rank: int, recorder: TraceRecorder, first_update: int, offset_ns: int
+    folder: Path,
+    metadata: dict[str, Any],
+    recorder: TraceRecorder,
+    first_update: int,
+    offset_ns: int,
 ) -> None:
-    """Let the recorder write to its file, if the run has a folder and its config asks for traces.
-    All ranks call this at once.
+    """Let the recorder write to its file in the folder of a run. All ranks call this at once.
 
-    `offset_ns`: rank 0's clock minus this rank's clock. The events of an earlier start before
-    `first_update` are moved so that they end where this start begins, because its clock may be
-    another one. Its later events are left out.
+    `metadata`: of the trace. `offset_ns`: rank 0's clock minus this rank's clock. The events of an
+    earlier start before `first_update` are moved so that they end where this start begins, because
+    its clock may be another one. Its later events are left out.
     """
-    if job.folder is None or not job.traced_updates:
-        return
-    path = _get_path(job.folder, rank)
-    metadata = make_trace_metadata(job)
+    rank = recorder._rank
+    path = _get_path(folder, rank)
     earlier = _read_earlier(path, metadata, first_update) if first_update else None
     # remove the files of ranks that this start does not have
     if rank == 0:
-        for other in {*find_store_files(job.folder)} - {
-            _get_path(job.folder, r) for r in range(dist.get_world_size())
+        for other in {*find_store_files(folder)} - {
+            _get_path(folder, r) for r in range(dist.get_world_size())
         }:
             other.unlink()
     end = -1 if earlier is None or not len(earlier.events.end) else int(earlier.events.end.max())
@@ -424,14 +424,10 @@ def open_file(
         recorder.continue_trace(earlier, int(last[1] - last[0]) - offset_ns, first_update)
 
 
-def read_back(job: Job, rank: int, recorder: TraceRecorder) -> Trace | None:
+def read_back(folder: Path | None, recorder: TraceRecorder) -> Trace | None:
     """Return this rank's trace so far, by rank 0's clock; None if there is no file."""
     recorder.flush(wait=True)
-    return (
-        read_store(_get_path(job.folder, rank))
-        if job.folder is not None and job.traced_updates
-        else None
-    )
+    return None if folder is None else read_store(_get_path(folder, recorder._rank))
 
 
 def _get_path(folder: Path, rank: int) -> Path:

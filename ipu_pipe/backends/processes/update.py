@@ -26,9 +26,10 @@ from ipu_pipe.backends.processes.stage import Stage
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.cut.crossing import TensorSpec
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import ComparedSettings
 from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.replay.replicas import IndependentReplicas
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import COLUMNS, Work, average
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.clipping import GradientClipping, OtherStages
@@ -317,7 +318,7 @@ class StageUpdate:
                     stage.stash_weights()
                 sample(k)
                 self.step(k)
-            self._work.after_update(k, [stage.model.stage for stage in self.stages], False)
+            self._work.rules.after_update(k, [stage.model.stage for stage in self.stages], False)
         for stage in self.stages:
             stage.advance_version()
             if stage.model.ties.copied_to:
@@ -453,14 +454,15 @@ class ResultCollection:
 
     def __init__(
         self,
-        job: Job,
+        run: Run,
         mail: Mail,
         recorder: TraceRecorder,
         layout: RankLayout,
         with_loss: list[int],
         group: Any,
     ) -> None:
-        self._job = job
+        self._batches = run.batches
+        self._compared: ComparedSettings = run.options.compared
         self._mail = mail
         self._recorder = recorder
         self._layout = layout
@@ -472,11 +474,11 @@ class ResultCollection:
             layout.stages_of_rank[0] if layout.stages_of_rank[0] in self._collectors else None
         )
         # the microbatches of an update on one replica, and its samples on all replicas
-        self._microbatches = job.schedule.accumulate
-        self._samples = job.global_batch_size
-        self._columns = COLUMNS + (job.loss_weight is not None)
+        self._microbatches = run.table.schedule.accumulate
+        self._samples = run.samples
+        self._columns = COLUMNS + (run.loss_weight is not None)
         # then the checksum of a microbatch's batch, and those of the update's settings
-        columns = self._columns + 1 + len(job.compared.names)
+        columns = self._columns + 1 + len(self._compared.names)
         self._shapes = (TensorSpec((self._microbatches, columns), torch.float64, False),)
         # update -> checksums of the first stage; (update, stage) -> table of a stage of this rank
         self._checksums: dict[int, torch.Tensor] = {}
@@ -503,7 +505,7 @@ class ResultCollection:
             self._checksums[k] = column
         if table is None:
             return
-        settings = torch.tensor(self._job.compared.digest(k), dtype=torch.float64)
+        settings = torch.tensor(self._compared.digest(k), dtype=torch.float64)
         settings = settings.expand(len(table), len(settings))
         results = torch.cat([table, column[:, None], settings], dim=1)
         for collector in self._collectors:
@@ -544,7 +546,7 @@ class ResultCollection:
         """Raise `RunFault` if the rank of a stage has given the optimizer other settings for update
         k than this rank.
         """
-        compared = self._job.compared
+        compared = self._compared
         other = digests.tolist()
         here = compared.digest(k)
         if here == other:
@@ -564,8 +566,8 @@ class ResultCollection:
         if not products.any():
             return
         ranks = self._layout.find_rank(0), self._layout.find_rank(stage)
-        if not getattr(self._job.data, "reads_again", True):
+        if not self._batches.reads_again:
             who = f"rank {ranks[0]} and rank {ranks[1]} have different labels for step {k}"
             raise RunFault(f"step: {who}: {READ_ALIKE}")
         who = f"rank {ranks[0]} and rank {ranks[1]} read different batches"
-        raise RunFault(f"data: {self._job.data_name}: update {k}: {who}: {DRAW_ALIKE}")
+        raise RunFault(f"data: {self._batches.name}: update {k}: {who}: {DRAW_ALIKE}")

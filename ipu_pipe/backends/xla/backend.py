@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import torch
+
 from ipu_pipe.backends.interface import Backend, Engine
-from ipu_pipe.backends.xla.devices import launch, place
-from ipu_pipe.backends.xla.faults import list_faults
+from ipu_pipe.backends.xla.devices import XlaOptions, import_jax, launch, list_devices, place
+from ipu_pipe.backends.xla.faults import list_faults, list_slot_faults
 from ipu_pipe.job.record import Job
+from ipu_pipe.replay.run import Run
+from ipu_pipe.schedule.versions import VersionTable
 
 
-def make_engine(job: Job, first_update: int) -> Engine:
+def make_options(job: Job) -> XlaOptions:
+    """Return the options of a job whose graphs were traced."""
+    program = job.config.backend.program
+    if program is None and list_slot_faults(job):
+        program = "action"
+    return XlaOptions(list_devices(job.config.backend), job.stage_graphs, program)
+
+
+def make_engine(run: Run, first_update: int, table: VersionTable) -> Engine:
     """Return the engine, which continues with update `first_update`."""
     from ipu_pipe.backends.xla.engine import XlaEngine
 
-    return XlaEngine(job, first_update)
+    return XlaEngine(run, first_update, table)
 
 
 def describe(job: Job) -> str:
     """Return a line on the devices of the stages."""
-    from ipu_pipe.backends.xla import engine
+    devices = list_devices(job.config.backend)
+    used = min(len(devices), max(job.placement) + 1)
+    return (
+        f"{len(job.partition)} stages on {used} {devices[0].platform} devices of XLA "
+        f"(jax {import_jax().__version__}, {devices[0].device_kind}), torch {torch.__version__}"
+    )
 
-    return engine.describe(job)
 
-
-BACKEND = Backend(place, list_faults, make_engine, launch, describe)
+BACKEND = Backend(place, list_faults, make_engine, make_options, launch, describe)

@@ -7,12 +7,14 @@ One process drives all devices of a platform. XLA's own CPU client can stand for
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Sequence
 
 from torch import nn
 
 from ipu_pipe.backends.processes.layout import can_cut, cut_at
 from ipu_pipe.config.schema import BackendConfig, Config
+from ipu_pipe.cut.graphs import StageGraphs
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.factories import Placed
 from ipu_pipe.launcher import read_launch
@@ -21,6 +23,19 @@ from ipu_pipe.refusals import EMULATOR, Argument
 from ipu_pipe.schedule.methods import Method
 
 OLDEST_JAX = (0, 10)
+
+
+@dataclass(frozen=True)
+class XlaOptions:
+    """The options of the backend.
+
+    `devices`: of the platform, on which the stages are placed. `graphs`: of each stage. `program`:
+    what a compiled program holds, an `action` or a `slot`; None: what the stages suggest.
+    """
+
+    devices: Sequence[Any]
+    graphs: Sequence[StageGraphs]
+    program: str | None
 
 
 def import_jax() -> Any:

@@ -7,22 +7,19 @@ looks: for an evaluation, a checkpoint, a prediction, and at the end.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator
-
-import jax
-import torch
+from typing import Callable, Iterator
 
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.backends.xla.devices import list_devices
+from ipu_pipe.backends.xla.devices import XlaOptions
 from ipu_pipe.backends.xla.player import Player, StagePlayer, make_passes
 from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots
-from ipu_pipe.job.evaluation import EvaluationResult, compute_outputs, enter_evaluation, evaluate
-from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.precision import export_loss
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import SPLIT_PASSES
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import concatenate_events
 from ipu_pipe.update.optimizer import export_state
 
@@ -32,31 +29,36 @@ class XlaEngine(Engine):
 
     leaves_weights_stale = True
 
-    def __init__(self, job: Job, first_update: int) -> None:
-        super().__init__(job)
+    def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
+        super().__init__(run)
         self._first_update = first_update
         self.newest_model = None
-        work = Work.from_job(job, first_update)
-        devices = list_devices(job.config.backend)
-        is_split = job.schedule.passes == SPLIT_PASSES
-        placed = [devices[device % len(devices)] for device in job.placement]
-        all_passes = make_passes(job.stage_graphs, placed, is_split)
-        stages = [StagePlayer(job, work, s, passes) for s, passes in enumerate(all_passes)]
+        work = Work.of(run, first_update, table)
+        options: XlaOptions = run.options
+        devices = options.devices
+        is_split = work.schedule.passes == SPLIT_PASSES
+        placed = [devices[device % len(devices)] for device in run.placement]
+        all_passes = make_passes(options.graphs, placed, is_split)
+        stages = [StagePlayer(run, work, s, passes) for s, passes in enumerate(all_passes)]
         recorders = [
-            TraceRecorder(device, 0, job.traced_updates) for device in range(max(job.placement) + 1)
+            TraceRecorder(device, 0, run.trace) for device in range(max(run.placement) + 1)
         ]
         for recorder in recorders:
             recorder.begin_update(first_update)
-        player = SlotPlayer if chooses_slots(job, stages) else Player
-        self._player: Player = player(job, work, stages, recorders)
+        player = SlotPlayer if chooses_slots(options.program, stages) else Player
+        self._player: Player = player(run, work, stages, recorders)
         self._is_exported = True
 
     # ---- updates
 
+    @property
+    def update(self) -> int:
+        return self._player.update
+
     def give(self, k: int, cut: float) -> None:
         self._advance(cut, k + 1)
 
-    def finish(self, batches: int) -> None:
+    def finish(self, batches: int, table: VersionTable) -> None:
         self._advance(float("inf"), batches)
 
     def _advance(self, cut: float, batches: int) -> None:
@@ -67,13 +69,13 @@ class XlaEngine(Engine):
     def take(self, k: int) -> StepResult:
         return StepResult(*self._player.take(k))
 
-    def reopen(self, update: int, is_loaded: bool = False) -> None:
+    def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         if is_loaded:
             for stage in self._player.stages:
                 stage.load()
         else:
             self._player.gather()
-        self._player.begin(Work.from_job(self.job, update))
+        self._player.begin(Work.of(self.run, update, table))
 
     # ---- the host's model
 
@@ -85,16 +87,6 @@ class XlaEngine(Engine):
                 stage.export()
         self._is_exported = True
 
-    def predict(self, x: Any) -> Any:
-        self._export()
-        with enter_evaluation(self.job.model):
-            return compute_outputs(self.job.model, x)[-1]
-
-    def evaluate(self, split: str = "test") -> list[EvaluationResult]:
-        self._export()
-        with attribute_faults(lambda: f"evaluation before update {self._player.update}"):
-            return evaluate(self.job, split)
-
     def load_weights(self, load: Callable[[], None]) -> None:
         self._export()
         load()
@@ -102,7 +94,7 @@ class XlaEngine(Engine):
     @contextlib.contextmanager
     def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
         self._export()
-        self.newest_model = self.job.model
+        self.newest_model = self.run.model
         try:
             yield
         finally:
@@ -111,9 +103,9 @@ class XlaEngine(Engine):
     def collect_state(self) -> CheckpointState | None:
         self._export()
         # copies, because a checkpoint may be written while training goes on
-        model = {name: t.clone() for name, t in self.job.model.state_dict().items()}
+        model = {name: t.clone() for name, t in self.run.model.state_dict().items()}
         return CheckpointState(
-            model, *export_state(self.job.optimizer, self.names), export_loss(self.job.loss)
+            model, *export_state(self.run.optimizer, self.names), export_loss(self.run.loss)
         )
 
     # ---- measurements and the end
@@ -123,14 +115,14 @@ class XlaEngine(Engine):
         player.gather()
         stages = player.stages
         events = None
-        if self.job.traced_updates:
+        if self.run.trace:
             events = concatenate_events([recorder.read_events() for recorder in player.recorders])
         return Report(
             [stage.optimizer.count_bytes() for stage in stages],
             [stage.peak_bytes for stage in stages],
             player.links,
             events,
-            (player.update - self._first_update) * self.job.schedule.accumulate,
+            (player.update - self._first_update) * player.work.schedule.accumulate,
             peak_memory=self._measure_peaks(),
         )
 
@@ -144,20 +136,10 @@ class XlaEngine(Engine):
 
     def close(self) -> None:
         self._export()
-        self.newest_model = self.job.model
+        self.newest_model = self.run.model
         self.release_blocks()
 
     def abort(self) -> None:
         # after a fault the arrays may be lost with their device
         with contextlib.suppress(Exception):
             self._export()
-
-
-def describe(job: Job) -> str:
-    """Return a line on the devices of the stages."""
-    devices = list_devices(job.config.backend)
-    used = min(len(devices), max(job.placement) + 1)
-    return (
-        f"{len(job.partition)} stages on {used} {devices[0].platform} devices of XLA "
-        f"(jax {jax.__version__}, {devices[0].device_kind}), torch {torch.__version__}"
-    )

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from ipu_pipe.backends.xla.devices import list_devices
 from ipu_pipe.cut.graphs import trace_pieces
 from ipu_pipe.job.record import Job
 from ipu_pipe.refusals import EMULATOR, Argument, Refusal, name_key
 from ipu_pipe.replay.work import list_exactness_faults
+from ipu_pipe.schedule.methods import Reads, Timeline
 from ipu_pipe.text import list_some
 from ipu_pipe.update.optimizer import get_kind
 from ipu_pipe.update.rules import select_rules
@@ -20,6 +22,8 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+# the rules that may read the step of an optimizer
+PREDICTIONS = ("weight_prediction", "spectrain")
 REMEDY = f"use {EMULATOR}"
 
 
@@ -34,11 +38,36 @@ def list_faults(job: Job) -> list[str]:
         *(fault for fault in list_exactness_faults(job) if str(Argument("clip")) not in fault),
     ]
     if job.config.backend.program == "slot":
-        from ipu_pipe.backends.xla.slots import list_slot_faults
-
         faults += list_slot_faults(job)
     # a job that was placed for another backend is not cut
     return faults or (_list_missing_operations(job) if job.pieces else [])
+
+
+def list_slot_faults(job: Job) -> list[str]:
+    """Return why a program a slot cannot run a job, one line each."""
+    method = job.method
+    reads = (method.forward_reads, method.backward_reads)
+    is_dataflow = method.pipeline is Timeline.DATAFLOW and reads == (Reads.NEWEST, Reads.NEWEST)
+    devices = len({device % len(list_devices(job.config.backend)) for device in job.placement})
+    rules = [rule.key for rule, _ in select_rules(job.config.method_settings(), method)]
+    kinds = {get_kind(job.full_optimizer, group) for group in job.full_optimizer.param_groups}
+    faults = {
+        f"method: {method.name}: must be one whose passes read the newest weights in a dataflow "
+        "pipeline, such as pipelined_backprop or pipemare": not is_dataflow,
+        f"{Argument('warmup')}: synchronous updates have another order": job.rules.switch > 0,
+        f"{Argument('backend_args.devices')}: {devices}: a program runs on one device": devices > 1,
+        f"{Argument('trace')}: a program has no times of its actions: leave it out": bool(
+            job.traced_updates
+        ),
+        f"method_args.{list_some(rules)}: weights are predicted by the step of Adam": kinds
+        != {"sgd"}
+        and any(rule in PREDICTIONS for rule in rules),
+    }
+    return [
+        f"{Argument('backend_args.program')}: slot: {fault}"
+        for fault, applies in faults.items()
+        if applies
+    ]
 
 
 def _list_missing_operations(job: Job) -> list[str]:

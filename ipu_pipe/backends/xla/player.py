@@ -32,9 +32,9 @@ from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.lower import lower
 from ipu_pipe.backends.xla.update import StageOptimizer
 from ipu_pipe.cut.graphs import StageGraphs, count_bytes, draw_masks
-from ipu_pipe.job.record import Job
-from ipu_pipe.model.batch import check_same_shapes, count_samples, list_tensors
+from ipu_pipe.model.batch import count_samples, list_tensors
 from ipu_pipe.replay.replays import Replay, ReplayPlan
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import MicrobatchResult, Work, average, tabulate
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.apply import PLAIN
@@ -160,22 +160,22 @@ def list_outputs(graph: fx.GraphModule) -> list[Any]:
 class StagePlayer:
     """One stage: its passes, weights by version, and the microbatches in flight."""
 
-    def __init__(self, job: Job, work: Work, stage: int, passes: StagePasses) -> None:
-        self.job = job
+    def __init__(self, run: Run, work: Work, stage: int, passes: StagePasses) -> None:
+        self._model = run.model
         self.stage = stage
-        self.is_last = stage == len(job.partition) - 1
+        self.is_last = stage == len(run.partition) - 1
         self.passes = passes
         self.peak_bytes = 0
         # the bytes of the optimizer's state that a version keeps
         self._kept_state_bytes = 0
-        parameters = dict(job.model.named_parameters())
+        parameters = dict(run.model.named_parameters())
         self._parameters = [parameters[name] for name in passes.graphs.weights]
         trained = [self._parameters[i] for i in passes.trained]
         # what an update adds its first gradients to, and the gradients of outputs that are known
         zeros = [np.zeros(p.shape, p.detach().numpy().dtype) for p in trained]
         self._zeros = self.put(zeros) if work.accumulate > 1 else None
         self.known_gradients = self._list_known_gradients(work.accumulate)
-        self.optimizer = StageOptimizer(job.rules, stage, trained, self.put)
+        self.optimizer = StageOptimizer(run.rules, stage, trained, self.put)
         # what a version has of its own: weights that are never stepped are shared
         stepped = [trained[i] for i in self.optimizer.stepped]
         self.stepped_bytes = sum(p.numel() * p.element_size() for p in stepped)
@@ -200,8 +200,8 @@ class StagePlayer:
 
     def load(self) -> None:
         """Take weights, state and the optimizer's state from the model on the host."""
-        state = dict(self.job.model.named_buffers())
-        state.update(self.job.model.named_parameters())
+        state = dict(self._model.named_buffers())
+        state.update(self._model.named_parameters())
         graphs = self.passes.graphs
         self.weights = [self.put(p.detach().numpy()) for p in self._parameters]
         self.state = [self.put(state[name].detach().numpy()) for name in graphs.state]
@@ -324,7 +324,7 @@ class StagePlayer:
 
     def export(self) -> None:
         """Put the newest weights, state and optimizer state into the model on the host."""
-        model = self.job.model
+        model = self._model
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         graphs = self.passes.graphs
         names = [*graphs.weights, *graphs.state]
@@ -343,12 +343,12 @@ class Player:
 
     def __init__(
         self,
-        job: Job,
+        run: Run,
         work: Work,
         stages: Sequence[StagePlayer],
         recorders: Sequence[TraceRecorder],
     ) -> None:
-        self._job = job
+        self._run = run
         self.stages = stages
         self.recorders = recorders
         self.results: dict[int, tuple[list[Any], int]] = {}
@@ -402,11 +402,11 @@ class Player:
             kind = ORDER[action.order]
             batch = action.number if kind is Kind.UPDATE else action.number // accumulate
             if batch < batches:
-                self._run(kind, self.stages[action.stage], action.number)
+                self._act(kind, self.stages[action.stage], action.number)
 
-    def _run(self, kind: Kind, stage: StagePlayer, number: int) -> None:
+    def _act(self, kind: Kind, stage: StagePlayer, number: int) -> None:
         self.doing = f"stage {stage.stage}, action {kind.value}{number}"
-        recorder = self.recorders[self._job.placement[stage.stage] % len(self.recorders)]
+        recorder = self.recorders[self._run.placement[stage.stage] % len(self.recorders)]
         recorder.stage = stage.stage
         start = recorder.mark()
         computed = self._carry_out[kind](stage, number)
@@ -436,8 +436,7 @@ class Player:
         graphs = stage.passes.graphs
         is_last = s == len(self.stages) - 1
         if m not in self._batches:
-            x, y = self._job.load_microbatch(m)
-            check_same_shapes(x, self._job.example[0], m)
+            x, y = self._run.load(m)
             self._batches[m] = x, y
             self._samples[m] = count_samples(x)
         x, y = self._batches[m]
@@ -445,7 +444,7 @@ class Player:
         if inputs is None:
             inputs = stage.put([t.detach().numpy() for t in list_tensors(x)])
         labels = stage.put([t.numpy() for t in list_tensors(y)]) if is_last else []
-        masks = draw_masks(self._job.model, graphs.masks, self._job.config.seed, m)
+        masks = draw_masks(self._run.model, graphs.masks, self._run.seed, m)
         replay = stage.read_replay(m)
         weights = stage.read(*replay.forward)
         arguments = [*(stage.put(masks) if masks else []), *inputs, *labels]

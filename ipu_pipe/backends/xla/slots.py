@@ -26,26 +26,20 @@ import torch
 from jax import lax
 
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.backends.xla.devices import list_devices
 from ipu_pipe.backends.xla.player import Arrays, Player, StagePlayer, list_outputs
 from ipu_pipe.backends.xla.update import Numbers, step_stage
 from ipu_pipe.cut.graphs import StageGraphs, draw_masks
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.record import Job
-from ipu_pipe.model.batch import check_same_shapes, count_samples, list_tensors
-from ipu_pipe.refusals import Argument, name_key
+from ipu_pipe.model.batch import count_samples, list_tensors
+from ipu_pipe.refusals import name_key
+from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.methods import Reads, Timeline
-from ipu_pipe.text import list_some
 from ipu_pipe.update.apply import PLAIN, UpdateRules
-from ipu_pipe.update.optimizer import get_kind
-from ipu_pipe.update.rules import STEP, VELOCITY, select_rules
+from ipu_pipe.update.rules import STEP, VELOCITY
 
 # the stages of the same shape from which on a program a slot is the default
 FEWEST_EQUAL = 4
-# the rules that may read the step of an optimizer
-PREDICTIONS = ("weight_prediction", "spectrain")
 _STEP_SIZE = Numbers._fields.index("step_size")
 _ROOT = Numbers._fields.index("root")
 
@@ -108,41 +102,12 @@ def group_stages(stages: Sequence[StagePlayer]) -> list[list[StagePlayer]]:
     return groups
 
 
-def list_slot_faults(job: Job) -> list[str]:
-    """Return why a program a slot cannot run a job, one line each."""
-    method = job.method
-    reads = (method.forward_reads, method.backward_reads)
-    is_dataflow = method.pipeline is Timeline.DATAFLOW and reads == (Reads.NEWEST, Reads.NEWEST)
-    devices = len({device % len(list_devices(job.config.backend)) for device in job.placement})
-    rules = [rule.key for rule, _ in select_rules(job.config.method_settings(), method)]
-    kinds = {get_kind(job.full_optimizer, group) for group in job.full_optimizer.param_groups}
-    faults = {
-        f"method: {method.name}: must be one whose passes read the newest weights in a dataflow "
-        "pipeline, such as pipelined_backprop or pipemare": not is_dataflow,
-        f"{Argument('warmup')}: synchronous updates have another order": job.rules.switch > 0,
-        f"{Argument('backend_args.devices')}: {devices}: a program runs on one device": devices > 1,
-        f"{Argument('trace')}: a program has no times of its actions: leave it out": bool(
-            job.traced_updates
-        ),
-        f"method_args.{list_some(rules)}: weights are predicted by the step of Adam": kinds
-        != {"sgd"}
-        and any(rule in PREDICTIONS for rule in rules),
-    }
-    return [
-        f"{Argument('backend_args.program')}: slot: {fault}"
-        for fault, applies in faults.items()
-        if applies
-    ]
-
-
-def chooses_slots(job: Job, stages: Sequence[StagePlayer]) -> bool:
-    """Return whether a job is run by a program a slot: if that was asked for, or by default if it
-    can be and most stages are the same blocks without a convolution, of several of which XLA's CPU
-    makes slow ones.
+def chooses_slots(program: str | None, stages: Sequence[StagePlayer]) -> bool:
+    """Return whether a program a slot runs: if the options say so, or leave it open and most stages
+    are the same blocks without a convolution, of several of which XLA's CPU makes slow ones.
     """
-    asked = job.config.backend.program
-    if asked is not None or list_slot_faults(job):
-        return asked == "slot"
+    if program is not None:
+        return program == "slot"
     greatest = max(group_stages(stages), key=len)
     convolves = "convolution" in greatest[0].passes.graphs.forward.code
     return len(greatest) >= FEWEST_EQUAL and not convolves
@@ -425,7 +390,7 @@ class SlotPlayer(Player):
 
     def __init__(
         self,
-        job: Job,
+        run: Run,
         work: Work,
         stages: Sequence[StagePlayer],
         recorders: Sequence[TraceRecorder],
@@ -442,7 +407,7 @@ class SlotPlayer(Player):
         self._program = jax.jit(partial(_play, self._groups), donate_argnums=0)
         # the forwards and the backwards of each stage so far
         self._sent = np.zeros((2, count), np.int64)
-        super().__init__(job, work, stages, recorders)
+        super().__init__(run, work, stages, recorders)
 
     def begin(self, work: Work) -> None:
         super().begin(work)
@@ -451,7 +416,7 @@ class SlotPlayer(Player):
         self._made = np.full(len(self.stages), work.update)
         self._first_slot = self._find_first_slot(work)
         self._eras = _Eras(work.rules)
-        x, y = self._job.example
+        x, y = self._run.example
         self._x: Arrays = [t.numpy() for t in list_tensors(x)]
         self._y: Arrays = [t.numpy() for t in list_tensors(y)]
         entering = list_tensors(x)
@@ -515,8 +480,7 @@ class SlotPlayer(Player):
         """Read what enters the first stage, and the labels of what enters the last."""
         if runs[0]:
             m = int(forward[0])
-            x, y = self._job.load_microbatch(m)
-            check_same_shapes(x, self._job.example[0], m)
+            x, y = self._run.load(m)
             # copies, because the program may read them after the data source has gone on
             self._batches[m] = [np.array(t) for t in list_tensors(y)]
             self._samples[m] = count_samples(x)
@@ -582,7 +546,7 @@ class SlotPlayer(Player):
         for stage in group.stages:
             masks = stage.passes.graphs.masks
             m = int(forward[stage.stage]) if runs[stage.stage] else self._first
-            drawn.append(draw_masks(self._job.model, masks, self._job.config.seed, m))
+            drawn.append(draw_masks(self._run.model, masks, self._run.seed, m))
         return [np.stack([t.numpy() for t in row]) for row in zip(*drawn)]
 
     # ---- counts, and the arrays of the stages
