@@ -8,7 +8,7 @@ import contextlib
 import numbers
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from ipu_pipe.job.factories import (
 from ipu_pipe.job.metrics import make_metrics, prefers_greater
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe_optimizer
-from ipu_pipe.job.record import DTYPES, ComparedSettings, InitialWeights, Job, Setup, list_drains
+from ipu_pipe.job.record import DTYPES, InitialWeights, Job, Setup, list_drains
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks, verify_losses
@@ -52,6 +52,7 @@ from ipu_pipe.model.restoring import record_modes
 from ipu_pipe.model.stages import Footprint, make_footprint
 from ipu_pipe.pipeline.checks import check_model, check_modules, find_faults
 from ipu_pipe.pipeline.device_check import require_device, try_new_device
+from ipu_pipe.pipeline.optimizer import OptimizerHandle
 from ipu_pipe.plan.config_cut import choose_stages
 from ipu_pipe.refusals import NONE, Argument
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
@@ -61,7 +62,6 @@ from ipu_pipe.store.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.apply import GroupSettings, UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import (
-    ChooseMember,
     Groups,
     Member,
     call_factory,
@@ -253,22 +253,6 @@ def build(
     return job
 
 
-class OpenRun(NamedTuple):
-    """A run whose batches a loop of the caller's own gives one by one, so that its end and its
-    rates are not known ahead.
-
-    `warmup`: the updates of the synchronous warm-up. `choose_member`: the caller's parameter group
-    of each parameter. `settings`, `after_update`: as of `UpdateRules`. `compared`: as of `Job`.
-    """
-
-    warmup: int
-    members: int
-    choose_member: ChooseMember
-    settings: GroupSettings
-    after_update: Callable[[int, Sequence[int], bool], None]
-    compared: ComparedSettings
-
-
 class Resolved(NamedTuple):
     """A run whose config is complete: `setup` has the model in its stages, and the config with what
     was left open.
@@ -297,13 +281,14 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    setup: Setup, objects: Overrides, done: int = 0, open_run: OpenRun | None = None
+    setup: Setup, objects: Overrides, done: int = 0, handle: OptimizerHandle | None = None
 ) -> Resolved:
     """Divide the model into its stages, and complete the config: no config is replaced after this.
 
-    `open_run`: None for a run that is planned ahead.
+    `handle`: the optimizer of a loop of the caller's own, whose end and rates are not known ahead;
+    None for a run that is planned. A loop counts its warm-up in updates.
     """
-    per_epoch, updates = (None, OPEN) if open_run is not None else _count_updates(setup)
+    per_epoch, updates = _count_updates(setup) if handle is None else (None, OPEN)
     setup, placed, example, observation, footprint = _divide(setup)
     stage_count = len(placed.partition)
     method = _resolve_method(setup.config)
@@ -311,22 +296,22 @@ def resolve(
     if method.rounds is not None and method.rounds.replicas is None:
         setup = replace(setup, config=setup.config.with_method_args(replicas=stage_count))
         method = _resolve_method(setup.config)
-        if open_run is None:
+        if handle is None:
             per_epoch, updates = _count_updates(setup)
     config = setup.config
     if method.segments is not None:
         # raises if there are more segments than stages
         find_segment_ends(stage_count, method.segments)
     warmup = config.method_args.warmup
-    switch = round(warmup.epochs * per_epoch) if warmup is not None and per_epoch else 0
-    if open_run is not None:
-        switch = open_run.warmup
+    switch = 0
+    if warmup is not None:
+        switch = round(warmup.epochs * (per_epoch or 0 if handle is None else 1))
     # replicas with weights of their own take turns in one schedule
     accumulate = (
         config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
     )
     try:
-        if open_run is not None:
+        if handle is not None:
             schedule = open_schedule(method, stage_count, accumulate, (), switch)
         else:
             drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
@@ -342,7 +327,7 @@ def resolve(
     table = VersionTable(schedule, method, config.seed)
     setup, advice = _fill_open_rates(setup, objects, table)
     config = setup.config
-    optimizer, full_optimizer = _make_optimizers(setup, objects, placed, table, open_run)
+    optimizer, full_optimizer = _make_optimizers(setup, objects, placed, table, handle)
     if objects.optimizer is not None:
         described = describe_given(config, {"optimizer": describe_optimizer(full_optimizer)})
         setup = replace(setup, config=described)
@@ -450,7 +435,11 @@ def _divide(setup: Setup) -> tuple[Setup, Placed, tuple[Any, Any], Observation, 
 
 
 def _make_optimizers(
-    setup: Setup, objects: Overrides, placed: Placed, table: VersionTable, open_run: OpenRun | None
+    setup: Setup,
+    objects: Overrides,
+    placed: Placed,
+    table: VersionTable,
+    handle: OptimizerHandle | None,
 ) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     """Make the optimizer of the stages of this process, and that of all stages, which may be the
     same.
@@ -458,9 +447,9 @@ def _make_optimizers(
     config = setup.config
     members = [Member(one.match, one.ndim) for one in config.optimizer.groups] or [Member()]
     choose_member = None
-    if open_run is not None:
-        members = [Member()] * open_run.members
-        choose_member = open_run.choose_member
+    if handle is not None:
+        members = [Member()] * handle.group_count
+        choose_member = handle.choose_member
     groups = make_groups(
         setup.model, placed.partition, config.optimizer.no_decay, members, choose_member
     )
@@ -475,7 +464,7 @@ def _make_optimizers(
 
 
 def assemble(
-    resolved: Resolved, objects: Overrides, done: int = 0, open_run: OpenRun | None = None
+    resolved: Resolved, objects: Overrides, done: int = 0, handle: OptimizerHandle | None = None
 ) -> Job:
     """Build the job from what is resolved, with learning rates and update rules. Raise `BadInput`
     if they conflict.
@@ -485,11 +474,11 @@ def assemble(
     full_optimizer = resolved.full_optimizer
     config = setup.config
     schedule = resolved.table.schedule
-    if open_run is None:
+    if handle is None:
         rates = _make_rates(config, objects, full_optimizer, resolved.updates, resolved.per_epoch)
     else:
         first_group = full_optimizer.param_groups[0]
-        settings = open_run.settings
+        settings = handle.get_settings
         rates = _Rates(0.0, lambda k: float(settings(k, first_group)["lr"]), None, settings)
     chosen = choose_rules(
         _complete_rule_settings(resolved),
@@ -532,11 +521,9 @@ def assemble(
         pieces=placed.pieces,
         placement=tuple(placed.placement) or schedule.device_of_stage,
     )
-    if open_run is not None:
-        rules.after_update = open_run.after_update
-        # randomized methods count a stage's own updates, not the batches of the settings
-        if method.history is None:
-            job.compared = open_run.compared
+    # randomized methods count a stage's own updates, not the batches of the settings
+    if handle is not None and method.history is None:
+        job.compared = handle.compared
     raise_faults(
         find_faults(job, () if objects.optimizer is not None else config.optimizer_faults())
     )

@@ -28,6 +28,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.record import ComparedSettings
+from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.pipeline.arguments import require_head_settings
 from ipu_pipe.text import describe_kind, show
 from ipu_pipe.update.optimizer import ELEMENTWISE, Groups, RecordedSettings, copy_setting
@@ -353,8 +354,12 @@ class OptimizerHandle:
         """The number of the group of auxiliary heads."""
         return 0 if self._heads is None else len(self.optimizer.param_groups)
 
-    def find_member(self, parameter: nn.Parameter) -> int | None:
-        """Return the number of the caller's group of a parameter, None if it is in none."""
+    def choose_member(self, name: str, parameter: nn.Parameter) -> int | None:
+        """Return the caller's group of a parameter, or the one of auxiliary heads, which the method
+        adds; None if it is in none.
+        """
+        if name.startswith(HEADS):
+            return self.heads_member
         return self._member_of.get(id(parameter))
 
     def copy_for(self, groups: Groups) -> torch.optim.Optimizer:

@@ -74,7 +74,7 @@ from ipu_pipe.pipeline.batches import (
     take_pairs,
     unwrap,
 )
-from ipu_pipe.pipeline.build import OpenRun, assemble, resolve, set_up
+from ipu_pipe.pipeline.build import assemble, resolve, set_up
 from ipu_pipe.pipeline.device_check import require_device
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.gradients import OwnGradients
@@ -958,14 +958,6 @@ class Pipeline:
             loss_weight=self._loss_weight,
         )
         config = self._config.model_copy(update={"micro_batch_size": count_samples(x)})
-        open_run = OpenRun(
-            warmup=self._warmup,
-            members=self._handle.group_count,
-            choose_member=self._choose_member,
-            settings=self._handle.get_settings,
-            after_update=self._call_back,
-            compared=self._handle.compared,
-        )
         if self._loaded is not None:
             # before the model is converted
             self._loaded = take_back(self._loaded, self.model, self._handle.optimizer)
@@ -986,8 +978,9 @@ class Pipeline:
                     compare_settings(self._handle.describe_settings())
                 setup = set_up(objects.describe_in(config), **objects._asdict())
                 undo.callback(setup.precision.give_back)
-                resolved = resolve(setup, objects, open_run=open_run)
-                job = assemble(resolved, objects, open_run=open_run)
+                resolved = resolve(setup, objects, handle=self._handle)
+                job = assemble(resolved, objects, handle=self._handle)
+                job.rules.after_update = self._call_back
                 if job.traced_updates:
                     self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
                     job.folder = Path(self._events_folder.name)
@@ -1010,16 +1003,6 @@ class Pipeline:
             self._load(job, flow)
         self._seam = Seam(backend, Objects(self.model, self._handle.optimizer, self._loss))
         return job, flow
-
-    def _choose_member(self, name: str, parameter: nn.Parameter) -> int | None:
-        """Return the caller's group of a parameter, or the one of auxiliary heads, which the method
-        adds.
-        """
-        return (
-            self._handle.heads_member
-            if name.startswith(HEADS)
-            else self._handle.find_member(parameter)
-        )
 
     def _describe_layout(self, job: Job) -> dict[str, Any]:
         """Return the place of this rank and of all stages, by which its part of a state is
