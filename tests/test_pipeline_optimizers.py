@@ -347,3 +347,57 @@ def test_ranks_whose_settings_part_are_refused(method: str, name: str, tmp_path:
     """Each stage was trained with its own rank's rate, and nobody said so."""
     run_in_group(2, functools.partial(differ_later, method=method, name=name), tmp_path)
     assert (tmp_path / "0.ended").exists() and (tmp_path / "1.ended").exists()
+
+
+# ---- settings by stage
+
+
+def make_groups_of_stages(parameters: Any) -> torch.optim.Optimizer:
+    """Return SGD with a group for the weights of each of two stages."""
+    weights = list(parameters)
+    first = {"params": weights[:4], "lr": 0.1, "momentum": 0.5}
+    return torch.optim.SGD([first, {"params": weights[4:], "lr": 0.05, "momentum": 0.9}])
+
+
+def halve_rates(k: int, optimizer: Any) -> None:
+    """Change every group's rate and weight decay at an update in the middle."""
+    for group in optimizer.param_groups if k == 2 else ():
+        group["lr"] *= 0.5
+        group["weight_decay"] = 0.01
+
+
+def test_settings_by_stage_are_those_of_groups_of_their_own() -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    by_stage = {"lr": [0.1, 0.05], "momentum": {"from": 0.9, "to": 0.5}}
+    # the first stage has the delay
+    keys = {"method": "pipedream", "stages": ["2"]}
+    ends = []
+    for optimizer, more in ((make_groups_of_stages, {}), (sgd, {"by_stage": by_stage})):
+        pipe = make_pipeline(optimizer=optimizer, **keys, **more)
+        for k in range(UPDATES):
+            halve_rates(k, pipe.optimizer.optimizer)
+            pipe.step(*make_batch(k))
+        pipe.close()
+        ends.append(flatten(pipe.model))
+    assert torch.allclose(*ends, rtol=1e-12, atol=1e-14)
+    plain = make_pipeline(optimizer=sgd, **keys)
+    for k in range(UPDATES):
+        plain.step(*make_batch(k))
+    plain.close()
+    assert not torch.allclose(flatten(plain.model), ends[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "by_stage, line",
+    [
+        ([0.1], r"by_stage: \[0.1\]: must be a mapping of settings"),
+        ({"rate": [1, 2]}, "by_stage: rate: must be a setting of SGD: lr, momentum, "),
+        ({"lr": 0.1}, "by_stage.lr: 0.1: must be a list of values, one per stage, or "),
+        ({"lr": [0.1, 0.2, 0.3]}, "by_stage.lr: .*: must be one for each of 2 stages"),
+        ({"momentum": [0.1, -0.2]}, "by_stage: Invalid momentum value: -0.2"),
+    ],
+)
+def test_wrong_settings_by_stage_are_one_line(by_stage: Any, line: str) -> None:
+    with pytest.raises(BadInput, match=f"^{line}"):
+        pipe = make_pipeline(by_stage=by_stage, stages=["2"])
+        pipe.step(*make_batch(0))

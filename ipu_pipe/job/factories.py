@@ -205,7 +205,8 @@ def apply_settings_by_stage(config: Config, groups: Groups, delays: Sequence[flo
     """
     for number, member in enumerate(config.optimizer.members):
         key = f"optimizer.groups.{number}" if config.optimizer.groups else "optimizer"
-        by_stage = spread_settings(member.by_stage, delays, key) if member.by_stage else []
+        spread = member.by_stage or {}
+        by_stage = spread_settings(spread, delays, f"{key}.by_stage") if spread else []
         for stage, settings in enumerate(by_stage):
             try:  # made of nothing, so that the optimizer checks its settings
                 probe = call_factory(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ipu_pipe.config.schema import BackendConfig
+from ipu_pipe.config.sections import BY_STAGE, is_by_stage
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.stages import explain_too_many
@@ -198,27 +199,54 @@ def require_group_of_all(group: Any, backend: BackendConfig) -> None:
         raise BadInput(f"process_group: ranks {list_some(ranks, 8)} of {world}: {why}")
 
 
-def require_head_settings(heads: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise `BadInput` if `heads` are not settings of the optimizer."""
-    if not isinstance(heads, Mapping):
+def require_settings_of(
+    optimizer: torch.optim.Optimizer, argument: str, settings: Mapping[str, Any]
+) -> None:
+    """Raise `BadInput` if `settings`, of the `argument` heads or by_stage, are not settings of the
+    optimizer.
+    """
+    if not isinstance(settings, Mapping):
         raise BadInput(
-            f"heads: {show(heads)}: must be a mapping of the optimizer's settings, such as {{'lr': "
-            f"0.1}}"
+            f"{argument}: {show(settings)}: must be a mapping of the optimizer's settings, such as "
+            f"{{'lr': 0.1}}"
         )
     allowed = ", ".join(optimizer.defaults)
     kind = type(optimizer)
-    unknown = [key for key in heads if key not in optimizer.defaults]
+    unknown = [key for key in settings if key not in optimizer.defaults]
     raise_faults(
-        [f"heads: {show(key)}: must be a setting of {kind.__name__}: {allowed}" for key in unknown]
+        [
+            f"{argument}: {show(key)}: must be a setting of {kind.__name__}: {allowed}"
+            for key in unknown
+        ]
     )
     # the constructors of PyTorch's own optimizers check values, and have no effect
     if not kind.__module__.startswith("torch.optim."):
         return
     accepted = inspect.signature(kind.__init__).parameters
-    settings = {
-        key: value for key, value in {**optimizer.defaults, **heads}.items() if key in accepted
-    }
+    both = {**optimizer.defaults, **settings}
     try:
-        kind([nn.Parameter(torch.zeros(1, 1))], **settings)
+        kind(
+            [nn.Parameter(torch.zeros(1, 1))],
+            **{key: value for key, value in both.items() if key in accepted},
+        )
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"heads: {error}") from error
+        raise BadInput(f"{argument}: {error}") from error
+
+
+def parse_by_stage(by_stage: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return settings by stage as a config has them. Raise `BadInput` for settings that are not the
+    optimizer's, or have another form.
+    """
+    if not isinstance(by_stage, Mapping):
+        example = "{'lr': [0.1, 0.05]}"
+        raise BadInput(f"by_stage: {show(by_stage)}: must be a mapping of settings, as {example}")
+    present = {key: optimizer.defaults.get(key) for key in by_stage}
+    require_settings_of(optimizer, "by_stage", present)
+    parsed: dict[str, Any] = {}
+    for key, values in by_stage.items():
+        parsed[key] = values
+        if isinstance(values, Mapping):
+            parsed[key] = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        if not is_by_stage(parsed[key]):
+            raise BadInput(f"by_stage.{key}: {show(values)}: {BY_STAGE}")
+    return parsed

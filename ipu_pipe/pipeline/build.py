@@ -450,6 +450,7 @@ def _make_optimizers(
     if handle is not None:
         members = [Member()] * handle.group_count
         choose_member = handle.choose_member
+        handle.set_delays(table.rule_lag().tolist())
     groups = make_groups(
         setup.model, placed.partition, config.optimizer.no_decay, members, choose_member
     )

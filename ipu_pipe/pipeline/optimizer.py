@@ -29,9 +29,15 @@ from torch import nn
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.record import ComparedSettings
 from ipu_pipe.local.blocks import HEADS
-from ipu_pipe.pipeline.arguments import require_head_settings
+from ipu_pipe.pipeline.arguments import parse_by_stage, require_settings_of
 from ipu_pipe.text import describe_kind, show
-from ipu_pipe.update.optimizer import ELEMENTWISE, Groups, RecordedSettings, copy_setting
+from ipu_pipe.update.optimizer import (
+    ELEMENTWISE,
+    Groups,
+    RecordedSettings,
+    copy_setting,
+    spread_settings,
+)
 
 # keys of a caller's parameter group that are not settings of a step
 NOT_SETTINGS = ("params", "initial_lr")
@@ -213,8 +219,9 @@ class OptimizerHandle:
     settings for update k.
 
     `heads`: the settings in which the group of auxiliary heads differs from the first group; None:
-    they are in the first group. Raise `BadInput` for an optimizer that cannot step so, has
-    parameters that are not the model's, or is in another handle.
+    they are in the first group. `by_stage`: the settings that differ by stage. Raise `BadInput` for
+    an optimizer that cannot step so, has parameters that are not the model's, or is in another
+    handle.
     """
 
     # optimizer -> its handle, until the handle is released
@@ -227,6 +234,7 @@ class OptimizerHandle:
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         heads: Mapping[str, Any] | None = None,
+        by_stage: Mapping[str, Any] | None = None,
     ) -> None:
         wrapped = getattr(optimizer, "optimizer", None)
         if isinstance(wrapped, torch.optim.Optimizer):
@@ -246,7 +254,7 @@ class OptimizerHandle:
         if needs_closure or hasattr(optimizer, "second_step"):
             raise BadInput(explain_closure(optimizer))
         if heads is not None:
-            require_head_settings(heads, optimizer)
+            require_settings_of(optimizer, "heads", heads)
         trained = {id(p) for p in model.parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         strange = sum(id(p) not in trained for p in parameters)
@@ -259,6 +267,13 @@ class OptimizerHandle:
         self.optimizer = optimizer
         self._model = model
         self._heads = heads
+        self._by_stage = {} if by_stage is None else parse_by_stage(by_stage, optimizer)
+        # the settings of each stage that differ, and the rates of which its own are shares
+        self._of_stages: list[dict[str, Any]] = []
+        self._first_rates = [
+            float(group.get("initial_lr", group["lr"])) if "lr" in group else 0.0
+            for group in optimizer.param_groups
+        ]
         self._member_of = {
             id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
@@ -579,13 +594,36 @@ class OptimizerHandle:
             self._digests[name] = values, digest
         return digest
 
+    def set_delays(self, delays: Sequence[float]) -> None:
+        """Spread the settings that differ by stage over stages with these delays in updates (P,).
+
+        Raise `BadInput` for settings that the optimizer refuses, or that are not as many.
+        """
+        self._of_stages = spread_settings(self._by_stage, delays, "by_stage")
+        for settings in self._of_stages if self._by_stage else ():
+            require_settings_of(self.optimizer, "by_stage", settings)
+
     def get_settings(self, k: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the settings of one of the inner optimizer's groups for update k."""
         # randomized methods count a stage's own updates, which may be more or fewer than the
         # batches that were given
         oldest = min(self._settings)
         newest = max(self._settings)
-        return self._settings[min(max(k, oldest), newest)][group["member"]]
+        settings = self._settings[min(max(k, oldest), newest)][group["member"]]
+        return self._divide(settings, group) if self._by_stage else settings
+
+    def _divide(self, settings: RecordedSettings, group: Mapping[str, Any]) -> RecordedSettings:
+        """Return the settings of a group's stage; its learning rate stays in proportion to the
+        caller's, which a scheduler changes.
+        """
+        divided = RecordedSettings()
+        divided.update(settings, **self._of_stages[group["stage"]])
+        divided.changes = settings.changes
+        # heads are a group of their own, with the first one's rate to begin with
+        first = self._first_rates[group["member"] % len(self._first_rates)]
+        if "lr" in self._by_stage and first:
+            divided["lr"] = float(settings["lr"]) * float(divided["lr"]) / first
+        return divided
 
     def forget_before(self, k: int) -> None:
         """Drop the settings of updates before k, except the newest."""

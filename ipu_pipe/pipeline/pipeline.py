@@ -182,6 +182,9 @@ class Pipeline:
     heads:      settings in which the auxiliary heads of a local method differ from the optimizer's
                 first group, such as {"lr": 0.1}; these stay as they are when a scheduler changes
                 the group.
+    by_stage:   settings of the optimizer that differ by stage: a list of one value a stage, or
+                {"from": a, "to": b} by a stage's delay; {"lr": [0.1, 0.05]} keeps the proportion of
+                the stages' rates to a group's under a scheduler.
     clip:       (norm, scope), such as (1.0, "stage"); scope "stage", "global" (methods that flush)
                 or "delayed_global". A norm alone has the scope "global" with methods that flush,
                 else "stage".
@@ -270,6 +273,7 @@ class Pipeline:
         reduction: str = "exact",
         seed: int = 0,
         heads: Mapping[str, Any] | None = None,
+        by_stage: Mapping[str, Any] | None = None,
         backend: str = "emulator",
         device: str | torch.device | None = None,
         process_group: Any = None,
@@ -291,7 +295,7 @@ class Pipeline:
         require_kinds(method_args, backend_args, warmup, example, deadline)
         self.model = model
         self._loss = loss
-        stage_count = _count_stages(model, stages)
+        self._stage_count = _count_stages(model, stages)
         require_weights_for(model, stages)
         args = {key: value for key, value in (method_args or {}).items() if value is not None}
         if "warmup" in args:
@@ -320,20 +324,20 @@ class Pipeline:
             "metrics": [],
             "log": {"trace": make_trace_section(trace), "tensorboard": False},
         }
+        asked = {"warmup": warmup, "heads": heads, "by_stage": by_stage}
         with say_in(Language.PYTHON):
-            self._config, self._method = _configure(keys, microbatches, stage_count, heads)
+            self._config, self._method = _configure(keys, microbatches, self._stage_count, asked)
             kind = get_kind(self._config.backend.device)
             # a missing GPU is named at the first step
             if not kind.is_cuda:
                 require_device(kind.name)
-            launch(self._config, {"warmup": warmup, "heads": heads})
+            launch(self._config, asked)
             require_group_of_all(process_group, self._config.backend)
             require_current_gpu(model, device)
         self._warmup = warmup
         self._example = example
         self._loss_weight = loss_weight
-        self._stage_count = stage_count
-        self._handle = OptimizerHandle(optimizer, model, heads)
+        self._handle = OptimizerHandle(optimizer, model, heads, by_stage)
         # a pipeline that was never built may be dropped without `close`
         weakref.finalize(self, self._handle.release).atexit = False
         self._view = OptimizerView(optimizer)
@@ -1448,11 +1452,16 @@ def _count_stages(model: nn.Module, stages: Any) -> int | None:
 
 
 def _configure(
-    keys: Mapping[str, Any], microbatches: int | None, stage_count: int | None, heads: Any
+    keys: Mapping[str, Any],
+    microbatches: int | None,
+    stage_count: int | None,
+    asked: Mapping[str, Any],
 ) -> tuple[Config, Method]:
     """Return the config of `keys` and its method. Raise `BadInput` for a method that a loop cannot
-    have, or that does not fit `heads`.
+    have, or that does not fit the `heads` and the settings `by_stage` that were `asked` for.
     """
+    heads = asked["heads"]
+    by_stage = asked["by_stage"]
     if microbatches is None:
         # checks the method's name before its default is looked up
         configure(**keys)
@@ -1463,6 +1472,9 @@ def _configure(
         raise BadInput(
             f"heads: {heads}: method {config.method} adds no auxiliary heads: leave it out"
         )
+    if by_stage is not None and config.backend.facts.loads_poptorch_state:
+        why = "PopTorch gets one optimizer with the same settings on all stages"
+        raise BadInput(f"by_stage: {by_stage}: {why}: must be None")
     if method.history is not None and method.history.order == "schedule":
         raise BadInput(
             "method_args.order: schedule: takes batches in another order than a loop gives them: "

@@ -138,14 +138,13 @@ def _assign_members(
 
 
 def spread_settings(
-    by_stage: Mapping[str, Any], delays: Sequence[float], place: str = "optimizer"
+    by_stage: Mapping[str, Any], delays: Sequence[float], place: str = "optimizer.by_stage"
 ) -> list[dict[str, Any]]:
     """Return the settings of each stage, whose delays in updates are `delays` (P,).
 
     A setting is a list of one value a stage, or {from: a, to: b}, numbers or lists of them:
     a + (b - a) D / D_max, D the stage's delay and D_max the greatest; with over: stages,
-    a + (b - a) D / P. Raise `BadInput`, about the optimizer at `place`, for a list of another
-    length.
+    a + (b - a) D / P. Raise `BadInput`, about the settings at `place`, for a list of another length.
     """
     settings: list[dict[str, Any]] = [{} for _ in delays]
     for key, values in by_stage.items():
@@ -157,8 +156,7 @@ def spread_settings(
             ]
         elif len(values) != len(delays):
             raise BadInput(
-                f"{place}.by_stage.{key}: {show(values)}: must be one for each of {len(delays)} "
-                f"stages"
+                f"{place}.{key}: {show(values)}: must be one for each of {len(delays)} stages"
             )
         for stage_settings, value in zip(settings, values):
             stage_settings[key] = value
