@@ -101,9 +101,9 @@ def compute_share(k: int) -> float:
 
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, compute_share)
 pipe = ipu_pipe.Pipeline(
-    model, cross_entropy, optimizer, "pipedream", stages=["3"], microbatches=4,
+    model, cross_entropy, optimizer, "pipedream", stages=["3"], microbatches=2,
     clip=(1.0, "stage"), ema=0.9, backend="distributed" if on_ranks else "emulator",
-    example=(images[:15], labels[:15]),
+    example=(images[:30], labels[:30]),
 )  # fmt: skip
 
 begin, best, waited = 0, 0.0, 0
