@@ -152,7 +152,7 @@ def count_versions(settings: List[str]) -> Dict[str, Any]:
         note(stage.stage, _list_arrays(stage))
         correct = stage.optimizer.correct
         stage.optimizer.correct = lambda *a, s=stage.stage, correct=correct: note(s, correct(*a))
-    play, player._run = player._run, run
+    play, player._act = player._act, run
     for _ in range(STEPS):
         flow.give()
     flow.drain()
