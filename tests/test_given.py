@@ -63,11 +63,14 @@ def test_an_optimizer_that_must_be_switched_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_whose_optimizer_keeps_numbers_in_its_groups_is_not_resumed(tmp_path: Path) -> None:
+def test_a_run_whose_optimizer_keeps_numbers_in_its_groups_is_not_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Story: a resumed run began with the numbers of the start, without a word."""
     optimizer = functools.partial(Counting, lr=0.1)
     out = tmp_path / "run"
-    train(load_two_stage_config("checkpoint.every=1"), out, optimizer=optimizer, quiet=True)
+    train(load_two_stage_config("checkpoint.every=1"), out, optimizer=optimizer)
+    assert capsys.readouterr().out.count("keeps k in its parameter groups, which checkpoints") == 1
     (out / "summary.json").unlink()
     longer = load_two_stage_config("checkpoint.every=1", "steps=4")
     with pytest.raises(BadInput, match="optimizer: keeps k in its parameter groups, which a"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, Callable, List, Optional, Type
+from typing import Any, Callable, Dict, List, Optional, Type
 
 import pytest
 import torch
@@ -366,13 +366,17 @@ def halve_rates(k: int, optimizer: Any) -> None:
         group["weight_decay"] = 0.01
 
 
-def test_settings_by_stage_are_those_of_groups_of_their_own() -> None:
+@pytest.mark.parametrize("backend", ["emulator", "xla"])
+def test_settings_by_stage_are_those_of_groups_of_their_own(backend: str) -> None:
+    if backend == "xla":
+        pytest.importorskip("jax")
     sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     by_stage = {"lr": [0.1, 0.05], "momentum": {"from": 0.9, "to": 0.5}}
     # the first stage has the delay
-    keys = {"method": "pipedream", "stages": ["2"]}
+    keys: Dict[str, Any] = {"method": "pipedream", "stages": ["2"]}
+    divided = {"by_stage": by_stage, "backend": backend}
     ends = []
-    for optimizer, more in ((make_groups_of_stages, {}), (sgd, {"by_stage": by_stage})):
+    for optimizer, more in ((make_groups_of_stages, {}), (sgd, divided)):
         pipe = make_pipeline(optimizer=optimizer, **keys, **more)
         for k in range(UPDATES):
             halve_rates(k, pipe.optimizer.optimizer)

@@ -163,7 +163,7 @@ class Engine:
         still open.
 
         `table`: that schedule with the drain after them, at which a round of replicas may end.
-        Nothing is to do where calls leave the pipeline empty.
+        There is nothing to do where calls leave the pipeline empty.
         """
 
     def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:

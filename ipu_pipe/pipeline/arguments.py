@@ -244,7 +244,7 @@ def parse_by_stage(by_stage: Any, optimizer: torch.optim.Optimizer) -> dict[str,
     require_settings_of(optimizer, "by_stage", present)
     parsed: dict[str, Any] = {}
     for key, values in by_stage.items():
-        parsed[key] = values
+        parsed[key] = list(values) if isinstance(values, tuple) else values
         if isinstance(values, Mapping):
             parsed[key] = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
         if not is_by_stage(parsed[key]):

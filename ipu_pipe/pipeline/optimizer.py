@@ -391,7 +391,9 @@ class OptimizerHandle:
         self._seen = []
         self._newest = []
         members = self._copy_all_settings()
-        inner.param_groups = [{**members[group["member"]], **group} for group in groups]
+        inner.param_groups = [
+            {**members[group["member"]], **self._list_own(group), **group} for group in groups
+        ]
         inner.state = SharedState(optimizer)  # type: ignore[assignment]
         return inner
 
@@ -612,17 +614,24 @@ class OptimizerHandle:
         settings = self._settings[min(max(k, oldest), newest)][group["member"]]
         return self._divide(settings, group) if self._by_stage else settings
 
+    def _list_own(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings by stage of a group; those that heads were given go before them."""
+        settings = self._of_stages[group["stage"]] if self._by_stage else {}
+        is_heads = self._heads is not None and group["member"] == self.heads_member
+        return {k: v for k, v in settings.items() if not (is_heads and k in (self._heads or ()))}
+
     def _divide(self, settings: RecordedSettings, group: Mapping[str, Any]) -> RecordedSettings:
         """Return the settings of a group's stage; its learning rate stays in proportion to the
         caller's, which a scheduler changes.
         """
+        of_stage = self._list_own(group)
         divided = RecordedSettings()
-        divided.update(settings, **self._of_stages[group["stage"]])
+        divided.update(settings, **of_stage)
         divided.changes = settings.changes
-        # heads are a group of their own, with the first one's rate to begin with
+        # heads that have no rate of their own have the first group's
         first = self._first_rates[group["member"] % len(self._first_rates)]
-        if "lr" in self._by_stage and first:
-            divided["lr"] = float(settings["lr"]) * float(divided["lr"]) / first
+        if "lr" in of_stage and first:
+            divided["lr"] = float(settings["lr"]) * float(of_stage["lr"]) / first
         return divided
 
     def forget_before(self, k: int) -> None:

@@ -1043,8 +1043,6 @@ class Pipeline:
         if not self._handle.may_write_settings:
             # as torch's own `load_state_dict` does
             tensors = cast_entries(tensors, trained)
-        # entries of other ranks' parameters that were handed over
-        self._handle.optimizer.state.clear()
         import_state(job.optimizer, names, tensors, copy.deepcopy(saved.plain))
         job.rules.forget_compensated()
         self._handle.forget()

@@ -40,6 +40,7 @@ from ipu_pipe.run.resume import join_loss, make_manifest, restore
 from ipu_pipe.store import checkpoint
 from ipu_pipe.store.folder import RunFolder, read_starts
 from ipu_pipe.store.saving import Saver
+from ipu_pipe.text import list_some
 from ipu_pipe.update.optimizer import ELEMENTWISE, list_parts
 from ipu_pipe.update.rates import export_plateau
 
@@ -509,6 +510,11 @@ class TrainingLoop:
                 self.job, position, state.plain, self.callbacks.collect_states()
             )
             manifest["written_settings"] = sorted(self.written_settings)
+            if self.written_settings and self.saver.newest is None:
+                self.progress.say(
+                    f"optimizer: keeps {list_some(sorted(self.written_settings))} in its parameter "
+                    f"groups, which checkpoints lack: this run cannot be resumed"
+                )
         best_steps = [position.best_step, *self.callbacks.list_best_steps()]
         self.saver.start(position.update, state, manifest, best_steps, settings.background)
         self._finish_saving(waits=not settings.background)

@@ -61,6 +61,8 @@ class _Manifest(_Record):
     position: Optional[_PositionRecord] = None
     optimizer: Dict[str, Any] = {}
     callbacks: Optional[List[_CallbackRecord]] = None
+    # in the optimizer's groups, which a checkpoint does not have
+    written_settings: List[str] = []
     files: Dict[str, str] = {}
 
 
